@@ -1,0 +1,44 @@
+"""What one round of the executor works on, and what comes out of it."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tllm_spec.executor.request import LlmRequest
+
+
+@dataclass
+class ScheduledBatch:
+    """The requests of one round. In every tensor of the round context rows come first, then the generation windows."""
+
+    context_requests: list[LlmRequest] = field(default_factory=list)
+    generation_requests: list[LlmRequest] = field(default_factory=list)
+    draft_len: int = 0  # drafts in every generation window of this round, padding included
+    draft_probs: torch.Tensor | None = None  # [B, K, V] what drafts were drawn from, for rejection sampling
+
+    @property
+    def last_chunk_requests(self) -> list[LlmRequest]:
+        """Context requests whose first new token is sampled in this round."""
+        return [request for request in self.context_requests if request.is_last_context_chunk]
+
+    @property
+    def window(self) -> int:
+        return 1 + self.draft_len
+
+    def __bool__(self) -> bool:
+        return bool(self.context_requests or self.generation_requests)
+
+    def requests(self) -> list[LlmRequest]:
+        return self.context_requests + self.generation_requests
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Device results of a round for its sampling requests: last-chunk contexts first, then generations.
+
+    `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]` int64 is how many are
+    valid (accepted drafts + 1). A token of -1 says that the logits of that position were not numbers.
+    """
+
+    new_tokens: torch.Tensor
+    new_lens: torch.Tensor

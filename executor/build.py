@@ -1,0 +1,174 @@
+"""The composition root: from arguments to an executor. Nobody else constructs collaborators.
+
+Order: weights of target and draft, then the KV pools take what the memory plan leaves them, then the rest.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.executor.engine.memory_plan import plan_num_pages
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
+from tllm_spec.executor.response import Response
+from tllm_spec.executor.sampling.row_group import RowGroups
+from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.state import SamplingState
+from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
+from tllm_spec.executor.speculative.drafter import NoDrafter
+from tllm_spec.executor.speculative.modes import DraftEngine, Speculation, Surroundings, mode_of
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import load_model
+from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltExecutor:
+    """The executor and what the front end checks requests against."""
+
+    executor: PyExecutor
+    queue: RequestQueue
+    model_config: ModelConfig
+    max_seq_len: int
+    max_draft_len: int
+
+
+def pick_device(name: str) -> torch.device:
+    """Raises ValueError when a CUDA device is asked for and there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device = {name!r}: torch sees no CUDA device here; use 'cpu' or 'auto'")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own on CUDA, and float32 on a CPU, where 16-bit arithmetic is slower and coarser."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return of_checkpoint if device.type == "cuda" else torch.float32
+
+
+def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
+    if args.max_seq_len is None:
+        return config.max_position_embeddings
+    if args.max_seq_len > config.max_position_embeddings:
+        raise ValueError(
+            f"max_seq_len = {args.max_seq_len} exceeds the model's max_position_embeddings, "
+            f"{config.max_position_embeddings}"
+        )
+    return args.max_seq_len
+
+
+class _Builder:
+    """What the steps of one build share."""
+
+    def __init__(self, args: LlmArgs) -> None:
+        self.args = args
+        self.spec = args.speculative_config
+        self.mode = mode_of(self.spec)
+        self.device = pick_device(args.device)
+        self.mapping = Mapping()
+        self.max_draft_len = self.spec.max_draft_len if self.spec else 0
+        self.page_size = args.kv_cache_config.tokens_per_block
+        # Every generating request has at least one row in every round.
+        self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
+
+    def load(self, path: str, load_format: str, max_seq_len: int) -> CausalLM:
+        config = ModelConfig.from_pretrained(resolve_model(path))
+        return load_model(
+            resolve_model(path),
+            dtype=pick_dtype(self.args.dtype, config.dtype, self.device),
+            device=self.device,
+            load_format="dummy" if load_format == "dummy" else "auto",
+            max_positions=max_seq_len + self.max_draft_len + 1,
+            mapping=self.mapping,
+        )
+
+    def engine(self, model: CausalLM, num_pages: int, max_seq_len: int) -> tuple[ModelEngine, KVCacheManager]:
+        """A model with a cache of `num_pages` pages."""
+        geometry = model.config.attention_geometry(self.mapping)
+        dtype = model.dtype
+        pool = KVPool(geometry, num_pages=num_pages, page_size=self.page_size, dtype=dtype, device=self.device)
+        reuse = self.args.kv_cache_config
+        cache = PagedCache(
+            num_pages,
+            self.page_size,
+            copy_page=pool.copy_page,
+            enable_block_reuse=reuse.enable_block_reuse,
+            enable_partial_reuse=reuse.enable_partial_reuse,
+        )
+        max_pages = -(-(max_seq_len + self.max_draft_len + 1) // self.page_size)
+        table = BlockTable(self.slots, max_pages, self.device)
+        engine = ModelEngine(model, VanillaAttention(geometry, pool), table, self.device)
+        return engine, KVCacheManager(cache, pool, table)
+
+
+def build_executor(
+    args: LlmArgs, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
+) -> BuiltExecutor:
+    """Loads the models and connects everything. Raises ValueError for what the arguments cannot have."""
+    builder = _Builder(args)
+    config = ModelConfig.from_pretrained(resolve_model(args.model))
+    max_seq_len = _max_seq_len(args, config)
+    draft_path = builder.mode.draft_model(builder.spec) if builder.spec else None
+    if draft_path is not None and tokenizer is not None:
+        check_same_vocabulary(tokenizer, load_tokenizer(draft_path))
+    target = builder.load(args.model, args.load_format, max_seq_len)
+    draft_format = getattr(builder.spec, "load_format", "auto")
+    draft = builder.load(draft_path, draft_format, max_seq_len) if draft_path is not None else None
+    num_pages = plan_num_pages(args, [m for m in (target, draft) if m], max_seq_len + builder.max_draft_len)
+
+    engine, kv = builder.engine(target, num_pages, max_seq_len)
+    slots = SlotState(builder.slots, builder.max_draft_len, builder.device)
+    state = SamplingState(builder.slots, config.vocab_size, builder.device)
+    rejection = builder.spec is not None and builder.spec.use_rejection_sampling
+    sampler = Sampler(slots, state, RowGroups(state), rejection=rejection)
+    draft_engine = DraftEngine(*builder.engine(draft, num_pages, max_seq_len)) if draft else None
+    around = Surroundings(slots, sampler, args.max_num_tokens, draft_engine)
+    speculation = builder.mode.build(builder.spec, around) if builder.spec else Speculation(NoDrafter())
+    logger.info("rounds do not overlap: %s", args.why_no_overlap)
+
+    def blame() -> list[LlmRequest] | None:
+        culprit = sampler.host_edits.take_culprit()
+        return [culprit] if culprit is not None else speculation.blame()
+
+    limits = SchedulerLimits(
+        max_num_tokens=args.max_num_tokens,
+        max_draft_len=builder.max_draft_len,
+        chunked_prefill=args.enable_chunked_prefill,
+        may_preempt=args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION",
+        by_priority=args.scheduler_config.waiting_queue_policy == "priority",
+    )
+    queue = RequestQueue()
+    parts = ExecutorParts(
+        queue=queue,
+        scheduler=Scheduler(limits, builder.slots, kv),
+        kv=kv,
+        resources=[*speculation.resources, kv, builder.slots],
+        slots=slots,
+        engine=engine,
+        drafter=speculation.drafter,
+        sampler=sampler,
+        draft_len_for=builder.spec.draft_len_for if builder.spec else lambda batch_size: 0,
+        blame=blame,
+        max_num_tokens=args.max_num_tokens,
+        stream_interval=args.stream_interval,
+    )
+    return BuiltExecutor(PyExecutor(parts, respond), queue, config, max_seq_len, builder.max_draft_len)

@@ -1,0 +1,51 @@
+"""How many KV pages there are: after the weights are loaded, once, for target and draft together."""
+
+import torch
+
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.causal_lm import CausalLM
+
+# On a CPU there is no memory set aside for serving; a pool of this size is plenty for the models that run there.
+CPU_POOL_BYTES = 1 << 30
+DUMMY_PAGES = 1
+
+
+def plan_num_pages(args: LlmArgs, models: list[CausalLM], max_len: int) -> int:
+    """Pages of each model's pool, the dummy page included: as many as `max_tokens` asks for, else as memory allows, and
+    never more than `max_batch_size` requests of `max_len` tokens can fill.
+
+    Raises ValueError when not even one page is possible.
+    """
+    page_size = args.kv_cache_config.tokens_per_block
+    if args.kv_cache_config.max_tokens is not None:
+        return -(-args.kv_cache_config.max_tokens // page_size) + DUMMY_PAGES
+    page_bytes = sum(
+        KVPool.page_bytes(model.config.attention_geometry(Mapping()), page_size, model.dtype) for model in models
+    )
+    device = models[0].device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = int((free - _activation_bytes(args, models)) * args.kv_cache_config.free_gpu_memory_fraction)
+    else:
+        budget = CPU_POOL_BYTES
+    num_pages = min(budget // page_bytes, args.max_batch_size * -(-max_len // page_size))
+    if num_pages < 1:
+        raise ValueError(
+            f"no memory is left for the KV cache: a page of {page_size} tokens takes {page_bytes} bytes and "
+            f"{max(budget, 0)} are free; lower max_num_tokens or max_batch_size, or use a smaller model"
+        )
+    return num_pages + DUMMY_PAGES
+
+
+def _activation_bytes(args: LlmArgs, models: list[CausalLM]) -> int:
+    """A bound on what one forward of `max_num_tokens` rows needs beside weights and KV: per row the widest layer's
+    inputs and outputs a few times over, and float32 logits with their sorted copy where rows are sampled."""
+    rows = args.max_num_tokens
+    drafts = args.speculative_config.max_draft_len if args.speculative_config else 0
+    sampled_rows = min(rows, args.max_batch_size * (1 + drafts))
+    config = models[0].config
+    hidden = rows * (8 * config.hidden_size + 4 * config.intermediate_size) * 4
+    return int(hidden + 6 * sampled_rows * config.vocab_size * 4)

@@ -1,0 +1,163 @@
+"""One request inside the executor: its tokens, its place in the life cycle, and when it is finished.
+
+Every field that any component keeps about a request is declared here. It knows nothing of pages, devices or models.
+Names beginning with `py_` are TensorRT-LLM's.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.outputs import Logprob, SpeculativeStats
+
+
+class RequestState(Enum):
+    WAITING = auto()  # not scheduled yet, or preempted
+    CONTEXT = auto()  # its known tokens are being prefilled
+    GENERATION = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True)
+class StopMatch:
+    """A stop string was completed: what it is, where the text ends, and how many output tokens lie before it."""
+
+    stop: str
+    text: str
+    num_tokens: int
+
+
+class StopChecker(Protocol):
+    """Looks for stop strings in the text of the output tokens, one token at a time."""
+
+    def feed(self, token: int) -> StopMatch | None: ...
+
+
+class DraftCounters:
+    """What speculation did for one request: rounds by how many tokens were really drafted, and by how many were accepted.
+
+    Padding and prefill never count.
+    """
+
+    def __init__(self, max_draft_len: int = 0) -> None:
+        self.rounds = 0
+        self.num_emitted_tokens = 0
+        self.by_drafted = [0] * (max_draft_len + 1)
+        self.by_accepted = [0] * (max_draft_len + 1)
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        self.rounds += 1
+        self.by_drafted[num_drafted] += 1
+        self.by_accepted[num_accepted] += 1
+
+    def stats(self) -> SpeculativeStats:
+        """The figures so far. Position i was drafted in every round that drafted more than i tokens."""
+        drafted = tuple(sum(self.by_drafted[i + 1 :]) for i in range(len(self.by_drafted) - 1))
+        accepted = tuple(sum(self.by_accepted[i + 1 :]) for i in range(len(self.by_accepted) - 1))
+        return SpeculativeStats(self.rounds, self.num_emitted_tokens, drafted, accepted)
+
+
+@dataclass(eq=False)
+class LlmRequest:
+    """A sequence being generated. `tokens` is prompt plus output and only ever grows."""
+
+    request_id: int
+    tokens: list[int]
+    rules: DecodingRules
+    seed: int  # 64 bits; the key of all noise of this request
+    index: int = 0  # which of a prompt's n samples it is
+    max_tokens: int = 32
+    priority: float = 0.5
+    arrival: int = 0  # order of arrival, the tie-break of every queue
+    stop_checker: StopChecker | None = None
+    streaming: bool = False
+    draft_limit: int = 0  # longest draft this request wants; 0 = never speculate
+
+    state: RequestState = RequestState.WAITING
+    prompt_len: int = 0
+    slot: int = -1
+    kv_len: int = 0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
+    draft_kv_len: int = 0  # the same in a separate draft model's cache
+    context_chunk: int = 0  # tokens of the context scheduled in this round
+    cached_tokens: int = 0  # reused from the prefix cache at first admission
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None  # time.monotonic()
+
+    py_draft_tokens: list[int] = field(default_factory=list)  # placeholders, then drafts, then padding
+    py_num_draft_tokens: int = 0  # how many of them were really proposed
+    py_num_accepted_draft_tokens: int = 0
+    py_rewind_len: int = 0  # KV slots taken for this round and not kept
+
+    counters: DraftCounters = field(default_factory=DraftCounters)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    num_responded: int = 0  # output tokens that the front end has
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    stop_match: StopMatch | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_last_context_chunk(self) -> bool:
+        return self.kv_len + self.context_chunk == len(self.tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Log probabilities of the prompt need every prompt position computed."""
+        return self.rules.prompt_logprobs is None
+
+    @property
+    def num_drafts_wanted(self) -> int:
+        """Drafts worth proposing in this round: as placeholders say, as the request allows, and no more than can be
+        emitted (one token of every round is the target's own)."""
+        useful = self.max_tokens - self.num_output_tokens - 1
+        return max(0, min(len(self.py_draft_tokens), self.draft_limit, useful))
+
+    def append_run(self, run: list[int]) -> None:
+        """Appends the tokens emitted in one round, up to the one that finishes the request."""
+        if (
+            self.stop_checker is None
+            and self.num_output_tokens + len(run) < self.max_tokens
+            and self.rules.end_ids.isdisjoint(run)
+            and self.rules.stop_token_ids.isdisjoint(run)
+        ):
+            self.tokens += run
+            return
+        for token in run:
+            if self.append_token(token):
+                return
+
+    def append_token(self, token: int) -> bool:
+        """Appends one generated token and applies the stop rules. Returns True when the request is finished by it."""
+        self.tokens.append(token)
+        match = self.stop_checker.feed(token) if self.stop_checker else None
+        if token in self.rules.end_ids:
+            self.finish("stop")
+        elif token in self.rules.stop_token_ids:
+            self.finish("stop", token)
+        elif match is not None and self.num_output_tokens > self.rules.min_tokens:
+            self.stop_match = match
+            self.finish("stop", match.stop)
+        elif self.num_output_tokens >= self.max_tokens:
+            self.finish("length")
+        return self.is_finished
+
+    def finish(self, reason: str, stop_reason: int | str | None = None, *, error: str | None = None) -> None:
+        self.state = RequestState.FINISHED
+        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error

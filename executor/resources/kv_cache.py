@@ -1,0 +1,112 @@
+"""KV pages of running requests: the paged cache tied to requests, their slots and the device block table.
+
+One instance per model: the target has one, a separate draft model has its own with the same life cycle.
+"""
+
+from dataclasses import dataclass
+
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.resources.slot_state import BlockTable
+
+
+@dataclass
+class _Row:
+    """What the block-table row of a request holds."""
+
+    num_pages: int = 0
+    version: int = -1
+
+
+class KVCacheManager(ResourceManager):
+    """Pages for every running request: taken by the scheduler, given back as drafts are rejected and requests end."""
+
+    def __init__(self, cache: PagedCache, pool: KVPool, table: BlockTable) -> None:
+        self.cache = cache
+        self.pool = pool
+        self.table = table
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def num_available(self) -> int:
+        return self.cache.num_available
+
+    @property
+    def num_usable(self) -> int:
+        return self.cache.num_pages - 1
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.cache.page_size)
+
+    def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> int:
+        """By how much starting the request and growing it to `num_tokens` tokens would lower `num_available`."""
+        if not request.reuses_prefix:
+            return self.pages_for(num_tokens)
+        return self.cache.new_pages_needed(request.tokens, num_tokens)
+
+    def num_held(self, request: LlmRequest) -> int:
+        return len(self.cache.pages(request.request_id))
+
+    def holds(self, request: LlmRequest) -> bool:
+        return request.request_id in self._rows
+
+    def start(self, request: LlmRequest) -> int:
+        """Begins a sequence with its longest cached prefix and returns that prefix's length in tokens."""
+        cached_len = self.cache.add_sequence(request.request_id, request.tokens, reuse=request.reuses_prefix)
+        self._rows[request.request_id] = _Row()
+        self._write_row(request)
+        return cached_len
+
+    def extend(self, request: LlmRequest, num_tokens: int) -> bool:
+        """Room for the first `num_tokens` tokens; False, and nothing changed, when there are not enough pages."""
+        if not self.cache.extend(request.request_id, num_tokens):
+            return False
+        self._write_row(request)
+        return True
+
+    def rewind(self, request: LlmRequest, num_tokens: int) -> None:
+        """Gives back what lies wholly behind the first `num_tokens` tokens."""
+        self.cache.rewind(request.request_id, num_tokens)
+
+    def store(self, request: LlmRequest, num_tokens: int) -> None:
+        """The first `num_tokens` tokens' KV is final: other requests may reuse it from now on."""
+        self.cache.store(request.request_id, request.tokens[:num_tokens])
+        self._write_row(request)
+
+    def release(self, request: LlmRequest, num_tokens: int) -> None:
+        """Ends the sequence; the first `num_tokens` tokens stay cached for reuse. A failed request leaves nothing to
+        reuse: what it wrote may not be numbers."""
+        if self._rows.pop(request.request_id, None) is None:
+            return
+        self.cache.free(request.request_id, [] if request.error is not None else request.tokens[:num_tokens])
+
+    def prepare_resources(self, batch: ScheduledBatch) -> None:
+        """The scheduler took the pages; the device learns of them in one copy."""
+        self.table.flush()
+
+    def update_resources(self, batch: ScheduledBatch) -> None:
+        for request in batch.generation_requests:
+            if not request.is_finished:
+                self.rewind(request, request.kv_len)
+        for request in batch.context_requests:
+            if not request.is_finished:
+                self.store(request, request.kv_len)
+
+    def free_resources(self, request: LlmRequest) -> None:
+        self.release(request, request.kv_len)
+
+    def check_integrity(self) -> None:
+        self.cache.check_integrity()
+
+    def _write_row(self, request: LlmRequest) -> None:
+        """Brings the request's block-table row up to date; nothing to do in most rounds."""
+        row, pages = self._rows[request.request_id], self.cache.pages(request.request_id)
+        version = self.cache.version(request.request_id)
+        if row.version == version and row.num_pages == len(pages):
+            return
+        first_changed = row.num_pages if row.version == version else 0
+        self.table.write(request.slot, pages, first_changed)
+        row.num_pages, row.version = len(pages), version

@@ -1,0 +1,257 @@
+"""The book-keeping of a paged KV cache: which pages each sequence has, and which pages are kept for reuse.
+
+A page is in one of three places: on the free list, private to one sequence, or in the radix tree (cached, and
+perhaps held by sequences). A sequence's pages are a path of the tree followed by private pages; only private
+pages are ever written. This module knows page numbers only: no requests, no slots, no tensors.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tllm_spec.executor.resources.radix import Node, RadixTree
+
+
+@dataclass
+class CacheStats:
+    """Counters since the start. Tokens and pages are those of the prompts given to `add_sequence`."""
+
+    reused_tokens: int = 0
+    missed_tokens: int = 0
+    reused_pages: int = 0  # shared by reference
+    copied_pages: int = 0  # partial matches
+    missed_pages: int = 0
+    evicted_pages: int = 0
+
+
+class _Prefix(NamedTuple):
+    """What the cache offers for a prompt: full pages to share, then perhaps tokens of `source` to copy."""
+
+    nodes: list[Node]
+    source: Node | None
+    num_copied: int
+
+
+@dataclass(slots=True)
+class _Sequence:
+    pages: list[int]
+    nodes: list[Node]  # the tree nodes of pages[:len(nodes)]; the pages after them are private
+    version: int
+
+
+class PagedCache:
+    """Pages for sequences, shared by common prefix; pages that nobody holds stay cached until evicted (LRU).
+
+    Page 0 is never handed out: graph padding writes to it. `copy_page(source, destination)` copies a page;
+    the copies must take effect in the order of the calls and before the next forward. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        copy_page: Callable[[int, int], None],
+        enable_block_reuse: bool = True,
+        enable_partial_reuse: bool = True,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.stats = CacheStats()
+        self._copy_page = copy_page
+        self._reuse = enable_block_reuse
+        self._partial_reuse = enable_block_reuse and enable_partial_reuse
+        self._free_pages = list(range(num_pages - 1, 0, -1))
+        self._tree = RadixTree(page_size)
+        self._sequences: dict[int, _Sequence] = {}
+        self._last_version = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated right now: the free ones and the cached ones that nobody holds."""
+        return len(self._free_pages) + self._tree.num_evictable
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """How many cached tokens `add_sequence(tokens)` would reuse now."""
+        prefix = self._find_prefix(tokens)
+        return len(prefix.nodes) * self.page_size + prefix.num_copied
+
+    def new_pages_needed(self, tokens: Sequence[int], num_tokens: int) -> int:
+        """By how much `add_sequence(tokens)` and `extend(num_tokens)` would lower `num_available`.
+
+        Matched pages that nobody holds yet count, because holding them makes them unavailable.
+        """
+        nodes, source, _ = self._find_prefix(tokens)
+        num_pages = max(self._pages_for(num_tokens), len(nodes) + (source is not None))
+        return num_pages - len(nodes) + _num_unreferenced(nodes)
+
+    def add_sequence(self, seq_id: int, tokens: Sequence[int], *, reuse: bool = True) -> int:
+        """Starts a sequence with its longest cached prefix; returns the length of that prefix in tokens.
+
+        At most `len(tokens) - 1`: the last one's logits are wanted. A partly matching page is copied.
+        """
+        assert seq_id not in self._sequences, f"sequence {seq_id} exists"
+        nodes, source, num_copied = self._find_prefix(tokens) if reuse else _Prefix([], None, 0)
+        self._tree.hold(nodes)  # before any eviction, which would otherwise take the pages just matched
+        pages = [node.page for node in nodes]
+        self._sequences[seq_id] = _Sequence(pages, nodes, self._new_version())
+        if source is not None:
+            self._tree.touch(source)  # now the last to be evicted, and _find_prefix has seen another page
+            pages.append(self._take_page())
+            self._copy_page(source.page, pages[-1])
+        cached_len = len(nodes) * self.page_size + num_copied
+        self._count_reuse(len(tokens), cached_len, len(nodes), len(pages) - len(nodes))
+        return cached_len
+
+    def extend(self, seq_id: int, num_tokens: int) -> bool:
+        """Makes room for the first `num_tokens` tokens; False, and nothing changed, if pages are missing."""
+        pages = self._sequences[seq_id].pages
+        if num_tokens <= len(pages) * self.page_size:
+            return True
+        missing = self._pages_for(num_tokens) - len(pages)
+        if missing > self.num_available:
+            return False
+        pages.extend(self._take_page() for _ in range(missing))
+        return True
+
+    def rewind(self, seq_id: int, num_tokens: int) -> int:
+        """Keeps room for the first `num_tokens` tokens only; returns the number of pages given back."""
+        sequence = self._sequences[seq_id]
+        pages = sequence.pages
+        assert num_tokens >= len(sequence.nodes) * self.page_size, (
+            f"a rewind of {seq_id} cuts into shared pages"
+        )
+        if num_tokens > (len(pages) - 1) * self.page_size:
+            return 0
+        keep = self._pages_for(num_tokens)
+        rejected = pages[keep:]
+        del pages[keep:]
+        self._free_pages.extend(rejected)
+        sequence.version = self._new_version()
+        return len(rejected)
+
+    def store(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final.
+
+        Costs only the pages not stored yet. Where an equal page is cached already, the sequence moves to it
+        and gives its own back: a holder of a node must hold the node's ancestors (see radix.py).
+        """
+        sequence, size = self._sequences[seq_id], self.page_size
+        assert len(tokens) <= len(sequence.pages) * size, (
+            f"sequence {seq_id} has no pages for {len(tokens)} tokens"
+        )
+        if not self._reuse:
+            return
+        for index in range(len(sequence.nodes), len(tokens) // size):
+            self._store_page(sequence, index, tuple(tokens[index * size : (index + 1) * size]))
+
+    def free(self, seq_id: int, tokens: Sequence[int] = ()) -> None:
+        """Ends the sequence. What `tokens` covers is stored first, a last partial page included."""
+        self.store(seq_id, tokens)
+        private = self.private_pages(seq_id)
+        nodes = self._sequences.pop(seq_id).nodes
+        tail = tuple(tokens[len(nodes) * self.page_size :])
+        if tail and self._partial_reuse:
+            _, left_over = self._tree.insert(self._end(nodes), tail, private[0])
+            private[:1] = [] if left_over is None else [left_over]
+        self._free_pages.extend(private)
+        self._tree.release(nodes)
+
+    def pages(self, seq_id: int) -> list[int]:
+        """The sequence's pages in order. The live list: read it, do not change it."""
+        return self._sequences[seq_id].pages
+
+    def private_pages(self, seq_id: int) -> list[int]:
+        """The pages that only this sequence reads or writes: those after the ones in the tree."""
+        sequence = self._sequences[seq_id]
+        return sequence.pages[len(sequence.nodes) :]
+
+    def version(self, seq_id: int) -> int:
+        """Changes whenever `pages(seq_id)` changes other than by appending. A restart changes it too."""
+        return self._sequences[seq_id].version
+
+    def reset(self) -> None:
+        """Forgets all cached pages that no sequence holds."""
+        while self._tree.num_evictable:
+            self._free_pages.append(self._tree.evict())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError with a sentence about a page that is lost, in two places or miscounted."""
+        self._tree.check_integrity()
+        private: list[int] = []
+        holders: Counter[Node] = Counter()
+        for seq_id, sequence in self._sequences.items():
+            private += self.private_pages(seq_id)
+            holders.update(sequence.nodes)
+            parent = self._tree.root
+            for index, node in enumerate(sequence.nodes):
+                assert sequence.pages[index] == node.page, (
+                    f"page {index} of sequence {seq_id} is not the tree's"
+                )
+                assert node.parent is parent, f"sequence {seq_id} holds page {node.page} but not its parent"
+                parent = node
+        cached = list(self._tree.nodes())
+        for node in cached:
+            assert node.ref_count == holders[node], (
+                f"page {node.page} counts {node.ref_count} references and has {holders[node]} holders"
+            )
+        assert not set(holders) - set(cached), "a sequence holds a page that has left the tree"
+        pages = sorted(self._free_pages + private + [node.page for node in cached])
+        assert pages == list(range(1, self.num_pages)), (
+            f"{len(self._free_pages)} free + {len(cached)} cached + {len(private)} private pages are not "
+            f"the {self.num_pages - 1} pages 1..{self.num_pages - 1}, each once"
+        )
+
+    def _find_prefix(self, tokens: Sequence[int]) -> _Prefix:
+        if not self._reuse:
+            return _Prefix([], None, 0)
+        limit = max(len(tokens) - 1, 0)
+        nodes = self._tree.match(tokens, limit)
+        if self._partial_reuse:
+            start = len(nodes) * self.page_size
+            tail = tuple(tokens[start : min(start + self.page_size, limit)])
+            source, num_copied = self._tree.closest_child(self._end(nodes), tail)
+            # The copy needs a page that is neither matched nor its own source.
+            if source and self.num_available > _num_unreferenced([*nodes, source]):
+                return _Prefix(nodes, source, num_copied)
+        return _Prefix(nodes, None, 0)
+
+    def _store_page(self, sequence: _Sequence, index: int, key: tuple[int, ...]) -> None:
+        own_page = sequence.pages[index]
+        node, left_over = self._tree.insert(self._end(sequence.nodes), key, own_page)
+        self._tree.hold([node])
+        sequence.nodes.append(node)
+        if left_over is not None:
+            self._free_pages.append(left_over)
+        if node.page != own_page:
+            sequence.pages[index] = node.page
+            sequence.version = self._new_version()
+
+    def _take_page(self) -> int:
+        if self._free_pages:
+            return self._free_pages.pop()
+        self.stats.evicted_pages += 1
+        return self._tree.evict()
+
+    def _end(self, path: list[Node]) -> Node:
+        return path[-1] if path else self._tree.root
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _new_version(self) -> int:
+        self._last_version += 1
+        return self._last_version
+
+    def _count_reuse(self, num_tokens: int, cached_len: int, num_shared: int, num_copied: int) -> None:
+        stats = self.stats
+        stats.reused_tokens += cached_len
+        stats.missed_tokens += num_tokens - cached_len
+        stats.reused_pages += num_shared
+        stats.copied_pages += num_copied
+        stats.missed_pages += self._pages_for(num_tokens) - num_shared - num_copied
+
+
+def _num_unreferenced(nodes: list[Node]) -> int:
+    return sum(node.ref_count == 0 for node in nodes)

@@ -1,0 +1,67 @@
+"""Device-resident state of running requests, one row a slot (DESIGN section 4).
+
+Everything that the next round needs from the previous one lives here, so that a round is: gather by slot, compute,
+scatter by slot. The host writes a row when a request starts generating and keeps the block tables current; it never has
+to read a row back. The last row is the dummy slot of graph padding.
+"""
+
+import torch
+
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+
+
+class SlotState:
+    """`kv_lens` `[S]`: tokens in the cache; `window` `[S, K+1]`: the bonus token followed by drafts, next round's
+    input; `previous_token` `[S]`: the token before the bonus token (a draft model re-reads it after a full acceptance).
+    """
+
+    def __init__(self, slots: SeqSlotManager, max_draft_len: int, device: torch.device) -> None:
+        num_rows = slots.dummy_slot + 1
+        self.device = device
+        self.max_draft_len = max_draft_len
+        self.kv_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.window = torch.zeros((num_rows, max_draft_len + 1), dtype=torch.int64, device=device)
+        self.previous_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def start_generation(self, slot_ids: torch.Tensor, context_tail: torch.Tensor, first: torch.Tensor) -> None:
+        """Rows of requests whose context ended in this round. slot_ids, context_tail (last context token), first
+        (sampled token): `[C]`. `kv_lens` was written with the context."""
+        self.window[slot_ids, 0] = first
+        self.previous_token[slot_ids] = context_tail
+
+    def advance(self, slot_ids: torch.Tensor, new_tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
+        """After acceptance: new_tokens `[B, K+1]`, new_lens `[B]` of generating slots `[B]`. Device work only."""
+        last = (new_lens - 1).unsqueeze(1)
+        bonus = self.window[slot_ids, 0]
+        tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(1, torch.cat((last, last + 1), dim=1))
+        self.previous_token[slot_ids] = tail[:, 0]
+        self.window[slot_ids, 0] = tail[:, 1]
+        self.kv_lens[slot_ids] += new_lens
+
+
+class BlockTable:
+    """`[S, P]` int32 page numbers on the device with a host mirror; rows that changed are sent once a round."""
+
+    def __init__(self, slots: SeqSlotManager, max_pages: int, device: torch.device) -> None:
+        num_rows = slots.dummy_slot + 1
+        self.device_rows = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
+        self._mirror = torch.zeros((num_rows, max_pages), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._numpy = self._mirror.numpy()
+        self._dirty: set[int] = set()
+
+    def write(self, slot: int, pages: list[int], first_changed: int) -> None:
+        """Pages from index `first_changed` on differ from what the row holds."""
+        self._numpy[slot, first_changed : len(pages)] = pages[first_changed:]
+        self._dirty.add(slot)
+
+    def flush(self) -> None:
+        """Sends the changed rows; nothing happens in the many rounds in which no page was added."""
+        if not self._dirty:
+            return
+        rows = torch.tensor(sorted(self._dirty), dtype=torch.int64)
+        self.device_rows[rows.to(self.device_rows.device)] = self._mirror[rows].to(self.device_rows.device)
+        self._dirty.clear()
+
+    def rows(self, slot_ids: torch.Tensor, num_pages: int) -> torch.Tensor:
+        """The first `num_pages` pages of each slot, `[B, num_pages]`."""
+        return self.device_rows[:, :num_pages].index_select(0, slot_ids)

@@ -1,0 +1,44 @@
+"""What the executor tells the front end about one request: what is new since the last time."""
+
+from dataclasses import dataclass, field
+
+from tllm_spec.executor.request import LlmRequest, StopMatch
+from tllm_spec.outputs import Logprob, SpeculativeStats
+
+
+@dataclass(frozen=True)
+class Response:
+    """New tokens of a request; the last response has a finish reason."""
+
+    request_id: int
+    token_ids: list[int]
+    index: int = 0  # which of a prompt's n samples it is
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # with the first tokens
+    cached_tokens: int = 0
+    first_scheduled_time: float | None = None  # time.monotonic()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    stop_match: StopMatch | None = None
+    error: str | None = None
+    speculative: SpeculativeStats | None = None
+
+
+def response_of(request: LlmRequest, *, speculating: bool) -> Response:
+    """The response for everything since `num_responded`, which it moves on."""
+    start, request.num_responded = request.num_responded, request.num_output_tokens
+    finished = request.is_finished
+    return Response(
+        request_id=request.request_id,
+        token_ids=request.tokens[request.prompt_len + start :],
+        index=request.index,
+        logprobs=request.logprobs[start:],
+        prompt_logprobs=request.prompt_logprobs if start == 0 and request.prompt_logprobs else None,
+        cached_tokens=request.cached_tokens,
+        first_scheduled_time=request.first_scheduled_time,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        stop_match=request.stop_match,
+        error=request.error,
+        speculative=request.counters.stats() if finished and speculating else None,
+    )

@@ -1,0 +1,46 @@
+"""Logit edits that need the tokens on the host: the user's logits processors, and bad words of several tokens.
+
+These requests pay one device-to-host copy of their drafts a round; nobody else does. Each position is edited with exactly
+the tokens that would stand before it, had the drafts been decoded one by one.
+"""
+
+import torch
+
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.sampling.row_group import RowGroup
+
+
+class HostEdits:
+    """Remembers the request whose code is running: whoever catches an exception asks `take_culprit` whom to blame."""
+
+    def __init__(self) -> None:
+        self._culprit: LlmRequest | None = None
+
+    def take_culprit(self) -> LlmRequest | None:
+        culprit, self._culprit = self._culprit, None
+        return culprit
+
+    def apply(self, group: RowGroup, logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """logits `[N * W, V]`, drafts `[N, W-1]`. Returns the edited logits."""
+        host_drafts = drafts[group.edited].tolist()
+        logits = logits.clone()
+        for index, row_drafts in zip(group.edited, host_drafts, strict=True):
+            request = self._culprit = group.requests[index]
+            for offset in range(group.window):
+                row = index * group.window + offset
+                logits[row] = _edit_row(request, request.tokens + row_drafts[:offset], logits[row])
+        self._culprit = None
+        return logits
+
+
+def _edit_row(request: LlmRequest, tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Raises ValueError when a processor returns something else than `[V]` logits."""
+    for sequence in request.rules.bad_sequences:
+        if tuple(tokens[1 - len(sequence) :]) == sequence[:-1]:
+            logits[sequence[-1]] = -torch.inf
+    for processor in request.rules.processors:
+        edited = processor(list(tokens), logits)
+        if not isinstance(edited, torch.Tensor) or edited.shape != logits.shape:
+            raise ValueError(f"logits processor {processor!r} must return the logits, a tensor of shape {tuple(logits.shape)}")
+        logits = edited
+    return logits

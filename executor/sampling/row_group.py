@@ -1,0 +1,141 @@
+"""Which rows of the logits belong to which requests, and which of them need which treatment.
+
+A group is N requests with W rows each: the generation windows of a round (W = K+1), or its finished contexts (W = 1). All
+that does not change while the same requests run is worked out once and kept by `RowGroups`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some requests of a group, by position, and their rows. `None` stands for all of them: nothing to index."""
+
+    requests: torch.Tensor | None  # [M]
+    rows: torch.Tensor | None  # [M * W]
+
+    def take(self, logits: torch.Tensor) -> torch.Tensor:
+        """These requests' rows of `[N * W, V]`."""
+        return logits if self.rows is None else logits.index_select(0, self.rows)
+
+    def take_requests(self, values: torch.Tensor) -> torch.Tensor:
+        """These requests' entries of `[N, ...]`."""
+        return values if self.requests is None else values.index_select(0, self.requests)
+
+    def put_requests(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """`[N, ...]` with these requests' entries replaced. May write in place."""
+        return own if self.requests is None else values.index_copy_(0, self.requests, own)
+
+    def put(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`[N * W, ...]` with these requests' rows replaced. May write in place."""
+        return rows if self.rows is None else logits.index_copy_(0, self.rows, rows)
+
+
+@dataclass
+class RowGroup:
+    """N requests with W rows each. A subset that is None is empty: the step does not happen."""
+
+    requests: list[LlmRequest]
+    window: int
+    slots: torch.Tensor  # [N]
+    sampled: Subset | None  # temperature > 0
+    filtered: bool  # any of them uses top_k, top_p or min_p
+    penalised: Subset | None
+    early: Subset | None  # min_tokens
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row, token, value
+    with_logprobs: Subset | None
+    num_logprobs: int
+    edited: list[int]  # requests whose rows Python code edits: processors, bad words of several tokens
+    sampled_parameters: RowParameters | None = None  # of the sampled rows
+    penalties: RowParameters | None = None  # of the penalised rows
+    memo: dict[str, torch.Tensor] = field(default_factory=dict)  # of this round only
+
+
+class RowGroups:
+    """Makes groups and keeps the latest of each kind while its requests stay the same."""
+
+    def __init__(self, state: SamplingState) -> None:
+        self._state = state
+        self._kept: dict[tuple[int, ...], RowGroup] = {}
+
+    def get(self, requests: Sequence[LlmRequest], window: int) -> RowGroup:
+        key = (window, *(request.request_id for request in requests))
+        group = self._kept.get(key)
+        if group is None:
+            if len(self._kept) >= 8:  # a few compositions alternate (draft lengths); older ones are gone for good
+                self._kept.clear()
+            group = self._kept[key] = self._make(list(requests), window)
+        return group
+
+    def end_round(self) -> None:
+        """What was memorised for the round's positions is no longer true."""
+        for group in self._kept.values():
+            group.memo.clear()
+
+    def forget(self) -> None:
+        """Requests were given other slots or parameters."""
+        self._kept.clear()
+
+    def _make(self, requests: list[LlmRequest], window: int) -> RowGroup:
+        state, all_rules = self._state, [request.rules for request in requests]
+        device = state.device
+
+        def subset(wanted: Callable[[DecodingRules], bool]) -> Subset | None:
+            chosen = [index for index, rules in enumerate(all_rules) if wanted(rules)]
+            if not chosen:
+                return None
+            if len(chosen) == len(all_rules):
+                return Subset(None, None)
+            index = torch.tensor(chosen, device=device)
+            rows = (index.unsqueeze(1) * window + torch.arange(window, device=device)).flatten()
+            return Subset(index, rows)
+
+        group = RowGroup(
+            requests=requests,
+            window=window,
+            slots=torch.tensor([request.slot for request in requests], device=device),
+            sampled=subset(lambda rules: not rules.is_greedy),
+            filtered=any(rules.has_filters and not rules.is_greedy for rules in all_rules),
+            penalised=subset(lambda rules: rules.has_penalties),
+            early=subset(lambda rules: rules.min_tokens > 0),
+            bias=_bias_entries(all_rules, window, device),
+            with_logprobs=subset(lambda rules: rules.logprobs is not None),
+            num_logprobs=max((rules.logprobs or 0 for rules in all_rules), default=0),
+            edited=[index for index, rules in enumerate(all_rules) if rules.needs_host_edits],
+        )
+        if group.sampled is not None:
+            group.sampled_parameters = self._parameters(group, group.sampled)
+        if group.penalised is not None:
+            group.penalties = self._parameters(group, group.penalised)
+        return group
+
+    def _parameters(self, group: RowGroup, subset: Subset) -> RowParameters:
+        return self._state.gather(subset.take_requests(group.slots).repeat_interleave(group.window))
+
+
+def _bias_entries(
+    all_rules: list[DecodingRules], window: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Logit bias and single-token bad words (-inf) as one sparse addition over the group's rows."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    values: list[float] = []
+    for index, rules in enumerate(all_rules):
+        for offset in range(window if rules.token_bias else 0):
+            rows += [index * window + offset] * len(rules.token_bias)
+            tokens += rules.token_bias.keys()
+            values += rules.token_bias.values()
+    if not rows:
+        return None
+    return (
+        torch.tensor(rows, device=device),
+        torch.tensor(tokens, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )

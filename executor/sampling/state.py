@@ -1,0 +1,104 @@
+"""Per-slot sampling parameters on the device. Written when a request starts, gathered by slot in every round."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+_INTEGERS = ("seed", "top_k", "min_position")
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """The parameters of R rows; floats `[R, 1]` float32, integers `[R]` int64."""
+
+    floats: torch.Tensor
+    integers: torch.Tensor
+
+    def column(self, name: str) -> torch.Tensor:
+        index = _FLOATS.index(name)
+        return self.floats[:, index : index + 1]
+
+    def integer(self, name: str) -> torch.Tensor:
+        return self.integers[:, _INTEGERS.index(name)]
+
+    def every(self, window: int) -> "RowParameters":
+        """One row of each request, where each has `window` equal rows."""
+        return RowParameters(self.floats[::window], self.integers[::window])
+
+
+class SamplingState:
+    """`floats` `[S, 6]`, `integers` `[S, 3]`, `stop_ids` `[S, E]`, and the token counts of penalised requests."""
+
+    def __init__(self, slots: SeqSlotManager, vocab_size: int, device: torch.device) -> None:
+        num_rows = slots.dummy_slot + 1
+        self.vocab_size = vocab_size
+        self.device = device
+        self.floats = torch.zeros((num_rows, len(_FLOATS)), dtype=torch.float32, device=device)
+        self.integers = torch.zeros((num_rows, len(_INTEGERS)), dtype=torch.int64, device=device)
+        self.stop_ids = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
+        self.counts = TokenCounts(num_rows, vocab_size, device)
+
+    def start(self, request: LlmRequest) -> None:
+        """Writes the row of a request that was given a slot (again, after a preemption)."""
+        rules = request.rules
+        floats = (
+            rules.temperature,
+            rules.top_p,
+            rules.min_p,
+            rules.repetition,
+            rules.presence,
+            rules.frequency,
+        )
+        integers = (request.seed, rules.top_k or self.vocab_size, request.prompt_len + rules.min_tokens)
+        self.floats[request.slot] = torch.tensor(floats, device=self.device)
+        self.integers[request.slot] = torch.tensor(integers, device=self.device)
+        if rules.min_tokens:
+            self._write_stop_ids(request)
+        if rules.has_penalties:
+            self.counts.start(request)
+
+    def _write_stop_ids(self, request: LlmRequest) -> None:
+        ids = sorted(request.rules.end_ids | request.rules.stop_token_ids)
+        if not ids:
+            self.stop_ids[request.slot] = -1
+            return
+        width = self.stop_ids.shape[1]
+        if len(ids) > width:
+            more = self.stop_ids[:, :1].expand(-1, len(ids) - width)
+            self.stop_ids = torch.cat((self.stop_ids, more), dim=1)
+        ids += ids[:1] * (self.stop_ids.shape[1] - len(ids))
+        self.stop_ids[request.slot] = torch.tensor(ids, device=self.device)
+
+    def gather(self, slots: torch.Tensor) -> RowParameters:
+        return RowParameters(self.floats.index_select(0, slots), self.integers.index_select(0, slots))
+
+
+class TokenCounts:
+    """How often each token occurs, for penalties: only penalised requests have a row, and rows grow by doubling."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.row_of_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.output = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._rows: dict[int, int] = {}  # slot -> row; a row stays with its slot
+
+    def start(self, request: LlmRequest) -> None:
+        row = self._rows.setdefault(request.slot, len(self._rows))
+        if row >= len(self.output):
+            self.output = torch.cat((self.output, self.output.new_zeros((max(8, row), self.output.shape[1]))))
+            self.prompt = torch.cat((self.prompt, self.prompt.new_zeros((max(8, row), self.prompt.shape[1]))))
+        device = self.output.device
+        self.row_of_slot[request.slot] = row
+        self.prompt[row] = False
+        self.prompt[row, torch.tensor(request.tokens[: request.prompt_len], device=device)] = True
+        output = torch.tensor(request.tokens[request.prompt_len :], dtype=torch.int64, device=device)
+        self.output[row] = torch.bincount(output, minlength=self.output.shape[1]).to(torch.int32)
+
+    def add(self, slots: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
+        """Counts the emitted tokens `[N, W]` where `valid` `[N, W]`."""
+        rows = self.row_of_slot[slots].unsqueeze(1).expand_as(tokens)
+        self.output.index_put_((rows, tokens.clamp_min(0)), valid.to(torch.int32), accumulate=True)

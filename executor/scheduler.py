@@ -1,0 +1,159 @@
+"""Which requests run in a round, and with how many tokens: token budget, slots and KV pages.
+
+Drafts are ordinary tokens here: `py_draft_tokens` placeholders were attached before, so nothing below asks about
+speculation. Pages are taken at once, not promised: what is scheduled can run. It does not touch the device.
+"""
+
+from dataclasses import dataclass
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    max_num_tokens: int  # rows of one forward
+    max_draft_len: int  # of any round: room that a running request may need behind its last token
+    chunked_prefill: bool
+    may_preempt: bool  # MAX_UTILIZATION; otherwise GUARANTEED_NO_EVICT
+    by_priority: bool
+
+
+class Scheduler:
+    """Requests run in the order of the queue: oldest first, or highest priority first. Running ones are served before
+    waiting ones join, and nothing overtakes the head of the queue."""
+
+    def __init__(self, limits: SchedulerLimits, slots: SeqSlotManager, kv: KVCacheManager) -> None:
+        self.limits = limits
+        self.waiting: list[LlmRequest] = []
+        self.running: list[LlmRequest] = []
+        self._slots = slots
+        self._kv = kv
+
+    def add(self, request: LlmRequest) -> None:
+        """Raises ValueError when the request can never run."""
+        if not request.num_preemptions:
+            self._check_can_ever_run(request)
+        self.waiting.append(request)
+        self.waiting.sort(key=self._rank)
+
+    def remove(self, request: LlmRequest) -> None:
+        """The request is finished, wherever it stands."""
+        queue = self.running if request in self.running else self.waiting
+        queue.remove(request)
+
+    def schedule(self) -> tuple[ScheduledBatch, list[LlmRequest]]:
+        """The batch, and the requests that joined in it and have a slot now."""
+        batch = ScheduledBatch()
+        budget = self.limits.max_num_tokens
+        for request in list(self.running):
+            if request.state is RequestState.GENERATION:
+                budget -= self._schedule_generation(request, batch)
+        for request in list(self.running):
+            if request.state is RequestState.CONTEXT and budget > 0:
+                budget -= self._schedule_context(request, budget, batch)
+        return batch, self._admit_waiting(budget, batch)
+
+    def _schedule_generation(self, request: LlmRequest, batch: ScheduledBatch) -> int:
+        num_drafts = len(request.py_draft_tokens)
+        if not self._make_room(request, request.num_tokens + num_drafts, batch):
+            return 0
+        batch.generation_requests.append(request)
+        return 1 + num_drafts
+
+    def _schedule_context(self, request: LlmRequest, budget: int, batch: ScheduledBatch) -> int:
+        chunk = self._chunk_len(request, budget)
+        if not chunk or not self._make_room(request, request.kv_len + chunk, batch):
+            return 0
+        request.context_chunk = chunk
+        batch.context_requests.append(request)
+        return chunk
+
+    def _chunk_len(self, request: LlmRequest, budget: int) -> int:
+        """Context tokens of this round; 0 if the rest does not fit and may not be cut. A preempted request may have grown
+        beyond one round: it is cut all the same, since it was accepted once."""
+        remaining = request.num_tokens - request.kv_len
+        if remaining <= budget:
+            return remaining
+        return budget if self.limits.chunked_prefill or request.num_preemptions else 0
+
+    def _make_room(self, request: LlmRequest, num_tokens: int, batch: ScheduledBatch) -> bool:
+        """Takes pages; under MAX_UTILIZATION the last running requests give theirs up, `request` itself at the end."""
+        while request.state is not RequestState.WAITING:
+            if self._kv.extend(request, num_tokens):
+                return True
+            assert self.limits.may_preempt, "GUARANTEED_NO_EVICT admitted more than fits"
+            self._preempt(self.running[-1], batch)
+        return False
+
+    def _preempt(self, victim: LlmRequest, batch: ScheduledBatch) -> None:
+        """Back to the queue with all its tokens; their KV stays cached for as long as nobody needs the pages."""
+        for scheduled in (batch.generation_requests, batch.context_requests):
+            if victim in scheduled:
+                scheduled.remove(victim)
+        self.running.remove(victim)
+        self._kv.free_resources(victim)
+        self._slots.free_resources(victim)
+        victim.state, victim.kv_len, victim.context_chunk = RequestState.WAITING, 0, 0
+        victim.py_draft_tokens = []
+        victim.num_preemptions += 1
+        self.add(victim)
+
+    def _admit_waiting(self, budget: int, batch: ScheduledBatch) -> list[LlmRequest]:
+        admitted: list[LlmRequest] = []
+        reserved = 0 if self.limits.may_preempt else sum(map(self._pages_still_needed, self.running))
+        while self.waiting and self._slots.num_free and budget > 0:
+            request = self.waiting[0]
+            if not self._fits(request, reserved):
+                break
+            self._slots.acquire(request)
+            request.kv_len = self._kv.start(request)
+            chunk = self._chunk_len(request, budget)
+            if not chunk or not self._kv.extend(request, request.kv_len + chunk):
+                self._kv.free_resources(request)
+                self._slots.free_resources(request)
+                request.kv_len = 0
+                break
+            self.waiting.pop(0)
+            request.state, request.context_chunk = RequestState.CONTEXT, chunk
+            reserved += 0 if self.limits.may_preempt else self._pages_still_needed(request)
+            self.running.append(request)
+            batch.context_requests.append(request)
+            admitted.append(request)
+            budget -= chunk
+        self.running.sort(key=self._rank)
+        return admitted
+
+    def _fits(self, request: LlmRequest, reserved: int) -> bool:
+        """GUARANTEED_NO_EVICT: with all that the running requests may still need, there is room to its very end.
+        MAX_UTILIZATION: there is room for its tokens now, and for one more page of every running request, or it would
+        be preempted again at once."""
+        if self.limits.may_preempt:
+            needed, reserved = self._kv.new_pages_needed(request, request.num_tokens), len(self.running)
+        else:
+            needed = self._kv.new_pages_needed(request, self._last_token(request))
+        return needed <= self._kv.num_available - reserved
+
+    def _pages_still_needed(self, request: LlmRequest) -> int:
+        return max(0, self._kv.pages_for(self._last_token(request)) - self._kv.num_held(request))
+
+    def _last_token(self, request: LlmRequest) -> int:
+        return request.prompt_len + request.max_tokens + self.limits.max_draft_len
+
+    def _check_can_ever_run(self, request: LlmRequest) -> None:
+        needed = self._kv.pages_for(self._last_token(request))
+        if needed > self._kv.num_usable:
+            raise ValueError(
+                f"the request may need {needed} KV pages (prompt {request.prompt_len} + max_tokens {request.max_tokens} "
+                f"tokens) and the cache has {self._kv.num_usable}; lower max_tokens or raise kv_cache_config.max_tokens"
+            )
+        if request.prompt_len > self.limits.max_num_tokens and not self.limits.chunked_prefill:
+            raise ValueError(
+                f"the prompt has {request.prompt_len} tokens and max_num_tokens is {self.limits.max_num_tokens}; "
+                "raise max_num_tokens or set enable_chunked_prefill"
+            )
+
+    def _rank(self, request: LlmRequest) -> tuple[float, int]:
+        return (-request.priority if self.limits.by_priority else 0.0, request.arrival)

@@ -1,0 +1,34 @@
+"""What makes draft tokens between scheduling and the target's forward: the two-model path's one interface.
+
+A drafter of your own subclasses `Drafter` and is given to `UserProvidedDecodingConfig`.
+"""
+
+from abc import ABC, abstractmethod
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.resources.interface import ResourceManager
+
+
+class Drafter(ABC):
+    """Proposes tokens; it cannot change the text, only how fast it comes."""
+
+    @abstractmethod
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        """Sets `py_draft_tokens` of every request in `scheduled_requests.generation_requests`.
+
+        On entry the list holds placeholders; replace it by 0 to `request.num_drafts_wanted` token ids that may follow
+        `request.tokens` (prompt and output so far; read it, do not change it). An exception, too many tokens or an
+        id outside the vocabulary fails that request with a message, and no other. `resource_manager` is the one
+        that was given beside the drafter.
+        """
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: the loop has no branch for it."""
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        assert scheduled_requests.draft_len == 0, "drafts were scheduled without a drafter"

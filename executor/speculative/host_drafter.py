@@ -1,0 +1,83 @@
+"""Runs drafters that work on the host (NGram, user-provided): checks what they propose, pads it, sends it to the slots."""
+
+from operator import index
+
+import torch
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.speculative.drafter import Drafter
+
+
+class HostDrafter(Drafter):
+    """`culprits` are the requests whose drafts are being made: who catches an exception knows whom to blame.
+
+    The inner drafter sees all requests at once. After it raised, it is asked for one request at a time until a round
+    goes well, so that one bad request does not take others with it.
+    """
+
+    def __init__(self, inner: Drafter, resource_manager: ResourceManager | None, slots: SlotState, vocab_size: int) -> None:
+        self._inner = inner
+        self._resource_manager = resource_manager
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._one_at_a_time = False
+        self.culprits: list[LlmRequest] = []
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        batch = scheduled_requests
+        if not batch.draft_len or not batch.generation_requests:
+            return
+        placeholders = [request.py_draft_tokens for request in batch.generation_requests]
+        wanted = [request.num_drafts_wanted for request in batch.generation_requests]
+        self._propose(batch)
+        for request, limit, untouched in zip(batch.generation_requests, wanted, placeholders, strict=True):
+            self._check(request, limit, untouched)
+        self._pad(batch)
+
+    def blame(self) -> list[LlmRequest]:
+        """After an exception: who caused it, as far as is known. An empty answer means that the next round will tell."""
+        culprits, self.culprits = self.culprits, []
+        if len(culprits) > 1:
+            self._one_at_a_time = True
+            return []
+        return culprits
+
+    def _propose(self, batch: ScheduledBatch) -> None:
+        requests = batch.generation_requests
+        groups = [[request] for request in requests] if self._one_at_a_time else [requests]
+        for group in groups:
+            self.culprits = group
+            part = ScheduledBatch(generation_requests=group, draft_len=batch.draft_len)
+            self._inner.prepare_draft_tokens(part, self._resource_manager)
+        self.culprits, self._one_at_a_time = [], False
+
+    def _check(self, request: LlmRequest, limit: int, untouched: list[int]) -> None:
+        self.culprits = [request]
+        if request.py_draft_tokens is untouched and not any(untouched):
+            request.py_draft_tokens = []  # the drafter had nothing for it and left the placeholders
+        drafts = request.py_draft_tokens = list(map(index, request.py_draft_tokens))
+        if len(drafts) > limit:
+            raise ValueError(f"the drafter proposed {len(drafts)} tokens where at most {limit} were wanted")
+        if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
+            raise ValueError(f"the drafter proposed {drafts}; the model has token ids 0 to {self._vocab_size - 1}")
+        self.culprits = []
+
+    def _pad(self, batch: ScheduledBatch) -> None:
+        """All windows of a round have one length: that of the longest real draft. Padding is never accepted."""
+        requests = batch.generation_requests
+        for request in requests:
+            request.py_num_draft_tokens = len(request.py_draft_tokens)
+        batch.draft_len = max(request.py_num_draft_tokens for request in requests)
+        if not batch.draft_len:
+            return
+        for request in requests:
+            request.py_draft_tokens += [0] * (batch.draft_len - request.py_num_draft_tokens)
+        device = self._slots.device
+        slot_ids = torch.tensor([request.slot for request in requests], device=device)
+        drafts = torch.tensor([request.py_draft_tokens for request in requests], device=device)
+        self._slots.window[slot_ids, 1 : 1 + batch.draft_len] = drafts

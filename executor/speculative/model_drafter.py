@@ -1,0 +1,144 @@
+"""Draft/Target: a small model in its own engine, with its own KV cache, proposes chains of tokens (two-model path).
+
+Its cache follows the target's: context chunk by chunk, then one or two tokens a round. When all K drafts were accepted, the
+last of them is not in the draft cache yet, so every round starts by re-reading the last two tokens; that is the same
+shape whatever was accepted, and needs no news from the host.
+"""
+
+import torch
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.engine.model_engine import ContextChunk, ModelEngine, Windows
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.draft_sampling import DraftSampling
+from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
+from tllm_spec.executor.speculative.drafter import Drafter
+
+
+class DraftKVManager(ResourceManager):
+    """The draft model's cache through the life of a request. `draft_kv_len` is what is final in it."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self.kv = kv
+
+    def update_resources(self, batch: ScheduledBatch) -> None:
+        for request in batch.generation_requests:
+            if self.kv.holds(request) and not request.is_finished:
+                request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
+                self.kv.rewind(request, request.draft_kv_len)
+
+    def free_resources(self, request: LlmRequest) -> None:
+        self.kv.release(request, min(request.draft_kv_len, request.kv_len))
+        request.draft_kv_len = 0
+
+    def check_integrity(self) -> None:
+        self.kv.check_integrity()
+
+
+class ModelDrafter(Drafter):
+    """Requests whose draft cache cannot get pages are not drafted for; nobody waits for them."""
+
+    def __init__(
+        self,
+        engine: ModelEngine,
+        kv: KVCacheManager,
+        slots: SlotState,
+        groups: RowGroups,
+        sampling: DraftSampling,
+        max_num_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._kv = kv
+        self._slots = slots
+        self._groups = groups
+        self._sampling = sampling
+        self._max_num_tokens = max_num_tokens
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        batch = scheduled_requests
+        drafting = self._follow(batch)
+        for request in batch.generation_requests:
+            request.py_num_draft_tokens = 0
+        if not drafting:
+            batch.draft_len = 0
+            return
+        for request in drafting:
+            request.py_num_draft_tokens = request.num_drafts_wanted
+            request.draft_kv_len = request.num_tokens + batch.draft_len - 1
+        group = self._groups.get(drafting, batch.window)
+        self._draft(batch, group, max(request.num_tokens for request in drafting))
+
+    def _follow(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """Brings the draft cache up to the target's, prefilling what is missing. Returns the requests to draft for."""
+        ends = {r: r.kv_len + r.context_chunk for r in batch.context_requests if r.draft_limit}
+        wanting = [r for r in batch.generation_requests if batch.draft_len and r.num_drafts_wanted]
+        ends |= {r: r.num_tokens - 2 for r in wanting}
+        following = {r: end for r, end in ends.items() if self._reserve(r, end, batch)}
+        missing = [(request, end) for request, end in following.items() if request.draft_kv_len < end]
+        for chunks in self._chunks(missing):
+            self._kv.table.flush()
+            self._engine.forward(chunks, None)
+        for request, end in missing:
+            request.draft_kv_len = end
+            self._kv.store(request, end)
+        return [request for request in wanting if request in following]
+
+    def _reserve(self, request: LlmRequest, end: int, batch: ScheduledBatch) -> bool:
+        """Draft pages for the request's next tokens, drafts included."""
+        if not self._kv.holds(request):
+            request.draft_kv_len = self._kv.start(request)
+        return self._kv.extend(request, end + 1 + batch.draft_len)
+
+    def _chunks(self, missing: list[tuple[LlmRequest, int]]) -> list[list[ContextChunk]]:
+        """Forwards of at most `max_num_tokens` rows that prefill each request up to its end."""
+        forwards: list[list[ContextChunk]] = []
+        room = 0
+        for request, end in missing:
+            start = request.draft_kv_len
+            while start < end:
+                if not room:
+                    forwards.append([])
+                    room = self._max_num_tokens
+                stop = min(end, start + room)
+                forwards[-1].append(ContextChunk(request.slot, start, request.tokens[start:stop]))
+                room -= stop - start
+                start = stop
+        return forwards
+
+    def _draft(self, batch: ScheduledBatch, group: RowGroup, longest: int) -> None:
+        """K steps on the device. The first reads the last two tokens, the others the draft before."""
+        slots, length = self._slots, batch.draft_len
+        self._kv.table.flush()
+        kv_lens = slots.kv_lens.index_select(0, group.slots)  # the bonus token's position
+        previous = slots.previous_token.index_select(0, group.slots)
+        bonus = slots.window.index_select(0, group.slots)[:, 0]
+        token_ids, first = torch.stack((previous, bonus), dim=1), kv_lens - 1
+        drafts: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
+        for step in range(length):
+            width = token_ids.shape[1]
+            hidden = self._engine.forward([], Windows(group.slots, first, token_ids, longest + step))
+            logits = self._engine.compute_logits(hidden[width - 1 :: width])
+            tokens, distribution = self._sampling.choose(group, step, logits, kv_lens + 1)
+            drafts.append(tokens)
+            if distribution is not None:
+                probs.append(distribution)
+            first = first + width
+            token_ids = tokens.unsqueeze(1)
+        slots.window[group.slots, 1 : 1 + length] = torch.stack(drafts, dim=1)
+        if probs:
+            batch.draft_probs = self._spread(batch, group, torch.stack(probs, dim=1))
+
+    def _spread(self, batch: ScheduledBatch, group: RowGroup, probs: torch.Tensor) -> torch.Tensor:
+        """Rows for all generating requests `[B, K, V]`; those not drafted for have none that is ever read."""
+        if len(group.requests) == len(batch.generation_requests):
+            return probs
+        drafted = set(group.requests)
+        rows = [index for index, request in enumerate(batch.generation_requests) if request in drafted]
+        spread = probs.new_zeros((len(batch.generation_requests), *probs.shape[1:]))
+        return spread.index_copy_(0, torch.tensor(rows, device=probs.device), probs)

@@ -1,0 +1,117 @@
+"""The table of speculative modes: one frozen row each. Nobody else asks which mode it is.
+
+A row says what `build.py` plugs into the loop: the draft model to load, if any, and how the drafter is made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.ngram_pool import NGramPool
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.draft_sampling import DraftSampling
+from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.speculative.drafter import Drafter, NoDrafter
+from tllm_spec.executor.speculative.host_drafter import HostDrafter
+from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
+from tllm_spec.executor.speculative.ngram import NGramDrafter, NGramPoolManager
+from tllm_spec.speculative_config import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    UserProvidedDecodingConfig,
+)
+
+
+@dataclass(frozen=True)
+class DraftEngine:
+    """A draft model ready to run, with its own cache."""
+
+    engine: ModelEngine
+    kv: KVCacheManager
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a mode may build on. `draft` is there for modes with a draft model."""
+
+    slots: SlotState
+    sampler: Sampler
+    max_num_tokens: int
+    draft: DraftEngine | None
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a mode adds to the executor."""
+
+    drafter: Drafter
+    resources: list[ResourceManager] = field(default_factory=list)
+    blame: Callable[[], list[LlmRequest] | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Mode:
+    build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
+    draft_model: Callable[[DecodingBaseConfig], str | None] = lambda config: None
+    drafts_on_host: bool = False
+
+
+def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    assert isinstance(config, NGramDecodingConfig)
+    pool = NGramPool(
+        max_draft_len=config.max_draft_len,
+        max_matching_ngram_size=config.max_matching_ngram_size,
+        is_keep_all=config.is_keep_all,
+        is_use_oldest=config.is_use_oldest,
+        is_public_pool=config.is_public_pool,
+        max_pool_entries=config.max_pool_entries,
+    )
+    return _on_host(NGramDrafter(pool), NGramPoolManager(pool), around)
+
+
+def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    """Raises ValueError when the objects are not what they are given for."""
+    assert isinstance(config, UserProvidedDecodingConfig)
+    drafter, manager = config.make_drafter(), config.make_resource_manager()
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter = {drafter!r} must be a tllm_spec.executor.speculative.drafter.Drafter")
+    if manager is not None and not isinstance(manager, ResourceManager):
+        raise ValueError(
+            f"resource_manager = {manager!r} must be a tllm_spec.executor.resources.interface.ResourceManager"
+        )
+    return _on_host(drafter, manager, around)
+
+
+def _on_host(drafter: Drafter, manager: ResourceManager | None, around: Surroundings) -> Speculation:
+    host = HostDrafter(drafter, manager, around.slots, around.sampler.state.vocab_size)
+    return Speculation(host, [] if manager is None else [manager], host.blame)
+
+
+def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    assert isinstance(config, DraftTargetDecodingConfig) and around.draft is not None
+    engine, kv = around.draft.engine, around.draft.kv
+    how = "independent" if config.use_rejection_sampling else config.draft_sampling
+    sampling = DraftSampling(around.sampler, how)
+    drafter = ModelDrafter(engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens)
+    return Speculation(drafter, [DraftKVManager(kv)])
+
+
+def _speculative_model(config: DecodingBaseConfig) -> str | None:
+    assert isinstance(config, DraftTargetDecodingConfig)
+    return config.speculative_model
+
+
+_PLAIN = Mode(build=lambda config, around: Speculation(NoDrafter()))
+_MODES: dict[type[DecodingBaseConfig], Mode] = {
+    NGramDecodingConfig: Mode(_build_ngram, drafts_on_host=True),
+    UserProvidedDecodingConfig: Mode(_build_user_provided, drafts_on_host=True),
+    DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_speculative_model),
+}
+
+
+def mode_of(config: DecodingBaseConfig | None) -> Mode:
+    return _PLAIN if config is None else _MODES[type(config)]

@@ -1,0 +1,31 @@
+"""NGram drafts: what followed the same tokens earlier in the text. The pool does the work; see `resources/ngram_pool.py`."""
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.ngram_pool import NGramPool
+from tllm_spec.executor.speculative.drafter import Drafter
+
+
+class NGramPoolManager(ResourceManager):
+    """Forgets a request's own n-grams when it ends."""
+
+    def __init__(self, pool: NGramPool) -> None:
+        self.pool = pool
+
+    def free_resources(self, request: LlmRequest) -> None:
+        self.pool.free(request.request_id)
+
+
+class NGramDrafter(Drafter):
+    """Asks the pool for every generating request that wants drafts."""
+
+    def __init__(self, pool: NGramPool) -> None:
+        self._pool = pool
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        for request in scheduled_requests.generation_requests:
+            wanted = request.num_drafts_wanted
+            request.py_draft_tokens = self._pool.propose(request.request_id, request.tokens, wanted) if wanted else []

@@ -1,0 +1,56 @@
+"""The executor's thread: runs rounds while there is work, sleeps otherwise. The one place that catches everything."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from tllm_spec.executor.py_executor import PyExecutor
+from tllm_spec.executor.request_queue import RequestQueue
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """`failure` is set when the executor can no longer go on; `on_death` is then told once."""
+
+    def __init__(self, executor: PyExecutor, queue: RequestQueue, on_death: Callable[[str], None]) -> None:
+        self._executor = executor
+        self._queue = queue
+        self._on_death = on_death
+        self.failure: str | None = None
+        self._idle = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="tllm-executor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop after the round in progress. Requests still in flight are the caller's to cancel before."""
+        self._queue.close()
+        self._thread.join()
+
+    def wait_until_idle(self) -> None:
+        self._idle.wait()
+
+    def _main(self) -> None:
+        try:
+            while not self._queue.closed:
+                self._idle.clear()
+                if not self._round():
+                    self._executor.check_integrity()
+                    self._idle.set()
+                    self._queue.wait()
+        except Exception as error:  # process border: nothing above could report it
+            logger.exception("the executor died")
+            self.failure = f"{type(error).__name__}: {error}"
+            self._on_death(self.failure)
+        finally:
+            self._idle.set()
+
+    def _round(self) -> bool:
+        try:
+            return self._executor.step()
+        except Exception as error:  # process border: one request's fault must not end the others
+            logger.exception("a round failed")
+            self._executor.recover(error)
+            return True

@@ -1,0 +1,63 @@
+"""Counter-based Gumbel noise: a pure function of (seed, position, token id), the heart of drafter-invariant sampling.
+
+Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) keyed by the request's seed; the
+counter holds (token // 4, position, domain, 0) and token % 4 picks the output word. Because nothing is drawn from a
+stream, the noise of a position is the same on any device, in any batch, for any draft length.
+
+This file is the plain-torch twin: it defines the values. It knows nothing of logits, requests or batches.
+"""
+
+import torch
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_MASK = 0xFFFFFFFF
+
+# One domain per independent use of randomness at a position.
+TARGET_DOMAIN = 0  # the token at a position; coupled drafts use the same noise
+DRAFT_DOMAIN = 1  # independent drafts, for rejection sampling
+COIN_DOMAIN = 2  # accept or reject a draft token
+RESIDUAL_DOMAIN = 3  # the token drawn after a rejection
+
+
+def philox_bits(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int) -> torch.Tensor:
+    """Random 32-bit words of token ids 0..num_tokens-1, as int64. seeds, positions: `[R]` int64. Returns `[R, num_tokens]`.
+
+    Words travel in int64 because torch has no unsigned multiply: the product wraps mod 2**64, whose two halves are
+    exactly the high and low words after masking.
+    """
+    device, rows, quads = seeds.device, seeds.numel(), -(-num_tokens // 4)
+    multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).flip(0).view(2, 1, 1)
+    key_steps = torch.tensor(_KEY_STEPS, dtype=torch.int64, device=device)
+    keys = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))  # [2, R]
+    rounds = torch.arange(_ROUNDS, device=device)
+    round_keys = ((keys + (rounds[:, None] * key_steps)[:, :, None]) & _MASK).unsqueeze(-1)  # [10, 2, R, 1]
+
+    # even = words (0, 2) of the counter, odd = words (1, 3).
+    even = torch.full((2, rows, quads), domain, dtype=torch.int64, device=device)
+    even[0] = torch.arange(quads, device=device)
+    odd = torch.zeros((2, rows, 1), dtype=torch.int64, device=device)
+    odd[0] = positions.unsqueeze(-1) & _MASK
+    for key in round_keys.unbind(0):
+        product = even.flip(0).mul_(multipliers)
+        even = (product >> 32).bitwise_and_(_MASK).bitwise_xor_(odd).bitwise_xor_(key)
+        odd = product.bitwise_and_(_MASK)
+    words = torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1)  # [R, quads, 4]
+    return words.view(rows, quads * 4)[:, :num_tokens]
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, domain: int) -> torch.Tensor:
+    """One uniform number in (0, 1) per row, `[R]` float64."""
+    return philox_bits(seeds, positions, 1, domain)[:, 0].to(torch.float64).add_(0.5).mul_(2.0**-32)
+
+
+def gumbel_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int = TARGET_DOMAIN
+) -> torch.Tensor:
+    """Standard Gumbel noise `[R, num_tokens]` float32: argmax(logits + noise) is a draw from softmax(logits).
+
+    The logarithms are taken in float64 and rounded once, so that devices agree on the float32 value.
+    """
+    bits = philox_bits(seeds, positions, num_tokens, domain)
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_().to(torch.float32)

@@ -1,0 +1,50 @@
+"""Package definition. Tool settings live in pyproject.toml; nothing else does."""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+SERVER = ["fastapi>=0.110", "uvicorn>=0.29"]
+CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
+DEV = [
+    "pytest>=8",
+    "hypothesis>=6.100",
+    "httpx>=0.27",
+    "openai>=1.60",
+    "ruff==0.17.5",
+    "mypy==2.4.1",
+    "types-PyYAML",
+    "types-tqdm",
+    "pre-commit>=3.7",
+]
+
+setup(
+    name="tllm_spec",
+    version="0.1.0",
+    description="A speculative-decoding engine in the manner of TensorRT-LLM's PyExecutor",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    # executor/ and kernels/ are reached through the links in tllm_spec/ (DESIGN: one import name each).
+    packages=find_namespace_packages(include=["tllm_spec", "tllm_spec.*"]),
+    package_data={"": ["py.typed", "*.cu", "*.cuh", "*.html", "*.json", "*.jinja", "*.safetensors", "*.md"]},
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "transformers>=4.55,<6",
+        "safetensors>=0.4.3",
+        "pyyaml>=6",
+        "pydantic>=2.7",
+        "click>=8.1",
+        "tqdm>=4.66",
+        "numpy>=1.26",
+        "jinja2>=3.1",
+        *SERVER,
+    ],
+    extras_require={"cuda": CUDA, "mpi": ["mpi4py>=4"], "guided": ["xgrammar>=0.1.21"], "dev": DEV},
+    entry_points={
+        "console_scripts": [
+            "tllm-serve = tllm_spec.cli.serve:main",
+            "tllm-bench = tllm_spec.cli.bench:main",
+        ]
+    },
+)

@@ -1,0 +1,164 @@
+"""The radix tree alone: matching, the closest partial child, insertion rules, eviction order."""
+
+import random
+import time
+
+import pytest
+
+from tllm_spec.executor.resources.radix import Node, RadixTree
+
+
+def add_path(tree: RadixTree, *keys: tuple[int, ...], first_page: int) -> list[Node]:
+    """Inserts a path page by page and leaves it held, as a sequence that stores its tokens does."""
+    path: list[Node] = []
+    for page, key in enumerate(keys, start=first_page):
+        node, _ = tree.insert(path[-1] if path else tree.root, key, page)
+        tree.hold([node])
+        path.append(node)
+    return path
+
+
+def evict_all(tree: RadixTree) -> list[int]:
+    return [tree.evict() for _ in range(tree.num_evictable)]
+
+
+def test_a_match_is_the_longest_cached_run_of_full_pages_within_the_limit() -> None:
+    tree = RadixTree(page_size=2)
+    add_path(tree, (1, 2), (3, 4), (5, 6), first_page=10)
+    for tokens, limit, pages in [
+        ([1, 2, 3, 4, 5, 6], 6, [10, 11, 12]),
+        ([1, 2, 3, 4, 5, 6], 5, [10, 11]),
+        ([1, 2, 9, 4, 5, 6], 6, [10]),
+        ([3, 4], 2, []),
+        ([1], 1, []),
+        ([], 0, []),
+    ]:
+        assert [node.page for node in tree.match(tokens, limit)] == pages
+
+
+def test_the_closest_child_is_that_of_a_scan_over_all_children() -> None:
+    rng = random.Random(0)
+    tree = RadixTree(page_size=6)
+    for page in range(1, 300):
+        tree.insert(tree.root, tuple(rng.choices(range(3), k=rng.randint(1, 6))), page)
+    tree.check_integrity()
+
+    def shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+        return next(
+            (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+            min(len(left), len(right)),
+        )
+
+    for _ in range(500):
+        key = tuple(rng.choices(range(4), k=rng.randint(0, 6)))
+        child, length = tree.closest_child(tree.root, key)
+        assert length == max(shared(key, other) for other in tree.root.children)
+        assert (child is None) == (length == 0)
+        assert child is None or shared(key, child.key) == length
+
+
+def test_an_equal_key_is_cached_once_and_the_second_page_is_left_over() -> None:
+    tree = RadixTree(page_size=2)
+    first, _ = tree.insert(tree.root, (1, 2), 7)
+    assert tree.insert(tree.root, (1, 2), 8) == (first, 8)
+    assert first.page == 7
+
+
+def test_a_partial_leaf_gives_way_to_a_key_that_extends_it_and_stays_beside_one_that_differs() -> None:
+    tree = RadixTree(page_size=4)
+    tree.insert(tree.root, (1, 2), 1)
+    _, left_over = tree.insert(tree.root, (1, 3, 5, 7), 2)
+    assert left_over is None
+    _, left_over = tree.insert(tree.root, (1, 2, 3), 3)
+    assert left_over == 1
+    full, left_over = tree.insert(tree.root, (1, 2, 3, 4), 4)
+    assert left_over == 3
+    assert tree.insert(tree.root, (1, 2), 5) == (full, 5)
+    assert sorted(tree.root.children) == [(1, 2, 3, 4), (1, 3, 5, 7)]
+    tree.check_integrity()
+
+
+def test_a_released_path_is_evicted_leaf_first() -> None:
+    tree = RadixTree(page_size=1)
+    tree.release(add_path(tree, (1,), (2,), (3,), first_page=1))
+    assert evict_all(tree) == [3, 2, 1]
+    assert tree.match([1, 2, 3], 3) == []
+
+
+def test_the_least_recently_released_path_is_evicted_first() -> None:
+    tree = RadixTree(page_size=1)
+    older = add_path(tree, (1,), (2,), first_page=1)
+    newer = add_path(tree, (5,), (6,), first_page=3)
+    tree.release(older)
+    tree.release(newer)
+    tree.hold(older)
+    tree.release(older)
+    assert evict_all(tree) == [4, 3, 2, 1]
+
+
+def test_a_page_with_a_cached_child_outlives_the_child_even_if_the_child_was_released_later() -> None:
+    tree = RadixTree(page_size=1)
+    trunk = add_path(tree, (1,), first_page=1)
+    left, _ = tree.insert(trunk[0], (2,), 2)
+    right, _ = tree.insert(trunk[0], (3,), 3)
+    tree.hold([left, right, trunk[0]])
+    tree.release([trunk[0], left])
+    tree.release([trunk[0], right])
+    tree.check_integrity()
+    assert evict_all(tree) == [2, 3, 1]
+
+
+def test_held_pages_are_not_evictable() -> None:
+    tree = RadixTree(page_size=1)
+    path = add_path(tree, (1,), (2,), first_page=1)
+    tree.hold(path[:1])
+    tree.release(path)
+    assert evict_all(tree) == [2]
+    assert [node.page for node in tree.match([1, 2], 2)] == [1]
+
+
+def test_touching_an_unreferenced_page_makes_it_the_last_to_go() -> None:
+    tree = RadixTree(page_size=1)
+    nodes = [tree.insert(tree.root, (token,), token)[0] for token in (1, 2, 3)]
+    tree.touch(nodes[0])
+    assert evict_all(tree) == [2, 3, 1]
+
+
+def test_inserting_what_is_cached_already_counts_as_a_use() -> None:
+    tree = RadixTree(page_size=2)
+    for page in (1, 2):
+        tree.insert(tree.root, (page, 0), page)
+    tree.insert(tree.root, (1,), 3)
+    assert evict_all(tree) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda tree, path: setattr(path[1], "ref_count", 0), "evictable"),
+        (lambda tree, path: tree.release(path[:1]), "its parent 1 is not"),
+        (lambda tree, path: path[0].child_keys.clear(), "sorted keys below page 1"),
+        (lambda tree, path: setattr(path[1], "parent", tree.root), "linked to the wrong parent"),
+        (lambda tree, path: tree.root.children.clear() or tree.root.child_keys.clear(), "left the tree"),
+    ],
+)
+def test_the_integrity_check_names_what_is_inconsistent(damage, sentence) -> None:
+    tree = RadixTree(page_size=1)
+    path = add_path(tree, (1,), (2,), first_page=1)
+    tree.insert(tree.root, (9,), 3)
+    tree.check_integrity()
+    damage(tree, path)
+    with pytest.raises(AssertionError, match=sentence):
+        tree.check_integrity()
+
+
+def test_the_closest_of_many_children_is_found_without_looking_at_all_of_them() -> None:
+    tree = RadixTree(page_size=3)
+    for number in range(20_000):
+        tree.insert(tree.root, (0, number, 0), number + 1)
+    start = time.perf_counter()
+    for number in range(0, 20_000, 200):
+        child, length = tree.closest_child(tree.root, (0, number, 1))
+        assert child is not None and (child.key[1], length) == (number, 2)
+    # A scan over the children takes milliseconds for each of the 100 look-ups, this takes microseconds.
+    assert time.perf_counter() - start < 0.1

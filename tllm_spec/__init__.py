@@ -1,0 +1,41 @@
+"""tllm_spec: a speculative-decoding engine in the manner of TensorRT-LLM's PyExecutor.
+
+The names below are what users import. They are loaded when first asked for, so that the command-line tools start fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tllm_spec.config import KvCacheConfig as KvCacheConfig
+    from tllm_spec.config import LlmArgs as LlmArgs
+    from tllm_spec.config import SchedulerConfig as SchedulerConfig
+    from tllm_spec.llm import LLM as LLM
+    from tllm_spec.outputs import CompletionOutput as CompletionOutput
+    from tllm_spec.outputs import RequestOutput as RequestOutput
+    from tllm_spec.sampling_params import SamplingParams as SamplingParams
+    from tllm_spec.speculative_config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
+    from tllm_spec.speculative_config import NGramDecodingConfig as NGramDecodingConfig
+    from tllm_spec.speculative_config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "llm",
+    "LlmArgs": "config",
+    "KvCacheConfig": "config",
+    "SchedulerConfig": "config",
+    "SamplingParams": "sampling_params",
+    "CompletionOutput": "outputs",
+    "RequestOutput": "outputs",
+    "NGramDecodingConfig": "speculative_config",
+    "DraftTargetDecodingConfig": "speculative_config",
+    "UserProvidedDecodingConfig": "speculative_config",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tllm_spec' has no attribute {name!r}")
+    return getattr(import_module(f"tllm_spec.{_HOME[name]}"), name)

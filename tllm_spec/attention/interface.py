@@ -1,0 +1,92 @@
+"""What a model asks of attention. Models know this file only; backends implement it; the engine fills the metadata.
+
+Nothing here knows requests, slots of the scheduler or sampling: rows, pages and lengths are all there is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tllm_spec.attention.kv_pool import KVPool
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """The sizes of one rank's share of the heads."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass
+class AttentionMetadata:
+    """The rows of one forward: first C context chunks one after another, then B generation windows of `window` tokens each; T rows in all.
+
+    The rows of a request are consecutive positions and end at its `kv_lens`. Lengths of generation requests live on the
+    device; the host has only the bound `max_kv_len`. A row of `block_tables` may be padded with any valid page.
+    """
+
+    context_lens: tuple[int, ...]
+    """[C] query tokens of each chunk, host."""
+    context_kv_lens: tuple[int, ...]
+    """[C] cached + chunk tokens, host."""
+    num_generations: int
+    """B."""
+    window: int
+    """W query tokens of each generation request (1 + draft_len)."""
+    block_tables: torch.Tensor
+    """[C + B, P] int32, device; pages of each request."""
+    kv_lens: torch.Tensor
+    """[C + B] int32, device; tokens in the cache after this forward (cached + query)."""
+    positions: torch.Tensor
+    """[T] int64, device."""
+    kv_slots: torch.Tensor
+    """[T] int64, device; page * page_size + offset where each row's K/V goes."""
+    max_kv_len: int
+    """Host upper bound over the generation rows of kv_lens."""
+
+
+class AttentionPlan:
+    """What a backend prepares once per forward for all layers; each backend has its own."""
+
+
+class AttentionBackend(ABC):
+    """Paged attention over one pool."""
+
+    def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
+        self.geometry = geometry
+        self.pool = pool
+
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
+        """Masks and indices that all layers of one forward share."""
+
+    @abstractmethod
+    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """Write the rows' K and V into the pool, then attend causally to everything their requests have there.
+
+        Args:
+            layer: index into the pool's layers.
+            q: `[T, Hq, D]`, rotary applied.
+            kv: `[T, 2, Hkv, D]`, rotary applied to the keys; may be a strided view.
+            plan: of this forward.
+
+        Returns:
+            `[T, Hq * D]`.
+        """
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a model's forward gets besides its tokens."""
+
+    backend: AttentionBackend
+    plan: AttentionPlan

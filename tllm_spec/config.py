@@ -1,0 +1,217 @@
+"""All arguments of `LLM`, named as in TensorRT-LLM: from keywords, from a YAML file, or both.
+
+Only options with an effect are fields. TensorRT-LLM's other options stand in `NOT_SERVED` with the value that
+means "off"; anything else is refused. Nothing here looks at a checkpoint or a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+
+from tllm_spec.config_base import ConfigModel
+from tllm_spec.option_checks import NotServed
+from tllm_spec.speculative_config import PathText, SpeculativeConfig
+
+ONE_GPU = "one device serves a model for now"
+NO_STATISTICS = "iteration statistics are not served yet"
+NO_BATCH_WAIT = "a round never waits for more requests"
+LOCAL_FILES = "models are local folders; nothing is downloaded"
+
+NOT_SERVED: Mapping[str, NotServed] = {
+    "allreduce_strategy": NotServed(("AUTO",), ONE_GPU),
+    "attn_backend": NotServed(("auto", "VANILLA"), "the other attention kernels are not served yet"),
+    "backend": NotServed((None, "pytorch"), "there is one backend"),
+    "batch_wait_max_tokens_ratio": NotServed((0, 0.0), NO_BATCH_WAIT),
+    "batch_wait_timeout_iters": NotServed((0,), NO_BATCH_WAIT),
+    "batch_wait_timeout_ms": NotServed((0, 0.0), NO_BATCH_WAIT),
+    "batched_logits_processor": NotServed((None,), "use SamplingParams.logits_processor"),
+    "cache_transceiver_config": NotServed((None,), "prefill and decoding run in one place"),
+    "checkpoint_format": NotServed((None, "HF"), "checkpoints have Hugging Face's format"),
+    "checkpoint_loader": NotServed((None,), "checkpoints have Hugging Face's format"),
+    "context_parallel_size": NotServed((1,), ONE_GPU),
+    "cuda_graph_config": NotServed((None,), "CUDA graphs are not served yet"),
+    "enable_attention_dp": NotServed((False,), ONE_GPU),
+    "enable_autotuner": NotServed((False,), "no kernel has tuned variants yet"),
+    "enable_early_first_token_response": NotServed((False,), "every round answers at once"),
+    "enable_in_graph_sampling": NotServed((False,), "CUDA graphs are not served yet"),
+    "enable_iter_perf_stats": NotServed((False,), NO_STATISTICS),
+    "enable_iter_req_stats": NotServed((False,), NO_STATISTICS),
+    "enable_lora": NotServed((False,), "LoRA is not served"),
+    "garbage_collection_gen0_threshold": NotServed((None,), "Python's garbage collector is left alone"),
+    "gather_generation_logits": NotServed((False,), "logits are not returned; logprobs are"),
+    "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
+    "guided_decoding_backend": NotServed((None,), "guided decoding is not served yet"),
+    "kv_connector_config": NotServed((None,), "the KV cache stays in one process"),
+    "lora_config": NotServed((None,), "LoRA is not served"),
+    "max_beam_width": NotServed((None, 1), "there is no beam search"),
+    "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_GPU),
+    "moe_expert_parallel_size": NotServed((None, -1, 1), ONE_GPU),
+    "moe_tensor_parallel_size": NotServed((None, -1, 1), ONE_GPU),
+    "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
+    "pipeline_parallel_size": NotServed((1,), ONE_GPU),
+    "prefill_cuda_graph_backend": NotServed(("disabled",), "CUDA graphs are not served yet"),
+    "print_iter_log": NotServed((False,), NO_STATISTICS),
+    "quant_config": NotServed((None,), "quantised weights are not served"),
+    "reasoning_parser": NotServed((None,), "reasoning text is not split off"),
+    "return_perf_metrics": NotServed((False,), "times are always in RequestOutput.metrics"),
+    "revision": NotServed((None,), LOCAL_FILES),
+    "sampler_type": NotServed(("auto", "TorchSampler"), "there is one sampler"),
+    "tensor_parallel_size": NotServed((1,), ONE_GPU),
+    "tokenizer_mode": NotServed(("auto",), "the tokenizer's fast form is the only one"),
+    "tokenizer_revision": NotServed((None,), LOCAL_FILES),
+    "torch_compile_config": NotServed((None,), "the model is not compiled"),
+    "trust_remote_code": NotServed((False,), "code that comes with a checkpoint is never run"),
+}
+KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
+    "copy_on_partial_reuse": NotServed((True,), "a partly matching page is always copied, never taken over"),
+    "dtype": NotServed(("auto",), "the cache has the model's own dtype"),
+    "event_buffer_max_size": NotServed((0,), "cache events are not served"),
+    "host_cache_size": NotServed((None, 0), "evicted pages are not kept in host memory"),
+    "max_attention_window": NotServed((None,), "every layer keeps all tokens"),
+    "max_gpu_total_bytes": NotServed((0,), "use max_tokens or free_gpu_memory_fraction"),
+    "secondary_offload_min_priority": NotServed((None,), "evicted pages are not kept in host memory"),
+    "sink_token_length": NotServed((None,), "every layer keeps all tokens"),
+    "use_kv_cache_manager_v2": NotServed(("auto",), "there is one cache manager"),
+    "use_uvm": NotServed((False,), "the cache lies in device memory"),
+}
+SCHEDULER_NOT_SERVED: Mapping[str, NotServed] = {
+    "capacity_scheduler_policy": NotServed(
+        ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION"), "requests join and leave in every round"
+    ),
+    "context_chunking_policy": NotServed(
+        (None, "FIRST_COME_FIRST_SERVED"), "the oldest prompt's chunk comes first"
+    ),
+    "dynamic_batch_config": NotServed((None,), "the batch is bounded by max_batch_size and max_num_tokens"),
+    "enable_prefix_aware_scheduling": NotServed((False,), "requests are not reordered by their prefixes"),
+    "use_python_scheduler": NotServed((True, False), "the scheduler is always the Python one"),
+}
+
+
+class KvCacheConfig(ConfigModel):
+    """The paged KV pool, bounded by `max_tokens` and a fraction of the device memory that is free."""
+
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
+    max_tokens: PositiveInt | None = None
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    tokens_per_block: PositiveInt = 32
+
+    not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
+
+    @field_validator("tokens_per_block")
+    @classmethod
+    def _check_power_of_two(cls, tokens_per_block: int) -> int:
+        if tokens_per_block & (tokens_per_block - 1):
+            raise ValueError("must be a power of two")
+        return tokens_per_block
+
+
+class SchedulerConfig(ConfigModel):
+    """Which requests run. Only `MAX_UTILIZATION` may pause a running request for want of pages."""
+
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = "GUARANTEED_NO_EVICT"
+    waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
+
+    not_served: ClassVar[Mapping[str, NotServed]] = SCHEDULER_NOT_SERVED
+
+
+class LlmArgs(ConfigModel):
+    """Everything that `LLM(model, **kwargs)` takes."""
+
+    model: PathText
+    tokenizer: Any = None
+    skip_tokenizer_init: bool = False
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    attn_backend: Literal["auto", "VANILLA"] = "auto"
+
+    max_batch_size: PositiveInt = 2048
+    max_num_tokens: PositiveInt = 8192
+    max_input_len: PositiveInt | None = None
+    max_seq_len: PositiveInt | None = None
+    enable_chunked_prefill: bool = False
+    disable_overlap_scheduler: bool = False
+    stream_interval: PositiveInt = 1
+
+    kv_cache_config: KvCacheConfig = KvCacheConfig()
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+    speculative_config: SpeculativeConfig | None = None
+
+    not_served: ClassVar[Mapping[str, NotServed]] = NOT_SERVED
+
+    @field_validator("max_batch_size", "max_num_tokens", mode="before")
+    @classmethod
+    def _null_means_default(cls, value: object, info: ValidationInfo) -> object:
+        return cls.model_fields[str(info.field_name)].default if value is None else value
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _check_tokenizer(cls, tokenizer: object) -> object:
+        if isinstance(tokenizer, os.PathLike):
+            return os.fspath(tokenizer)
+        if tokenizer is None or isinstance(tokenizer, str) or hasattr(tokenizer, "decode"):
+            return tokenizer
+        raise ValueError("a folder or a transformers tokenizer is needed")
+
+    @model_validator(mode="after")
+    def _check_window_fits(self) -> LlmArgs:
+        spec = self.speculative_config
+        if spec is not None and spec.max_draft_len >= self.max_num_tokens:
+            raise ValueError(
+                f"max_num_tokens = {self.max_num_tokens} is too small: one request takes "
+                f"max_draft_len + 1 = {spec.max_draft_len + 1} tokens of a round"
+            )
+        return self
+
+    @classmethod
+    def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
+        """The arguments given by keyword; configuration objects may be given as plain mappings."""
+        return cls(model=os.fspath(model), **kwargs)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
+        """The arguments of a YAML file laid over keyword arguments: where both speak, the file wins.
+
+        Nested mappings are laid over each other key by key. Raises ValueError for a file that cannot be read.
+        """
+        return cls(**overlay(kwargs, read_yaml(path)))
+
+    @property
+    def why_no_overlap(self) -> str:
+        """Why rounds do not overlap. `disable_overlap_scheduler: false` means "where it is possible"."""
+        if self.disable_overlap_scheduler:
+            return "disable_overlap_scheduler is set"
+        return "the overlap loop is not served yet"
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ValueError naming a file that is missing, broken or no mapping."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read the options file {os.fspath(path)}: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ValueError(
+            f"the options file {os.fspath(path)} must hold a mapping of option names, not {tree!r}"
+        )
+    return tree
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`, mappings key by key."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = merged.get(key)
+        if isinstance(lower, Mapping) and isinstance(value, Mapping):
+            value = overlay(lower, value)
+        merged[key] = value
+    return merged

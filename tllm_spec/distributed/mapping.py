@@ -1,0 +1,40 @@
+"""Where one rank stands in the parallel layout. It knows numbers only, no process group and no device."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A rank's place. Tensor-parallel groups are runs of `tp_size` neighbouring ranks.
+
+    Raises:
+        ValueError: the numbers do not fit together.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank is {self.rank}; with world_size {self.world_size} it must be 0 to {self.world_size - 1}."
+            )
+        if self.tp_size < 1 or self.world_size % self.tp_size:
+            raise ValueError(
+                f"tp_size is {self.tp_size}; it must divide world_size, which is {self.world_size}."
+            )
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    def shard(self, size: int, what: str) -> int:
+        """This rank's part of `size`; `what` names the size in the error.
+
+        Raises:
+            ValueError: `size` cannot be split evenly over the tensor-parallel ranks.
+        """
+        if size % self.tp_size:
+            raise ValueError(f"{what} is {size}, which tp_size {self.tp_size} does not divide.")
+        return size // self.tp_size

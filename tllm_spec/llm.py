@@ -1,0 +1,288 @@
+"""`LLM`: the front door. Takes prompts in, makes requests of them, hands out results.
+
+It checks what users give against the model; the executor, in its own thread, does everything else.
+"""
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, cast
+
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.build import build_executor
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import DraftCounters, LlmRequest
+from tllm_spec.executor.response import Response
+from tllm_spec.executor.worker import Worker
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.request_handle import RequestHandle
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.stop_strings import StopStringChecker
+from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """A model being served in this process. Keyword arguments are those of `LlmArgs`, named as in TensorRT-LLM.
+
+    Raises ValueError for arguments, models or tokenizers that cannot be served.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
+        self.args = LlmArgs.from_kwargs(model, **kwargs)
+        self.tokenizer = _tokenizer(self.args)
+        built = build_executor(self.args, self.tokenizer, self._respond)
+        self.model_config = built.model_config
+        self.max_seq_len = built.max_seq_len
+        self._max_draft_len = built.max_draft_len
+        self._queue = built.queue
+        self._executor = built.executor
+        self._results: dict[int, RequestHandle] = {}  # by executor request id
+        self._lock = threading.Lock()
+        self._ids = count(1)
+        self._is_shut_down = False
+        self._worker = Worker(built.executor, built.queue, self._fail_all)
+        self._worker.start()
+
+    @classmethod
+    def from_args(cls, args: LlmArgs) -> "LLM":
+        """From arguments that were read already (a YAML file laid over command-line flags)."""
+        return cls(**{name: getattr(args, name) for name in LlmArgs.model_fields})
+
+    def generate(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: float | Sequence[float] = 0.5,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Completes one prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) or a list of them.
+
+        A list is answered by a list in its order; a prompt in it that cannot be served becomes an output with `error`, and the
+        others are not affected. A single such prompt raises ValueError. `sampling_params` and `priority` (0 to 1, higher
+        first under `waiting_queue_policy: priority`) may be lists of the same length.
+        """
+        if _is_single(inputs):
+            alone = cast(Prompt, inputs)
+            (params,), (rank,) = _one_each("sampling_params", sampling_params, 1), _one_each("priority", priority, 1)
+            return self.generate_async(alone, params, priority=rank).result()
+        prompts = list(cast(Sequence[Prompt], inputs))
+        all_params = _one_each("sampling_params", sampling_params, len(prompts))
+        priorities = _one_each("priority", priority, len(prompts))
+        results = [
+            self._submit_or_explain(*each) for each in zip(prompts, all_params, priorities, strict=True)
+        ]
+        if not use_tqdm:
+            return [result.result() for result in results]
+        from tqdm import tqdm
+
+        return [result.result() for result in tqdm(results, desc="Processed requests", dynamic_ncols=True)]
+
+    def generate_async(
+        self,
+        inputs: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        streaming: bool = False,
+        priority: float = 0.5,
+    ) -> RequestHandle:
+        """Submits one prompt and returns at once. With `streaming`, the result grows token by token; without, it arrives whole.
+
+        Raises ValueError for a prompt or parameters that this model cannot serve, RuntimeError after shutdown or when the
+        executor has died.
+        """
+        self._check_alive()
+        params = _params(sampling_params)
+        prompt, token_ids = self._tokens_of(inputs, params)
+        rules = self._rules(params, token_ids)
+        if isinstance(priority, bool) or not 0 <= priority <= 1:
+            raise ValueError(f"priority = {priority!r}: 0 to 1 is accepted")
+        with self._lock:
+            ids = [next(self._ids) for _ in range(params.n)]
+        cancel = self._cancel_of(ids)
+        result = RequestHandle(ids[0], prompt, token_ids, params, self.tokenizer, cancel)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        requests = [
+            self._request(index, request_id, token_ids, params, rules, _sample_seed(seed, index))
+            for index, request_id in enumerate(ids)
+        ]
+        for request in requests:
+            request.streaming, request.priority = streaming, float(priority)
+            self._results[request.request_id] = result
+        self._queue.put(requests)
+        return result
+
+    def check_integrity(self) -> None:
+        """Waits until the executor idles; raises AssertionError when slots or KV pages do not add up."""
+        self._worker.wait_until_idle()
+        self._executor.check_integrity()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests can be served."""
+        return not self._is_shut_down and self._worker.failure is None
+
+    def shutdown(self) -> None:
+        """Cancels what is running and ends the executor's thread. May be called twice."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        for request_id in list(self._results):
+            self._queue.cancel(request_id)
+        self._worker.stop()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _submit_or_explain(
+        self, prompt: Prompt, params: SamplingParams | Mapping[str, Any] | None, priority: float
+    ) -> RequestHandle:
+        try:
+            return self.generate_async(prompt, params, priority=priority)
+        except ValueError as error:
+            result = RequestHandle(0, None, [], SamplingParams(), None, lambda: None)
+            result.receive(Response(0, [], finish_reason="error", error=str(error)))
+            return result
+
+    def _tokens_of(self, inputs: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it was one, and its tokens."""
+        if isinstance(inputs, Mapping):
+            unknown = inputs.keys() - {"prompt", "prompt_token_ids"}
+            if unknown or len(inputs) != 1:
+                raise ValueError(f"a prompt mapping has either 'prompt' or 'prompt_token_ids', not {sorted(inputs)}")
+            inputs = next(iter(inputs.values()))
+        if isinstance(inputs, str):
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init")
+            return inputs, self.tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
+        token_ids = list(cast(Sequence[int], inputs))
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
+            raise ValueError("prompt_token_ids must be integers")
+        return None, token_ids
+
+    def _rules(self, params: SamplingParams, token_ids: list[int]) -> DecodingRules:
+        """What the model makes of the parameters, after all checks of prompt and parameters against the model."""
+        if params.truncate_prompt_tokens is not None:
+            del token_ids[: -params.truncate_prompt_tokens]
+        if not token_ids:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        vocab_size = self.model_config.vocab_size
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise ValueError(f"the prompt has token ids outside the vocabulary, which has ids 0 to {vocab_size - 1}")
+        longest = min(self.max_seq_len - 1, self.args.max_input_len or self.max_seq_len)
+        if len(token_ids) > longest:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; at most {longest} are accepted (max_seq_len "
+                f"{self.max_seq_len}, max_input_len {self.args.max_input_len}), one token of output included"
+            )
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        tokenizer = self.tokenizer
+        encode = None if tokenizer is None else lambda text: tokenizer.encode(text, add_special_tokens=False)
+        end_ids = self.model_config.eos_token_ids or _end_of(tokenizer)
+        return DecodingRules.from_params(params, vocab_size=vocab_size, end_ids=end_ids, encode=encode)
+
+    def _request(
+        self,
+        index: int,
+        request_id: int,
+        token_ids: list[int],
+        params: SamplingParams,
+        rules: DecodingRules,
+        seed: int,
+    ) -> LlmRequest:
+        room = self.max_seq_len - len(token_ids)
+        wish = params.speculation
+        limit = self._max_draft_len if wish.max_draft_len is None else min(wish.max_draft_len, self._max_draft_len)
+        return LlmRequest(
+            request_id=request_id,
+            tokens=list(token_ids),
+            rules=rules,
+            seed=seed,
+            index=index,
+            arrival=request_id,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            draft_limit=limit if wish.enabled else 0,
+            counters=DraftCounters(self._max_draft_len),
+            stop_checker=self._stop_checker(params),
+        )
+
+    def _stop_checker(self, params: SamplingParams) -> StopStringChecker | None:
+        if not params.stop_strings:
+            return None
+        assert self.tokenizer is not None
+        detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        return StopStringChecker(detokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output)
+
+    def _cancel_of(self, ids: list[int]) -> Callable[[], None]:
+        def cancel() -> None:
+            for request_id in ids:
+                self._queue.cancel(request_id)
+
+        return cancel
+
+    def _respond(self, responses: list[Response]) -> None:
+        """From the executor's thread."""
+        for response in responses:
+            result = self._results[response.request_id]
+            if response.finish_reason is not None:
+                del self._results[response.request_id]
+            result.receive(response)
+
+    def _fail_all(self, message: str) -> None:
+        """The executor died: nobody waits for ever."""
+        for request_id, result in list(self._results.items()):
+            result.receive(Response(request_id, [], finish_reason="error", error=message))
+        self._results.clear()
+
+    def _check_alive(self) -> None:
+        if self._is_shut_down:
+            raise RuntimeError("the LLM is shut down")
+        if self._worker.failure is not None:
+            raise RuntimeError(f"the executor has died: {self._worker.failure}")
+
+
+def _tokenizer(args: LlmArgs) -> Tokenizer | None:
+    if args.skip_tokenizer_init:
+        return None
+    if args.tokenizer is None or isinstance(args.tokenizer, str):
+        return load_tokenizer(args.tokenizer or args.model)
+    return cast(Tokenizer, args.tokenizer)
+
+
+def _end_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    return () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+def _is_single(inputs: object) -> bool:
+    if isinstance(inputs, (str, Mapping)):
+        return True
+    return isinstance(inputs, Sequence) and bool(inputs) and isinstance(inputs[0], int)
+
+
+def _params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
+
+
+def _one_each(name: str, value: Any, number: int) -> list[Any]:
+    """The same value for all prompts, or the caller's list of them."""
+    if not isinstance(value, Sequence):
+        return [value] * number
+    if len(value) != number:
+        raise ValueError(f"{name} has {len(value)} entries for {number} prompts")
+    return list(value)
+
+
+def _sample_seed(seed: int, index: int) -> int:
+    """The seed of the index-th sample of a request: the first keeps the request's own."""
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF  # the golden ratio spreads small indices
+    return mixed - (1 << 64) if mixed >= 1 << 63 else mixed

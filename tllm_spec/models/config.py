@@ -1,0 +1,238 @@
+"""The shape of a model, read from a Hugging Face `config.json`.
+
+Both spellings are taken: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x (`rope_parameters`,
+`dtype`). A missing key means what transformers means by it. Nothing here knows weights, devices or the engine.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tllm_spec.attention.interface import AttentionGeometry
+from tllm_spec.distributed.mapping import Mapping
+
+# What transformers' configuration class of each architecture assumes when config.json leaves a key out.
+_COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": _COMMON | {"eos_token_id": 2, "max_position_embeddings": 2048},
+    "MistralForCausalLM": _COMMON
+    | {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "Qwen2ForCausalLM": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": _COMMON
+    | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+# Keys without which a rope_type has no meaning; yarn without a factor takes the ratio of the two lengths.
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding; which fields a `kind` uses is `rotary.py`'s business."""
+
+    kind: str
+    theta: float
+    original_max_positions: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A dense decoder. `sliding_window` is set only where a layer really uses it."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    sliding_window: int | None
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    hidden_act: str
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_pretrained(cls, path: Path) -> "ModelConfig":
+        """Read `path/config.json`, and the end tokens from `generation_config.json` where that names them.
+
+        Raises:
+            ValueError: the file is missing or unreadable, or asks for something that is not served.
+        """
+        raw = _read_json(path / "config.json")
+        generation = path / "generation_config.json"
+        if generation.is_file():
+            raw["eos_token_id"] = _read_json(generation).get("eos_token_id") or raw.get("eos_token_id")
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
+        """The same, from the parsed file."""
+        architecture = _architecture(raw)
+        raw = _DEFAULTS[architecture] | raw
+        _refuse_unserved(raw)
+        bias = bool(raw.get("attention_bias"))
+        num_heads = int(_required(raw, "num_attention_heads"))
+        hidden_size = int(_required(raw, "hidden_size"))
+        config = cls(
+            architecture=architecture,
+            vocab_size=int(_required(raw, "vocab_size")),
+            hidden_size=hidden_size,
+            intermediate_size=int(_required(raw, "intermediate_size")),
+            num_layers=int(_required(raw, "num_hidden_layers")),
+            num_heads=num_heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+            head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+            rms_norm_eps=float(raw["rms_norm_eps"]),
+            rope=_rope(raw),
+            max_position_embeddings=int(raw["max_position_embeddings"]),
+            sliding_window=_sliding_window(raw, architecture),
+            tie_word_embeddings=bool(raw["tie_word_embeddings"]),
+            qkv_bias=architecture == "Qwen2ForCausalLM" or (bias and architecture != "MistralForCausalLM"),
+            o_bias=bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+            mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            hidden_act=raw["hidden_act"],
+            dtype=_dtype(raw),
+            eos_token_ids=_token_ids(raw.get("eos_token_id")),
+        )
+        if config.num_heads % config.num_kv_heads:
+            raise ValueError(
+                f"num_key_value_heads is {config.num_kv_heads}; it must divide num_attention_heads, {num_heads}."
+            )
+        return config
+
+    def attention_geometry(self, mapping: Mapping) -> AttentionGeometry:
+        """One rank's share of the heads."""
+        return AttentionGeometry(
+            num_layers=self.num_layers,
+            num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
+            num_kv_heads=mapping.shard(self.num_kv_heads, "num_key_value_heads"),
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; a model is a folder in Hugging Face's format.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object.")
+    return content
+
+
+def _required(raw: dict[str, Any], key: str) -> Any:
+    if raw.get(key) is None:
+        raise ValueError(f"config.json has no {key}.")
+    return raw[key]
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    names = raw.get("architectures") or []
+    if len(names) != 1 or names[0] not in _DEFAULTS:
+        raise ValueError(f"architectures is {names}; served are {', '.join(_DEFAULTS)}, one a model.")
+    return str(names[0])
+
+
+def _refuse_unserved(raw: dict[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        raise ValueError("config.json has a quantization_config; quantized checkpoints are not served.")
+    if raw["hidden_act"] != "silu":
+        raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")
+    unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layer_types has {sorted(unknown)}; served is 'full_attention'.")
+
+
+def _dtype(raw: dict[str, Any]) -> torch.dtype:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype is {name!r}; accepted are {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _sliding_window(raw: dict[str, Any], architecture: str) -> int | None:
+    """The window that at least one layer uses, else None."""
+    window: int | None = raw.get("sliding_window")
+    if raw.get("layer_types"):
+        slides = "sliding_attention" in raw["layer_types"]
+    elif architecture == "MistralForCausalLM":
+        slides = True
+    else:
+        slides = (
+            bool(raw.get("use_sliding_window"))
+            and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
+        )
+    return window if slides else None
+
+
+def _rope(raw: dict[str, Any]) -> RopeConfig:
+    fields: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
+    if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
+        raise ValueError("rope_parameters differ by layer type or section; one set for all layers is served.")
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in _ROPE_NEEDS:
+        raise ValueError(f"rope_type is {kind!r}; served are {', '.join(_ROPE_NEEDS)}.")
+    absent = [key for key in _ROPE_NEEDS[kind] if fields.get(key) is None]
+    if absent:
+        raise ValueError(f"rope_type is {kind!r}, which needs {' and '.join(absent)}.")
+    max_positions = int(raw["max_position_embeddings"])
+    original = raw.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+    original = int(original or max_positions)
+    return RopeConfig(
+        kind=kind,
+        theta=float(fields.get("rope_theta") or raw["rope_theta"]),
+        original_max_positions=original,
+        factor=float(fields.get("factor") or max_positions / original),
+        low_freq_factor=float(fields.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(fields.get("high_freq_factor") or 1.0),
+        beta_fast=float(fields.get("beta_fast") or 32.0),
+        beta_slow=float(fields.get("beta_slow") or 1.0),
+        attention_factor=fields.get("attention_factor"),
+        mscale=fields.get("mscale"),
+        mscale_all_dim=fields.get("mscale_all_dim"),
+        truncate=bool(fields.get("truncate", True)),
+    )

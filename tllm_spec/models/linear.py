@@ -1,0 +1,61 @@
+"""Linear layers of one tensor-parallel rank, and the checkpoint tensors that are fused in them.
+
+They know their place in the mapping; they do not talk to other ranks and read no files.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
+
+
+class Linear(Module):
+    """`y = x W^T + b`."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
+        super().__init__()
+        self.mapping = placement.mapping
+        self.weight = placement.parameter(out_features, in_features)
+        self.bias = placement.parameter(out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ColumnLinear(Linear):
+    """Each rank has a run of the outputs. `parts` are the checkpoint tensors fused along them, with their full sizes."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, placement: Placement) -> None:
+        local = {name: placement.mapping.shard(size, f"the output of {name}") for name, size in parts.items()}
+        super().__init__(in_features, sum(local.values()), bias=bias, placement=placement)
+        self.parts = local
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        first = 0
+        for name, size in self.parts.items():
+            for kind, parameter in self.named_parameters():
+                rows = parameter[first : first + size]
+                shape = (size * self.mapping.tp_size, *rows.shape[1:])
+                yield f"{sibling(path, name)}.{kind}", WeightSlot(rows, shape, 0, size * self.mapping.tp_rank)
+            first += size
+
+
+class RowLinear(Linear):
+    """Each rank has a run of the inputs. The ranks' outputs are to be summed, so the first alone adds the bias."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
+        local = placement.mapping.shard(in_features, "the input of a row-parallel layer")
+        super().__init__(local, out_features, bias=bias, placement=placement)
+        self.added_bias = self.bias if placement.mapping.tp_rank == 0 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.added_bias)
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        out_features, local = self.weight.shape
+        shape = (out_features, local * self.mapping.tp_size)
+        yield f"{path}.weight", WeightSlot(self.weight, shape, 1, local * self.mapping.tp_rank)
+        if self.bias is not None:
+            yield f"{path}.bias", WeightSlot(self.bias, (out_features,))

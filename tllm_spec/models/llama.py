@@ -1,0 +1,132 @@
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3 dense): architecture only, driven by `ModelConfig`.
+
+Module paths are the checkpoint's names, with q/k/v and gate/up fused. It knows no requests, pages or files.
+"""
+
+import torch
+from torch import nn
+
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm, silu_and_mul
+from tllm_spec.models.linear import ColumnLinear, RowLinear
+from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.rotary import apply_rotary_, rotary_table
+
+
+class Attention(Module):
+    """q/k/v projection, optional q/k norm, rotary, attention, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        super().__init__()
+        self.layer = layer
+        geometry = config.attention_geometry(placement.mapping)
+        self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, placement=placement)
+        self.qk_norm = (
+            HeadNorm(self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, placement)
+            if config.qk_norm
+            else None
+        )
+        self.o_proj = RowLinear(q_size, config.hidden_size, bias=config.o_bias, placement=placement)
+
+    def forward(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        heads = self.qkv_proj.forward(hidden).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
+        q_and_k = heads[:, : num_heads + num_kv_heads]
+        if self.qk_norm is not None:
+            self.qk_norm.forward(q_and_k)
+        apply_rotary_(q_and_k, cos, sin)
+        q, kv = heads.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
+        kv = kv.view(-1, 2, num_kv_heads, self.head_dim)
+        return self.o_proj.forward(context.backend.run(self.layer, q, kv, context.plan))
+
+
+class MLP(Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = ColumnLinear(hidden, parts, bias=bias, placement=placement)
+        self.down_proj = RowLinear(inner, hidden, bias=bias, placement=placement)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(hidden)))
+
+
+class DecoderLayer(Module):
+    """Pre-norm block on a running sum: `hidden` is the last block's output, not yet added to `residual`."""
+
+    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.self_attn = Attention(config, layer, placement)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.mlp = MLP(config, placement)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        hidden = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn.forward(hidden, cos, sin, context)
+        hidden = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp.forward(hidden)
+
+
+class LlamaModel(Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, placement) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.rotary = rotary_table(
+            config.rope, config.head_dim, max_positions, dtype=placement.dtype, device=placement.device
+        )
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        cos, sin = self.rotary.index_select(0, positions).unbind(1)
+        residual = self.embed_tokens.forward(input_ids)
+        hidden = torch.zeros_like(residual)
+        for layer in self.layers:
+            hidden = layer.forward(hidden, residual, cos, sin, context)
+        return self.norm.add(hidden, residual)
+
+
+class LlamaForCausalLM(CausalLM):
+    """The model with its output layer, which may share the embedding's weight."""
+
+    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config, max_positions, placement)
+        parts = {"lm_head": config.vocab_size}
+        self.lm_head = ColumnLinear(config.hidden_size, parts, bias=False, placement=placement)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        return self.model.forward(input_ids, positions, context)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.forward(hidden).float()

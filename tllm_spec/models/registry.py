@@ -1,0 +1,62 @@
+"""From a model's folder to a loaded model: which class serves which architecture, and what is refused before loading."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.module import Placement
+from tllm_spec.models.weights import fill_random, load_weights
+
+LoadFormat = Literal["auto", "dummy"]
+
+MODELS = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+}
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    max_positions: int,
+    mapping: Mapping = Mapping(),
+) -> CausalLM:
+    """Build the model that `path/config.json` describes and fill it.
+
+    Args:
+        path: folder in Hugging Face's format; `dummy` needs its config.json only.
+        dtype: of parameters and activations.
+        device: where they live.
+        load_format: `auto` reads safetensors, `dummy` fills random weights.
+        max_positions: rows of the rotary table: no request may be longer.
+        mapping: this rank's place.
+
+    Raises:
+        ValueError: the config or the checkpoint is not served; the message says why.
+    """
+    config = ModelConfig.from_pretrained(path)
+    if mapping.tp_size > 1:
+        raise ValueError(
+            f"tp_size is {mapping.tp_size}; tensor parallelism is not served yet, only tp_size 1."
+        )
+    if config.sliding_window is not None and config.sliding_window < max_positions:
+        raise ValueError(
+            f"sliding_window is {config.sliding_window}, less than the {max_positions} positions asked for; "
+            "sliding-window attention is not served, so lower max_seq_len to the window or below."
+        )
+    model = MODELS[config.architecture](config, max_positions, Placement(dtype, device, mapping))
+    if load_format == "dummy":
+        fill_random(model)
+    else:
+        load_weights(model, path)
+    return model

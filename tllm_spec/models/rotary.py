@@ -1,0 +1,77 @@
+"""Rotary position embedding: a table of cosines and sines made once, rows gathered once per forward, applied per layer.
+
+Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv 2306.15595), YaRN (arXiv
+2309.00071), and Meta's Llama 3.1 scaling; each as transformers reads its configuration.
+"""
+
+import math
+
+import torch
+
+from tllm_spec.models.config import RopeConfig
+
+
+def rotary_table(
+    rope: RopeConfig, head_dim: int, max_positions: int, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Cosines and signed sines, `[max_positions, 2, 1, D]`, computed in float32 and rounded once.
+
+    The sine of the first half carries the minus of `rotate_half`, so that applying needs a roll and no negation.
+    """
+    inverse_frequencies, amplitude = _frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies)
+    cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
+    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+    return table[:, :, None].to(device, dtype)
+
+
+def apply_rotary_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `[T, heads, D]` in place by the table's rows `cos` and `sin`, each `[T, 1, D]`."""
+    rolled = heads.roll(heads.shape[-1] // 2, -1)
+    heads.mul_(cos).addcmul_(rolled, sin)
+
+
+def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies `[D / 2]` and the factor on cosine and sine."""
+    inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.kind == "linear":
+        return inverse / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, inverse), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, inverse, head_dim), _yarn_amplitude(rope)
+    return inverse, 1.0
+
+
+def _llama3(rope: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between are blended."""
+    rotations = rope.original_max_positions * inverse / (2 * math.pi)
+    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return torch.lerp(inverse / rope.factor, inverse, kept.clamp(0, 1))
+
+
+def _yarn(rope: RopeConfig, inverse: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """YaRN's "NTK-by-parts": the blend is linear in the dimension's index between two rotation counts."""
+
+    def dimension(rotations: float) -> float:
+        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return torch.lerp(inverse, inverse / rope.factor, stretched)
+
+
+def _yarn_amplitude(rope: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,109 @@
+"""Fill a model's parameters, from safetensors files or with random numbers.
+
+Tensors go one at a time from the memory-mapped file into their place in the (fused, sharded) parameter, so the host never
+holds a second copy. Which tensor goes where is the modules' knowledge (`Module.slots`); this file only matches names.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.layers import HeadNorm, RMSNorm
+from tllm_spec.models.module import Module, WeightSlot
+
+INDEX = "model.safetensors.index.json"
+
+
+def load_weights(model: CausalLM, path: Path) -> None:
+    """Fill `model` from the checkpoint in the folder `path`.
+
+    Raises:
+        ValueError: no checkpoint, or one whose tensors are not exactly the model's; the message names them.
+    """
+    missing = weight_table(model)
+    surplus: list[str] = []
+    for file in checkpoint_files(path):
+        try:
+            with safe_open(file, framework="pt") as checkpoint:
+                for name in checkpoint.keys():
+                    if name in missing:
+                        _load(name, checkpoint.get_tensor(name), missing.pop(name))
+                    elif not _is_derived(name, model):
+                        surplus.append(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
+    if missing or surplus:
+        raise ValueError(
+            f"The checkpoint in {path} does not fit {model.config.architecture}: "
+            f"missing {_listed(missing)}; surplus {_listed(surplus)}."
+        )
+
+
+def fill_random(model: CausalLM, seed: int = 0) -> None:
+    """Norms 1, everything else normal, scaled so that activations keep their size; the same numbers for a seed."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, (RMSNorm, HeadNorm)):
+                parameter.fill_(1.0)
+            else:
+                generator = torch.Generator(parameter.device).manual_seed(seed)
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+                seed += 1
+
+
+def weight_table(model: CausalLM) -> dict[str, WeightSlot]:
+    """Every tensor that a checkpoint of this model must have, by name."""
+    table: dict[str, WeightSlot] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Module):
+            table.update(module.slots(path))
+    if model.config.tie_word_embeddings:
+        del table["lm_head.weight"]
+    return table
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """`model.safetensors`, or the shards that the index names.
+
+    Raises:
+        ValueError: neither is there, or a shard is not.
+    """
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    if not (path / INDEX).is_file():
+        raise ValueError(
+            f"{path} has neither model.safetensors nor {INDEX}; other weight formats are not read."
+        )
+    try:
+        shards = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path / INDEX} is not a checkpoint index: {error!r}.") from error
+    absent = sorted(shard for shard in shards if not (path / shard).is_file())
+    if absent:
+        raise ValueError(f"{path / INDEX} names files that are not there: {_listed(absent)}.")
+    return [path / shard for shard in sorted(shards)]
+
+
+def _load(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
+    if tuple(tensor.shape) != slot.shape:
+        raise ValueError(
+            f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
+        )
+    slot.load(tensor)
+
+
+def _is_derived(name: str, model: CausalLM) -> bool:
+    """Tensors that old checkpoints store though the model computes or shares them."""
+    return name.endswith("rotary_emb.inv_freq") or (
+        name == "lm_head.weight" and model.config.tie_word_embeddings
+    )
+
+
+def _listed(names: Iterable[str], limit: int = 10) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more if names else "none"

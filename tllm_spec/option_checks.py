@@ -1,0 +1,34 @@
+"""Checks shared by everything that takes options by name: what is not served, and what is not known.
+
+It knows tables and names only; the options themselves belong to the modules that call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+
+class NotServed(NamedTuple):
+    """An option of which only some values are served; without a field of its name it has no effect at all."""
+
+    accepted: tuple[object, ...]
+    reason: str
+
+
+def refuse_not_served(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> None:
+    """Raises ValueError when one of `options` asks for what `table` says is not served."""
+    for name in options.keys() & table.keys():
+        value, (accepted, reason) = options[name], table[name]
+        if not any(type(value) is type(off) and value == off for off in accepted):
+            only = " or ".join(repr(off) for off in accepted)
+            raise ValueError(f"{name} = {value!r} is refused: {reason}; accepted: {only}")
+
+
+def unknown_option(path: str, value: object, known: Iterable[str]) -> str:
+    """A sentence that names an unknown key, its value and what may have been meant."""
+    known = sorted(known)
+    close = get_close_matches(path.rpartition(".")[2], known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    return f"{path} = {value!r} is not a known option; {hint}"

@@ -1,0 +1,191 @@
+"""What a request returns: texts, tokens, log-probabilities, times and speculation figures.
+
+Plain data. Who fills it, and how one waits for it, is `tllm_spec.llm`'s business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural logarithm of a token's probability, and its place (1 = most probable)."""
+
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class SpeculativeStats:
+    """Speculation figures of one request, or of several by `+`.
+
+    A round is one generation forward of the target for one request; prefill is none. Only drafts that were
+    really proposed count, not padding. Position 0 is the first draft of a round, and a draft counts as
+    accepted only if all before it were. `num_emitted_tokens` are the tokens of these rounds that reached the
+    output: a stop or length limit inside an accepted run drops the rest.
+    """
+
+    rounds: int = 0
+    num_emitted_tokens: int = 0
+    per_position_drafted: tuple[int, ...] = ()
+    per_position_accepted: tuple[int, ...] = ()
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Draft tokens proposed."""
+        return sum(self.per_position_drafted)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens accepted."""
+        return sum(self.per_position_accepted)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per round, the target's own (bonus) token included; 0 without rounds."""
+        return self.num_emitted_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted of proposed draft tokens; 0 without drafts."""
+        return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else 0.0
+
+    @property
+    def per_position_acceptance(self) -> tuple[float, ...]:
+        """Accepted of proposed draft tokens at each position."""
+        pairs = zip(self.per_position_accepted, self.per_position_drafted, strict=True)
+        return tuple(accepted / drafted if drafted else 0.0 for accepted, drafted in pairs)
+
+    @property
+    def acceptance_histogram(self) -> tuple[int, ...]:
+        """Number of rounds that accepted exactly 0, 1, 2, ... drafts."""
+        at_least = (self.rounds, *self.per_position_accepted, 0)
+        return tuple(more - fewer for more, fewer in pairwise(at_least))
+
+    def __add__(self, other: SpeculativeStats) -> SpeculativeStats:
+        return SpeculativeStats(
+            self.rounds + other.rounds,
+            self.num_emitted_tokens + other.num_emitted_tokens,
+            _add(self.per_position_drafted, other.per_position_drafted),
+            _add(self.per_position_accepted, other.per_position_accepted),
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """The `speculative_decoding` block of HTTP answers and reports."""
+        return {
+            "rounds": self.rounds,
+            "num_drafted_tokens": self.num_drafted_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "acceptance_length": self.acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "per_position_drafted": list(self.per_position_drafted),
+            "per_position_accepted": list(self.per_position_accepted),
+            "per_position_acceptance": list(self.per_position_acceptance),
+            "acceptance_histogram": list(self.acceptance_histogram),
+        }
+
+
+def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(one + other for one, other in zip_longest(left, right, fillvalue=0))
+
+
+@dataclass
+class RequestMetrics:
+    """Moments in the life of a request, in seconds of `time.monotonic()`; None = not reached."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first round."""
+        return self._since_arrival(self.first_scheduled_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return self._since_arrival(self.first_token_time)
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return self._since_arrival(self.finished_time)
+
+    def _since_arrival(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self.arrival_time
+
+
+@dataclass
+class CompletionOutput:
+    """One of a request's `n` samples, grown in place while it streams.
+
+    The `*_diff` properties are what is new since the last `start_next_diff`. `logprobs[i]` maps token ids to
+    their log-probabilities at generated position i, the chosen token among them; `prompt_logprobs[i]` does so
+    for prompt token i, and is None for the first, which nothing predicts. `stop_reason` is the stop string or
+    token id that ended the text, if one did.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    speculative_decoding: SpeculativeStats | None = None
+    _seen_text: int = field(default=0, repr=False, compare=False)
+    _seen_tokens: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def length(self) -> int:
+        """Number of generated tokens."""
+        return len(self.token_ids)
+
+    @property
+    def text_diff(self) -> str:
+        """Text since the last `start_next_diff`."""
+        return self.text[self._seen_text :]
+
+    @property
+    def token_ids_diff(self) -> list[int]:
+        """Token ids since the last `start_next_diff`."""
+        return self.token_ids[self._seen_tokens :]
+
+    @property
+    def logprobs_diff(self) -> list[dict[int, Logprob]]:
+        """Log-probabilities since the last `start_next_diff`."""
+        return self.logprobs[self._seen_tokens :]
+
+    def start_next_diff(self) -> None:
+        """Let the diffs begin behind what is here now."""
+        self._seen_text, self._seen_tokens = len(self.text), len(self.token_ids)
+
+
+@dataclass
+class RequestOutput:
+    """A request and its samples. `error` says why the request failed; then its samples end early."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = False
+    error: str | None = None
+    cached_tokens: int = 0
+
+    @property
+    def speculative_decoding(self) -> SpeculativeStats | None:
+        """The samples' speculation figures together; None when nothing was speculated."""
+        figures = [
+            each.speculative_decoding for each in self.outputs if each.speculative_decoding is not None
+        ]
+        return sum(figures, SpeculativeStats()) if figures else None

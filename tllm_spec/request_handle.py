@@ -1,0 +1,181 @@
+"""The future-like output of one request: waited for, awaited, iterated or aborted by whoever asked.
+
+The executor's thread only queues responses here; text is made in the reader's thread. It does not know how requests are
+made.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import cast
+
+from tllm_spec.executor.response import Response
+from tllm_spec.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.stop_strings import StreamedText
+from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A response and when it came."""
+
+    response: Response
+    time: float
+
+
+class RequestHandle(RequestOutput):
+    """A `RequestOutput` that is still growing.
+
+    `result()` and `await` give the finished output; iterating (`for`, `async for`) gives it whenever it grew; `abort()` ends the
+    request. Only one reader may use it.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        cancel: Callable[[], None],
+    ) -> None:
+        outputs = [CompletionOutput(index) for index in range(params.n)]
+        super().__init__(request_id, prompt, prompt_token_ids, outputs, RequestMetrics(monotonic()))
+        self._params = params
+        self._cancel = cancel
+        self._texts = [_text_of(params, tokenizer) for _ in range(params.n)]
+        self._arrived: deque[Arrival] = deque()
+        self._changed = threading.Condition()
+        self._wake: Callable[[], object] | None = None  # of the event loop that awaits
+
+    def receive(self, response: Response) -> None:
+        """From the executor's thread."""
+        with self._changed:
+            self._arrived.append(Arrival(response, monotonic()))
+            self._changed.notify()
+            if self._wake is not None:
+                self._wake()
+
+    def abort(self) -> None:
+        """Ends the request; what was generated so far stays. Harmless when it has finished."""
+        if not self.finished:
+            self._cancel()
+
+    def result(self, timeout: float | None = None) -> "RequestHandle":
+        """Waits for the end. Raises TimeoutError after `timeout` seconds."""
+        deadline = None if timeout is None else monotonic() + timeout
+        while not self.finished:
+            self._wait(None if deadline is None else deadline - monotonic())
+        return self
+
+    async def aresult(self) -> "RequestHandle":
+        """The same as `await`."""
+        while not self.finished:
+            await self._await_news()
+        return self
+
+    def __await__(self) -> Generator[None, None, "RequestHandle"]:
+        return self.aresult().__await__()
+
+    def __iter__(self) -> Iterator["RequestHandle"]:
+        return self
+
+    def __next__(self) -> "RequestHandle":
+        if self.finished:
+            raise StopIteration
+        self._start_next_diff()
+        self._wait(None)
+        return self
+
+    def __aiter__(self) -> "RequestHandle":
+        return self
+
+    async def __anext__(self) -> "RequestHandle":
+        if self.finished:
+            raise StopAsyncIteration
+        self._start_next_diff()
+        await self._await_news()
+        return self
+
+    def _wait(self, timeout: float | None) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._arrived, timeout):
+                raise TimeoutError(f"request {self.request_id} has not finished in time")
+        self._read()
+
+    async def _await_news(self) -> None:
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            if self._arrived:
+                event.set()
+            self._wake = partial(loop.call_soon_threadsafe, event.set)
+        try:
+            await event.wait()
+        finally:
+            self._wake = None
+        self._read()
+
+    def _start_next_diff(self) -> None:
+        for output in self.outputs:
+            output.start_next_diff()
+
+    def _read(self) -> None:
+        while self._arrived:
+            arrival = self._arrived.popleft()
+            self._apply(arrival.response, arrival.time)
+
+    def _apply(self, response: Response, time: float) -> None:
+        output = self.outputs[response.index]
+        metrics = self.metrics
+        if response.token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = time
+        metrics.first_scheduled_time = metrics.first_scheduled_time or response.first_scheduled_time
+        self.cached_tokens = max(self.cached_tokens, response.cached_tokens)
+        kept = self._kept_tokens(output, response)
+        output.token_ids += response.token_ids[:kept]
+        output.logprobs += response.logprobs[:kept]
+        if response.prompt_logprobs is not None:
+            output.prompt_logprobs = response.prompt_logprobs
+        text = self._texts[response.index]
+        if text is not None:
+            output.text += text.feed(response.token_ids[: max(kept, 0)])
+        if response.finish_reason is not None:
+            self._finish(output, response, text, time)
+
+    def _kept_tokens(self, output: CompletionOutput, response: Response) -> int:
+        """How many of the new tokens stay: stop words are not part of the output unless asked for."""
+        num_new = len(response.token_ids)
+        if response.stop_match is not None:
+            del output.token_ids[response.stop_match.num_tokens :]
+            del output.logprobs[response.stop_match.num_tokens :]
+            return max(0, response.stop_match.num_tokens - len(output.token_ids))
+        by_token = isinstance(response.stop_reason, int)
+        return num_new - 1 if by_token and not self._params.include_stop_str_in_output else num_new
+
+    def _finish(
+        self, output: CompletionOutput, response: Response, text: StreamedText | None, time: float
+    ) -> None:
+        if text is not None:
+            output.text += text.finish(response.stop_match.text if response.stop_match else None)
+        if output.logprobs:
+            chosen = zip(output.token_ids, output.logprobs, strict=True)
+            output.cumulative_logprob = sum(entry[token].logprob for token, entry in chosen)
+        output.finish_reason = cast(FinishReason, response.finish_reason)
+        output.stop_reason = response.stop_reason
+        output.speculative_decoding = response.speculative
+        self.error = self.error or response.error
+        if all(each.finish_reason is not None for each in self.outputs):
+            self.finished = True
+            self.metrics.finished_time = time
+
+
+def _text_of(params: SamplingParams, tokenizer: Tokenizer | None) -> StreamedText | None:
+    if tokenizer is None or not params.detokenize:
+        return None
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    return StreamedText(detokenizer, params.stop_strings)

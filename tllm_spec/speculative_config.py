@@ -1,0 +1,218 @@
+"""How drafts are made: one class for each decoding type, named as in TensorRT-LLM.
+
+These are plain settings. Which drafter, engines and managers a class stands for is not known here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Field, PositiveInt, field_validator, model_validator
+
+from tllm_spec.config_base import ConfigError, ConfigModel
+from tllm_spec.option_checks import NotServed
+
+PathText = Annotated[
+    str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
+]
+
+NO_TREE = "drafts are chains; a chain has max_draft_len tokens"
+NO_GATE = "speculation is not switched off by its acceptance yet; use max_concurrency or draft_len_schedule"
+NO_DRAFT_MODEL = "this decoding type has no draft model"
+NO_DRAFT_PROBABILITY = (
+    "these drafts have no probabilities to accept against; equality with the target's token decides"
+)
+
+
+class DecodingBaseConfig(ConfigModel):
+    """What every decoding type has.
+
+    `draft_len_schedule` maps batch sizes to draft lengths. It has one meaning here: the entry of the largest
+    key not above the batch size holds, and a batch smaller than every key uses `max_draft_len`. TensorRT-LLM
+    reads the same mapping in two ways; its other reading (each key is the *upper* end of a range, and 0 above
+    the largest key) is not available: for "4 drafts up to 8 requests, then none" write `{1: 4, 9: 0}`.
+    """
+
+    decoding_type: str
+    max_draft_len: PositiveInt
+    max_concurrency: PositiveInt | None = None
+    draft_len_schedule: dict[int, int] | None = None
+    use_rejection_sampling: bool = False
+    draft_sampling: Literal["coupled", "greedy"] = "coupled"
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        "max_total_draft_tokens": NotServed((None,), NO_TREE),
+        "acceptance_rate_threshold": NotServed((None,), NO_GATE),
+        "acceptance_rate_window_size": NotServed((None, 0), NO_GATE),
+        "acceptance_length_threshold": NotServed((None,), NO_GATE),
+        "acceptance_window": NotServed((None, 0), NO_GATE),
+        "adaptive": NotServed((None,), "adaptive draft lengths are not served yet; use draft_len_schedule"),
+        "allow_advanced_sampling": NotServed((True, False), "every sampling option works with speculation"),
+        "enable_penalty": NotServed((True, False), "penalties always work with speculation"),
+        "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
+    }
+
+    @field_validator("draft_len_schedule")
+    @classmethod
+    def _sort_schedule(cls, schedule: dict[int, int] | None) -> dict[int, int] | None:
+        if schedule is None:
+            return None
+        if not schedule:
+            raise ValueError("it has no entry; null means no schedule")
+        if min(schedule) < 1 or min(schedule.values()) < 0:
+            raise ValueError("batch sizes start at 1 and draft lengths at 0")
+        return dict(sorted(schedule.items()))
+
+    @model_validator(mode="after")
+    def _check_together(self) -> DecodingBaseConfig:
+        schedule = self.draft_len_schedule
+        if schedule and self.max_concurrency:
+            raise ValueError(
+                f"max_concurrency = {self.max_concurrency} and draft_len_schedule = {schedule} are exclusive;"
+                f" {{1: {self.max_draft_len}, {self.max_concurrency + 1}: 0}} says the first as a schedule"
+            )
+        if schedule and max(schedule.values()) > self.max_draft_len:
+            raise ValueError(f"draft_len_schedule = {schedule} exceeds max_draft_len = {self.max_draft_len}")
+        if self.use_rejection_sampling and self.draft_sampling == "greedy":
+            raise ValueError(
+                "draft_sampling = 'greedy' contradicts use_rejection_sampling = True, which draws its drafts "
+                "from the draft model's distribution; leave one of them out"
+            )
+        return self
+
+    def draft_len_for(self, batch_size: int) -> int:
+        """The draft length of a round with `batch_size` generating requests; 0 = plain decoding."""
+        if self.max_concurrency is not None and batch_size > self.max_concurrency:
+            return 0
+        if self.draft_len_schedule is None:
+            return self.max_draft_len
+        sizes = [size for size in self.draft_len_schedule if size <= batch_size]
+        return self.draft_len_schedule[sizes[-1]] if sizes else self.max_draft_len
+
+
+HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
+    **DecodingBaseConfig.not_served,
+    "speculative_model": NotServed((None,), NO_DRAFT_MODEL),
+    "speculative_model_dir": NotServed((None,), NO_DRAFT_MODEL),
+    "load_format": NotServed((None,), NO_DRAFT_MODEL),
+    "use_rejection_sampling": NotServed((False,), NO_DRAFT_PROBABILITY),
+    "draft_sampling": NotServed(("coupled",), NO_DRAFT_PROBABILITY),
+}
+
+
+class NGramDecodingConfig(DecodingBaseConfig):
+    """Drafts looked up in the tokens seen so far (prompt lookup).
+
+    `is_public_pool` is False here and True in TensorRT-LLM: a public pool proposes one user's text to
+    another, who can tell from timing and statistics that it was there. Set it where users may know that.
+    `max_pool_entries` bounds the pool, which TensorRT-LLM lets grow for ever; the oldest entries go first.
+    """
+
+    decoding_type: Literal["NGram"] = "NGram"
+    max_matching_ngram_size: PositiveInt = 2
+    is_keep_all: bool = True
+    is_use_oldest: bool = True
+    is_public_pool: bool = False
+    max_pool_entries: PositiveInt = 1_000_000
+
+    not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
+
+
+class DraftTargetDecodingConfig(DecodingBaseConfig):
+    """Drafts from a smaller model with the target's tokenizer, in its own engine (the two-model path).
+
+    At temperature > 0 `draft_sampling` says how a draft is drawn: `coupled`, with the same noise as the
+    target's own token at that position, or `greedy`, the draft model's best token. `use_rejection_sampling`
+    replaces the comparison of tokens by the classical rule: accept with probability min(1, p/q), else draw
+    from (p - q)+.
+    """
+
+    decoding_type: Literal["Draft_Target"] = "Draft_Target"
+    speculative_model: PathText = Field(
+        validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
+    )
+    load_format: Literal["auto", "dummy"] = "auto"
+
+    @field_validator("load_format", mode="before")
+    @classmethod
+    def _null_means_auto(cls, load_format: object) -> object:
+        return "auto" if load_format is None else load_format
+
+
+class UserProvidedDecodingConfig(DecodingBaseConfig):
+    """Drafts from the user's own object, or from a class that is named by its import path (for YAML).
+
+    `drafter` and `resource_manager` are objects, or "package.module:ClassName"; a named class is called with
+    `drafter_args` / `resource_manager_args`.
+    """
+
+    decoding_type: Literal["User_Provided"] = "User_Provided"
+    drafter: Any
+    drafter_args: dict[str, Any] | None = None
+    resource_manager: Any = None
+    resource_manager_args: dict[str, Any] | None = None
+
+    not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
+
+    @model_validator(mode="after")
+    def _check_objects(self) -> UserProvidedDecodingConfig:
+        if self.drafter is None:
+            raise ValueError('drafter = None: an object or "package.module:ClassName" is needed')
+        for name in ("drafter", "resource_manager"):
+            given, arguments = getattr(self, name), getattr(self, f"{name}_args")
+            if isinstance(given, str) and not all(given.partition(":")):
+                raise ValueError(f'{name} = {given!r} is no import path; write "package.module:ClassName"')
+            if arguments and not isinstance(given, str):
+                raise ValueError(f"{name}_args = {arguments} needs {name} to be an import path")
+        return self
+
+    def make_drafter(self) -> Any:
+        """The drafter object. Raises ValueError when its import path leads nowhere."""
+        return _make("drafter", self.drafter, self.drafter_args)
+
+    def make_resource_manager(self) -> Any:
+        """The resource manager object or None. Raises ValueError when its import path leads nowhere."""
+        return _make("resource_manager", self.resource_manager, self.resource_manager_args)
+
+
+def _make(name: str, given: object, arguments: dict[str, Any] | None) -> Any:
+    """`given` itself, or what the class at the import path `given` makes of `arguments`."""
+    if not isinstance(given, str):
+        return given
+    module_name, _, class_name = given.partition(":")
+    try:
+        made_by = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} = {given!r} cannot be imported: {error}") from error
+    return made_by(**(arguments or {}))
+
+
+CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
+    "NGram": NGramDecodingConfig,
+    "Draft_Target": DraftTargetDecodingConfig,
+    "DraftTarget": DraftTargetDecodingConfig,
+    "User_Provided": UserProvidedDecodingConfig,
+    "UserProvided": UserProvidedDecodingConfig,
+}
+TYPES_NOT_SERVED = frozenset(
+    ["Eagle", "Eagle3", "MTP", "Medusa", "Lookahead", "SA", "PARD", "DFlash", "DSpark", "SaveState", "AUTO"]
+)
+
+
+def speculative_config_from(value: object) -> object:
+    """A mapping becomes the class that its `decoding_type` names; the field itself checks everything else."""
+    if not isinstance(value, Mapping):
+        return value
+    options = dict(value)
+    decoding_type = options.pop("decoding_type", None)
+    if decoding_type in CONFIG_OF_TYPE:
+        return CONFIG_OF_TYPE[decoding_type](**options)
+    problem = "is not served yet" if decoding_type in TYPES_NOT_SERVED else "is not a known type"
+    served = "accepted: NGram, Draft_Target, User_Provided"
+    raise ConfigError([f"decoding_type = {decoding_type!r} {problem}; {served}"])
+
+
+SpeculativeConfig = Annotated[DecodingBaseConfig, BeforeValidator(speculative_config_from)]

@@ -1,0 +1,107 @@
+"""Stop strings in a growing text: found across token borders, and never shown to a reader by halves.
+
+`StopStringChecker` works in the executor, token by token; `StreamedText` serves whoever reads the output.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tllm_spec.executor.request import StopMatch
+from tllm_spec.tokenizer import IncrementalDetokenizer
+
+
+class FoundStop(NamedTuple):
+    """A stop string and where it lies in the text; the first one to end comes first."""
+
+    end: int
+    begin: int
+    stop: str
+
+
+class StopStringMatcher:
+    """Looks for stop strings in a text that arrives in pieces; it remembers less than one stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._max_tail = max(map(len, stops), default=1) - 1
+        self._tail = ""  # the end of the text so far, in which a stop string may have begun
+        self._num_chars = 0
+
+    def feed(self, piece: str) -> FoundStop | None:
+        """The first stop string to end within `piece`; of several that end together, the longest."""
+        before, window = len(self._tail), self._tail + piece
+        offset = self._num_chars - before
+        self._num_chars += len(piece)
+        self._tail = window[max(0, len(window) - self._max_tail) :]
+        found = []
+        for stop in self._stops:
+            begin = window.find(stop, max(0, before - len(stop) + 1))
+            if begin >= 0:
+                found.append(FoundStop(offset + begin + len(stop), offset + begin, stop))
+        return min(found, default=None)
+
+    def num_held(self) -> int:
+        """Length of the longest end of the text with which a stop string could begin."""
+        for length in range(len(self._tail), 0, -1):
+            end = self._tail[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class StopStringChecker:
+    """Checks one request's output for its stop strings after each token (the executor's `StopChecker`).
+
+    `include_stop` keeps the stop string itself in the text and its tokens in the output.
+    """
+
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer, stops: Sequence[str], *, include_stop: bool
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopStringMatcher(stops)
+        self._include_stop = include_stop
+        self._pieces: list[str] = []
+        self._num_chars = 0
+        self._token_begins: list[int] = []  # where in the text each token begins
+
+    def feed(self, token: int) -> StopMatch | None:
+        """What the request's output becomes when `token` completes a stop string, else None."""
+        self._token_begins.append(self._num_chars)
+        piece = self._detokenizer.feed([token])
+        self._pieces.append(piece)
+        self._num_chars += len(piece)
+        found = self._matcher.feed(piece)
+        if found is None:
+            return None
+        end = found.end if self._include_stop else found.begin
+        return StopMatch(found.stop, "".join(self._pieces)[:end], bisect_left(self._token_begins, end))
+
+
+class StreamedText:
+    """What a reader of a growing output may see: no half characters, and no half stop strings."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopStringMatcher(stops)
+        self._held = ""
+        self._num_released = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that may be shown after `token_ids`, without what has been shown."""
+        piece = self._detokenizer.feed(token_ids)
+        self._matcher.feed(piece)
+        ready = self._held + piece
+        split = len(ready) - self._matcher.num_held()
+        self._held = ready[split:]
+        self._num_released += split
+        return ready[:split]
+
+    def finish(self, final_text: str | None = None) -> str:
+        """The rest: up to the end of `final_text` where a stop string has cut the text, else all of it."""
+        if final_text is not None:
+            return final_text[self._num_released :]
+        return self._held + self._detokenizer.flush()

@@ -1,0 +1,110 @@
+"""Tokens and text: loading a tokenizer, comparing two vocabularies, text of a growing list of tokens.
+
+It knows nothing of requests; stop strings are in `tllm_spec.stop_strings`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from tllm_spec.zoo.registry import resolve_model
+
+# A character spans at most four tokens; a longer wait is for invalid bytes or special tokens, without an end.
+MAX_PENDING_TOKENS = 32
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no (complete) character
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    eos_token_id: int | None
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = ...,
+        clean_up_tokenization_spaces: bool = ...,
+    ) -> str: ...
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
+
+
+def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a local folder or of a zoo model. Raises ValueError when there is none."""
+    from transformers import AutoTokenizer  # heavy: imported only where a tokenizer is really wanted
+
+    folder = resolve_model(os.fspath(model))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer can be loaded from {folder}: {error}") from error
+    return cast(Tokenizer, tokenizer)
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raises ValueError with the first differences when an id does not stand for the same token in both.
+
+    Ids beyond the shorter vocabulary are not compared: either side may have more (added or padding) tokens.
+    """
+    target_tokens = {token_id: token for token, token_id in target.get_vocab().items()}
+    draft_tokens = {token_id: token for token, token_id in draft.get_vocab().items()}
+    shared = range(min(max(target_tokens), max(draft_tokens)) + 1)
+    different = [i for i in shared if target_tokens.get(i) != draft_tokens.get(i)]
+    if different:
+        examples = "; ".join(
+            f"id {i} is {target_tokens.get(i)!r} in the target and {draft_tokens.get(i)!r} in the draft"
+            for i in different[:3]
+        )
+        raise ValueError(
+            f"the draft model's tokenizer is not the target's: {len(different)} of {len(shared)} ids differ "
+            f"({examples}); use a draft model that was trained with the target's tokenizer"
+        )
+
+
+class IncrementalDetokenizer:
+    """Text of a token list that grows, in pieces that never change later; each step costs O(new tokens).
+
+    Decoders are not additive (a character may span tokens, a leading space may be dropped), so a piece is
+    what new tokens add to the text of the tokens before them. An unfinished character waits for its rest.
+    All pieces and the last `flush` together are the tokenizer's own text of all tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []  # tokens that go before the new ones, then those with unfinished text
+        self._num_before = 0  # how many of them go before
+        self._num_returned = 0  # characters of the window's text that have been returned
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that is complete after `token_ids`, without what earlier calls have returned."""
+        self._window += token_ids
+        text = self._decode()
+        waited_enough = len(self._window) - self._num_before > MAX_PENDING_TOKENS
+        num_complete = len(text) if waited_enough else len(text.rstrip(REPLACEMENT))
+        piece = text[self._num_returned : num_complete]
+        self._num_returned = max(self._num_returned, num_complete)
+        if waited_enough or (piece and num_complete == len(text)):
+            self._window = self._window[self._num_before :]
+            self._num_before = len(self._window)
+            self._num_returned = len(self._decode())
+        return piece
+
+    def flush(self) -> str:
+        """The text that still waits: an unfinished character, as U+FFFD."""
+        piece = self._decode()[self._num_returned :]
+        self._num_returned += len(piece)
+        return piece
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(
+            self._window, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
