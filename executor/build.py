@@ -101,8 +101,10 @@ class _Builder:
             mapping=self.mapping,
         )
 
-    def engine(self, model: CausalLM, num_pages: int, max_seq_len: int) -> tuple[ModelEngine, KVCacheManager]:
-        """A model with a cache of `num_pages` pages."""
+    def engine(
+        self, model: CausalLM, num_pages: int, max_seq_len: int, vocab_size: int
+    ) -> tuple[ModelEngine, KVCacheManager]:
+        """A model with a cache of `num_pages` pages; `vocab_size` is the target's."""
         geometry = model.config.attention_geometry(self.mapping)
         dtype = model.dtype
         pool = KVPool(geometry, num_pages=num_pages, page_size=self.page_size, dtype=dtype, device=self.device)
@@ -116,7 +118,7 @@ class _Builder:
         )
         max_pages = -(-(max_seq_len + self.max_draft_len + 1) // self.page_size)
         table = BlockTable(self.slots, max_pages, self.device)
-        engine = ModelEngine(model, VanillaAttention(geometry, pool), table, self.device)
+        engine = ModelEngine(model, VanillaAttention(geometry, pool), table, self.device, vocab_size)
         return engine, KVCacheManager(cache, pool, table)
 
 
@@ -135,12 +137,14 @@ def build_executor(
     draft = builder.load(draft_path, draft_format, max_seq_len) if draft_path is not None else None
     num_pages = plan_num_pages(args, [m for m in (target, draft) if m], max_seq_len + builder.max_draft_len)
 
-    engine, kv = builder.engine(target, num_pages, max_seq_len)
+    engine, kv = builder.engine(target, num_pages, max_seq_len, config.vocab_size)
     slots = SlotState(builder.slots, builder.max_draft_len, builder.device)
     state = SamplingState(builder.slots, config.vocab_size, builder.device)
     rejection = builder.spec is not None and builder.spec.use_rejection_sampling
     sampler = Sampler(slots, state, RowGroups(state), rejection=rejection)
-    draft_engine = DraftEngine(*builder.engine(draft, num_pages, max_seq_len)) if draft else None
+    draft_engine = None
+    if draft is not None:
+        draft_engine = DraftEngine(*builder.engine(draft, num_pages, max_seq_len, config.vocab_size))
     around = Surroundings(slots, sampler, args.max_num_tokens, draft_engine)
     speculation = builder.mode.build(builder.spec, around) if builder.spec else Speculation(NoDrafter())
     logger.info("rounds do not overlap: %s", args.why_no_overlap)

@@ -217,6 +217,7 @@ class PyExecutor:
         self.parts.sampler.groups.forget()
         for request in batch.requests():
             request.context_chunk = 0
+            request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
             self.parts.kv.rewind(request, request.kv_len)
         for request in culprits:
             request.finish("error", error=f"{type(error).__name__}: {error}")

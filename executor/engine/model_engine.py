@@ -38,10 +38,22 @@ class Windows:
 
 
 class ModelEngine:
-    """A model, its attention backend and its block table."""
+    """A model, its attention backend and its block table.
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend, table: BlockTable, device: torch.device) -> None:
+    `input_vocab_size` is that of the target: a draft model with fewer (padding) rows reads ids beyond its own as its last.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        table: BlockTable,
+        device: torch.device,
+        input_vocab_size: int,
+    ) -> None:
         self.model = model
+        self._last_token_id = model.config.vocab_size - 1
+        self._clamps = input_vocab_size > model.config.vocab_size
         self.backend = backend
         self.table = table
         self.device = device
@@ -54,6 +66,8 @@ class ModelEngine:
             metadata, token_ids = self._window_metadata(windows)
         else:
             metadata, token_ids = self._mixed_metadata(contexts, windows)
+        if self._clamps:
+            token_ids = token_ids.clamp_max(self._last_token_id)
         context = ForwardContext(self.backend, self.backend.plan(metadata))
         return self.model.forward(token_ids, metadata.positions, context)
 

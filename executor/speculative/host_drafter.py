@@ -39,9 +39,11 @@ class HostDrafter(Drafter):
             self._check(request, limit, untouched)
         self._pad(batch)
 
-    def blame(self) -> list[LlmRequest]:
-        """After an exception: who caused it, as far as is known. An empty answer means that the next round will tell."""
+    def blame(self) -> list[LlmRequest] | None:
+        """After an exception: who caused it; None if it was not raised here. Empty: the next round will tell."""
         culprits, self.culprits = self.culprits, []
+        if not culprits:
+            return None
         if len(culprits) > 1:
             self._one_at_a_time = True
             return []
