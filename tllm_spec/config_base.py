@@ -6,15 +6,11 @@ It does not know any option; see `tllm_spec.config` and `tllm_spec.speculative_c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tllm_spec.option_checks import NotServed, refuse_not_served, unknown_option
-
-# No options are listed by default.
-NOTHING: Mapping[str, NotServed] = MappingProxyType({})
+from tllm_spec.option_checks import NotServed, refuse_not_served, shown, unknown_option
 
 
 class ConfigError(ValueError):
@@ -28,9 +24,9 @@ class ConfigError(ValueError):
 class ConfigModel(BaseModel):
     """A configuration object; every mistake in its arguments is a ValueError that names key and value."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    not_served: ClassVar[Mapping[str, NotServed]] = NOTHING
+    not_served: ClassVar[Mapping[str, NotServed]] = {}
 
     def __init__(self, **options: Any) -> None:
         try:
@@ -49,17 +45,17 @@ def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
     lines: list[str] = []
     for detail in error.errors(include_url=False):
         path = ".".join(str(part) for part in detail["loc"])
-        cause = detail.get("ctx", {}).get("error")
+        given, cause = shown(detail["input"]), detail.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):  # a nested configuration has named its own keys
             lines += [f"{path}.{line}" if path else line for line in cause.lines]
         elif isinstance(
             cause, ValueError
-        ):  # a validator of ours; one of the whole model names its keys itself
-            lines.append(f"{path} = {detail['input']!r}: {cause}" if path else str(cause))
+        ):  # from a validator of ours; without a path it names its keys itself
+            lines.append(f"{path} = {given}: {cause}" if path else str(cause))
         elif detail["type"] == "extra_forbidden":
             lines.append(unknown_option(path, detail["input"], model.model_fields))
         elif detail["type"] == "missing":
             lines.append(f"{path} is required by {model.__name__}")
         else:
-            lines.append(f"{path} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
+            lines.append(f"{path} = {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
     return lines

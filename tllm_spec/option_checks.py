@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+MAX_SHOWN = 200  # characters of a value in an error message
+
 
 class NotServed(NamedTuple):
     """An option of which only some values are served; without a field of its name it has no effect at all."""
@@ -19,11 +21,13 @@ class NotServed(NamedTuple):
 
 def refuse_not_served(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> None:
     """Raises ValueError when one of `options` asks for what `table` says is not served."""
-    for name in options.keys() & table.keys():
-        value, (accepted, reason) = options[name], table[name]
+    for name, value in options.items():
+        if name not in table:
+            continue
+        accepted, reason = table[name]
         if not any(type(value) is type(off) and value == off for off in accepted):
             only = " or ".join(repr(off) for off in accepted)
-            raise ValueError(f"{name} = {value!r} is refused: {reason}; accepted: {only}")
+            raise ValueError(f"{name} = {shown(value)} is refused: {reason}; accepted: {only}")
 
 
 def unknown_option(path: str, value: object, known: Iterable[str]) -> str:
@@ -31,4 +35,10 @@ def unknown_option(path: str, value: object, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(path.rpartition(".")[2], known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-    return f"{path} = {value!r} is not a known option; {hint}"
+    return f"{path} = {shown(value)} is not a known option; {hint}"
+
+
+def shown(value: object) -> str:
+    """A value as error messages show it: a long one by its beginning only."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -200,8 +200,9 @@ class SamplingParams:
         """Parameters from YAML or HTTP. Raises ValueError for options that are unknown or not served."""
         refuse_not_served(options, NOT_SERVED)
         known = {each.name for each in fields(cls)}
-        for name in options.keys() - known - NOT_SERVED.keys():
-            raise ValueError(unknown_option(name, options[name], known))
+        for name in options:
+            if name not in known and name not in NOT_SERVED:
+                raise ValueError(unknown_option(name, options[name], known))
         return cls(**{name: value for name, value in options.items() if name in known})
 
     @cached_property

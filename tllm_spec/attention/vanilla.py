@@ -40,8 +40,10 @@ class GenerationPlan:
     """[2 * B * L] rows of the flat layer: all keys, then all values."""
     mask: torch.Tensor
     """[B, 1, W * G, L] added to the scores."""
-    shape: tuple[int, int, int]
-    """B, W, L."""
+    q_shape: tuple[int, int, int, int, int]
+    gathered: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,10 @@ class VanillaAttention(AttentionBackend):
         mask = self._additive(keys >= visible[:, :, None])
         mask = mask[:, None, :, None].expand(batch, 1, window, self._group, length)
         mask = mask.reshape(batch, 1, window * self._group, length)
-        return GenerationPlan(row, self._kv_rows(slots.view(-1)), mask, (batch, window, length))
+        g = self.geometry
+        gathered = torch.empty(2 * batch * length, g.num_kv_heads * g.head_dim, dtype=self.pool.data.dtype)
+        keys_, values_ = gathered.view(2, batch, length, g.num_kv_heads, g.head_dim).transpose(2, 3).unbind(0)
+        return GenerationPlan(row, self._kv_rows(slots.view(-1)), mask, (batch, window, g.num_kv_heads, self._group, g.head_dim), gathered, keys_, values_)
 
     def _kv_rows(self, slots: torch.Tensor) -> torch.Tensor:
         return torch.cat((slots, slots + self._num_slots))
@@ -135,17 +140,17 @@ class VanillaAttention(AttentionBackend):
         return output[0].transpose(0, 1).reshape(q.shape[0], -1)
 
     def _run_generation(self, layer: int, q: torch.Tensor, plan: GenerationPlan) -> torch.Tensor:
-        batch, window, length = plan.shape
-        heads, head_dim, group = self.geometry.num_kv_heads, self.geometry.head_dim, self._group
-        kv = self._rows[layer].index_select(0, plan.kv_rows).view(2, batch, length, heads, head_dim)
-        keys, values = kv.transpose(2, 3).unbind(0)
-        q = q[plan.first :].view(batch, window, heads, group, head_dim).transpose(1, 2)
+        batch, window, heads, group, head_dim = plan.q_shape
+        torch.index_select(self._rows[layer], 0, plan.kv_rows, out=plan.gathered)
+        if plan.first:
+            q = q[plan.first :]
+        if window == 1:
+            q = q.view(batch, heads, group, head_dim)
+        else:
+            q = q.view(plan.q_shape).transpose(1, 2).reshape(batch, heads, window * group, head_dim)
         output = F.scaled_dot_product_attention(
-            q.reshape(batch, heads, window * group, head_dim),
-            keys,
-            values,
-            plan.mask,
-            scale=self.geometry.scale,
+            q, plan.keys, plan.values, plan.mask, scale=self.geometry.scale
         )
-        output = output.view(batch, heads, window, group, head_dim).transpose(1, 2)
+        if window > 1:
+            output = output.view(batch, heads, window, group, head_dim).transpose(1, 2)
         return output.reshape(batch * window, -1)

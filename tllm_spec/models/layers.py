@@ -34,7 +34,7 @@ class RMSNorm(Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
-        return torch.mul(x, self.weight).mul_(inverse_rms(x, self.eps_tensor))
+        return torch.mul(x, self.weight).div_(torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.eps_tensor))
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place, then normalise the sum."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
@@ -17,10 +18,24 @@ class Linear(Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         super().__init__()
         self.mapping = placement.mapping
-        self.weight = placement.parameter(out_features, in_features)
+        if placement.device.type == "cpu" and out_features >= in_features:
+            weight = nn.Parameter(placement.parameter(in_features, out_features).t(), requires_grad=False)
+        else:
+            weight = placement.parameter(out_features, in_features)
+        self.weight = weight
         self.bias = placement.parameter(out_features) if bias else None
+        self.packed: torch.Tensor | None = None
+        self.plain_rows = 1
+
+    def pack(self) -> None:
+        if self.weight.device.type=="cpu":
+            w = self.weight.detach().contiguous()
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(w, 8)
+            #if w is self.weight: self.plain_rows = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and x.shape[0] > self.plain_rows:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
 
@@ -48,10 +63,6 @@ class RowLinear(Linear):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         local = placement.mapping.shard(in_features, "the input of a row-parallel layer")
         super().__init__(local, out_features, bias=bias, placement=placement)
-        self.added_bias = self.bias if placement.mapping.tp_rank == 0 else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.added_bias)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         out_features, local = self.weight.shape

@@ -9,6 +9,7 @@ from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.linear import Linear
 from tllm_spec.models.module import Placement
 from tllm_spec.models.weights import fill_random, load_weights
 
@@ -59,4 +60,7 @@ def load_model(
         fill_random(model)
     else:
         load_weights(model, path)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()
     return model

@@ -1,0 +1,46 @@
+# Every target runs in .venv, which is made on first use and again when setup.py changes.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+CHECKED := setup.py tllm_spec executor kernels tests benchmarks
+DEMO_CONFIGS := yaml_examples/plain.yaml yaml_examples/ngram.yaml yaml_examples/draft_target.yaml
+
+.PHONY: install fmt lint type test test-gpu bench demo examples
+
+install: $(STAMP)
+
+$(STAMP): setup.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -e '.[dev]'
+	@touch $@
+
+fmt: $(STAMP)
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+
+type: $(STAMP)
+	$(BIN)/mypy
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+examples: $(STAMP)
+	$(BIN)/python -m pytest tests/test_examples.py
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/cpu_vs_transformers.py
+
+demo: build/heldout.jsonl
+	$(BIN)/tllm-bench --model zoo:llama compare $(DEMO_CONFIGS) --dataset $< --show_text 2
+
+build/heldout.jsonl: $(STAMP)
+	@mkdir -p build
+	$(BIN)/tllm-bench --model zoo:llama prepare-dataset --output $@ \
+		text --heldout --num_requests 8 --input_len 256 --output_len 128

@@ -1,0 +1,197 @@
+"""tllm-bench from its command line, with an engine whose tokens and times are known."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.cli.fake_llm import FAILING_TOKEN, WRONG_DRAFT_LEN, FakeLLM
+from tllm_spec.cli.bench import main
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("tllm_spec.llm")
+    module.LLM = FakeLLM
+    monkeypatch.setitem(sys.modules, "tllm_spec.llm", module)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    monkeypatch.setattr(FakeLLM, "calls", [])
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    lines = [{"task_id": task, "input_ids": [1, 2, 3], "output_tokens": 6} for task in range(4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def write_yaml(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def ngram(folder: Path, name: str = "ngram", draft_len: int = 3) -> str:
+    text = f"speculative_config: {{decoding_type: NGram, max_draft_len: {draft_len}}}"
+    return write_yaml(folder, name, text)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["--model", "zoo:llama", *map(str, arguments)])
+
+
+def test_throughput_runs_the_warm_up_and_every_request_greedily_without_eos(dataset: Path) -> None:
+    result = run("throughput", "--dataset", dataset)
+    assert result.exit_code == 0, result.output
+    (llm,) = FakeLLM.made
+    assert len(llm.sampling) == 2 + 4 and llm.is_shut_down and not llm.num_streamed
+    assert all(params.is_greedy and params.ignore_eos and params.max_tokens == 6 for params in llm.sampling)
+    assert "== PERFORMANCE ==" in result.output and "STREAMING" not in result.output
+
+
+def test_latency_streams_one_request_at_a_time_in_a_batch_of_one(dataset: Path) -> None:
+    result = run("latency", "--dataset", dataset, "--warmup", 0)
+    assert result.exit_code == 0, result.output
+    (llm,) = FakeLLM.made
+    assert llm.num_streamed == 4 and llm.args.max_batch_size == llm.max_under_way == 1
+    assert "== STREAMING ==" in result.output
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(-1, 4), (0, 4), (2, 2), (1, 1)])
+def test_no_more_requests_are_under_way_than_asked_for(dataset: Path, concurrency: int, most: int) -> None:
+    result = run("throughput", "--dataset", dataset, "--concurrency", concurrency)
+    assert result.exit_code == 0, result.output
+    assert FakeLLM.made[0].max_under_way == most
+
+
+def test_options_reach_the_engine_and_the_yaml_file_wins(dataset: Path, tmp_path: Path) -> None:
+    text = "max_num_tokens: 512\nkv_cache_config: {enable_block_reuse: false}"
+    flags = "--max_num_tokens 256 --max_batch_size 4 --max_seq_len 100 --kv_cache_free_gpu_mem_fraction 0.5"
+    more = "--enable_chunked_context --scheduler_policy max_utilization --max_input_len 50"
+    yaml = write_yaml(tmp_path, "x", text)
+    result = run("throughput", "--dataset", dataset, "--config", yaml, *flags.split(), *more.split())
+    assert result.exit_code == 0, result.output
+    args = FakeLLM.made[0].args
+    assert (args.max_num_tokens, args.max_batch_size, args.max_seq_len, args.max_input_len) == (
+        512,
+        4,
+        100,
+        50,
+    )
+    assert (
+        args.kv_cache_config.free_gpu_memory_fraction == 0.5 and not args.kv_cache_config.enable_block_reuse
+    )
+    assert args.enable_chunked_prefill
+    assert args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION"
+
+
+def test_sampler_options_replace_greedy_and_bring_eos_back(dataset: Path, tmp_path: Path) -> None:
+    sampler = write_yaml(tmp_path, "sampler", "{temperature: 0.8, top_p: 0.9}")
+    result = run("throughput", "--dataset", dataset, "--sampler_options", sampler, "--target_output_len", 3)
+    assert result.exit_code == 0, result.output
+    params = FakeLLM.made[0].sampling[-1]
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.8, 0.9, 3)
+    assert not params.ignore_eos and params.seed == 3, "the seed of a request is its task_id"
+
+
+def test_an_eos_id_ends_texts(dataset: Path) -> None:
+    assert run("throughput", "--dataset", dataset, "--eos_id", 7).exit_code == 0
+    params = FakeLLM.made[0].sampling[0]
+    assert params.end_id == 7 and not params.ignore_eos
+
+
+def test_the_json_files_hold_report_texts_and_requests(dataset: Path, tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"{name}.json" for name in ("report", "output", "request")}
+    files = [str(part) for name, path in paths.items() for part in (f"--{name}_json", path)]
+    result = run("latency", "--dataset", dataset, "--config", ngram(tmp_path), "--num_requests", 3, *files)
+    assert result.exit_code == 0, result.output
+    report, outputs, requests = (json.loads(path.read_text()) for path in paths.values())
+    stats = report["decoding_stats"]
+    assert (stats["mode"], stats["acceptance_length"], stats["draft_acceptance_rate"]) == ("NGram", 2.5, 0.5)
+    assert stats["per_position_acceptance"] == [1, 0.5, 0]
+    assert report["request_info"]["num_requests"] == len(outputs) == len(requests) == 3
+    assert outputs[0]["outputs"][0]["token_ids"] == list(range(6))
+    assert requests[0]["decoding_stats"]["num_drafted_tokens"] == 6 and requests[0]["ttft_ms"] == 500
+
+
+def test_a_failed_request_ends_the_benchmark_with_its_message(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"task_id": 9, "input_ids": [{FAILING_TOKEN}], "output_tokens": 6}}\n')
+    result = run("throughput", "--dataset", path, "--warmup", 0)
+    assert result.exit_code == 1
+    assert "1 of 1 requests failed; the first, task_id 9: the prompt is too long" in result.output
+
+
+def test_a_mistake_in_the_yaml_is_one_sentence(dataset: Path, tmp_path: Path) -> None:
+    result = run(
+        "throughput", "--dataset", dataset, "--config", write_yaml(tmp_path, "x", "max_bach_size: 3")
+    )
+    assert result.exit_code == 1 and "did you mean max_batch_size" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_compare_visits_the_engines_in_turn_and_every_second_round_backwards(
+    dataset: Path, tmp_path: Path
+) -> None:
+    configs = [write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path)]
+    result = run("compare", *configs, "--dataset", dataset, "--num_requests", 1, "--repeat", 2, "--warmup", 1)
+    assert result.exit_code == 0, result.output
+    plain, drafted = FakeLLM.made
+    assert FakeLLM.calls == [plain, drafted, drafted, plain, plain, drafted]
+    assert plain.args.kv_cache_config.free_gpu_memory_fraction == 0.45, "the two share the memory"
+    rows = [line.split() for line in result.output.splitlines() if line.startswith(("plain", "ngram"))]
+    assert [row[0] for row in rows] == ["plain", "ngram"]
+    assert rows[0][3:6] == ["1.00x", "-", "-"] and rows[1][4:] == ["2.50", "0.50", "1.00", "0.50", "0.00"]
+    assert "the same 1 texts" in result.output
+
+
+def test_compare_reports_each_difference_with_its_place_and_fails(dataset: Path, tmp_path: Path) -> None:
+    configs = [write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path, "wrong", WRONG_DRAFT_LEN)]
+    report = tmp_path / "report.json"
+    result = run("compare", *configs, "--dataset", dataset, "--num_requests", 2, "--report_json", report)
+    assert result.exit_code == 1
+    sentence = "output token 2 is -1, the first configuration has 2"
+    assert (
+        f"wrong, task_id 0: {sentence}" in result.output and f"wrong, task_id 1: {sentence}" in result.output
+    )
+    assert len(json.loads(report.read_text())["differences"]) == 2
+    assert run("compare", *configs, "--dataset", dataset, "--allow_differences").exit_code == 0
+
+
+def test_compare_shows_as_many_texts_as_asked_for(dataset: Path, tmp_path: Path) -> None:
+    result = run("compare", write_yaml(tmp_path, "plain", "{}"), "--dataset", dataset, "--show_text", 2)
+    assert result.output.count("prompt of 3 tokens") == 2 and result.output.count("generated") == 2
+
+
+def test_prepare_dataset_writes_what_the_other_commands_read(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "code.py").write_text("def add(left, right):\n    return left + right\n" * 20)
+    (folder / "notes.md").write_text("words " * 200)
+    path = tmp_path / "made.jsonl"
+    lengths = ["--num_requests", "3", "--input_len", "16", "--output_len", "5"]
+    made = run("prepare-dataset", "--output", path, "text", "--folder", folder, "--glob", "*.py", *lengths)
+    assert made.exit_code == 0, made.output
+    assert run("throughput", "--dataset", path).exit_code == 0
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [len(entry["input_ids"]) for entry in entries] == [16] * 3
+
+
+def test_random_token_ids_stay_within_the_vocabulary() -> None:
+    lengths = ["--num-requests", "4", "--input-mean", "500", "--output-mean", "8", "--output-stdev", "2"]
+    result = run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths)
+    assert result.exit_code == 0, result.output
+    tokens = [token for line in result.output.splitlines() for token in json.loads(line)["input_ids"]]
+    assert len(tokens) == 2000 and 0 <= min(tokens) < 20 and 2000 < max(tokens) < 2048
+    assert run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths).output == result.output
+
+
+def test_text_prompts_need_exactly_one_source() -> None:
+    lengths = ["--num_requests", "3", "--input_len", "16", "--output_len", "5"]
+    result = run("prepare-dataset", "text", *lengths)
+    assert result.exit_code == 1 and "either --folder FOLDER or --heldout" in result.output

@@ -1,0 +1,58 @@
+"""tllm_spec.bench.compare: the turns, the differences, the rows."""
+
+from tests.cli.fake_llm import FakeLLM, make_output
+from tllm_spec.bench.compare import Contestant, comparison, differences, first_difference, run_in_turn
+from tllm_spec.bench.dataset import BenchRequest
+from tllm_spec.bench.runner import Run, sampling_for
+from tllm_spec.outputs import SpeculativeStats
+
+REQUESTS = [BenchRequest(3, [1, 2], 6), BenchRequest(5, [1, 2], 6)]
+
+
+def contestant(name: str, *seconds: float, stats: SpeculativeStats | None = None) -> Contestant:
+    """Made of runs of two requests with 6 tokens each that took so many seconds."""
+    runs = [Run([make_output(2, 6, stats=stats), make_output(2, 6, stats=stats)], each) for each in seconds]
+    return Contestant(name, FakeLLM("zoo:llama"), runs)
+
+
+def test_warm_up_runs_do_not_count() -> None:
+    fake = Contestant("plain", FakeLLM("zoo:llama"))
+    run_in_turn([fake], REQUESTS, sampling_for(REQUESTS), repeat=3, warmup=2, concurrency=1)
+    assert len(fake.runs) == 3 and len(fake.llm.sampling) == 2 * (3 + 2)
+
+
+def test_speeds_are_medians_and_the_speedup_is_their_ratio() -> None:
+    stats = SpeculativeStats(2, 5, (2, 2), (2, 1))
+    rows = comparison([contestant("plain", 3, 12, 4), contestant("drafted", 1, 2, 12, stats=stats)])
+    assert rows[0]["output_tokens_per_s"] == 3 and rows[0]["output_tokens_per_s_range"] == [1, 4]
+    assert rows[1]["output_tokens_per_s"] == 6 and rows[1]["speedup"] == 2
+    assert rows[0]["acceptance_length"] is None and rows[0]["speedup"] == 1
+    assert (rows[1]["acceptance_length"], rows[1]["draft_acceptance_rate"]) == (2.5, 0.75)
+    assert rows[1]["per_position_acceptance"] == [1, 0.5]
+
+
+def test_a_difference_names_its_first_place_once_however_often_it_shows() -> None:
+    plain, drafted = contestant("plain", 1, 1), contestant("drafted", 1, 1)
+    for run in drafted.runs:
+        run.outputs[1].outputs[0].token_ids[3:5] = [77, 78]
+    (found,) = differences([plain, drafted], REQUESTS)
+    assert (found.name, found.task_id, found.position, found.expected, found.found) == (
+        "drafted",
+        5,
+        3,
+        3,
+        77,
+    )
+
+
+def test_a_run_that_differs_from_the_same_configurations_first_is_a_difference_too() -> None:
+    plain = contestant("plain", 1, 1)
+    plain.runs[1].outputs[0].outputs[0].token_ids.pop()
+    (found,) = differences([plain], REQUESTS)
+    assert (found.name, found.task_id, found.position, found.found) == ("plain", 3, 5, None)
+
+
+def test_the_end_of_the_shorter_text_is_a_difference() -> None:
+    assert first_difference([1, 2], [1]) == (1, 2, None)
+    assert first_difference([1], [1, 2]) == (1, None, 2)
+    assert first_difference([1, 2], [1, 2]) is None

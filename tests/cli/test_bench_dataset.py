@@ -1,0 +1,105 @@
+"""tllm_spec.bench.dataset and .prepare: what is read, what is refused, what is written."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from tllm_spec.bench.dataset import BenchRequest, read_dataset, write_dataset
+from tllm_spec.bench.prepare import LengthDistribution, synthetic_requests, text_requests
+
+
+def write_lines(folder: Path, *lines: str) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def encode(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def test_token_ids_win_over_a_prompt_and_blank_lines_are_skipped(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path,
+        '{"task_id": 0, "prompt": "hello", "output_tokens": 8}',
+        "",
+        '{"task_id": 1, "prompt": "hello", "input_ids": [5, 6], "output_tokens": 9}',
+    )
+    assert read_dataset(path) == [BenchRequest(0, "hello", 8), BenchRequest(1, [5, 6], 9)]
+
+
+def test_only_the_first_requests_are_read_when_a_number_is_given(tmp_path: Path) -> None:
+    line = '{"task_id": 0, "input_ids": [1], "output_tokens": 8}'
+    path = write_lines(tmp_path, line, line, "broken, but never reached")
+    assert len(read_dataset(path, 2)) == 2
+    with pytest.raises(ValueError, match="holds 3 requests, but num_requests is 4"):
+        read_dataset(path, 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "a JSON object is expected"),
+        ('{"task_id": 0, "input_ids": [1]}', "output_tokens is None"),
+        ('{"task_id": 0, "input_ids": [1], "output_tokens": 0}', "output_tokens is 0"),
+        ('{"task_id": 0, "input_ids": [1], "output_tokens": true}', "output_tokens is True"),
+        ('{"task_id": "a", "input_ids": [1], "output_tokens": 1}', "task_id is 'a'"),
+        ('{"task_id": 0, "output_tokens": 1}', "'input_ids' .* or 'prompt'"),
+        ('{"task_id": 0, "prompt": "", "output_tokens": 1}', "'input_ids' .* or 'prompt'"),
+        ('{"task_id": 0, "input_ids": [], "output_tokens": 1}', "at least one token id"),
+        ('{"task_id": 0, "input_ids": [-1], "output_tokens": 1}', "at least one token id"),
+        ('{"task_id": 0, "prompt": "x", "output_tokens": 1, "media_paths": []}', "media_paths not served"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, complaint: str) -> None:
+    good = '{"task_id": 0, "input_ids": [1], "output_tokens": 8}'
+    with pytest.raises(ValueError, match=f"data.jsonl, line 2: .*{complaint}"):
+        read_dataset(write_lines(tmp_path, good, line))
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no request"):
+        read_dataset(write_lines(tmp_path))
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    requests = [BenchRequest(0, "hello\nworld", 8), BenchRequest(1, [5, 6], 9)]
+    text = io.StringIO()
+    write_dataset(requests, text)
+    assert read_dataset(write_lines(tmp_path, text.getvalue())) == requests
+
+
+def test_synthetic_lengths_follow_the_distribution_and_the_seed() -> None:
+    inputs, outputs = LengthDistribution(100, 10), LengthDistribution(20, 0)
+    requests = list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
+    lengths = [len(request.prompt) for request in requests]
+    assert 97 < sum(lengths) / 200 < 103 and 7 < (sum((n - 100) ** 2 for n in lengths) / 200) ** 0.5 < 13
+    assert {request.output_tokens for request in requests} == {20}
+    assert {token for request in requests for token in request.prompt} == set(range(50))
+    assert requests == list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
+    assert requests != list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=2))
+
+
+def test_a_drawn_length_is_never_below_one() -> None:
+    short = LengthDistribution(1, 5)
+    requests = synthetic_requests(50, short, short, vocab_size=4, seed=0)
+    assert min(min(len(request.prompt), request.output_tokens) for request in requests) == 1
+
+
+def test_text_prompts_begin_at_a_line_and_have_exactly_the_length_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("".join(f"{number:04d}\n" for number in range(100)))
+    (tmp_path / "short.txt").write_text("tiny\n")
+    files = sorted(tmp_path.iterdir())
+    requests = list(text_requests(files, encode, num_requests=12, input_len=300, output_len=3, seed=0))
+    prompts = ["".join(map(chr, request.prompt)) for request in requests]
+    assert all(len(prompt) == 300 and prompt[:4].isdigit() and prompt[4] == "\n" for prompt in prompts)
+    assert len(set(prompts)) > 1
+    assert [request.task_id for request in requests] == list(range(12))
+
+
+def test_no_file_as_long_as_a_prompt_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("tiny\n")
+    with pytest.raises(ValueError, match="none of the 1 files has 40 tokens"):
+        list(text_requests(list(tmp_path.iterdir()), encode, 1, input_len=40, output_len=3, seed=0))

@@ -1,0 +1,102 @@
+"""The report's figures against numbers worked out by hand."""
+
+import pytest
+
+from tests.cli.fake_llm import make_output
+from tllm_spec.bench.report import (
+    build_report,
+    decoding_section,
+    percentiles,
+    performance_section,
+    request_section,
+    streaming_section,
+)
+from tllm_spec.bench.runner import Run
+from tllm_spec.bench.table import format_report, format_table
+from tllm_spec.config import LlmArgs
+from tllm_spec.outputs import SpeculativeStats
+
+# Prompt 10 and 30 tokens, output 20 and 5; the first token after 0.5 s, the end after 2 s and 1 s.
+OUTPUTS = [make_output(10, 20, latency_s=2.0), make_output(30, 5, latency_s=1.0)]
+RUN = Run(OUTPUTS, elapsed_s=2.5)
+
+
+def test_percentiles_are_interpolated_between_neighbours() -> None:
+    expected = {"minimum": 1, "maximum": 5, "average": 3, "p50": 3, "p90": 4.6, "p95": 4.8, "p99": 4.96}
+    assert percentiles([5, 3, 1, 4, 2]) == pytest.approx(expected)
+
+
+def test_throughput_counts_all_tokens_over_the_whole_time() -> None:
+    figures = performance_section(RUN)
+    assert figures["total_latency_ms"] == 2500
+    assert figures["avg_request_latency_ms"] == 1500
+    assert figures["request_throughput_req_s"] == 0.8
+    assert figures["system_output_throughput_tok_s"] == 10  # 25 / 2.5
+    assert figures["system_total_throughput_tok_s"] == 26  # (25 + 40) / 2.5
+    assert figures["output_throughput_per_user_tok_s"] == 7.5  # mean of 20 / 2 and 5 / 1
+    assert figures["output_throughput_per_gpu_tok_s"] == 10
+    assert figures["request_latency_percentiles_ms"]["p90"] == pytest.approx(1900)
+
+
+def test_average_concurrency_is_the_requests_time_over_the_runs() -> None:
+    figures = request_section(RUN)
+    assert figures["avg_num_concurrent_requests"] == pytest.approx(1.2)  # (2 + 1) / 2.5
+    assert (figures["avg_input_length"], figures["avg_output_length"]) == (20, 12.5)
+
+
+def test_time_per_output_token_leaves_the_first_token_out() -> None:
+    figures = streaming_section(OUTPUTS)
+    assert figures["avg_ttft_ms"] == 500
+    # 1.5 s for 19 tokens, 0.5 s for 4
+    assert figures["tpot_percentiles"]["minimum"] == pytest.approx(1500 / 19)
+    assert figures["tpot_percentiles"]["maximum"] == pytest.approx(125)
+    assert figures["gen_tps_percentiles"]["minimum"] == pytest.approx(8)
+    assert figures["token_output_speed_tok_s"] == pytest.approx((19 / 1.5 + 8) / 2)
+
+
+def test_a_request_of_one_token_has_no_time_per_output_token() -> None:
+    figures = streaming_section([*OUTPUTS, make_output(1, 1)])
+    assert figures["tpot_percentiles"]["minimum"] == pytest.approx(1500 / 19)
+
+
+def test_acceptance_counts_what_was_really_drafted() -> None:
+    # Draft length 3. First request: 4 rounds with 3, 3, 1, 0 drafts, 3, 1, 0, 0 of them accepted: 8 tokens.
+    # Second: 2 rounds with 3 drafts each, of which 0 and 2 were accepted: 4 tokens. The others: none.
+    outputs = [
+        make_output(1, 9, stats=SpeculativeStats(4, 8, (3, 2, 2), (2, 1, 1))),
+        make_output(1, 5, stats=SpeculativeStats(2, 4, (2, 2, 2), (1, 1, 0))),
+        make_output(1, 5, stats=SpeculativeStats()),
+        make_output(1, 5),
+    ]
+    figures = decoding_section("NGram", outputs)
+    assert figures["num_draft_tokens_percentiles"]["average"] == 6.5  # 7 and 6; K x rounds would be 12 and 6
+    assert figures["num_accepted_draft_tokens_percentiles"]["average"] == 3
+    assert figures["draft_acceptance_rate_percentiles"]["maximum"] == pytest.approx(4 / 7)
+    assert figures["acceptance_length_percentiles"]["minimum"] == 2
+    assert figures["acceptance_length"] == 2  # 12 tokens in 6 rounds
+    assert figures["draft_acceptance_rate"] == pytest.approx(6 / 13)
+    assert figures["per_position_acceptance"] == pytest.approx([3 / 5, 2 / 4, 1 / 4])
+
+
+def test_a_report_has_a_section_only_for_what_happened() -> None:
+    plain = build_report("zoo:llama", LlmArgs(model="zoo:llama"), RUN, streaming=False)
+    assert list(plain) == ["engine", "machine", "world_info", "request_info", "performance", "dataset"]
+    spec = {"decoding_type": "NGram", "max_draft_len": 3}
+    args = LlmArgs.from_kwargs("zoo:llama", speculative_config=spec)
+    full = build_report("zoo:llama", args, RUN, streaming=True)
+    assert full["decoding_stats"]["mode"] == "NGram"
+    assert full.keys() - plain.keys() == {"streaming_metrics", "decoding_stats"}
+    assert full["dataset"]["osl_stats"]["average"] == 12.5
+
+
+def test_the_printed_report_shows_every_section_and_figure() -> None:
+    report = build_report("zoo:llama", LlmArgs(model="zoo:llama"), RUN, streaming=True)
+    text = format_report(report)
+    for section in report.values():
+        for key in section:
+            assert key in text
+    assert "system_output_throughput_tok_s" in text and " 10.00" in text
+
+
+def test_table_columns_are_as_wide_as_their_widest_cell() -> None:
+    assert format_table(["a", "bb"], [["long", "1"], ["x", "234"]]) == "a      bb\nlong    1\nx     234"

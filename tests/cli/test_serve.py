@@ -1,0 +1,56 @@
+"""`tllm-serve`: flags and YAML become LLM arguments, and mistakes end it with a sentence."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tllm_spec.cli.serve import main, read_args
+from tllm_spec.config import KvCacheConfig
+
+
+def serve(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_flags_become_arguments_and_unset_ones_leave_the_defaults() -> None:
+    flags = {"max_batch_size": 4, "max_seq_len": None, "kv_cache_free_gpu_memory_fraction": 0.5}
+    args = read_args("m", {**flags, "enable_chunked_prefill": False}, None)
+    assert (args.model, args.max_batch_size, args.max_seq_len) == ("m", 4, None)
+    assert args.kv_cache_config == KvCacheConfig(free_gpu_memory_fraction=0.5)
+
+
+def test_the_yaml_file_wins_over_flags(tmp_path: Path) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text("max_batch_size: 8\nspeculative_config: {decoding_type: NGram, max_draft_len: 3}\n")
+    args = read_args("m", {"max_batch_size": 4, "max_num_tokens": 64}, str(options))
+    assert (args.max_batch_size, args.max_num_tokens) == (8, 64)
+    assert args.speculative_config is not None
+    assert args.speculative_config.max_draft_len == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("max_batch_sze: 3", "did you mean max_batch_size"), ("a: [", "cannot read")]
+)
+def test_a_mistake_in_the_yaml_file_ends_it_with_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text(text)
+    result = serve("zoo:llama", "--extra_llm_api_options", str(options))
+    assert result.exit_code == 1
+    assert sentence in result.output
+
+
+def test_a_model_that_does_not_exist_ends_it_with_a_sentence() -> None:
+    result = serve("no/such/folder", "--port", "0")
+    assert result.exit_code == 1
+    assert "no/such/folder" in result.output
+
+
+def test_a_taken_port_is_known_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = serve("no/such/folder", "--host", "127.0.0.1", "--port", port)
+    assert result.exit_code == 1
+    assert f"--port {port}" in result.output
+    assert "no/such/folder" not in result.output

@@ -1,0 +1,85 @@
+"""An LLM without a model for the HTTP server: it answers every prompt with a known text, token by token."""
+
+import asyncio
+from typing import Any
+
+from tllm_spec.executor.response import Response
+from tllm_spec.outputs import Logprob, SpeculativeStats
+from tllm_spec.request_handle import RequestHandle
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import load_tokenizer
+
+STATS = SpeculativeStats(2, 5, (2, 2), (2, 1))
+FAILING_PROMPT = "fail"
+SLOW_PROMPT = "slow"
+
+
+def answer_text(index: int) -> str:
+    return f"answer {index} is naïve 😀 done"
+
+
+class FakeLLM:
+    """`running` and `aborted` hold request ids. A slow prompt is answered only until it is aborted."""
+
+    def __init__(self) -> None:
+        self.tokenizer = load_tokenizer("zoo:llama")
+        self.is_healthy = True
+        self.is_shut_down = False
+        self.running: set[int] = set()
+        self.aborted: set[int] = set()
+        self.sampling: list[SamplingParams] = []
+        self.prompts: list[list[int]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def generate_async(
+        self, inputs: str | list[int], params: SamplingParams, *, streaming: bool = False
+    ) -> RequestHandle:
+        token_ids = self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs
+        if not token_ids:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        request_id = len(self.prompts)
+        self.prompts.append(token_ids)
+        self.sampling.append(params)
+        self.running.add(request_id)
+
+        def abort() -> None:
+            self.aborted.add(request_id)
+
+        prompt = inputs if isinstance(inputs, str) else None
+        handle = RequestHandle(request_id, prompt, token_ids, params, self.tokenizer, abort)
+        task = asyncio.get_running_loop().create_task(self._answer(handle, params, streaming))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return handle
+
+    async def _answer(self, handle: RequestHandle, params: SamplingParams, streaming: bool) -> None:
+        def respond(index: int, tokens: list[int], **end: Any) -> None:
+            logprobs = _logprobs(params, tokens)
+            handle.receive(Response(handle.request_id, tokens, index=index, logprobs=logprobs, **end))
+
+        if handle.prompt == FAILING_PROMPT:
+            respond(0, [], finish_reason="error", error="the logits are not numbers")
+        for index in range(params.n):
+            tokens = self.tokenizer.encode(answer_text(index))
+            limit = len(tokens) if params.max_tokens is None else params.max_tokens
+            while handle.prompt == SLOW_PROMPT and handle.request_id not in self.aborted:
+                await asyncio.sleep(0.005)
+                if streaming:
+                    respond(index, tokens[:1])
+            for token in tokens[:limit] if streaming else []:
+                await asyncio.sleep(0)
+                respond(index, [token])
+            reason = "length" if limit < len(tokens) else "stop"
+            rest = [] if streaming else tokens[:limit]
+            respond(index, rest, finish_reason=reason, speculative=STATS, cached_tokens=1)
+        self.running.discard(handle.request_id)
+
+
+def _logprobs(params: SamplingParams, tokens: list[int]) -> list[dict[int, Logprob]]:
+    """The chosen token is certain, the runner-up (the next id) impossible."""
+    if params.logprobs is None:
+        return []
+    return [{token: Logprob(0.0, 1), token + 1: Logprob(float("-inf"), 2)} for token in tokens]

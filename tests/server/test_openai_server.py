@@ -1,0 +1,369 @@
+"""The HTTP server through the official `openai` client and plain HTTP, over an LLM with known answers."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from tests.server.fake_llm import FAILING_PROMPT, SLOW_PROMPT, STATS, FakeLLM, answer_text
+from tllm_spec import __version__
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.app import OpenAIServer
+from tllm_spec.server.streaming import updates
+
+MODEL = "fake"
+CHAT = [{"role": "user", "content": "hello"}]
+FULL = 100  # tokens, more than any answer has
+
+
+@pytest.fixture(scope="module")
+def llm() -> FakeLLM:
+    return FakeLLM()
+
+
+@pytest.fixture(scope="module")
+def url(llm: FakeLLM) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = OpenAIServer(llm, MODEL).app()
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    assert llm.is_shut_down
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def post(url: str) -> Callable[..., httpx.Response]:
+    def send(path: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{url}{path}", json={"model": MODEL, **body})
+
+    return send
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 5 s"
+        time.sleep(0.005)
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The data of each server-sent event; "[DONE]" as it is."""
+    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def test_a_completion_has_text_reason_usage_and_speculation_figures(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="hello", max_tokens=FULL)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (answer_text(0), "stop")
+    assert answer.object == "text_completion"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert choice.model_extra is not None
+    assert choice.model_extra["speculative_decoding"] == STATS.to_dict()
+
+
+def test_a_completion_has_sixteen_tokens_by_default(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="hello")
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts"), [("one", 1), (["one", "two"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)]
+)
+def test_prompts_are_taken_in_all_four_forms(client: openai.OpenAI, prompt: Any, num_prompts: int) -> None:
+    answer = client.completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=FULL)
+    assert [choice.index for choice in answer.choices] == list(range(2 * num_prompts))
+    assert [choice.text for choice in answer.choices] == [answer_text(0), answer_text(1)] * num_prompts
+
+
+def test_token_ids_reach_the_llm_as_they_are(client: openai.OpenAI, llm: FakeLLM) -> None:
+    client.completions.create(model=MODEL, prompt=[5, 6], max_tokens=1)
+    assert llm.prompts[-1] == [5, 6]
+
+
+def test_a_streamed_completion_joins_to_the_whole_one(client: openai.OpenAI) -> None:
+    texts, reasons = ["", ""], []
+    for chunk in client.completions.create(model=MODEL, prompt=["a"], n=2, stream=True, max_tokens=FULL):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                reasons.append((choice.index, choice.finish_reason))
+    assert texts == [answer_text(0), answer_text(1)]
+    assert sorted(reasons) == [(0, "stop"), (1, "stop")]
+
+
+def test_a_stream_ends_with_usage_only_when_asked(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model=MODEL, prompt=["a", "b"], stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 32
+    plain = list(client.completions.create(model=MODEL, prompt="a", stream=True))
+    assert all(chunk.usage is None for chunk in plain)
+
+
+def test_a_stream_sends_whole_characters_and_one_ending_a_choice(post: Callable[..., httpx.Response]) -> None:
+    *chunks, done = events_of(post("/v1/completions", prompt="a", stream=True, max_tokens=FULL))
+    assert done == "[DONE]"
+    assert "😀" in [chunk["choices"][0]["text"].strip() for chunk in chunks]
+    endings = [
+        chunk["choices"][0]["speculative_decoding"]
+        for chunk in chunks
+        if chunk["choices"][0]["finish_reason"]
+    ]
+    assert endings == [STATS.to_dict()]
+
+
+def test_a_chat_answer_is_a_message_of_the_assistant(client: openai.OpenAI, llm: FakeLLM) -> None:
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}])
+    message = answer.choices[0].message
+    assert (message.role, message.content) == ("assistant", answer_text(0))
+    assert llm.tokenizer.decode(llm.prompts[-1]) == "<|begin|><|user|>hello<|assistant|>"
+    assert llm.sampling[-1].max_tokens is None
+
+
+def test_a_streamed_chat_joins_to_the_whole_one_and_names_its_role_once(client: openai.OpenAI) -> None:
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(model=MODEL, messages=CHAT, stream=True)
+    ]
+    assert "".join(delta.content or "" for delta in deltas) == answer_text(0)
+    assert [delta.role for delta in deltas if delta.role] == ["assistant"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_logprobs_have_tokens_offsets_and_the_best_alternatives(
+    post: Callable[..., httpx.Response], stream: bool
+) -> None:
+    response = post("/v1/completions", prompt="a", logprobs=2, max_tokens=3, stream=stream)
+    choices = (
+        [event["choices"][0] for event in events_of(response)[:-1]] if stream else response.json()["choices"]
+    )
+    joined: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for choice in choices:
+        for name, values in joined.items():
+            values += choice["logprobs"][name]
+    assert "".join(joined["tokens"]) == "".join(choice["text"] for choice in choices)
+    assert joined["token_logprobs"] == [0.0] * 3
+    assert [sorted(best.values()) for best in joined["top_logprobs"]] == [[-9999.0, 0.0]] * 3
+    assert joined["text_offset"] == [sum(map(len, joined["tokens"][:i])) for i in range(3)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs_have_as_many_alternatives_as_asked(
+    post: Callable[..., httpx.Response], stream: bool
+) -> None:
+    body = {
+        "messages": CHAT,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "max_completion_tokens": 2,
+        "stream": stream,
+    }
+    response = post("/v1/chat/completions", **body)
+    choices = (
+        [event["choices"][0] for event in events_of(response)[:-1]] if stream else response.json()["choices"]
+    )
+    tokens = [token for choice in choices for token in choice["logprobs"]["content"]]
+    assert [bytes(token["bytes"]).decode() for token in tokens] == [token["token"] for token in tokens]
+    assert [len(token["top_logprobs"]) for token in tokens] == [1, 1]
+    assert (
+        "".join(token["token"] for token in tokens)
+        == answer_text(0)[: len("".join(t["token"] for t in tokens))]
+    )
+
+
+def test_sampling_options_and_extensions_reach_the_llm(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    body = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop": ["x"],
+        "logit_bias": {"12": -3},
+        "presence_penalty": 1,
+    }
+    ours = {
+        "top_k": 4,
+        "min_p": 0.1,
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "speculation": {"max_draft_len": 2},
+    }
+    assert post("/v1/completions", prompt="a", **body, **ours).status_code == 200
+    params = llm.sampling[-1]
+    assert (params.temperature, params.top_p, params.seed, params.stop_strings) == (0.5, 0.9, 7, ("x",))
+    assert (params.logit_bias, params.presence_penalty, params.top_k, params.min_p) == ({12: -3}, 1, 4, 0.1)
+    assert (params.ignore_eos, params.min_tokens, params.speculation.max_draft_len) == (True, 2, 2)
+
+
+def test_an_absent_temperature_is_openais_one_not_greedy(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    post("/v1/completions", prompt="a")
+    assert (llm.sampling[-1].temperature, llm.sampling[-1].is_greedy) == (1.0, False)
+    post("/v1/completions", prompt="a", temperature=0)
+    assert llm.sampling[-1].is_greedy
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "sentence"),
+    [
+        ("/v1/completions", {"prompt": "a", "temprature": 1}, "temprature", "did you mean temperature"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
+        ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not repeated"),
+        ("/v1/completions", {"prompt": "a", "speculation": {"x": 1}}, "speculation.x", "max_draft_len"),
+        ("/v1/completions", {"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt", "list of texts"),
+        ("/v1/completions", {"prompt": [[]]}, None, "empty"),
+        ("/v1/completions", {}, "prompt", "required"),
+        ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            None,
+            "only text",
+        ),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "not served"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"tokenize": 0}},
+            None,
+            "tokenize",
+        ),
+        ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs = true"),
+    ],
+)
+def test_a_bad_request_is_answered_with_400_in_openais_shape(
+    post: Callable[..., httpx.Response], path: str, body: dict[str, Any], param: str | None, sentence: str
+) -> None:
+    response = post(path, **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert sentence in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_a_body_that_is_no_json_is_a_bad_request(url: str) -> None:
+    response = httpx.post(f"{url}/v1/completions", content="{", headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "error" in response.json()
+
+
+def test_variables_reach_the_chat_template(
+    post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ messages[0].name }} says {{ word }}")
+    messages = [{"role": "user", "content": "", "name": "Ann"}]
+    post("/v1/chat/completions", messages=messages, chat_template_kwargs={"word": "hello"})
+    assert llm.tokenizer.decode(llm.prompts[-1]) == "Ann says hello"
+
+
+def test_a_chat_template_that_cannot_take_the_messages_is_a_bad_request(
+    post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('no system role') }}")
+    response = post("/v1/chat/completions", messages=CHAT)
+    assert (response.status_code, "no system role" in response.text) == (400, True)
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    assert post("/v1/chat/completions", messages=CHAT).status_code == 400
+
+
+def test_when_one_prompt_is_refused_the_others_are_aborted(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    assert post("/v1/completions", prompt=["good", ""]).status_code == 400
+    assert len(llm.prompts) - 1 in llm.aborted
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refusal:
+        client.completions.create(model="other", prompt="a")
+    assert refusal.value.code == "model_not_found"
+    assert MODEL in refusal.value.message
+
+
+def test_an_unknown_route_has_an_error_body_too(url: str) -> None:
+    assert httpx.get(f"{url}/v2/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{url}/v1/completions").status_code == 405
+
+
+def test_a_request_that_fails_in_the_engine_is_a_server_error(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError, match="not numbers"):
+        client.completions.create(model=MODEL, prompt=FAILING_PROMPT)
+
+
+def test_a_stream_that_fails_ends_with_an_error_event(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIError, match="not numbers"):
+        list(client.completions.create(model=MODEL, prompt=FAILING_PROMPT, stream=True))
+
+
+def test_a_client_that_stops_waiting_aborts_its_request(url: str, llm: FakeLLM) -> None:
+    request_id = len(llm.prompts)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": SLOW_PROMPT}, timeout=0.1)
+    wait_for(lambda: request_id in llm.aborted and request_id not in llm.running)
+
+
+def test_a_client_that_leaves_a_stream_aborts_its_request(url: str, llm: FakeLLM) -> None:
+    request_id = len(llm.prompts)
+    body = {"model": MODEL, "prompt": SLOW_PROMPT, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        assert request_id in llm.running
+    wait_for(lambda: request_id in llm.aborted and request_id not in llm.running)
+
+
+def test_leaving_the_updates_between_two_of_them_aborts_all_requests() -> None:
+    async def leave() -> set[int]:
+        llm = FakeLLM()
+        handles = [llm.generate_async(SLOW_PROMPT, SamplingParams(), streaming=True) for _ in range(3)]
+        async with aclosing(updates(handles)) as outputs:
+            await anext(outputs)
+        return llm.aborted
+
+    assert asyncio.run(leave()) == {0, 1, 2}
+
+
+def test_models_version_and_health(client: openai.OpenAI, url: str, llm: FakeLLM) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert httpx.get(f"{url}/version").json() == {"version": __version__}
+    assert httpx.get(f"{url}/health").status_code == 200
+    llm.is_healthy = False
+    try:
+        assert httpx.get(f"{url}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError) as refusal:
+            client.completions.create(model=MODEL, prompt="a")
+        assert refusal.value.status_code == 503
+    finally:
+        llm.is_healthy = True

@@ -1,0 +1,110 @@
+"""`tllm-serve` as a process of its own, with the real engine: it answers as `LLM` does in this process."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tllm_spec import LLM, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+MODEL = "zoo:llama"
+OPTIONS = {
+    "load_format": "dummy",
+    "device": "cpu",
+    "max_batch_size": 4,
+    "kv_cache_config": {"max_tokens": 4096},
+    "speculative_config": {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 3,
+        "speculative_model": "zoo:llama-draft",
+        "load_format": "dummy",
+    },
+}
+SAMPLED = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Runs the server from its command line until interrupted; an interrupt is a clean end."""
+    options = tmp_path_factory.mktemp("serve") / "options.yaml"
+    options.write_text(repr(OPTIONS))  # these literals are YAML too
+    run = "from tllm_spec.cli.serve import main; main()"
+    command = [sys.executable, "-c", run, MODEL, "--port", "0", "--config", str(options)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if address := re.search(r"serving zoo:llama on (http://\S+)", line):
+                break
+        else:
+            pytest.fail("".join(log))
+        yield address[1]
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=20)
+        assert process.returncode == 0, rest
+        assert "Traceback" not in rest
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, **OPTIONS) as llm:
+        yield llm
+
+
+def test_a_completion_is_the_llms_own_text_streamed_or_not(client: openai.OpenAI, llm: LLM) -> None:
+    expected = llm.generate("def f(", SamplingParams(**SAMPLED), use_tqdm=False).outputs[0].text
+    whole = client.completions.create(model=MODEL, prompt="def f(", **SAMPLED)
+    streamed = client.completions.create(model=MODEL, prompt="def f(", **SAMPLED, stream=True)
+    assert whole.choices[0].text == expected
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected
+
+
+def test_several_streams_of_samples_at_once_keep_apart(client: openai.OpenAI, llm: LLM) -> None:
+    prompts = ["import os", "class A:", "return x"]
+    results = llm.generate(prompts, SamplingParams(**SAMPLED, n=2), use_tqdm=False)
+    texts = [""] * 6
+    for chunk in client.completions.create(model=MODEL, prompt=prompts, **SAMPLED, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [output.text for result in results for output in result.outputs]
+
+
+def test_an_answer_tells_what_speculation_did(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_completion_tokens=20, temperature=0
+    )
+    figures: Any = answer.choices[0].model_extra["speculative_decoding"]
+    assert answer.usage.completion_tokens <= 20
+    assert figures["rounds"] > 0
+    assert figures["num_drafted_tokens"] >= figures["num_accepted_tokens"]
+
+
+def test_logprobs_of_a_stop_string_end_with_the_text(client: openai.OpenAI) -> None:
+    full = client.completions.create(model=MODEL, prompt="a", **SAMPLED).choices[0].text
+    stop = full[len(full) // 2 :][:3]
+    choice = client.completions.create(model=MODEL, prompt="a", **SAMPLED, stop=stop, logprobs=1).choices[0]
+    assert choice.text == full[: full.index(stop)]
+    assert (choice.finish_reason, choice.model_extra["stop_reason"]) == ("stop", stop)
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_the_server_goes_on(client: openai.OpenAI, url: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="at most"):
+        client.completions.create(model=MODEL, prompt=[5] * 100_000)
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert client.completions.create(model=MODEL, prompt="a", max_tokens=2).usage.completion_tokens == 2

@@ -1,0 +1,196 @@
+"""The layout's rules: two linked folders, imports that only go down, the size of files and functions."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("executor", "kernels")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+# Request intake and the worker's main: the only places that may turn any fault into an answer.
+BORDERS = {"executor/worker.py", "tllm_spec/server/app.py"}
+
+# Top floor first; the longest entry that fits a module is its own. A module may import from its own entry and
+# from any lower floor, never sideways or up.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples"),
+    ("tllm_spec.bench", "tllm_spec.server"),
+    ("tllm_spec.llm",),
+    ("tllm_spec.request_handle",),
+    ("tllm_spec.stop_strings",),
+    ("tllm_spec.executor.worker",),
+    ("tllm_spec.executor.build",),
+    ("tllm_spec.executor.py_executor",),
+    ("tllm_spec.executor.speculative",),
+    ("tllm_spec.executor.engine", "tllm_spec.executor.scheduler"),
+    ("tllm_spec.executor.sampling",),
+    ("tllm_spec.executor.resources",),
+    ("tllm_spec.executor.batch", "tllm_spec.executor.response", "tllm_spec.executor.request_queue"),
+    ("tllm_spec.executor.request",),
+    ("tllm_spec.executor.decoding_rules",),
+    ("tllm_spec.models",),
+    ("tllm_spec.attention",),
+    ("tllm_spec.kernels", "tllm_spec.distributed"),
+    ("tllm_spec.config", "tllm_spec.tokenizer"),
+    ("tllm_spec.speculative_config", "tllm_spec.sampling_params", "tllm_spec.outputs"),
+    ("tllm_spec.config_base",),
+    ("tllm_spec.option_checks", "tllm_spec.zoo.registry", "tllm_spec.zoo.corpus"),
+)
+
+
+def python_files() -> list[Path]:
+    folders = ("tllm_spec", "executor", "kernels", "tests", "benchmarks")
+    return [ROOT / "setup.py"] + [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(parent.is_symlink() for parent in path.parents)
+    ]
+
+
+def module_name(path: Path) -> str:
+    """The one name that a file is imported by: `executor/request.py` is `tllm_spec.executor.request`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "tllm_spec" else ("tllm_spec", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PACKAGE_FILES = {
+    module_name(path): path
+    for path in python_files()
+    if path.relative_to(ROOT).parts[0] in ("tllm_spec", *LINKED)
+}
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every tllm_spec module that the file imports, at any depth: a late import is an import too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            below = [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
+            names = [name if name in PACKAGE_FILES else str(node.module) for name in below]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "tllm_spec")
+
+
+def entry_and_floor(module: str) -> tuple[str, int]:
+    """The entry of FLOORS that the module belongs to, and its floor (0 is the top); -1 = it has no place."""
+    entries = [(entry, floor) for floor, entries in enumerate(FLOORS) for entry in entries]
+    fitting = [(entry, floor) for entry, floor in entries if f"{module}.".startswith(f"{entry}.")]
+    return max(fitting, key=lambda found: len(found[0]), default=(module, -1))
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_linked_folder_is_real_has_no_init_and_is_reached_by_a_relative_link(name: str) -> None:
+    folder, link = ROOT / name, ROOT / "tllm_spec" / name
+    assert folder.is_dir() and not folder.is_symlink()
+    assert not list(folder.rglob("__init__.py"))
+    assert link.is_symlink() and not link.readlink().is_absolute()
+    assert link.resolve() == folder
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_the_bare_name_is_not_our_package_when_python_starts_in_the_root(name: str) -> None:
+    # A folder without __init__.py has no origin and loses against any installed package of that name.
+    code = f"import importlib.util as u; s = u.find_spec({name!r}); print(s.origin if s and s.origin else '')"
+    origin = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not origin.stdout.startswith(str(ROOT / name))
+
+
+def test_the_distribution_installs_one_top_level_name() -> None:
+    try:
+        installed = importlib.metadata.distribution("tllm_spec")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("tllm_spec is not installed here")
+    assert (installed.read_text("top_level.txt") or "").split() == ["tllm_spec"]
+
+
+def test_only_the_package_itself_has_an_init_file() -> None:
+    found = [path.relative_to(ROOT).as_posix() for path in python_files() if path.name == "__init__.py"]
+    assert found == ["tllm_spec/__init__.py"]
+
+
+def test_every_module_has_a_floor() -> None:
+    homeless = [name for name in PACKAGE_FILES if name != "tllm_spec" and entry_and_floor(name)[1] < 0]
+    assert not homeless, f"give these a place in FLOORS: {homeless}"
+
+
+def test_imports_only_go_down() -> None:
+    wrong = []
+    for module, path in PACKAGE_FILES.items():
+        if module == "tllm_spec":
+            continue  # the one file that re-exports
+        entry, floor = entry_and_floor(module)
+        for target in imported_modules(path):
+            target_entry, target_floor = entry_and_floor(target)
+            if target_entry != entry and target_floor <= floor:
+                wrong.append(f"{module} imports {target}")
+    assert not wrong, wrong
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    imports = {
+        module: set(imported_modules(path)) & set(PACKAGE_FILES) for module, path in PACKAGE_FILES.items()
+    }
+    while in_no_circle := imports.keys() - set().union(*imports.values()) or {
+        module for module, targets in imports.items() if not targets
+    }:
+        imports = {
+            module: targets - in_no_circle
+            for module, targets in imports.items()
+            if module not in in_no_circle
+        }
+    assert not imports, f"in a circle, or between two: {sorted(imports)}"
+
+
+def test_no_file_is_too_long() -> None:
+    sources = [*python_files(), *(ROOT / "kernels").rglob("*.cu"), *(ROOT / "kernels").rglob("*.cuh")]
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in sources
+    }
+    assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = []
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} {length} lines")
+    assert not too_long, too_long
+
+
+def catches_everything(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(
+        name is None or (isinstance(name, ast.Name) and name.id in ("Exception", "BaseException"))
+        for name in caught
+    )
+
+
+def test_only_the_two_borders_catch_everything() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE_FILES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ExceptHandler) and catches_everything(node)
+    }
+    assert found <= BORDERS, found - BORDERS
+
+
+def test_no_module_is_called_utils() -> None:
+    assert not [path for path in python_files() if path.stem in ("utils", "util", "helpers", "common")]

@@ -1,0 +1,123 @@
+"""Sampling parameters: ranges, what greedy means, and refusals of what is not served."""
+
+import pytest
+
+from tllm_spec.sampling_params import NOT_SERVED, SamplingParams, SpeculationParams
+
+
+def test_nothing_set_is_greedy() -> None:
+    assert SamplingParams().is_greedy
+    assert SamplingParams().effective_temperature == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, {"temperature": 1e-6}, {"top_k": 1}, {"top_p": 0}, {"min_p": 1, "temperature": 2.0}],
+)
+def test_one_option_can_make_a_request_greedy(options: dict[str, float]) -> None:
+    assert SamplingParams(**options).is_greedy
+    assert SamplingParams(**options).effective_temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ({"temperature": 0.8}, 0.8),
+        ({"top_p": 0.9}, 1.0),
+        ({"top_k": 50, "temperature": 2}, 2.0),
+        ({"min_p": 0.1}, 1.0),
+    ],
+)
+def test_an_unset_temperature_is_one_when_another_option_asks_for_sampling(
+    options: dict[str, float], temperature: float
+) -> None:
+    assert not SamplingParams(**options).is_greedy
+    assert SamplingParams(**options).effective_temperature == temperature
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": "1"},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"top_k": True},
+        {"min_p": -0.5},
+        {"seed": 2**63},
+        {"max_tokens": 0},
+        {"min_tokens": -1},
+        {"n": 0},
+        {"logprobs": -1},
+        {"logprobs": True},
+        {"repetition_penalty": 0},
+        {"presence_penalty": float("inf")},
+        {"stop": ""},
+        {"stop": ["a", 3]},
+        {"stop_token_ids": [-1]},
+        {"bad_token_ids": [[1], []]},
+        {"logit_bias": {"1": 2.0}},
+        {"logit_bias": {1: float("nan")}},
+        {"ignore_eos": 1},
+        {"truncate_prompt_tokens": 0},
+        {"use_beam_search": True},
+        {"best_of": 2},
+        {"logits_processor": 5},
+        {"speculation": {"max_draft_len": -1}},
+        {"speculation": {"draft_len": 1}},
+        {"speculation": True},
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(options: dict[str, object]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        SamplingParams.from_dict(options)
+
+
+def test_min_tokens_cannot_exceed_max_tokens() -> None:
+    with pytest.raises(ValueError, match="min_tokens = 9 exceeds max_tokens = 8"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+    assert SamplingParams(min_tokens=9, max_tokens=None).max_tokens is None
+
+
+def test_single_words_and_lists_are_read_alike() -> None:
+    params = SamplingParams(stop="end", bad=["x", "y"], bad_token_ids=[7, [8, 9]], logits_processor=print)
+    assert params.stop_strings == ("end",)
+    assert params.bad_strings == ("x", "y")
+    assert params.bad_sequences == ((7,), (8, 9))
+    assert params.logits_processors == (print,)
+    assert (
+        SamplingParams().stop_strings
+        == SamplingParams().bad_sequences
+        == SamplingParams().logits_processors
+        == ()
+    )
+
+
+def test_null_means_the_default_as_in_http_bodies() -> None:
+    assert SamplingParams.from_dict({"n": None, "min_tokens": None, "speculation": None}) == SamplingParams()
+
+
+def test_speculation_is_taken_as_a_mapping() -> None:
+    params = SamplingParams.from_dict({"speculation": {"max_draft_len": 2, "enabled": False}})
+    assert params.speculation == SpeculationParams(max_draft_len=2, enabled=False)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_SERVED))
+def test_an_option_of_tensorrt_llm_that_is_not_served_is_refused_with_the_reason_unless_off(
+    name: str,
+) -> None:
+    accepted, reason = NOT_SERVED[name]
+    for off in accepted:
+        assert SamplingParams.from_dict({name: off}) == SamplingParams()
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams.from_dict({name: "on"})
+    assert name in str(refusal.value)
+    assert reason in str(refusal.value)
+
+
+def test_an_unknown_option_is_refused_with_what_may_have_been_meant() -> None:
+    with pytest.raises(ValueError, match=r"temprature = 1 .* did you mean temperature"):
+        SamplingParams.from_dict({"temprature": 1})

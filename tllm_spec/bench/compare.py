@@ -1,0 +1,110 @@
+"""Runs the same requests through several engines in turn and sets their texts and speeds side by side.
+
+All engines stay alive, and each round visits all of them, every second round backwards, so that a slow minute
+of the machine meets every configuration. Knows nothing of files or of how the table is printed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from tllm_spec.bench.dataset import BenchRequest
+from tllm_spec.bench.report import total_stats
+from tllm_spec.bench.runner import Run, run_requests
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tllm_spec.llm import LLM
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One configuration: its name, its engine, and the runs that count."""
+
+    name: str
+    llm: "LLM"
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def output_tokens_per_s(self) -> list[float]:
+        return [run.output_tokens_per_s for run in self.runs]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a text is not the first configuration's; None stands for the end of a text."""
+
+    name: str
+    task_id: int
+    position: int
+    expected: int | None
+    found: int | None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}, task_id {self.task_id}: output token {self.position} is {self.found}, "
+            f"the first configuration has {self.expected}"
+        )
+
+
+def run_in_turn(
+    contestants: Sequence[Contestant],
+    requests: Sequence[BenchRequest],
+    sampling: Sequence[SamplingParams],
+    repeat: int,
+    warmup: int,
+    concurrency: int,
+) -> None:
+    """Fills every contestant's `runs` with `repeat` runs, after `warmup` rounds that do not count."""
+    for number in range(warmup + repeat):
+        for contestant in contestants[:: -1 if number % 2 else 1]:
+            run = run_requests(contestant.llm, requests, sampling, concurrency)
+            if number >= warmup:
+                contestant.runs.append(run)
+
+
+def differences(contestants: Sequence[Contestant], requests: Sequence[BenchRequest]) -> list[Difference]:
+    """Where a run's text of a request is not that of the first configuration's first run; one entry each."""
+    expected = [token_ids(output) for output in contestants[0].runs[0].outputs]
+    found: dict[tuple[str, int], Difference] = {}
+    for contestant in contestants:
+        for run in contestant.runs:
+            for request, wanted, output in zip(requests, expected, run.outputs, strict=True):
+                if place := first_difference(wanted, token_ids(output)):
+                    difference = Difference(contestant.name, request.task_id, *place)
+                    found.setdefault((contestant.name, request.task_id), difference)
+    return list(found.values())
+
+
+def token_ids(output: RequestOutput) -> list[int]:
+    return [token for sample in output.outputs for token in sample.token_ids]
+
+
+def first_difference(expected: list[int], found: list[int]) -> tuple[int, int | None, int | None] | None:
+    """(position, expected token, found token), or None for equal texts."""
+    pairs = enumerate(zip_longest(expected, found))
+    return next(((position, *pair) for position, pair in pairs if pair[0] != pair[1]), None)
+
+
+def comparison(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
+    """One row each: median, lowest and highest speed over the runs; speedup is the ratio of the medians."""
+    baseline = median(contestants[0].output_tokens_per_s)
+    rows = []
+    for contestant in contestants:
+        speeds = contestant.output_tokens_per_s
+        stats = total_stats([output for run in contestant.runs for output in run.outputs])
+        rows.append(
+            {
+                "configuration": contestant.name,
+                "output_tokens_per_s": median(speeds),
+                "output_tokens_per_s_range": [min(speeds), max(speeds)],
+                "speedup": median(speeds) / baseline,
+                "acceptance_length": stats.acceptance_length if stats.rounds else None,
+                "draft_acceptance_rate": stats.draft_acceptance_rate if stats.rounds else None,
+                "per_position_acceptance": list(stats.per_position_acceptance),
+            }
+        )
+    return rows

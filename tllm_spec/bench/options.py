@@ -1,0 +1,80 @@
+"""The options that the benchmark commands share, turned into an engine's arguments, requests and sampling.
+
+The names are trtllm-bench's. An option that is None was not given.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tllm_spec.bench.dataset import BenchRequest, read_dataset
+from tllm_spec.bench.runner import sampling_for
+from tllm_spec.config import KvCacheConfig, overlay, read_yaml
+from tllm_spec.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Arguments of the engine that have an option of their own; the YAML file is laid over them."""
+
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    max_input_len: int | None = None
+    kv_cache_free_gpu_mem_fraction: float | None = None
+    enable_chunked_context: bool = False
+    scheduler_policy: str | None = None
+
+    def sharing_memory(self, num_engines: int) -> "EngineOptions":
+        """For several engines on one device: each takes its part of the cache memory that one would take."""
+        if self.kv_cache_free_gpu_mem_fraction is not None:
+            return self
+        one = KvCacheConfig().free_gpu_memory_fraction
+        return replace(self, kv_cache_free_gpu_mem_fraction=one / num_engines)
+
+    def arguments(self, yaml_path: Path | None) -> dict[str, Any]:
+        """Keyword arguments of `LLM`: where an option and the file both speak, the file wins."""
+        flags = {
+            "max_batch_size": self.max_batch_size,
+            "max_num_tokens": self.max_num_tokens,
+            "max_seq_len": self.max_seq_len,
+            "max_input_len": self.max_input_len,
+            "enable_chunked_prefill": self.enable_chunked_context or None,
+            "kv_cache_config": given(free_gpu_memory_fraction=self.kv_cache_free_gpu_mem_fraction),
+            "scheduler_config": given(capacity_scheduler_policy=self.scheduler_policy),
+        }
+        return overlay(given(**flags), read_yaml(yaml_path) if yaml_path else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """Which requests are sent, and how they are sampled."""
+
+    dataset: Path
+    num_requests: int = 0
+    target_output_len: int | None = None
+    eos_id: int = -1
+    sampler_options: Path | None = None
+
+    def requests(self) -> list[BenchRequest]:
+        requests = read_dataset(self.dataset, self.num_requests)
+        if self.target_output_len is None:
+            return requests
+        return [replace(request, output_tokens=self.target_output_len) for request in requests]
+
+    def sampling(self, requests: list[BenchRequest]) -> list[SamplingParams]:
+        options = read_yaml(self.sampler_options) if self.sampler_options else None
+        return sampling_for(requests, options, self.eos_id)
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[WorkloadOptions, EngineOptions]:
+    """The two groups out of one command's options, which hold nothing else."""
+    workload = {each.name: options[each.name] for each in fields(WorkloadOptions)}
+    engine = {name: value for name, value in options.items() if name not in workload}
+    return WorkloadOptions(**workload), EngineOptions(**engine)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that have a value."""
+    return {name: value for name, value in options.items() if value not in (None, {})}

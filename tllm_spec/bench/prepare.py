@@ -1,0 +1,61 @@
+"""Makes data sets: random token ids of normally distributed lengths, or pieces of text files.
+
+Needs a vocabulary's size or a tokenizer's `encode`, never a model.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from tllm_spec.bench.dataset import BenchRequest
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """A normal distribution of lengths in tokens; what is drawn below 1 counts as 1."""
+
+    mean: float
+    stdev: float
+
+    def draw(self, generator: random.Random) -> int:
+        return max(1, round(generator.gauss(self.mean, self.stdev)))
+
+
+def synthetic_requests(
+    num_requests: int, inputs: LengthDistribution, outputs: LengthDistribution, vocab_size: int, seed: int
+) -> Iterator[BenchRequest]:
+    """Requests of uniformly random token ids; the same seed gives the same requests."""
+    generator = random.Random(seed)
+    for task_id in range(num_requests):
+        input_ids = generator.choices(range(vocab_size), k=inputs.draw(generator))
+        yield BenchRequest(task_id, input_ids, outputs.draw(generator))
+
+
+def text_requests(
+    files: Sequence[Path], encode: Encode, num_requests: int, input_len: int, output_len: int, seed: int
+) -> Iterator[BenchRequest]:
+    """Prompts of exactly `input_len` tokens that begin at random lines, spread evenly over the files.
+
+    Files shorter than a prompt are passed over. Raises ValueError when that leaves none.
+    """
+    generator = random.Random(seed)
+    shuffled = generator.sample(files, len(files))
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in shuffled)
+    long_enough = list(islice((text for text in texts if len(encode(text)) >= input_len), num_requests))
+    if not long_enough:
+        raise ValueError(f"none of the {len(files)} files has {input_len} tokens: lower --input_len")
+    for task_id in range(num_requests):
+        text = long_enough[task_id % len(long_enough)]
+        yield BenchRequest(task_id, _cut(text, encode, input_len, generator), output_len)
+
+
+def _cut(text: str, encode: Encode, input_len: int, generator: random.Random) -> list[int]:
+    """`input_len` tokens from a random line on; from the first line where the rest is too short."""
+    lines = text.splitlines(keepends=True)
+    first = generator.randrange(len(lines))
+    input_ids = encode("".join(lines[first:]))
+    return (input_ids if len(input_ids) >= input_len else encode(text))[:input_len]

@@ -1,0 +1,190 @@
+"""The figures of a run as a dict with trtllm-bench's keys. Knows nothing of how they are printed.
+
+Two definitions differ from trtllm-bench's on purpose: drafted tokens are those really proposed (not draft
+length times iterations), and the prefill is no decoding round.
+"""
+
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from tllm_spec import __version__
+from tllm_spec.bench.runner import Run, num_output_tokens
+from tllm_spec.config import LlmArgs
+from tllm_spec.outputs import RequestOutput, SpeculativeStats
+
+MS = 1000.0
+
+
+def build_report(model_name: str, args: LlmArgs, run: Run, streaming: bool) -> dict[str, Any]:
+    """Everything known about a run; `streaming_metrics` and `decoding_stats` only where they apply."""
+    report: dict[str, Any] = {
+        "engine": engine_section(model_name, args),
+        "machine": machine_section(args.device),
+        "world_info": world_section(args),
+        "request_info": request_section(run),
+        "performance": performance_section(run),
+    }
+    if streaming:
+        report["streaming_metrics"] = streaming_section(run.outputs)
+    if args.speculative_config is not None:
+        report["decoding_stats"] = decoding_section(args.speculative_config.decoding_type, run.outputs)
+    return report | {"dataset": dataset_section(run.outputs)}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Minimum, maximum, average, and percentiles interpolated between neighbours; all 0 without values."""
+    data = numpy.asarray(values or [0.0], dtype=numpy.float64)
+    ranks = {f"p{rank}": float(numpy.percentile(data, rank)) for rank in (50, 90, 95, 99)}
+    return {
+        "minimum": float(data.min()),
+        "maximum": float(data.max()),
+        "average": float(data.mean()),
+        **ranks,
+    }
+
+
+def latency_s(output: RequestOutput) -> float:
+    assert output.metrics.latency is not None, "only finished requests are reported"
+    return output.metrics.latency
+
+
+def time_to_first_token_s(output: RequestOutput) -> float:
+    assert output.metrics.time_to_first_token is not None, "only finished requests are reported"
+    return output.metrics.time_to_first_token
+
+
+def time_per_output_token_s(output: RequestOutput) -> float:
+    """Decoding time over the tokens after the first; needs two tokens or more."""
+    return (latency_s(output) - time_to_first_token_s(output)) / (num_output_tokens(output) - 1)
+
+
+def performance_section(run: Run) -> dict[str, Any]:
+    latencies = [latency_s(output) for output in run.outputs]
+    num_input = sum(len(output.prompt_token_ids) for output in run.outputs)
+    per_user = [num_output_tokens(output) / latency_s(output) for output in run.outputs]
+    return {
+        "total_latency_ms": run.elapsed_s * MS,
+        "avg_request_latency_ms": percentiles(latencies)["average"] * MS,
+        "request_throughput_req_s": len(run.outputs) / run.elapsed_s,
+        "system_output_throughput_tok_s": run.output_tokens_per_s,
+        "system_total_throughput_tok_s": (num_input + run.num_output_tokens) / run.elapsed_s,
+        "output_throughput_per_user_tok_s": percentiles(per_user)["average"],
+        "output_throughput_per_gpu_tok_s": run.output_tokens_per_s,
+        "request_latency_percentiles_ms": percentiles([latency * MS for latency in latencies]),
+    }
+
+
+def streaming_section(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    decoded = [output for output in outputs if num_output_tokens(output) > 1]
+    tpot = percentiles([time_per_output_token_s(output) * MS for output in decoded])
+    ttft = percentiles([time_to_first_token_s(output) * MS for output in outputs])
+    gen_tps = percentiles([1 / time_per_output_token_s(output) for output in decoded])
+    return {
+        "token_output_speed_tok_s": gen_tps["average"],
+        "avg_ttft_ms": ttft["average"],
+        "avg_tpot_ms": tpot["average"],
+        "tpot_percentiles": tpot,
+        "ttft_percentiles": ttft,
+        "gen_tps_percentiles": gen_tps,
+    }
+
+
+def total_stats(outputs: Sequence[RequestOutput]) -> SpeculativeStats:
+    return sum((output.speculative_decoding or SpeculativeStats() for output in outputs), SpeculativeStats())
+
+
+def decoding_section(mode: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Percentiles are over requests; the four last entries weigh every round and every draft alike."""
+    each = [output.speculative_decoding for output in outputs]
+    stats = [one for one in each if one is not None and one.rounds]
+    total = total_stats(outputs)
+    return {
+        "mode": mode,
+        "num_draft_tokens_percentiles": percentiles([one.num_drafted_tokens for one in stats]),
+        "num_accepted_draft_tokens_percentiles": percentiles([one.num_accepted_tokens for one in stats]),
+        "draft_acceptance_rate_percentiles": percentiles([one.draft_acceptance_rate for one in stats]),
+        "acceptance_length_percentiles": percentiles([one.acceptance_length for one in stats]),
+        "rounds": total.rounds,
+        "acceptance_length": total.acceptance_length,
+        "draft_acceptance_rate": total.draft_acceptance_rate,
+        "per_position_acceptance": list(total.per_position_acceptance),
+    }
+
+
+def request_section(run: Run) -> dict[str, Any]:
+    number = len(run.outputs)
+    return {
+        "num_requests": number,
+        "avg_num_concurrent_requests": sum(map(latency_s, run.outputs)) / run.elapsed_s,
+        "avg_input_length": sum(len(output.prompt_token_ids) for output in run.outputs) / number,
+        "avg_output_length": run.num_output_tokens / number,
+        "avg_cached_input_tokens": sum(output.cached_tokens for output in run.outputs) / number,
+    }
+
+
+def dataset_section(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    inputs = [len(output.prompt_token_ids) for output in outputs]
+    generated = [num_output_tokens(output) for output in outputs]
+    return {
+        "num_sequences": len(outputs),
+        "isl_stats": percentiles(inputs),
+        "osl_stats": percentiles(generated),
+        "seq_len_stats": percentiles([sum(pair) for pair in zip(inputs, generated, strict=True)]),
+    }
+
+
+def engine_section(model_name: str, args: LlmArgs) -> dict[str, Any]:
+    names = {"model": model_name, "model_path": args.model, "backend": "pytorch", "version": __version__}
+    return names | {"dtype": args.dtype, "attn_backend": args.attn_backend, "load_format": args.load_format}
+
+
+def world_section(args: LlmArgs) -> dict[str, Any]:
+    return {
+        "tp_size": 1,
+        "world_size": 1,
+        "max_batch_size": args.max_batch_size,
+        "max_num_tokens": args.max_num_tokens,
+        "max_seq_len": args.max_seq_len,
+        "scheduling_policy": args.scheduler_config.capacity_scheduler_policy,
+        "kv_cache_percentage": args.kv_cache_config.free_gpu_memory_fraction * 100,
+    }
+
+
+def machine_section(device: str) -> dict[str, Any]:
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return {"name": platform.machine(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"name": properties.name, "memory_gib": properties.total_memory / 2**30}
+
+
+def request_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    """What `--request_json` holds: lengths, times and speculation of every request."""
+    return [
+        {
+            "request_id": output.request_id,
+            "num_input_tokens": len(output.prompt_token_ids),
+            "num_output_tokens": num_output_tokens(output),
+            "cached_tokens": output.cached_tokens,
+            "latency_ms": latency_s(output) * MS,
+            "ttft_ms": time_to_first_token_s(output) * MS,
+            "decoding_stats": output.speculative_decoding and output.speculative_decoding.to_dict(),
+        }
+        for output in outputs
+    ]
+
+
+def output_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    """What `--output_json` holds: the generated text and tokens."""
+    return [
+        {
+            "request_id": output.request_id,
+            "outputs": [{"text": sample.text, "token_ids": sample.token_ids} for sample in output.outputs],
+        }
+        for output in outputs
+    ]

@@ -1,0 +1,122 @@
+"""Runs a data set through an engine and takes the time. Knows the public interface of `LLM` only."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
+
+from tllm_spec.bench.dataset import BenchRequest
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tllm_spec.llm import LLM
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over the data set: its answers in order, and the seconds from first submission to last end."""
+
+    outputs: list[RequestOutput]
+    elapsed_s: float
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(map(num_output_tokens, self.outputs))
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.elapsed_s
+
+
+def num_output_tokens(output: RequestOutput) -> int:
+    return sum(sample.length for sample in output.outputs)
+
+
+def sampling_for(
+    requests: Sequence[BenchRequest], sampler_options: Mapping[str, Any] | None = None, eos_id: int = -1
+) -> list[SamplingParams]:
+    """One SamplingParams a request, for exactly its output length where EOS is ignored.
+
+    As in TensorRT-LLM, without sampler options decoding is greedy and EOS ignored; `eos_id` >= 0 ends a text.
+    Without a seed of its own a request has its task_id, so that a run can be repeated.
+    Raises ValueError for unknown or illegal sampler options.
+    """
+    options = {"ignore_eos": True} if sampler_options is None else dict(sampler_options)
+    if eos_id >= 0:
+        options |= {"end_id": eos_id, "ignore_eos": False}
+    common = SamplingParams.from_dict(options)
+    return [
+        replace(
+            common,
+            max_tokens=request.output_tokens,
+            seed=request.task_id if common.seed is None else common.seed,
+        )
+        for request in requests
+    ]
+
+
+def run_requests(
+    llm: "LLM",
+    requests: Sequence[BenchRequest],
+    sampling: Sequence[SamplingParams],
+    concurrency: int = -1,
+    streaming: bool = False,
+) -> Run:
+    """All requests, at most `concurrency` at a time (-1 = all at once). Raises ValueError when one fails."""
+    run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming))
+    failed = [pair for pair in zip(requests, run.outputs, strict=True) if pair[1].error]
+    if failed:
+        request, output = failed[0]
+        number = f"{len(failed)} of {len(requests)} requests failed"
+        raise ValueError(f"{number}; the first, task_id {request.task_id}: {output.error}")
+    return run
+
+
+def warm_up(
+    llm: "LLM",
+    requests: Sequence[BenchRequest],
+    sampling: Sequence[SamplingParams],
+    concurrency: int,
+    count: int,
+) -> None:
+    """Runs `count` requests from the top of the data set, which begins anew when it is shorter."""
+    chosen = list(islice(cycle(zip(requests, sampling, strict=True)), count))
+    run_requests(llm, [request for request, _ in chosen], [params for _, params in chosen], concurrency)
+
+
+async def _run_all(
+    llm: "LLM",
+    requests: Sequence[BenchRequest],
+    sampling: Sequence[SamplingParams],
+    concurrency: int,
+    streaming: bool,
+) -> Run:
+    gate = asyncio.Semaphore(concurrency) if concurrency > 0 else nullcontext()
+    pairs = zip(requests, sampling, strict=True)
+    start = time.perf_counter()
+    outputs = await asyncio.gather(*[_answer(llm, *pair, streaming, gate) for pair in pairs])
+    return Run(outputs, time.perf_counter() - start)
+
+
+async def _answer(
+    llm: "LLM",
+    request: BenchRequest,
+    params: SamplingParams,
+    streaming: bool,
+    gate: AbstractAsyncContextManager[Any],
+) -> RequestOutput:
+    """The finished output. With streaming every increment is taken, as by a client: its cost is measured."""
+    async with gate:
+        try:
+            handle = llm.generate_async(request.prompt, params, streaming=streaming)
+        except ValueError as error:
+            raise ValueError(f"task_id {request.task_id} is refused: {error}") from error
+        if not streaming:
+            return await handle
+        async for output in handle:
+            last = output
+        return last

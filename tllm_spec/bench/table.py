@@ -1,0 +1,94 @@
+"""Prints reports: dicts in, text out."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.tokenizer import Tokenizer
+
+PROMPT_LINES = 6
+RANKS = {
+    "minimum": "min",
+    "maximum": "max",
+    "average": "avg",
+    "p50": "p50",
+    "p90": "p90",
+    "p95": "p95",
+    "p99": "p99",
+}
+TITLES = {
+    "engine": "ENGINE",
+    "machine": "MACHINE",
+    "world_info": "WORLD AND RUNTIME",
+    "request_info": "REQUESTS",
+    "performance": "PERFORMANCE",
+    "streaming_metrics": "STREAMING",
+    "decoding_stats": "DECODING STATISTICS",
+    "dataset": "DATA SET",
+}
+
+
+def format_report(report: dict[str, dict[str, Any]]) -> str:
+    """A block for each section: plain figures first, then one table of its percentiles."""
+    return "\n\n".join(_format_section(TITLES[name], section) for name, section in report.items())
+
+
+def _format_section(title: str, section: dict[str, Any]) -> str:
+    width = max(map(len, section)) + 2
+    plain = [f"{key:<{width}}{_text(value)}" for key, value in section.items() if not isinstance(value, dict)]
+    spread = {key: value for key, value in section.items() if isinstance(value, dict)}
+    rows = [[key, *(_text(value[rank]) for rank in RANKS)] for key, value in spread.items()]
+    table = [format_table(["", *RANKS.values()], rows)] if rows else []
+    return "\n".join([f"== {title} ==", *plain, *table])
+
+
+def format_comparison(rows: Sequence[dict[str, Any]]) -> str:
+    header = ["configuration", "tokens/s", "(range)", "speedup", "acceptance length", "acceptance rate"]
+    return format_table([*header, "per position"], map(_comparison_row, rows))
+
+
+def _comparison_row(row: dict[str, Any]) -> list[str]:
+    low, high = row["output_tokens_per_s_range"]
+    return [
+        row["configuration"],
+        f"{row['output_tokens_per_s']:.1f}",
+        f"{low:.1f}-{high:.1f}",
+        f"{row['speedup']:.2f}x",
+        _text(row["acceptance_length"]),
+        _text(row["draft_acceptance_rate"]),
+        _text(row["per_position_acceptance"] or None),
+    ]
+
+
+def format_texts(outputs: Iterable[RequestOutput], tokenizer: Tokenizer | None) -> Iterator[str]:
+    """The last lines of each prompt, and what was generated behind them; token ids without a tokenizer."""
+    for number, output in enumerate(outputs):
+        prompt, generated = (
+            tokenizer.decode(token_ids) if tokenizer else str(token_ids)
+            for token_ids in (output.prompt_token_ids, output.outputs[0].token_ids)
+        )
+        shown = "\n".join(prompt.split("\n")[-PROMPT_LINES:])
+        yield f"--- request {number}, the end of its prompt ---\n{shown}"
+        yield f"--- request {number}, generated ---\n{generated}\n"
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first to the left, the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = (
+        [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+        ]
+        for line in lines
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,89 @@
+"""Command-line options that several commands of `tllm-bench` share, under trtllm-bench's names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import click
+
+Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
+
+EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+OUTPUT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+POSITIVE = click.IntRange(min=1)
+NOT_NEGATIVE = click.IntRange(min=0)
+SHARE = click.FloatRange(0, 1, min_open=True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured: the name that reports show, and the checkpoint's folder or zoo name."""
+
+    name: str
+    path: str
+
+
+def upper_case(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    return value and value.upper()
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator, shown by `--help` in this order."""
+    return lambda command: reduce(
+        lambda wrapped, decorator: decorator(wrapped), reversed(decorators), command
+    )
+
+
+workload_options = together(
+    click.option(
+        "--dataset", type=EXISTING_FILE, required=True, help="JSON lines, as prepare-dataset writes."
+    ),
+    click.option(
+        "--num_requests", type=NOT_NEGATIVE, default=0, help="How many of them, from the top; 0 = all."
+    ),
+    click.option("--target_output_len", type=POSITIVE, help="Replaces the data set's output_tokens."),
+    click.option("--eos_id", type=int, default=-1, help="The token that ends a text; -1 = none does."),
+    click.option(
+        "--sampler_options",
+        type=EXISTING_FILE,
+        help="YAML of SamplingParams. Without it decoding is greedy and EOS is ignored.",
+    ),
+)
+engine_options = together(
+    click.option("--max_num_tokens", type=POSITIVE, help="Tokens of one forward."),
+    click.option("--max_seq_len", type=POSITIVE, help="Prompt and output of one request together."),
+    click.option("--max_input_len", type=POSITIVE, help="Longer prompts are refused."),
+    click.option(
+        "--kv_cache_free_gpu_mem_fraction", type=SHARE, help="Of the memory that is free at the start."
+    ),
+    click.option("--enable_chunked_context", is_flag=True, help="Prefill long prompts in pieces."),
+    click.option(
+        "--scheduler_policy",
+        type=click.Choice(["guaranteed_no_evict", "max_utilization"]),
+        callback=upper_case,
+    ),
+)
+max_batch_size_option = click.option("--max_batch_size", type=POSITIVE, help="Requests that decode together.")
+yaml_option = click.option(
+    "--extra_llm_api_options",
+    "--config",
+    "yaml_path",
+    type=EXISTING_FILE,
+    help="YAML of LLM arguments; where an option says otherwise, the file wins.",
+)
+warmup_option = click.option(
+    "--warmup",
+    type=NOT_NEGATIVE,
+    default=2,
+    help="Requests, from the top, that run beforehand; their prompts may then be in the prefix cache.",
+)
+report_json_option = click.option("--report_json", type=OUTPUT_FILE, help="Receives the report's figures.")
+record_options = together(
+    report_json_option,
+    click.option("--output_json", type=OUTPUT_FILE, help="Receives every request's text and tokens."),
+    click.option(
+        "--request_json", type=OUTPUT_FILE, help="Receives every request's lengths, times and drafts."
+    ),
+)

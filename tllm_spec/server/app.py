@@ -1,0 +1,191 @@
+"""The HTTP server's routes: each checks a request, starts it on the LLM and answers in OpenAI's form.
+
+What a body may hold is in `protocol`, what an answer looks like in `responses`, its way in `streaming`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+
+from tllm_spec import __version__
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    error_body,
+    param_of,
+)
+from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
+from tllm_spec.server.streaming import EngineError, event_stream, unless_disconnected, whole_answer
+
+if TYPE_CHECKING:
+    from tllm_spec.llm import LLM
+    from tllm_spec.request_handle import RequestHandle
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it
+
+
+class RequestRefused(Exception):
+    """An answer with an error status."""
+
+    def __init__(self, status: int, message: str, kind: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(message, kind, param=param_of(message), code=code)
+
+
+class OpenAIServer:
+    """The routes over one LLM, which ends with the server. Raises ValueError if it has no tokenizer."""
+
+    def __init__(self, llm: LLM, served_model_name: str) -> None:
+        if llm.tokenizer is None:
+            raise ValueError("skip_tokenizer_init = True cannot be served over HTTP: answers are text")
+        self._llm = llm
+        self._tokenizer = llm.tokenizer
+        self._model = served_model_name
+        self._created = int(time.time())
+
+    def app(self) -> FastAPI:
+        """The application to run."""
+        app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
+        app.add_api_route("/health", self.health)
+        app.add_api_route("/version", self.version)
+        app.add_api_route("/v1/models", self.models)
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_exception_handler(RequestRefused, _refused)
+        app.add_exception_handler(EngineError, _engine_error)
+        app.add_exception_handler(RequestValidationError, _invalid_body)
+        app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(Exception, _internal_error)
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        yield
+        self._llm.shutdown()
+
+    async def health(self) -> Response:
+        """200 while the engine can serve, else 503."""
+        return Response() if self._llm.is_healthy else PlainTextResponse("the engine is down", 503)
+
+    async def version(self) -> dict[str, str]:
+        """The package's version."""
+        return {"version": __version__}
+
+    async def models(self) -> dict[str, Any]:
+        """The one model that is served."""
+        model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "tllm_spec"}
+        return {"object": "list", "data": [model]}
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Continues each prompt of the body."""
+        self._check_servable(body)
+        with bad_request():
+            params = body.to_sampling_params()
+            handles = self._start(body.prompt, params, body.stream)
+        answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
+        return await _respond(body, request, answer, handles)
+
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """Answers the conversation in the body."""
+        self._check_servable(body)
+        with bad_request():
+            params = body.to_sampling_params()
+            handles = self._start([self._chat_prompt(body)], params, body.stream)
+        answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
+        return await _respond(body, request, answer, handles)
+
+    def _check_servable(self, body: GenerationRequest) -> None:
+        if not self._llm.is_healthy:
+            raise RequestRefused(503, "the engine is down", "internal_error")
+        if body.model != self._model:
+            message = f"model = {body.model!r} is not served here; the model is {self._model!r}"
+            raise RequestRefused(404, message, "invalid_request_error", code="model_not_found")
+
+    def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
+        """Token ids of the conversation. Raises ValueError when the model's template cannot express it."""
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        variables = body.chat_template_kwargs or {}
+        if taken := variables.keys() & signature(self._tokenizer.apply_chat_template).parameters.keys():
+            raise ValueError(f"chat_template_kwargs = {sorted(taken)} are not variables of a template")
+        try:
+            token_ids: list[int] = self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=body.add_generation_prompt,
+                **variables,
+            )
+        except TemplateError as error:
+            raise ValueError(f"messages do not fit the model's chat template: {error}") from error
+        return token_ids
+
+    def _start(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams, streaming: bool
+    ) -> list[RequestHandle]:
+        """Starts a request for each prompt, or none. Raises ValueError for a prompt that cannot be served."""
+        handles: list[RequestHandle] = []
+        try:
+            for prompt in prompts:
+                handles.append(self._llm.generate_async(prompt, params, streaming=streaming))
+        except ValueError:
+            for handle in handles:
+                handle.abort()
+            raise
+        return handles
+
+
+async def _respond(
+    body: GenerationRequest, request: Request, answer: Answer, handles: Sequence[RequestHandle]
+) -> Response:
+    if body.stream:
+        events = event_stream(answer, handles, include_usage=body.include_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
+    whole = await unless_disconnected(request, whole_answer(answer, handles))
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+
+
+@contextmanager
+def bad_request() -> Iterator[None]:
+    """A ValueError inside is the client's mistake."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestRefused(400, str(error), "invalid_request_error") from error
+
+
+async def _refused(request: Request, refusal: Exception) -> JSONResponse:
+    assert isinstance(refusal, RequestRefused)
+    return JSONResponse(refusal.body, refusal.status)
+
+
+async def _engine_error(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(error_body(str(error), "internal_error"), 500)
+
+
+async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
+    assert isinstance(invalid, RequestValidationError)
+    causes = [detail.get("ctx", {}).get("error") or detail["msg"] for detail in invalid.errors()]
+    message = "\n".join(map(str, causes))
+    return JSONResponse(error_body(message, "invalid_request_error", param=param_of(message)), 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_body(error.detail, "invalid_request_error"), error.status_code)
+
+
+async def _internal_error(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(error_body(f"{type(error).__name__}: {error}", "internal_error"), 500)

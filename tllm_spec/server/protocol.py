@@ -1,0 +1,198 @@
+"""Bodies of OpenAI's completion and chat requests, with our extensions, and the shape of its errors.
+
+A body is turned into prompts and `SamplingParams` here; ranges are checked there, once. Fields of OpenAI
+that are not served are refused unless they say "off".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from tllm_spec.config_base import ConfigModel
+from tllm_spec.option_checks import NotServed
+from tllm_spec.sampling_params import SamplingParams
+
+SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
+MAX_LOGPROBS = 20
+NO_TOOLS = "tools are not served"
+NOT_STORED = "nothing is stored"
+
+COMPLETION_NOT_SERVED: Mapping[str, NotServed] = {
+    "echo": NotServed((None, False), "the prompt is not repeated"),
+    "suffix": NotServed((None, ""), "text is not inserted before a suffix"),
+}
+CHAT_NOT_SERVED: Mapping[str, NotServed] = {
+    "audio": NotServed((None,), "only text is served"),
+    "function_call": NotServed((None, "none"), NO_TOOLS),
+    "functions": NotServed((None, []), NO_TOOLS),
+    "metadata": NotServed((None, {}), NOT_STORED),
+    "modalities": NotServed((None, ["text"]), "only text is served"),
+    "prediction": NotServed((None,), "speculation is configured at start-up"),
+    "reasoning_effort": NotServed((None,), "use chat_template_kwargs"),
+    "response_format": NotServed((None, {"type": "text"}), "guided decoding is not served yet"),
+    "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
+    "store": NotServed((None, False), NOT_STORED),
+    "tool_choice": NotServed((None, "none"), NO_TOOLS),
+    "tools": NotServed((None, []), NO_TOOLS),
+    "web_search_options": NotServed((None,), NO_TOOLS),
+}
+
+
+def error_body(
+    message: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def param_of(message: str) -> str | None:
+    """The option that one of our error sentences begins with."""
+    named = re.match(r"([\w.]+)(?:\[\S+\])? (?:= |is required)", message)
+    return named[1] if named else None
+
+
+def _token_ids_as_integers(bias: object) -> object:
+    """JSON has only strings as keys."""
+    if not isinstance(bias, Mapping):
+        return bias
+    return {
+        int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in bias.items()
+    }
+
+
+class StreamOptions(ConfigModel):
+    """`include_usage`: a last chunk with the token counts."""
+
+    include_usage: bool = False
+
+
+class GenerationRequest(ConfigModel):
+    """What both kinds of request have. Absent sampling options are OpenAI's defaults, null ones too."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # for the caller's own records: it has no effect
+
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids_as_integers)] = None
+
+    # Extensions, named as in SamplingParams.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad: str | list[str] | None = None
+    bad_token_ids: list[int] | list[list[int]] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    speculation: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options = {...} needs stream = true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, **own: object) -> SamplingParams:
+        """The sampling options of the body and `own`. Raises ValueError for a value out of range."""
+        given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_NAMES}
+        if given.get("temperature") is None:
+            given["temperature"] = 1.0  # OpenAI's default; without it an unset request would be greedy
+        return SamplingParams.from_dict(given | own)
+
+
+def _as_prompts(prompt: object) -> object:
+    """A list of prompts, each text or token ids, from any of the four forms that OpenAI takes."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(type(item) is int for item in prompt):
+            return [prompt]
+        if all(isinstance(item, str) for item in prompt):
+            return prompt
+        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt):
+            return prompt
+    raise ValueError("a text, a list of texts, token ids or a list of token id lists is needed")
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `/v1/completions`."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
+    max_tokens: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+    not_served: ClassVar[Mapping[str, NotServed]] = COMPLETION_NOT_SERVED
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Raises ValueError for a value out of range."""
+        return self.sampling_params(max_tokens=16 if self.max_tokens is None else self.max_tokens)
+
+
+def _join_text_parts(content: object) -> object:
+    """The text of a message given as a list of parts."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
+            raise ValueError('parts have the form {"type": "text", "text": ...}; only text is served')
+    return "".join(part["text"] for part in content)
+
+
+class ChatMessage(ConfigModel):
+    """One message; a list of text parts is joined. `name` reaches the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_join_text_parts)]
+    name: str | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of `/v1/chat/completions`. `chat_template_kwargs` are variables for the model's chat template."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None  # OpenAI's older name
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    not_served: ClassVar[Mapping[str, NotServed]] = CHAT_NOT_SERVED
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError(f"top_logprobs = {self.top_logprobs} needs logprobs = true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError(f"max_tokens = {self.max_tokens} is max_completion_tokens under its older name")
+        return self
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Without a limit the answer may fill the model's length. Raises ValueError as `sampling_params`."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling_params(
+            max_tokens=limit, logprobs=self.top_logprobs or 0 if self.logprobs else None
+        )

@@ -1,0 +1,179 @@
+"""OpenAI's response objects, made of our outputs: whole answers and the chunks of a stream.
+
+Two extensions stand in each choice: `stop_reason`, and `speculative_decoding` once the sample is finished.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
+from tllm_spec.tokenizer import REPLACEMENT, Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
+
+Json = dict[str, Any]
+
+
+def usage_of(results: Sequence[RequestOutput]) -> Json:
+    """Token counts of a whole HTTP request."""
+    prompt = sum(len(result.prompt_token_ids) for result in results)
+    completion = sum(output.length for result in results for output in result.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results)},
+    }
+
+
+class Answer(ABC):
+    """One HTTP request's answer. A choice's index counts the `n` samples of each prompt in turn."""
+
+    kind: str
+    chunk_kind: str
+    id_prefix: str
+
+    def __init__(self, model: str, tokenizer: Tokenizer, num_samples: int, top_logprobs: int | None) -> None:
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._tokenizer = tokenizer
+        self._num_samples = num_samples
+        self._top_logprobs = top_logprobs  # None: no logprobs are wanted
+        self._started: set[int] = set()
+        self._finished: set[int] = set()
+
+    @abstractmethod
+    def _content(self, output: CompletionOutput) -> Json:
+        """A finished sample's text and logprobs."""
+
+    @abstractmethod
+    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
+        """A growing sample's new text and logprobs."""
+
+    def whole(self, results: Sequence[RequestOutput]) -> Json:
+        """The answer that is not streamed."""
+        choices = [
+            {"index": self._index(i, output), **self._content(output), **_ending(output)}
+            for i, result in enumerate(results)
+            for output in result.outputs
+        ]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(results)}
+
+    def chunks(self, prompt_index: int, result: RequestOutput) -> Iterator[Json]:
+        """Chunks with what is new in `result`."""
+        for output in result.outputs:
+            index = self._index(prompt_index, output)
+            news = output.text_diff or (self._top_logprobs is not None and output.token_ids_diff)
+            if index in self._finished or not (news or output.finish_reason):
+                continue
+            delta = self._delta(output, is_first=index not in self._started)
+            self._started.add(index)
+            if output.finish_reason:
+                self._finished.add(index)
+            yield self._chunk([{"index": index, **delta, **_ending(output)}])
+
+    def usage_chunk(self, results: Sequence[RequestOutput]) -> Json:
+        """The last chunk of a stream with `include_usage`."""
+        return {**self._chunk([]), "usage": usage_of(results)}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return {**self._head, "object": self.chunk_kind, "choices": choices}
+
+    def _index(self, prompt_index: int, output: CompletionOutput) -> int:
+        return prompt_index * self._num_samples + output.index
+
+    def _token_text(self, token_id: int) -> str:
+        return self._tokenizer.decode(
+            [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def _best(self, logprobs: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+        """The wanted number of most probable tokens."""
+        ranked = sorted(logprobs.items(), key=lambda item: item[1].logprob, reverse=True)
+        return ranked[: self._top_logprobs]
+
+
+class CompletionAnswer(Answer):
+    """`/v1/completions`."""
+
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+
+    def _content(self, output: CompletionOutput) -> Json:
+        return {"text": output.text, "logprobs": self._logprobs(output.token_ids, output.logprobs, 0)}
+
+    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
+        offset = len(output.text) - len(output.text_diff)
+        logprobs = self._logprobs(output.token_ids_diff, output.logprobs_diff, offset)
+        return {"text": output.text_diff, "logprobs": logprobs}
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offset: int) -> Json | None:
+        if self._top_logprobs is None:
+            return None
+        tokens = [self._token_text(token_id) for token_id in token_ids]
+        offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_number(at[token]) for token, at in zip(token_ids, logprobs, strict=True)],
+            "top_logprobs": [
+                {self._token_text(i): _number(each) for i, each in self._best(at)} for at in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatAnswer(Answer):
+    """`/v1/chat/completions`."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def _content(self, output: CompletionOutput) -> Json:
+        message = {"role": "assistant", "content": output.text}
+        return {"message": message, "logprobs": self._logprobs(output.token_ids, output.logprobs)}
+
+    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
+        role = {"role": "assistant"} if is_first else {}
+        logprobs = self._logprobs(output.token_ids_diff, output.logprobs_diff)
+        return {"delta": {**role, "content": output.text_diff}, "logprobs": logprobs}
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> Json | None:
+        if self._top_logprobs is None:
+            return None
+        return {
+            "content": [
+                {
+                    **self._token(token, at[token]),
+                    "top_logprobs": [self._token(*best) for best in self._best(at)],
+                }
+                for token, at in zip(token_ids, logprobs, strict=True)
+            ]
+        }
+
+    def _token(self, token_id: int, logprob: Logprob) -> Json:
+        text = self._token_text(token_id)
+        # A token that is a part of a character has no text, and its bytes are not known here.
+        utf8 = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": _number(logprob), "bytes": utf8}
+
+
+def _ending(output: CompletionOutput) -> Json:
+    stats = output.speculative_decoding
+    return {
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "speculative_decoding": stats.to_dict() if stats and output.finish_reason else None,
+    }
+
+
+def _number(logprob: Logprob) -> float:
+    return max(logprob.logprob, LOWEST_LOGPROB)

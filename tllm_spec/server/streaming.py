@@ -1,0 +1,101 @@
+"""From running requests to one HTTP answer; streamed or whole, it is the same generator of updates.
+
+It knows neither prompts nor sampling. Whoever stops listening ends the requests: leaving the generator aborts
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.server.protocol import error_body
+from tllm_spec.server.responses import Answer, Json
+
+if TYPE_CHECKING:
+    from tllm_spec.request_handle import RequestHandle
+
+DONE = "data: [DONE]\n\n"
+
+
+class EngineError(Exception):
+    """A request was taken and could not be finished."""
+
+
+async def updates(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """`(index of the handle, its output so far)` as they come. Each is used before its handle goes on.
+
+    Raises EngineError when a request fails. Whatever still runs when the generator is left is aborted.
+    """
+    streams = [aiter(handle) for handle in handles]
+    waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            finished, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                i, result = waiting.pop(task), task.result()
+                if result is None:
+                    continue
+                if result.error is not None:
+                    raise EngineError(result.error)
+                yield i, result
+                waiting[asyncio.ensure_future(anext(streams[i], None))] = i
+    finally:
+        for task in waiting:
+            task.cancel()
+        for handle in handles:
+            handle.abort()
+
+
+async def whole_answer(answer: Answer, handles: Sequence[RequestHandle]) -> Json:
+    """The answer when every request is finished. Raises EngineError."""
+    results: dict[int, RequestOutput] = {}
+    async with aclosing(updates(handles)) as outputs:
+        async for i, result in outputs:
+            results[i] = result
+    return answer.whole([results[i] for i in range(len(handles))])
+
+
+async def event_stream(
+    answer: Answer, handles: Sequence[RequestHandle], *, include_usage: bool
+) -> AsyncGenerator[str, None]:
+    """The answer as server-sent events. A request that fails ends the stream with an error event."""
+    results: dict[int, RequestOutput] = {}
+    async with aclosing(updates(handles)) as outputs:
+        try:
+            async for i, result in outputs:
+                results[i] = result
+                for chunk in answer.chunks(i, result):
+                    yield _event(chunk)
+        except EngineError as error:
+            yield _event(error_body(str(error), "internal_error"))
+            return
+    if include_usage:
+        yield _event(answer.usage_chunk([results[i] for i in range(len(handles))]))
+    yield DONE
+
+
+def _event(data: Json) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Json]) -> Json | None:
+    """The result of `work`, or None when the client went away first; then `work` is cancelled."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watch.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

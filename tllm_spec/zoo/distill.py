@@ -1,0 +1,88 @@
+"""Losses of the two trainings: next-token cross entropy for the target, agreement with it for the draft."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tllm_spec.zoo.token_data import TokenData
+from tllm_spec.zoo.trainer import logits_of
+
+ARGMAX_SHARE = 0.3
+"""Part of the draft's loss that is cross entropy on the target's best token; the rest is KL."""
+SELF_TEXT_SHARE = 0.5
+VALIDATION_WINDOWS = 16
+VALIDATION_LENGTH = 1024
+
+
+def target_loss(model: Any, data: TokenData) -> Callable[[int, int], Tensor]:
+    def loss(windows: int, length: int) -> Tensor:
+        tokens = data.sample(windows, length + 1)
+        return cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
+
+    return loss
+
+
+def target_validation(model: Any, heldout: TokenData) -> Callable[[], dict[str, float]]:
+    def validate() -> dict[str, float]:
+        losses = [
+            cross_entropy(logits_of(model, tokens[:, :-1]), tokens[:, 1:])
+            for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
+        ]
+        nats = torch.stack(losses).mean().item()
+        return {"loss": nats, "bits_per_byte": bits_per_byte(nats, heldout)}
+
+    return validate
+
+
+def draft_loss(
+    draft: Any, target: Any, data: TokenData, self_text: TokenData
+) -> Callable[[int, int], Tensor]:
+    """Windows come from the training files and from what the target wrote itself."""
+
+    def loss(windows: int, length: int) -> Tensor:
+        own = int(windows * SELF_TEXT_SHARE)
+        tokens = torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
+        with torch.no_grad():
+            target_logits = logits_of(target, tokens)
+        return distillation_loss(logits_of(draft, tokens), target_logits)
+
+    return loss
+
+
+def draft_validation(draft: Any, target: Any, heldout: TokenData) -> Callable[[], dict[str, float]]:
+    """`agreement`: how often both models have the same best next token on held-out text."""
+
+    def validate() -> dict[str, float]:
+        figures = []
+        for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS):
+            draft_logits, target_logits = logits_of(draft, tokens), logits_of(target, tokens)
+            agreement = (draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
+            nats = cross_entropy(draft_logits[:, :-1], tokens[:, 1:])
+            figures.append(torch.stack([distillation_loss(draft_logits, target_logits), agreement, nats]))
+        loss, agreement_rate, nats_per_token = torch.stack(figures).mean(0).tolist()
+        return {"loss": loss, "agreement": agreement_rate, "nats_per_token": nats_per_token}
+
+    return validate
+
+
+def distillation_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Both `[B, T, V]`. Forward KL(target || draft), which is what acceptance at T > 0 asks for, and cross
+    entropy on the target's best token, which is what greedy acceptance asks for."""
+    draft = F.log_softmax(draft_logits.float(), -1).flatten(0, 1)
+    target = F.log_softmax(target_logits.float(), -1).flatten(0, 1)
+    divergence = F.kl_div(draft, target, reduction="batchmean", log_target=True)
+    best = F.nll_loss(draft, target.argmax(-1))
+    return (1 - ARGMAX_SHARE) * divergence + ARGMAX_SHARE * best
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean nats a token of `[B, T, V]` logits for `[B, T]` labels."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def bits_per_byte(nats_per_token: float, data: TokenData) -> float:
+    return nats_per_token / math.log(2) * len(data.tokens) / data.num_bytes

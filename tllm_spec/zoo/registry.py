@@ -1,0 +1,23 @@
+"""Short names of the models that the package ships. Knows folders only, never what is in them."""
+
+from pathlib import Path
+
+ZOO_PREFIX = "zoo:"
+_ZOO = Path(__file__).parent
+_FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in ("llama", "llama-draft")}
+
+
+def resolve_model(path_or_name: str | Path) -> Path:
+    """The local folder of a model: a zoo name such as `zoo:llama`, or an existing folder, returned as it is.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(path_or_name, str) and path_or_name in _FOLDERS:
+        return _FOLDERS[path_or_name]
+    folder = Path(path_or_name)
+    if folder.is_dir():
+        return folder
+    raise ValueError(
+        f"model {str(path_or_name)!r} is neither an existing local folder nor a model of the zoo; "
+        f"the zoo has {', '.join(_FOLDERS)} (models are not downloaded: pass the folder of a checkpoint)"
+    )

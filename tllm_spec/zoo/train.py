@@ -1,0 +1,134 @@
+"""Train and measure the zoo's models: `python -m tllm_spec.zoo.train target|draft|evaluate --help`.
+
+Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, no corpus. A GPU takes minutes; a CPU works, too.
+The shape of a model is the config.json that the zoo ships for it, or that of `--shape FOLDER`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from transformers import AutoModelForCausalLM
+
+from tllm_spec.zoo.distill import draft_loss, draft_validation, target_loss, target_validation
+from tllm_spec.zoo.evaluate import evaluate as acceptance
+from tllm_spec.zoo.registry import resolve_model
+from tllm_spec.zoo.self_text import write_self_text
+from tllm_spec.zoo.token_data import TokenData
+from tllm_spec.zoo.trainer import Settings, build_model, train
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def training_options(shape: str, dropout: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of every training run, as `Settings` names them."""
+    options = [
+        click.option("--data", type=FOLDER, required=True, help="Folder with training.npz and heldout.npz."),
+        click.option("--output", type=FOLDER, required=True, help="Folder for the best weights so far."),
+        click.option("--shape", default=shape, show_default=True, help="Model whose config.json to use."),
+        click.option("--device", default=DEVICE, show_default=True),
+        click.option("--seed", default=0, show_default=True),
+        click.option("--minutes", default=6.0, show_default=True, help="Budget of time."),
+        click.option("--steps", default=10**9, help="Budget of steps."),
+        click.option("--windows", default=64, show_default=True, help="Sequences a step."),
+        click.option("--length", default=1024, show_default=True, help="Tokens a sequence."),
+        click.option("--learning-rate", default=2e-3, show_default=True),
+        click.option("--weight-decay", default=0.1, show_default=True),
+        click.option("--dropout", default=dropout, show_default=True),
+        click.option("--warmup-steps", default=200, show_default=True),
+        click.option("--compile/--no-compile", default=False, help="torch.compile the layers."),
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group()
+def main() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+@main.command()
+@training_options("zoo:llama", dropout=0.1)
+def target(data: Path, output: Path, shape: str, device: str, seed: int, **settings: Any) -> None:
+    """Next-token prediction on the training files."""
+    torch.manual_seed(seed)
+    on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
+    model = build_model(folder, run, on)
+    training, heldout = (TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout"))
+    train(model, target_loss(model, training), target_validation(model, heldout), run, folder, output)
+
+
+@main.command()
+@training_options("zoo:llama-draft", dropout=0.0)
+@click.option("--target", "target_name", default="zoo:llama", show_default=True, help="The trained target.")
+@click.option("--self-text-minutes", default=1.0, show_default=True, help="How long the target writes text.")
+@click.option("--self-text-batch", default=1024, show_default=True)
+@click.option("--self-text-tokens", default=384, show_default=True, help="New tokens a text.")
+def draft(
+    data: Path,
+    output: Path,
+    shape: str,
+    device: str,
+    seed: int,
+    target_name: str,
+    self_text_minutes: float,
+    self_text_batch: int,
+    self_text_tokens: int,
+    **settings: Any,
+) -> None:
+    """Distillation from the target on the training files and on text of the target's own."""
+    torch.manual_seed(seed)
+    on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
+    training, heldout = (TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout"))
+    teacher, model = load_model(target_name, on), build_model(folder, run, on)
+    own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
+    loss, validation = draft_loss(model, teacher, training, own), draft_validation(model, teacher, heldout)
+    train(model, loss, validation, run, folder, output)
+
+
+@main.command()
+@click.option("--data", type=FOLDER, required=True, help="Folder with heldout.npz.")
+@click.option("--target", "target_name", default="zoo:llama", show_default=True)
+@click.option("--draft", "draft_name", default="zoo:llama-draft", show_default=True)
+@click.option("--output", type=FOLDER, help="Folder for acceptance.json.")
+@click.option("--device", default=DEVICE, show_default=True)
+@click.option("--prompts", default=256, show_default=True)
+@click.option("--new-tokens", default=128, show_default=True)
+@click.option("--draft-len", default=4, show_default=True)
+def evaluate(
+    data: Path,
+    target_name: str,
+    draft_name: str,
+    output: Path | None,
+    device: str,
+    prompts: int,
+    new_tokens: int,
+    draft_len: int,
+) -> None:
+    """Greedy acceptance length of the draft on continuations of held-out text."""
+    on = torch.device(device)
+    heldout = TokenData.load(data / "heldout.npz", on)
+    models = load_model(target_name, on), load_model(draft_name, on)
+    figures = json.dumps(acceptance(*models, heldout, prompts, new_tokens, draft_len))
+    print(figures)
+    if output is not None:
+        (output / "acceptance.json").write_text(figures + "\n", encoding="utf-8")
+
+
+def load_model(name: str, device: torch.device) -> Any:
+    """A trained model in fp32, for reading only."""
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32).to(device)
+    return model.eval().requires_grad_(False)
+
+
+if __name__ == "__main__":
+    main()
