@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_vs_transformers.py [--output result.json] [--repeat 5] [--new-tokens 128] [--only NAME]
 
-Contenders of a row take turns, `--repeat` times, and the row's figure is the median of the ratios of neighbouring turns, because
-machines are noisy. Everything runs in float32 with torch's default number of threads, greedy, eos ignored.
+Contenders of a row take turns, `--repeat` times, and the row's figure is the median of the ratios of neighbouring
+turns, because machines are noisy. Everything runs in float32 with torch's default number of threads, greedy, eos
+ignored.
 """
 
 import argparse
@@ -75,7 +76,12 @@ class Bench:
         self.copy_prompt = source + source + source[:60]  # "edit this file": the text so far repeats
 
     def compare(
-        self, name: str, bar: float, contender: tuple[str, Callable[[], str]], reference: tuple[str, Callable[[], str]], num_tokens: int
+        self,
+        name: str,
+        bar: float,
+        contender: tuple[str, Callable[[], str]],
+        reference: tuple[str, Callable[[], str]],
+        num_tokens: int,
     ) -> Row:
         """Turns of both after one warm-up each. Callables return a note."""
         times: dict[str, list[float]] = {contender[0]: [], reference[0]: []}
@@ -89,7 +95,9 @@ class Bench:
         pairs = zip(times[reference[0]], times[contender[0]], strict=True)
         speed = {label: num_tokens / statistics.median(values) for label, values in times.items()}
         ratio = statistics.median(slow / fast for slow, fast in pairs)
-        row = Row(name, contender[0], reference[0], ratio, bar, speed[contender[0]], speed[reference[0]], note)
+        row = Row(
+            name, contender[0], reference[0], ratio, bar, speed[contender[0]], speed[reference[0]], note
+        )
         print(format_row(row), flush=True)
         return row
 
@@ -108,7 +116,14 @@ class Bench:
                 ids = torch.tensor([prompt], device=model.device)
                 mask = torch.ones_like(ids)
                 length = self.new_tokens
-                model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=length, min_new_tokens=length, **options)
+                model.generate(
+                    ids,
+                    attention_mask=mask,
+                    do_sample=False,
+                    max_new_tokens=length,
+                    min_new_tokens=length,
+                    **options,
+                )
             return ""
 
         return run
@@ -119,19 +134,31 @@ class Bench:
         rows = []
         with LLM("zoo:llama", **SMALL) as plain:
             ours, theirs = self.engine(one, plain), self.transformers(model, one)
-            rows.append(self.compare("zoo, 1 request", 2.0, ("plain", ours), ("transformers", theirs), length))
+            rows.append(
+                self.compare("zoo, 1 request", 2.0, ("plain", ours), ("transformers", theirs), length)
+            )
             ours, theirs = self.engine(eight, plain), self.transformers(model, eight)
-            rows.append(self.compare("zoo, 8 requests", 4.0, ("plain x8", ours), ("transformers x1", theirs), 8 * length))
+            rows.append(
+                self.compare(
+                    "zoo, 8 requests", 4.0, ("plain x8", ours), ("transformers x1", theirs), 8 * length
+                )
+            )
             with LLM("zoo:llama", speculative_config=DRAFT_TARGET, **SMALL) as draft_target:
                 rows += self.draft_target_rows(plain, draft_target, model, assistant)
             with LLM("zoo:llama", speculative_config=NGRAM, **SMALL) as ngram:
                 copy = [self.copy_prompt]
                 contender, reference = self.engine(copy, ngram), self.engine(copy, plain)
-                rows.append(self.compare("zoo, copying", 1.3, ("NGram", contender), ("plain", reference), length))
+                rows.append(
+                    self.compare("zoo, copying", 1.3, ("NGram", contender), ("plain", reference), length)
+                )
             never = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": NeverRight()}
             with LLM("zoo:llama", speculative_config=never, **SMALL) as useless:
                 contender, reference = self.engine(one, useless), self.engine(one, plain)
-                rows.append(self.compare("zoo, useless drafts", 0.8, ("never right", contender), ("plain", reference), length))
+                rows.append(
+                    self.compare(
+                        "zoo, useless drafts", 0.8, ("never right", contender), ("plain", reference), length
+                    )
+                )
         return rows
 
     def draft_target_rows(self, plain: LLM, draft_target: LLM, model: Any, assistant: Any) -> list[Row]:
@@ -141,11 +168,14 @@ class Bench:
 
         def in_turn(llm: LLM) -> Callable[[], str]:
             def run() -> str:
-                stats = [llm.generate(prompt, self.greedy).speculative_decoding for prompt in self.prompts]  # type: ignore[union-attr]
-                if stats[0] is None:
+                handles = [llm.generate_async(prompt, self.greedy).result() for prompt in self.prompts]
+                stats = [handle.speculative_decoding for handle in handles if handle.speculative_decoding]
+                if not stats:
                     return ""
                 total = sum(stats[1:], stats[0])
-                return f"acceptance length {total.acceptance_length:.2f}, rate {total.draft_acceptance_rate:.2f}"
+                return (
+                    f"acceptance length {total.acceptance_length:.2f}, rate {total.draft_acceptance_rate:.2f}"
+                )
 
             return run
 
@@ -186,11 +216,15 @@ def format_row(row: Row) -> str:
     verdict = "ok  " if row.ratio >= row.bar else "MISS"
     speeds = f"{row.contender_tokens_per_s:7.0f} vs {row.reference_tokens_per_s:7.0f} tok/s"
     versus = f"{row.contender} / {row.reference}"
-    return f"{verdict} {row.name:<20} {versus:<38} {row.ratio:5.2f}x (bar {row.bar:.2f})  {speeds}  {row.note}"
+    return (
+        f"{verdict} {row.name:<20} {versus:<38} {row.ratio:5.2f}x (bar {row.bar:.2f})  {speeds}  {row.note}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="where the rows go as JSON")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -200,7 +234,11 @@ def main() -> int:
     rows = [] if args.only == "medium" else bench.zoo_rows()
     rows += [] if args.only == "zoo" else bench.medium_rows()
     if args.output:
-        report = {"threads": torch.get_num_threads(), "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+        report = {
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "rows": [asdict(row) for row in rows],
+        }
         args.output.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if all(row.ratio >= row.bar for row in rows) else 1
 

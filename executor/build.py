@@ -37,6 +37,8 @@ from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
+SINGLE_THREAD_BYTES = 32 << 20
+
 
 @dataclass(frozen=True)
 class BuiltExecutor:
@@ -63,6 +65,15 @@ def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> t
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     return of_checkpoint if device.type == "cuda" else torch.float32
+
+
+def _cpu_threads(target: CausalLM) -> int | None:
+    """One thread for a model whose weights fit into a core's caches: there, waking others for every op costs more than
+    they compute (benchmarks/cpu_threads.py)."""
+    if target.device.type != "cpu":
+        return None
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in target.parameters())
+    return 1 if num_bytes <= SINGLE_THREAD_BYTES else None
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
@@ -107,7 +118,9 @@ class _Builder:
         """A model with a cache of `num_pages` pages; `vocab_size` is the target's."""
         geometry = model.config.attention_geometry(self.mapping)
         dtype = model.dtype
-        pool = KVPool(geometry, num_pages=num_pages, page_size=self.page_size, dtype=dtype, device=self.device)
+        pool = KVPool(
+            geometry, num_pages=num_pages, page_size=self.page_size, dtype=dtype, device=self.device
+        )
         reuse = self.args.kv_cache_config
         cache = PagedCache(
             num_pages,
@@ -160,12 +173,12 @@ def build_executor(
         may_preempt=args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION",
         by_priority=args.scheduler_config.waiting_queue_policy == "priority",
     )
-    queue = RequestQueue()
+    queue, resources = RequestQueue(), [*speculation.resources, kv, builder.slots]
     parts = ExecutorParts(
         queue=queue,
-        scheduler=Scheduler(limits, builder.slots, kv),
+        scheduler=Scheduler(limits, builder.slots, kv, resources),
         kv=kv,
-        resources=[*speculation.resources, kv, builder.slots],
+        resources=resources,
         slots=slots,
         engine=engine,
         drafter=speculation.drafter,
@@ -173,6 +186,7 @@ def build_executor(
         draft_len_for=builder.spec.draft_len_for if builder.spec else lambda batch_size: 0,
         blame=blame,
         max_num_tokens=args.max_num_tokens,
+        cpu_threads=_cpu_threads(target),
         stream_interval=args.stream_interval,
     )
     return BuiltExecutor(PyExecutor(parts, respond), queue, config, max_seq_len, builder.max_draft_len)

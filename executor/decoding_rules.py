@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodingRules:
-    """Off is: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition 1, presence and frequency 0, logprobs None."""
+    """Off is: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition 1, presence and frequency 0, logprobs
+    None."""
 
     temperature: float
     top_k: int
@@ -71,7 +72,9 @@ class DecodingRules:
         end = frozenset(end_ids if params.end_id is None else own_end)
         _check_vocabulary("logit_bias", bias, vocab_size)
         _check_vocabulary("stop_token_ids", stop_token_ids, vocab_size)
-        _check_vocabulary("bad_token_ids", (token for sequence in sequences for token in sequence), vocab_size)
+        _check_vocabulary(
+            "bad_token_ids", (token for sequence in sequences for token in sequence), vocab_size
+        )
         return cls(
             temperature=params.effective_temperature,
             top_k=min(params.top_k or 0, vocab_size),

@@ -41,6 +41,7 @@ class ExecutorParts:
     draft_len_for: Callable[[int], int]  # draft length of a round by its number of generating requests
     blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
     max_num_tokens: int
+    cpu_threads: int | None = None  # of torch in the executor's thread; None: as they are
     stream_interval: int = 1
 
 
@@ -54,6 +55,11 @@ class PyExecutor:
         self._respond = respond
         self._speculating = parts.slots.max_draft_len > 0
         self._batch = ScheduledBatch()
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will run the rounds."""
+        if self.parts.cpu_threads is not None:
+            torch.set_num_threads(self.parts.cpu_threads)
 
     @torch.inference_mode()
     def step(self) -> bool:
@@ -83,7 +89,9 @@ class PyExecutor:
                 request.finish("error", error=str(error))
                 self._send([request])
         if cancelled:
-            alive = {request.request_id: request for request in self.scheduler.waiting + self.scheduler.running}
+            alive = {
+                request.request_id: request for request in self.scheduler.waiting + self.scheduler.running
+            }
             self._end([alive[i] for i in dict.fromkeys(cancelled) if i in alive], "cancelled")
 
     def _prepare_draft_requests(self) -> None:
@@ -126,7 +134,7 @@ class PyExecutor:
             )
         hidden = parts.engine.forward(chunks, windows)
         if chunks:
-            collect_prompt_logprobs(batch.context_requests, hidden, parts.engine)
+            collect_prompt_logprobs(batch.context_requests, hidden, parts.engine.compute_logits)
             hidden = self._finish_contexts(batch, hidden)
         return parts.engine.compute_logits(hidden)
 
@@ -171,7 +179,9 @@ class PyExecutor:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
         before = request.num_tokens
         if -1 in run:
-            request.finish("error", error="the model's logits are not numbers (NaN) at this request's next token")
+            request.finish(
+                "error", error="the model's logits are not numbers (NaN) at this request's next token"
+            )
         else:
             request.append_run(run)
         num_emitted = request.num_tokens - before
@@ -208,8 +218,8 @@ class PyExecutor:
             self._respond([response_of(request, speculating=self._speculating) for request in requests])
 
     def recover(self, error: Exception) -> None:
-        """A round broke off. Whoever caused it fails with the error, or everybody in the round if that is not known; the
-        others go on from where they stood before the round."""
+        """A round broke off. Whoever caused it fails with the error, or everybody in the round if that is not known;
+        the others go on from where they stood before the round."""
         batch, self._batch = self._batch, ScheduledBatch()
         culprits = self.parts.blame()
         if culprits is None:

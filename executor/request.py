@@ -35,7 +35,8 @@ class StopChecker(Protocol):
 
 
 class DraftCounters:
-    """What speculation did for one request: rounds by how many tokens were really drafted, and by how many were accepted.
+    """What speculation did for one request: rounds by how many tokens were really drafted, and by how many were
+    accepted.
 
     Padding and prefill never count.
     """
@@ -77,7 +78,9 @@ class LlmRequest:
     state: RequestState = RequestState.WAITING
     prompt_len: int = 0
     slot: int = -1
-    kv_len: int = 0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
+    kv_len: int = (
+        0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
+    )
     draft_kv_len: int = 0  # the same in a separate draft model's cache
     context_chunk: int = 0  # tokens of the context scheduled in this round
     cached_tokens: int = 0  # reused from the prefix cache at first admission

@@ -4,10 +4,12 @@ Drafts are ordinary tokens here: `py_draft_tokens` placeholders were attached be
 speculation. Pages are taken at once, not promised: what is scheduled can run. It does not touch the device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 
@@ -25,12 +27,21 @@ class Scheduler:
     """Requests run in the order of the queue: oldest first, or highest priority first. Running ones are served before
     waiting ones join, and nothing overtakes the head of the queue."""
 
-    def __init__(self, limits: SchedulerLimits, slots: SeqSlotManager, kv: KVCacheManager) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        slots: SeqSlotManager,
+        kv: KVCacheManager,
+        resources: Sequence[ResourceManager],
+    ) -> None:
+        """`resources`: everything that a running request occupies, slots and kv among them."""
         self.limits = limits
         self.waiting: list[LlmRequest] = []
         self.running: list[LlmRequest] = []
+        self.num_preemptions = 0
         self._slots = slots
         self._kv = kv
+        self._resources = resources
 
     def add(self, request: LlmRequest) -> None:
         """Raises ValueError when the request can never run."""
@@ -72,8 +83,8 @@ class Scheduler:
         return chunk
 
     def _chunk_len(self, request: LlmRequest, budget: int) -> int:
-        """Context tokens of this round; 0 if the rest does not fit and may not be cut. A preempted request may have grown
-        beyond one round: it is cut all the same, since it was accepted once."""
+        """Context tokens of this round; 0 if the rest does not fit and may not be cut. A preempted request may have
+        grown beyond one round: it is cut all the same, since it was accepted once."""
         remaining = request.num_tokens - request.kv_len
         if remaining <= budget:
             return remaining
@@ -94,11 +105,12 @@ class Scheduler:
             if victim in scheduled:
                 scheduled.remove(victim)
         self.running.remove(victim)
-        self._kv.free_resources(victim)
-        self._slots.free_resources(victim)
+        for manager in self._resources:
+            manager.free_resources(victim)
         victim.state, victim.kv_len, victim.context_chunk = RequestState.WAITING, 0, 0
         victim.py_draft_tokens = []
         victim.num_preemptions += 1
+        self.num_preemptions += 1
         self.add(victim)
 
     def _admit_waiting(self, budget: int, batch: ScheduledBatch) -> list[LlmRequest]:
@@ -146,8 +158,9 @@ class Scheduler:
         needed = self._kv.pages_for(self._last_token(request))
         if needed > self._kv.num_usable:
             raise ValueError(
-                f"the request may need {needed} KV pages (prompt {request.prompt_len} + max_tokens {request.max_tokens} "
-                f"tokens) and the cache has {self._kv.num_usable}; lower max_tokens or raise kv_cache_config.max_tokens"
+                f"the request may need {needed} KV pages (prompt {request.prompt_len} + max_tokens "
+                f"{request.max_tokens} tokens) and the cache has {self._kv.num_usable}; lower max_tokens or "
+                "raise kv_cache_config.max_tokens"
             )
         if request.prompt_len > self.limits.max_num_tokens and not self.limits.chunked_prefill:
             raise ValueError(

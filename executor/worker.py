@@ -34,6 +34,7 @@ class Worker:
 
     def _main(self) -> None:
         try:
+            self._executor.enter_thread()
             while not self._queue.closed:
                 self._idle.clear()
                 if not self._round():

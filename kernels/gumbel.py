@@ -1,8 +1,8 @@
 """Counter-based Gumbel noise: a pure function of (seed, position, token id), the heart of drafter-invariant sampling.
 
-Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) keyed by the request's seed; the
-counter holds (token // 4, position, domain, 0) and token % 4 picks the output word. Because nothing is drawn from a
-stream, the noise of a position is the same on any device, in any batch, for any draft length.
+Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) keyed by the request's
+seed; the counter holds (token // 4, position, domain, 0) and token % 4 picks the output word. Because nothing is
+drawn from a stream, the noise of a position is the same on any device, in any batch, for any draft length.
 
 This file is the plain-torch twin: it defines the values. It knows nothing of logits, requests or batches.
 """
@@ -22,7 +22,8 @@ RESIDUAL_DOMAIN = 3  # the token drawn after a rejection
 
 
 def philox_bits(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int) -> torch.Tensor:
-    """Random 32-bit words of token ids 0..num_tokens-1, as int64. seeds, positions: `[R]` int64. Returns `[R, num_tokens]`.
+    """Random 32-bit words of token ids 0..num_tokens-1, as int64. seeds, positions: `[R]` int64. Returns `[R,
+    num_tokens]`.
 
     Words travel in int64 because torch has no unsigned multiply: the product wraps mod 2**64, whose two halves are
     exactly the high and low words after masking.

@@ -62,13 +62,16 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Completes one prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) or a list of them.
 
-        A list is answered by a list in its order; a prompt in it that cannot be served becomes an output with `error`, and the
-        others are not affected. A single such prompt raises ValueError. `sampling_params` and `priority` (0 to 1, higher
-        first under `waiting_queue_policy: priority`) may be lists of the same length.
+        A list is answered by a list in its order; a prompt in it that cannot be served becomes an output with
+        `error`, and the others are not affected. A single such prompt raises ValueError. `sampling_params` and
+        `priority` (0 to 1, higher first under `waiting_queue_policy: priority`) may be lists of the same length.
         """
         if _is_single(inputs):
             alone = cast(Prompt, inputs)
-            (params,), (rank,) = _one_each("sampling_params", sampling_params, 1), _one_each("priority", priority, 1)
+            (params,), (rank,) = (
+                _one_each("sampling_params", sampling_params, 1),
+                _one_each("priority", priority, 1),
+            )
             return self.generate_async(alone, params, priority=rank).result()
         prompts = list(cast(Sequence[Prompt], inputs))
         all_params = _one_each("sampling_params", sampling_params, len(prompts))
@@ -90,10 +93,11 @@ class LLM:
         streaming: bool = False,
         priority: float = 0.5,
     ) -> RequestHandle:
-        """Submits one prompt and returns at once. With `streaming`, the result grows token by token; without, it arrives whole.
+        """Submits one prompt and returns at once. With `streaming`, the result grows token by token; without, it
+        arrives whole.
 
-        Raises ValueError for a prompt or parameters that this model cannot serve, RuntimeError after shutdown or when the
-        executor has died.
+        Raises ValueError for a prompt or parameters that this model cannot serve, RuntimeError after shutdown or
+        when the executor has died.
         """
         self._check_alive()
         params = _params(sampling_params)
@@ -156,11 +160,15 @@ class LLM:
         if isinstance(inputs, Mapping):
             unknown = inputs.keys() - {"prompt", "prompt_token_ids"}
             if unknown or len(inputs) != 1:
-                raise ValueError(f"a prompt mapping has either 'prompt' or 'prompt_token_ids', not {sorted(inputs)}")
+                raise ValueError(
+                    f"a prompt mapping has either 'prompt' or 'prompt_token_ids', not {sorted(inputs)}"
+                )
             inputs = next(iter(inputs.values()))
         if isinstance(inputs, str):
             if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init")
+                raise ValueError(
+                    "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
+                )
             return inputs, self.tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
         token_ids = list(cast(Sequence[int], inputs))
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
@@ -175,7 +183,9 @@ class LLM:
             raise ValueError("the prompt is empty: at least one token is needed")
         vocab_size = self.model_config.vocab_size
         if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise ValueError(f"the prompt has token ids outside the vocabulary, which has ids 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"the prompt has token ids outside the vocabulary, which has ids 0 to {vocab_size - 1}"
+            )
         longest = min(self.max_seq_len - 1, self.args.max_input_len or self.max_seq_len)
         if len(token_ids) > longest:
             raise ValueError(
@@ -200,7 +210,11 @@ class LLM:
     ) -> LlmRequest:
         room = self.max_seq_len - len(token_ids)
         wish = params.speculation
-        limit = self._max_draft_len if wish.max_draft_len is None else min(wish.max_draft_len, self._max_draft_len)
+        limit = (
+            self._max_draft_len
+            if wish.max_draft_len is None
+            else min(wish.max_draft_len, self._max_draft_len)
+        )
         return LlmRequest(
             request_id=request_id,
             tokens=list(token_ids),
@@ -219,7 +233,9 @@ class LLM:
             return None
         assert self.tokenizer is not None
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
-        return StopStringChecker(detokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output)
+        return StopStringChecker(
+            detokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
+        )
 
     def _cancel_of(self, ids: list[int]) -> Callable[[], None]:
         def cancel() -> None:

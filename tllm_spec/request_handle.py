@@ -31,8 +31,8 @@ class Arrival:
 class RequestHandle(RequestOutput):
     """A `RequestOutput` that is still growing.
 
-    `result()` and `await` give the finished output; iterating (`for`, `async for`) gives it whenever it grew; `abort()` ends the
-    request. Only one reader may use it.
+    `result()` and `await` give the finished output; iterating (`for`, `async for`) gives it whenever it grew;
+    `abort()` ends the request. Only one reader may use it.
     """
 
     def __init__(

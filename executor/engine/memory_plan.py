@@ -22,7 +22,8 @@ def plan_num_pages(args: LlmArgs, models: list[CausalLM], max_len: int) -> int:
     if args.kv_cache_config.max_tokens is not None:
         return -(-args.kv_cache_config.max_tokens // page_size) + DUMMY_PAGES
     page_bytes = sum(
-        KVPool.page_bytes(model.config.attention_geometry(Mapping()), page_size, model.dtype) for model in models
+        KVPool.page_bytes(model.config.attention_geometry(Mapping()), page_size, model.dtype)
+        for model in models
     )
     device = models[0].device
     if device.type == "cuda":

@@ -28,8 +28,8 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class Windows:
-    """B generation windows: slots `[B]`, first positions `[B]`, token_ids `[B, W]`, all on the device. `max_kv_len` is a
-    host upper bound of first position + W."""
+    """B generation windows: slots `[B]`, first positions `[B]`, token_ids `[B, W]`, all on the device. `max_kv_len`
+    is a host upper bound of first position + W."""
 
     slots: torch.Tensor
     first: torch.Tensor
@@ -40,7 +40,8 @@ class Windows:
 class ModelEngine:
     """A model, its attention backend and its block table.
 
-    `input_vocab_size` is that of the target: a draft model with fewer (padding) rows reads ids beyond its own as its last.
+    `input_vocab_size` is that of the target: a draft model with fewer (padding) rows reads ids beyond its own as its
+    last.
     """
 
     def __init__(

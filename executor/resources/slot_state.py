@@ -23,7 +23,9 @@ class SlotState:
         self.window = torch.zeros((num_rows, max_draft_len + 1), dtype=torch.int64, device=device)
         self.previous_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
-    def start_generation(self, slot_ids: torch.Tensor, context_tail: torch.Tensor, first: torch.Tensor) -> None:
+    def start_generation(
+        self, slot_ids: torch.Tensor, context_tail: torch.Tensor, first: torch.Tensor
+    ) -> None:
         """Rows of requests whose context ended in this round. slot_ids, context_tail (last context token), first
         (sampled token): `[C]`. `kv_lens` was written with the context."""
         self.window[slot_ids, 0] = first
@@ -33,7 +35,9 @@ class SlotState:
         """After acceptance: new_tokens `[B, K+1]`, new_lens `[B]` of generating slots `[B]`. Device work only."""
         last = (new_lens - 1).unsqueeze(1)
         bonus = self.window[slot_ids, 0]
-        tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(1, torch.cat((last, last + 1), dim=1))
+        tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(
+            1, torch.cat((last, last + 1), dim=1)
+        )
         self.previous_token[slot_ids] = tail[:, 0]
         self.window[slot_ids, 0] = tail[:, 1]
         self.kv_lens[slot_ids] += new_lens

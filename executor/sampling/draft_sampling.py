@@ -1,7 +1,8 @@
 """How a draft model's token is drawn from its logits (DESIGN section 5).
 
-`coupled`: with the noise that the target will use at the same position, so that the two agree whenever their distributions
-nearly do. `greedy`: the best token. Rejection sampling draws with noise of its own and remembers the distribution.
+`coupled`: with the noise that the target will use at the same position, so that the two agree whenever their
+distributions nearly do. `greedy`: the best token. Rejection sampling draws with noise of its own and remembers the
+distribution.
 """
 
 import torch
@@ -38,7 +39,9 @@ class DraftSampling:
         tokens = group.sampled.put_requests(choose(logits), drawn).clamp_min(0)
         if not self.keeps_probs:
             return tokens, None
-        probs = torch.nn.functional.pad(scaled.softmax(-1), (0, self._sampler.state.vocab_size - logits.shape[1]))
+        probs = torch.nn.functional.pad(
+            scaled.softmax(-1), (0, self._sampler.state.vocab_size - logits.shape[1])
+        )
         return tokens, group.sampled.put_requests(self._one_hot(tokens), probs)
 
     def _scaled(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Logit edits that need the tokens on the host: the user's logits processors, and bad words of several tokens.
 
-These requests pay one device-to-host copy of their drafts a round; nobody else does. Each position is edited with exactly
-the tokens that would stand before it, had the drafts been decoded one by one.
+These requests pay one device-to-host copy of their drafts a round; nobody else does. Each position is edited with
+exactly the tokens that would stand before it, had the drafts been decoded one by one.
 """
 
 import torch
@@ -41,6 +41,8 @@ def _edit_row(request: LlmRequest, tokens: list[int], logits: torch.Tensor) -> t
     for processor in request.rules.processors:
         edited = processor(list(tokens), logits)
         if not isinstance(edited, torch.Tensor) or edited.shape != logits.shape:
-            raise ValueError(f"logits processor {processor!r} must return the logits, a tensor of shape {tuple(logits.shape)}")
+            raise ValueError(
+                f"logits processor {processor!r} must return the logits, a tensor of shape {tuple(logits.shape)}"
+            )
         logits = edited
     return logits

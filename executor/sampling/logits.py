@@ -1,7 +1,7 @@
 """What happens to logits between the model and the choice of a token. Pure functions over rows.
 
-Every row is one position of one request and is treated as if it were decoded alone. Nothing here knows requests, windows
-or acceptance.
+Every row is one position of one request and is treated as if it were decoded alone. Nothing here knows requests,
+windows or acceptance.
 """
 
 import torch

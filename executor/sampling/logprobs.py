@@ -1,4 +1,5 @@
-"""Log probabilities of emitted tokens, from the model's own logits (before penalties, bias, temperature and filters)."""
+"""Log probabilities of emitted tokens, from the model's own logits (before penalties, bias, temperature and
+filters)."""
 
 import torch
 
@@ -14,7 +15,8 @@ class LogprobRows:
         self._found: list[tuple[list[LlmRequest], int, torch.Tensor, torch.Tensor]] = []
 
     def add(self, group: RowGroup, raw: torch.Tensor, tokens: torch.Tensor) -> None:
-        """raw `[M * W, V]`: log-softmax of the rows of the group's M requests that asked; tokens `[M, W]`: the emitted ones."""
+        """raw `[M * W, V]`: log-softmax of the rows of the group's M requests that asked; tokens `[M, W]`: the
+        emitted ones."""
         requests = [request for request in group.requests if request.rules.logprobs is not None]
         values, ids = token_logprobs(raw, tokens.flatten().clamp_min(0), group.num_logprobs)
         self._found.append((requests, group.window, values, ids))
@@ -27,12 +29,15 @@ class LogprobRows:
             for index, request in enumerate(requests):
                 own = rows[index * window : (index + 1) * window]
                 found[request.request_id] = [
-                    logprob_entry(row_values, row_ids, request.rules.logprobs or 0) for row_values, row_ids in own
+                    logprob_entry(row_values, row_ids, request.rules.logprobs or 0)
+                    for row_values, row_ids in own
                 ]
         return found
 
 
-def token_logprobs(raw: torch.Tensor, tokens: torch.Tensor, num_best: int) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    raw: torch.Tensor, tokens: torch.Tensor, num_best: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """values, ids `[R, 2 + k]`: the token's log probability, the k best ones, and in the last id column its rank.
 
     raw `[R, V]` log-softmax; tokens `[R]`. The last value column is unused.

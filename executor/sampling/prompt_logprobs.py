@@ -1,13 +1,18 @@
 """Log probabilities of prompt tokens, for requests that ask: from the context rows, chunk by chunk."""
 
+from collections.abc import Callable
+
 import torch
 
-from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.logprobs import logprob_entry, token_logprobs
 
 
-def collect_prompt_logprobs(requests: list[LlmRequest], hidden: torch.Tensor, engine: ModelEngine) -> None:
+def collect_prompt_logprobs(
+    requests: list[LlmRequest],
+    hidden: torch.Tensor,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """Fills `prompt_logprobs` of each request with what this round's rows say of the tokens after them.
 
     hidden `[T, H]`: the context chunks' rows one after another, before anything else. The first prompt token has no
@@ -26,7 +31,7 @@ def collect_prompt_logprobs(requests: list[LlmRequest], hidden: torch.Tensor, en
         skip = len(known) - 1 - request.kv_len
         if skip >= len(tokens):
             continue
-        rows = engine.compute_logits(hidden[start + skip : start + len(tokens)]).log_softmax(-1)
+        rows = compute_logits(hidden[start + skip : start + len(tokens)]).log_softmax(-1)
         targets = torch.tensor(tokens[skip:], device=hidden.device)
         values, ids = token_logprobs(rows, targets, num_best)
         known += [logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)]

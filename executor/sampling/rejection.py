@@ -1,7 +1,8 @@
 """Classical speculative sampling: accept a draft with probability min(1, p/q), else draw from (p - q)+.
 
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1. Lossless in distribution;
-unlike the default rule, the text for a seed then depends on the drafter. It does not know how p and q came about.
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1. Lossless in
+distribution; unlike the default rule, the text for a seed then depends on the drafter. It does not know how p and q
+came about.
 """
 
 import torch
@@ -20,7 +21,8 @@ def reject_chain(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Emitted tokens `[N, K+1]` and how many are valid `[N]`.
 
-    target_probs `[N, K+1, V]`; draft_probs `[N, K, V]` are the distributions that the drafts `[N, K]` were drawn from (None:
+    target_probs `[N, K+1, V]`; draft_probs `[N, K, V]` are the distributions that the drafts `[N, K]` were drawn
+    from (None:
     each draft was certain); num_drafts `[N]`: real drafts (None: all); seeds `[N]`; positions `[N, K+1]`.
     """
     num, length = drafts.shape
@@ -42,7 +44,9 @@ def reject_chain(
         )
     position = positions.gather(1, accepted.unsqueeze(1)).squeeze(1)
     last = choose(final.log() + gumbel_noise(seeds, position, final.shape[1], RESIDUAL_DOMAIN))
-    tokens = torch.cat((drafts, last.unsqueeze(1)), dim=1).scatter_(1, accepted.unsqueeze(1), last.unsqueeze(1))
+    tokens = torch.cat((drafts, last.unsqueeze(1)), dim=1).scatter_(
+        1, accepted.unsqueeze(1), last.unsqueeze(1)
+    )
     return tokens, accepted + 1
 
 

@@ -1,7 +1,7 @@
 """Which rows of the logits belong to which requests, and which of them need which treatment.
 
-A group is N requests with W rows each: the generation windows of a round (W = K+1), or its finished contexts (W = 1). All
-that does not change while the same requests run is worked out once and kept by `RowGroups`.
+A group is N requests with W rows each: the generation windows of a round (W = K+1), or its finished contexts (W =
+1). All that does not change while the same requests run is worked out once and kept by `RowGroups`.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,9 @@ class RowGroups:
         key = (window, *(request.request_id for request in requests))
         group = self._kept.get(key)
         if group is None:
-            if len(self._kept) >= 8:  # a few compositions alternate (draft lengths); older ones are gone for good
+            if (
+                len(self._kept) >= 8
+            ):  # a few compositions alternate (draft lengths); older ones are gone for good
                 self._kept.clear()
             group = self._kept[key] = self._make(list(requests), window)
         return group

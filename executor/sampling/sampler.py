@@ -53,6 +53,9 @@ class Sampler:
             self.slots.advance(group.slots, tokens, lens)
             parts.append((tokens, lens))
         self.groups.end_round()
+        if not parts:  # chunks of contexts only, and none of them the last
+            empty = torch.empty((0, 1), dtype=torch.int64, device=logits.device)
+            return SampledTokens(empty, empty[:, 0]), logprobs
         if len(parts) == 1:
             return SampledTokens(*parts[0]), logprobs
         return SampledTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True))), logprobs

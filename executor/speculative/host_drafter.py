@@ -1,4 +1,5 @@
-"""Runs drafters that work on the host (NGram, user-provided): checks what they propose, pads it, sends it to the slots."""
+"""Runs drafters that work on the host (NGram, user-provided): checks what they propose, pads it, sends it to the
+slots."""
 
 from operator import index
 
@@ -18,7 +19,9 @@ class HostDrafter(Drafter):
     goes well, so that one bad request does not take others with it.
     """
 
-    def __init__(self, inner: Drafter, resource_manager: ResourceManager | None, slots: SlotState, vocab_size: int) -> None:
+    def __init__(
+        self, inner: Drafter, resource_manager: ResourceManager | None, slots: SlotState, vocab_size: int
+    ) -> None:
         self._inner = inner
         self._resource_manager = resource_manager
         self._slots = slots
@@ -66,7 +69,9 @@ class HostDrafter(Drafter):
         if len(drafts) > limit:
             raise ValueError(f"the drafter proposed {len(drafts)} tokens where at most {limit} were wanted")
         if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
-            raise ValueError(f"the drafter proposed {drafts}; the model has token ids 0 to {self._vocab_size - 1}")
+            raise ValueError(
+                f"the drafter proposed {drafts}; the model has token ids 0 to {self._vocab_size - 1}"
+            )
         self.culprits = []
 
     def _pad(self, batch: ScheduledBatch) -> None:

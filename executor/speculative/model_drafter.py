@@ -1,8 +1,8 @@
 """Draft/Target: a small model in its own engine, with its own KV cache, proposes chains of tokens (two-model path).
 
-Its cache follows the target's: context chunk by chunk, then one or two tokens a round. When all K drafts were accepted, the
-last of them is not in the draft cache yet, so every round starts by re-reading the last two tokens; that is the same
-shape whatever was accepted, and needs no news from the host.
+Its cache follows the target's: context chunk by chunk, then one or two tokens a round. When all K drafts were
+accepted, the last of them is not in the draft cache yet, so every round starts by re-reading the last two tokens;
+that is the same shape whatever was accepted, and needs no news from the host.
 """
 
 import torch

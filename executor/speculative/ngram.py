@@ -1,4 +1,5 @@
-"""NGram drafts: what followed the same tokens earlier in the text. The pool does the work; see `resources/ngram_pool.py`."""
+"""NGram drafts: what followed the same tokens earlier in the text. The pool does the work; see
+`resources/ngram_pool.py`."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
@@ -28,4 +29,6 @@ class NGramDrafter(Drafter):
     ) -> None:
         for request in scheduled_requests.generation_requests:
             wanted = request.num_drafts_wanted
-            request.py_draft_tokens = self._pool.propose(request.request_id, request.tokens, wanted) if wanted else []
+            request.py_draft_tokens = (
+                self._pool.propose(request.request_id, request.tokens, wanted) if wanted else []
+            )

@@ -1,6 +1,6 @@
-"""What a model asks of attention. Models know this file only; backends implement it; the engine fills the metadata.
+"""What a model asks of attention. Models know only this file; backends implement it; the engine fills it in.
 
-Nothing here knows requests, slots of the scheduler or sampling: rows, pages and lengths are all there is.
+Nothing here knows requests, the scheduler or sampling: rows, pages and lengths are all there is.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class AttentionGeometry:
 
 @dataclass
 class AttentionMetadata:
-    """The rows of one forward: first C context chunks one after another, then B generation windows of `window` tokens each; T rows in all.
+    """The rows of one forward: first C context chunks one after another, then B generation windows of
+    `window` tokens each; T rows in all.
 
-    The rows of a request are consecutive positions and end at its `kv_lens`. Lengths of generation requests live on the
-    device; the host has only the bound `max_kv_len`. A row of `block_tables` may be padded with any valid page.
+    A request's rows are its last ones, up to `kv_lens`. Lengths of generation requests live on the device;
+    the host has only the bound `max_kv_len`. A row of `block_tables` may be padded with any valid page.
     """
 
     context_lens: tuple[int, ...]
@@ -71,7 +72,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Write the rows' K and V into the pool, then attend causally to everything their requests have there.
+        """Write the rows' K and V into the pool, then attend causally to all that their requests have there.
 
         Args:
             layer: index into the pool's layers.

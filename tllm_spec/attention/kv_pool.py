@@ -1,4 +1,4 @@
-"""The paged KV memory of one model on one device. It does not know which page belongs to whom: that is the KV cache manager's."""
+"""The paged KV memory of one model on one device. Which page is whose only the KV cache manager knows."""
 
 import torch
 
@@ -8,8 +8,8 @@ from tllm_spec.attention.interface import AttentionGeometry
 class KVPool:
     """`data`: `[layers, 2, pages, page_size, kv_heads, head_dim]`, keys at 0 and values at 1.
 
-    A slot is one token's place: `page * page_size + offset`. The memory starts as zeros, since a masked key still
-    meets the softmax and a masked value is still multiplied by zero.
+    A slot is one token's place: `page * page_size + offset`. The memory starts as zeros: a masked value is
+    still multiplied by zero, and must be a number for that.
     """
 
     def __init__(
@@ -39,4 +39,4 @@ class KVPool:
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero pages in all layers: nothing of a request that failed may reach their next owner."""
-        self.data.index_fill_(2, torch.tensor(pages, device=self.data.device), 0)
+        self.data.index_fill_(2, torch.tensor(pages, dtype=torch.int64, device=self.data.device), 0)

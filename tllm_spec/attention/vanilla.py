@@ -1,8 +1,8 @@
 """VANILLA: paged attention in plain torch, on any device. The CPU's default and the oracle of all kernels.
 
-A generation window costs five ops a layer: one index_copy_ writes K and V of all rows, one index_select gathers K and V of
-all requests, and one scaled_dot_product_attention runs with the query heads of a group folded into the query axis, so that
-K and V need no repeating. Context chunks run one request after another.
+Generation windows cost three ops a layer: one index_copy_ writes K and V of all rows, one index_select
+gathers K and V of all requests, and one scaled_dot_product_attention runs with the query heads of a group
+folded into the query axis, so that K and V need no repeating. Context chunks run one after another.
 """
 
 from dataclasses import dataclass
@@ -21,34 +21,37 @@ from tllm_spec.attention.kv_pool import KVPool
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """One context chunk. Without `kv_rows` nothing is cached and the chunk attends to itself."""
+    """One context chunk of n rows. Without `kv_rows` nothing is cached and the chunk attends to itself."""
 
-    first: int
-    end: int
+    rows: slice
     kv_rows: torch.Tensor | None = None
     """[2 * L] rows of the flat layer: the request's keys, then its values."""
     mask: torch.Tensor | None = None
-    """[n, L] added to the scores."""
+    """[n, L], added to the scores."""
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """All generation windows."""
+    """All generation windows, rows `first` and after."""
 
     first: int
+    q_shape: tuple[int, int, int, int, int]
+    """B, W, Hkv, G, D."""
     kv_rows: torch.Tensor
     """[2 * B * L] rows of the flat layer: all keys, then all values."""
-    mask: torch.Tensor
-    """[B, 1, W * G, L] added to the scores."""
-    q_shape: tuple[int, int, int, int, int]
     gathered: torch.Tensor
+    """[2 * B * L, Hkv * D]: what `kv_rows` selects; every layer overwrites it."""
     keys: torch.Tensor
+    """[B, Hkv, L, D], a view of `gathered`."""
     values: torch.Tensor
+    """[B, Hkv, L, D], a view of `gathered`."""
+    mask: torch.Tensor
+    """[B, 1, W * G, L], added to the scores."""
 
 
 @dataclass(frozen=True)
 class VanillaPlan(AttentionPlan):
-    """`kv_slots`: [T]; then the chunks, then the windows if there are any."""
+    """`kv_slots`: [T]; then the chunks; then the windows, if there are any."""
 
     kv_slots: torch.Tensor
     contexts: tuple[ContextPlan, ...]
@@ -56,24 +59,22 @@ class VanillaPlan(AttentionPlan):
 
 
 class VanillaAttention(AttentionBackend):
-    """Numbers depend on the request's own pages only: what lies beyond its length is replaced, not just masked, because a
-    page may come from a request that died of NaN, and a NaN value times the weight zero is NaN.
+    """A request's result depends on its own tokens only: what lies beyond its length is replaced, not just
+    masked, since those pages may be another request's, whose values may be NaN, and zero times NaN is NaN.
     """
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
-        num_slots = pool.num_pages * pool.page_size
         heads, head_dim = geometry.num_kv_heads, geometry.head_dim
-        self._num_slots = num_slots
-        self._slots = [layer.view(2, num_slots, heads, head_dim) for layer in pool.data]
-        self._rows = [layer.view(2 * num_slots, heads * head_dim) for layer in pool.data]
+        self._num_slots = pool.num_pages * pool.page_size
+        self._slots = [layer.view(2, self._num_slots, heads, head_dim) for layer in pool.data]
+        self._rows = [layer.view(2 * self._num_slots, heads * head_dim) for layer in pool.data]
         self._group = geometry.num_heads // heads
 
     def plan(self, metadata: AttentionMetadata) -> VanillaPlan:
         contexts, row = [], 0
-        lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
-        for request, (length, kv_len) in enumerate(lengths):
-            contexts.append(self._plan_context(metadata, request, row, length, kv_len))
+        for request, length in enumerate(metadata.context_lens):
+            contexts.append(self._plan_context(metadata, request, slice(row, row + length)))
             row += length
         generation = self._plan_generation(metadata, row) if metadata.num_generations else None
         return VanillaPlan(metadata.kv_slots, tuple(contexts), generation)
@@ -86,58 +87,61 @@ class VanillaAttention(AttentionBackend):
             outputs.append(self._run_generation(layer, q, plan.generation))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _plan_context(
-        self, metadata: AttentionMetadata, request: int, row: int, length: int, kv_len: int
-    ) -> ContextPlan:
+    def _plan_context(self, metadata: AttentionMetadata, request: int, rows: slice) -> ContextPlan:
+        length, kv_len = rows.stop - rows.start, metadata.context_kv_lens[request]
         if length == kv_len:
-            return ContextPlan(row, row + length)
-        device, page_size = metadata.kv_slots.device, self.pool.page_size
-        pages = metadata.block_tables[request, : -(-kv_len // page_size), None]
-        slots = (pages * page_size + torch.arange(page_size, device=device)).view(-1)[:kv_len]
-        hidden = torch.ones(length, kv_len, dtype=torch.bool, device=device).triu_(kv_len - length + 1)
-        return ContextPlan(row, row + length, self._kv_rows(slots), self._additive(hidden))
+            return ContextPlan(rows)
+        keys = torch.arange(kv_len, device=metadata.kv_slots.device)
+        slots = self._slots_of(metadata.block_tables[request, None], keys[None])
+        queries = keys[kv_len - length :, None]
+        return ContextPlan(rows, self._kv_rows(slots), self._additive_mask(keys > queries))
 
-    def _plan_generation(self, metadata: AttentionMetadata, row: int) -> GenerationPlan:
+    def _plan_generation(self, metadata: AttentionMetadata, first: int) -> GenerationPlan:
         batch, window, length = metadata.num_generations, metadata.window, metadata.max_kv_len
-        first, device, page_size = len(metadata.context_lens), metadata.kv_slots.device, self.pool.page_size
+        heads, head_dim, group = self.geometry.num_kv_heads, self.geometry.head_dim, self._group
+        device = metadata.kv_slots.device
         keys = torch.arange(length, device=device)
-        lengths = metadata.kv_lens[first:, None]
-        own_keys = torch.minimum(keys, lengths - 1)
-        pages = metadata.block_tables[first:].gather(1, own_keys // page_size)
-        slots = pages * page_size + own_keys % page_size
-        visible = lengths - torch.arange(window - 1, -1, -1, device=device)
-        mask = self._additive(keys >= visible[:, :, None])
-        mask = mask[:, None, :, None].expand(batch, 1, window, self._group, length)
-        mask = mask.reshape(batch, 1, window * self._group, length)
-        g = self.geometry
-        gathered = torch.empty(2 * batch * length, g.num_kv_heads * g.head_dim, dtype=self.pool.data.dtype)
-        keys_, values_ = gathered.view(2, batch, length, g.num_kv_heads, g.head_dim).transpose(2, 3).unbind(0)
-        return GenerationPlan(row, self._kv_rows(slots.view(-1)), mask, (batch, window, g.num_kv_heads, self._group, g.head_dim), gathered, keys_, values_)
+        kv_lens = metadata.kv_lens[-batch:, None]
+        own_keys = torch.minimum(keys, kv_lens - 1)
+        kv_rows = self._kv_rows(self._slots_of(metadata.block_tables[-batch:], own_keys))
+        gathered = self.pool.data.new_empty(2 * batch * length, heads * head_dim)
+        cached = gathered.view(2, batch, length, heads, head_dim).transpose(2, 3)
+        queries = kv_lens + torch.arange(-window, 0, device=device)
+        mask = self._additive_mask(keys > queries[:, :, None])[:, None, :, None]
+        mask = mask.expand(batch, 1, window, group, length).reshape(batch, 1, window * group, length)
+        q_shape = (batch, window, heads, group, head_dim)
+        return GenerationPlan(first, q_shape, kv_rows, gathered, cached[0], cached[1], mask)
+
+    def _slots_of(self, block_tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Places of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
+        page_size = self.pool.page_size
+        return block_tables.gather(1, keys // page_size) * page_size + keys % page_size
 
     def _kv_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        return torch.cat((slots, slots + self._num_slots))
+        """Rows of the flat layer where the keys, then the values of `slots` are."""
+        keys = slots.flatten()
+        return torch.cat((keys, keys + self._num_slots))
 
-    def _additive(self, hidden: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self.pool.data.dtype, device=hidden.device)
-        return mask.masked_fill_(hidden, -torch.inf)
+    def _additive_mask(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden, dtype=self.pool.data.dtype).masked_fill_(hidden, -torch.inf)
 
     def _run_context(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
-        q = q[plan.first : plan.end]
+        q = q[plan.rows].transpose(0, 1)[None]
         if plan.kv_rows is None:
-            kv = kv[plan.first : plan.end].transpose(0, 1)
+            kv = kv[plan.rows].transpose(0, 1)
         else:
             kv = self._rows[layer].index_select(0, plan.kv_rows).view(2, -1, *kv.shape[2:])
         keys, values = kv.transpose(1, 2)[:, None].unbind(0)
         output = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
+            q,
             keys,
             values,
-            attn_mask=plan.mask,
+            plan.mask,
             is_causal=plan.mask is None,
             scale=self.geometry.scale,
             enable_gqa=True,
         )
-        return output[0].transpose(0, 1).reshape(q.shape[0], -1)
+        return output[0].transpose(0, 1).flatten(1)
 
     def _run_generation(self, layer: int, q: torch.Tensor, plan: GenerationPlan) -> torch.Tensor:
         batch, window, heads, group, head_dim = plan.q_shape
@@ -153,4 +157,4 @@ class VanillaAttention(AttentionBackend):
         )
         if window > 1:
             output = output.view(batch, heads, window, group, head_dim).transpose(1, 2)
-        return output.reshape(batch * window, -1)
+        return output.reshape(batch * window, heads * group * head_dim)

@@ -18,7 +18,7 @@ class Mapping:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"rank is {self.rank}; with world_size {self.world_size} it must be 0 to {self.world_size - 1}."
+                f"rank is {self.rank}; world_size {self.world_size} has ranks 0 to {self.world_size - 1}."
             )
         if self.tp_size < 1 or self.world_size % self.tp_size:
             raise ValueError(
@@ -38,3 +38,6 @@ class Mapping:
         if size % self.tp_size:
             raise ValueError(f"{what} is {size}, which tp_size {self.tp_size} does not divide.")
         return size // self.tp_size
+
+
+SINGLE_RANK = Mapping()

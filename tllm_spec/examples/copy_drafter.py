@@ -1,5 +1,5 @@
-"""An example of a user-provided drafter (yaml_examples/user_provided.yaml): copies what stood behind the last few tokens
-before. It shows the whole interface; for real use NGram does the same with an index.
+"""An example of a user-provided drafter (yaml_examples/user_provided.yaml): copies what stood behind the last few
+tokens before. It shows the whole interface; for real use NGram does the same with an index.
 """
 
 from tllm_spec.executor.batch import ScheduledBatch
@@ -31,13 +31,17 @@ class CopyDrafter(Drafter):
         for request in scheduled_requests.generation_requests:
             place = self._find(request.tokens, resource_manager.match_of.get(request.request_id, 0))
             resource_manager.match_of[request.request_id] = place
-            request.py_draft_tokens = request.tokens[place : place + request.num_drafts_wanted] if place else []
+            request.py_draft_tokens = (
+                request.tokens[place : place + request.num_drafts_wanted] if place else []
+            )
 
     def _find(self, tokens: list[int], hint: int) -> int:
         """The place behind the latest earlier occurrence of the last `size` tokens, 0 if there is none. A copy usually
         goes on where it was (`hint`), so that is looked at first."""
         suffix = tokens[-self.size :]
-        for place in (*range(hint, min(hint + 8, len(tokens))), *range(len(tokens) - 1, self.size - 1, -1)):
-            if place >= self.size and tokens[place - self.size : place] == suffix and place < len(tokens):
-                return place
+        nearby, backwards = range(hint, min(hint + 8, len(tokens))), range(len(tokens) - 1, self.size - 1, -1)
+        for places in (nearby, backwards):
+            for place in places:
+                if place >= self.size and tokens[place - self.size : place] == suffix:
+                    return place
         return 0

@@ -10,7 +10,7 @@ from tllm_spec.models.module import Module
 
 
 class CausalLM(Module, ABC):
-    """Every architecture. Parameters carry no gradient; the caller wraps calls in `torch.inference_mode()`."""
+    """Every architecture. Parameters have no gradient; the caller sets `torch.inference_mode()`."""
 
     config: ModelConfig
 

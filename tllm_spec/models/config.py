@@ -1,7 +1,8 @@
 """The shape of a model, read from a Hugging Face `config.json`.
 
-Both spellings are taken: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x (`rope_parameters`,
-`dtype`). A missing key means what transformers means by it. Nothing here knows weights, devices or the engine.
+Both spellings are taken: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x
+(`rope_parameters`, `dtype`). A missing key means what it means to transformers. Weights and devices are
+unknown here.
 """
 
 import json
@@ -89,10 +90,11 @@ class ModelConfig:
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
         """
-        raw = _read_json(path / "config.json")
+        raw = read_json(path / "config.json")
         generation = path / "generation_config.json"
-        if generation.is_file():
-            raw["eos_token_id"] = _read_json(generation).get("eos_token_id") or raw.get("eos_token_id")
+        eos_token_id = read_json(generation).get("eos_token_id") if generation.is_file() else None
+        if eos_token_id is not None:
+            raw["eos_token_id"] = eos_token_id
         return cls.from_dict(raw)
 
     @classmethod
@@ -128,7 +130,8 @@ class ModelConfig:
         )
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
-                f"num_key_value_heads is {config.num_kv_heads}; it must divide num_attention_heads, {num_heads}."
+                f"num_key_value_heads is {config.num_kv_heads}; it must divide "
+                f"num_attention_heads, which is {num_heads}."
             )
         return config
 
@@ -143,7 +146,8 @@ class ModelConfig:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model's folder; anything else is a ValueError."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a model is a folder in Hugging Face's format.")
     try:

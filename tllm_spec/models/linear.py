@@ -3,44 +3,62 @@
 They know their place in the mapping; they do not talk to other ranks and read no files.
 """
 
+import platform
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
+# Below this size oneDNN's cost of a call, about 20 µs, is more than it saves.
+MIN_PACKED_ELEMENTS = 65536
+PACKED_ROWS_HINT = 8
+
 
 class Linear(Module):
-    """`y = x W^T + b`."""
+    """`y = x W^T + b`.
+
+    On a CPU a wide weight is stored column by column, which streams up to twice as fast for a single row,
+    and `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is 1.5 to 4 times faster than the
+    BLAS for the few rows of a verified window and 1.2 times for a long prompt. It doubles the memory.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         super().__init__()
         self.mapping = placement.mapping
-        if placement.device.type == "cpu" and out_features >= in_features:
-            weight = nn.Parameter(placement.parameter(in_features, out_features).t(), requires_grad=False)
-        else:
-            weight = placement.parameter(out_features, in_features)
-        self.weight = weight
+        wide = placement.device.type == "cpu" and out_features >= in_features
+        self.weight = placement.parameter(out_features, in_features, column_major=wide)
         self.bias = placement.parameter(out_features) if bias else None
+        self.matrix = self.weight.t()
         self.packed: torch.Tensor | None = None
-        self.plain_rows = 1
-
-    def pack(self) -> None:
-        if self.weight.device.type=="cpu":
-            w = self.weight.detach().contiguous()
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(w, 8)
-            #if w is self.weight: self.plain_rows = 0
+        self.max_plain_rows = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None and x.shape[0] > self.plain_rows:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        if self.packed is not None and x.shape[0] > self.max_plain_rows:
+            output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self.packed, self.bias, "none", [], ""
+            )
+            return output
+        return x.mm(self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
+
+    def share_weight(self, weight: torch.nn.Parameter) -> None:
+        """Use the parameter of another module of the same shape (tied embeddings)."""
+        self.weight = weight
+        self.matrix = weight.t()
+
+    def specialize_for_cpu(self) -> None:
+        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        if has_onednn and self.weight.numel() >= MIN_PACKED_ELEMENTS:
+            rows = self.weight.detach().contiguous()
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(rows, PACKED_ROWS_HINT)
+            # A wide weight that is not stored by columns, because an embedding shares it.
+            is_shared = self.weight.is_contiguous() and rows.shape[0] > rows.shape[1]
+            self.max_plain_rows = 0 if is_shared else 1
 
 
 class ColumnLinear(Linear):
-    """Each rank has a run of the outputs. `parts` are the checkpoint tensors fused along them, with their full sizes."""
+    """Each rank has a run of the outputs. `parts`: the checkpoint tensors fused here, with full sizes."""
 
     def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, placement: Placement) -> None:
         local = {name: placement.mapping.shard(size, f"the output of {name}") for name, size in parts.items()}
@@ -58,15 +76,17 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """Each rank has a run of the inputs. The ranks' outputs are to be summed, so the first alone adds the bias."""
+    """Each rank has a run of the inputs. The ranks' outputs are to be summed; the first has the bias."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         local = placement.mapping.shard(in_features, "the input of a row-parallel layer")
-        super().__init__(local, out_features, bias=bias, placement=placement)
+        first_rank = placement.mapping.tp_rank == 0
+        super().__init__(local, out_features, bias=bias and first_rank, placement=placement)
+        self.has_bias = bias
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         out_features, local = self.weight.shape
         shape = (out_features, local * self.mapping.tp_size)
         yield f"{path}.weight", WeightSlot(self.weight, shape, 1, local * self.mapping.tp_rank)
-        if self.bias is not None:
+        if self.has_bias:
             yield f"{path}.bias", WeightSlot(self.bias, (out_features,))

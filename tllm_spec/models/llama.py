@@ -121,7 +121,7 @@ class LlamaForCausalLM(CausalLM):
         parts = {"lm_head": config.vocab_size}
         self.lm_head = ColumnLinear(config.hidden_size, parts, bias=False, placement=placement)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.share_weight(self.model.embed_tokens.weight)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext

@@ -1,4 +1,4 @@
-"""What every layer is built from: a module without call overhead, how its parameters are made, what fills them."""
+"""What every layer is built from: how parameters are made, what fills them, lookups without overhead."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,24 +16,32 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
-    mapping: Mapping = Mapping()
+    mapping: Mapping
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """Uninitialised: loading fills it."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
+        """Uninitialised: loading fills it. `column_major` is a matter of strides, the shape is the same."""
+        if column_major:
+            values = torch.empty(shape[::-1], dtype=self.dtype, device=self.device).t()
+        else:
+            values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=False)
 
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """Where one checkpoint tensor goes: a view of a parameter, and which rows or columns of the tensor it takes."""
+    """Where a checkpoint tensor goes: a view of a parameter, and which run of the tensor it takes."""
 
-    destination: torch.Tensor
+    destination: torch.Tensor | None
+    """None: another rank needs the tensor, this one does not."""
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     shard_dim: int | None = None
     start: int = 0
 
     def load(self, tensor: torch.Tensor) -> None:
-        """Copy this rank's share of `tensor`, which has `shape`; dtype and device are converted on the way."""
+        """Copy this rank's share of `tensor`; dtype and device are converted on the way."""
+        if self.destination is None:
+            return
         if self.shard_dim is not None:
             tensor = tensor.narrow(self.shard_dim, self.start, self.destination.shape[self.shard_dim])
         self.destination.copy_(tensor)
@@ -42,8 +50,9 @@ class WeightSlot:
 class Module(nn.Module):
     """`nn.Module` whose parameters and submodules are found as fast as any attribute.
 
-    A layer of a small model takes 90 µs on a CPU, to which `nn.Module.__getattr__` and its call machinery would add 15. So
-    attributes are also kept where Python looks first, and layers call each other's `forward` (which is typed, too).
+    On a CPU the ops of a small layer take 60 µs before they compute anything, to which the lookups and calls
+    of `nn.Module` would add 15. So attributes are also kept where Python looks first, and layers call each
+    other's `forward`, which is typed, too.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -51,9 +60,12 @@ class Module(nn.Module):
         self.__dict__[name] = value
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The checkpoint's names for the module's own parameters, with their places; `path` is the module's name."""
+        """The checkpoint's names for the module's own parameters, with their places; `path` is its name."""
         for name, parameter in self.named_parameters(recurse=False):
             yield f"{path}.{name}", WeightSlot(parameter, tuple(parameter.shape))
+
+    def specialize_for_cpu(self) -> None:
+        """Called once the weights are in, for float32 on a CPU: derive from them what is faster there."""
 
 
 def sibling(path: str, name: str) -> str:

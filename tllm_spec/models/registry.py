@@ -1,16 +1,15 @@
-"""From a model's folder to a loaded model: which class serves which architecture, and what is refused before loading."""
+"""From a model's folder to a loaded model: which class serves which architecture, and what is refused."""
 
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.linear import Linear
-from tllm_spec.models.module import Placement
+from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.weights import fill_random, load_weights
 
 LoadFormat = Literal["auto", "dummy"]
@@ -30,7 +29,7 @@ def load_model(
     device: torch.device,
     load_format: LoadFormat = "auto",
     max_positions: int,
-    mapping: Mapping = Mapping(),
+    mapping: Mapping = SINGLE_RANK,
 ) -> CausalLM:
     """Build the model that `path/config.json` describes and fill it.
 
@@ -60,7 +59,8 @@ def load_model(
         fill_random(model)
     else:
         load_weights(model, path)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    if device.type == "cpu" and dtype == torch.float32:
+        for module in model.modules():
+            if isinstance(module, Module):
+                module.specialize_for_cpu()
     return model

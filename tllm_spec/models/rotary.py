@@ -1,7 +1,7 @@
-"""Rotary position embedding: a table of cosines and sines made once, rows gathered once per forward, applied per layer.
+"""Rotary position embedding: a table made once, its rows gathered once per forward, applied in every layer.
 
-Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv 2306.15595), YaRN (arXiv
-2309.00071), and Meta's Llama 3.1 scaling; each as transformers reads its configuration.
+Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv 2306.15595),
+YaRN (arXiv 2309.00071) and Meta's Llama 3.1 scaling; each as transformers reads its configuration.
 """
 
 import math
@@ -16,7 +16,7 @@ def rotary_table(
 ) -> torch.Tensor:
     """Cosines and signed sines, `[max_positions, 2, 1, D]`, computed in float32 and rounded once.
 
-    The sine of the first half carries the minus of `rotate_half`, so that applying needs a roll and no negation.
+    The sine of the first half carries the minus of `rotate_half`: applying needs a roll and no negation.
     """
     inverse_frequencies, amplitude = _frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies)

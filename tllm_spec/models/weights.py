@@ -1,10 +1,9 @@
 """Fill a model's parameters, from safetensors files or with random numbers.
 
-Tensors go one at a time from the memory-mapped file into their place in the (fused, sharded) parameter, so the host never
-holds a second copy. Which tensor goes where is the modules' knowledge (`Module.slots`); this file only matches names.
+Tensors go one at a time from the memory-mapped file into their place in the (fused, sharded) parameter: the
+host holds no second copy. Which tensor goes where the modules know (`Module.slots`); this file matches names.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config import read_json
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, WeightSlot
 
@@ -29,7 +29,7 @@ def load_weights(model: CausalLM, path: Path) -> None:
     for file in checkpoint_files(path):
         try:
             with safe_open(file, framework="pt") as checkpoint:
-                for name in checkpoint.keys():
+                for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
                     if name in missing:
                         _load(name, checkpoint.get_tensor(name), missing.pop(name))
                     elif not _is_derived(name, model):
@@ -44,7 +44,7 @@ def load_weights(model: CausalLM, path: Path) -> None:
 
 
 def fill_random(model: CausalLM, seed: int = 0) -> None:
-    """Norms 1, everything else normal, scaled so that activations keep their size; the same numbers for a seed."""
+    """Norms 1, the rest normal, scaled so that activations keep their size; the same numbers for a seed."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if isinstance(module, (RMSNorm, HeadNorm)):
@@ -78,10 +78,10 @@ def checkpoint_files(path: Path) -> list[Path]:
         raise ValueError(
             f"{path} has neither model.safetensors nor {INDEX}; other weight formats are not read."
         )
-    try:
-        shards = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{path / INDEX} is not a checkpoint index: {error!r}.") from error
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files.")
+    shards = set(weight_map.values())
     absent = sorted(shard for shard in shards if not (path / shard).is_file())
     if absent:
         raise ValueError(f"{path / INDEX} names files that are not there: {_listed(absent)}.")

@@ -1,0 +1,127 @@
+"""An executor that a test steps itself, round by round: no thread, no tokenizer."""
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.build import build_executor
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.response import Response
+from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.sampling_params import SamplingParams
+
+
+class Harness:
+    """`responses` holds what was sent for each request id."""
+
+    def __init__(self, model: Path | str, **options: Any) -> None:
+        args = LlmArgs.from_kwargs(model, skip_tokenizer_init=True, **options)
+        built = build_executor(args, None, self._receive)
+        self.executor = built.executor
+        self.parts = built.executor.parts
+        self.queue = built.queue
+        self.max_draft_len = built.max_draft_len
+        self.vocab_size = built.model_config.vocab_size
+        self.responses: dict[int, list[Response]] = {}
+        self._ids = count(1)
+
+    def _receive(self, responses: list[Response]) -> None:
+        for response in responses:
+            self.responses.setdefault(response.request_id, []).append(response)
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int = 16,
+        *,
+        draft_limit: int | None = None,
+        streaming: bool = False,
+        **params: Any,
+    ) -> LlmRequest:
+        """A request in the executor's inbox. Keywords are SamplingParams'."""
+        rules = DecodingRules.from_params(
+            SamplingParams(**params), vocab_size=self.vocab_size, end_ids=(), encode=None
+        )
+        number = next(self._ids)
+        request = LlmRequest(
+            request_id=number,
+            tokens=list(prompt),
+            rules=rules,
+            seed=params.get("seed", number),
+            arrival=number,
+            max_tokens=max_tokens,
+            draft_limit=self.max_draft_len if draft_limit is None else draft_limit,
+            streaming=streaming,
+            counters=DraftCounters(self.max_draft_len),
+        )
+        self.queue.put([request])
+        return request
+
+    def round(self) -> bool:
+        """One step; a round that breaks off is recovered from, as the worker does. False when there is nothing to do."""
+        try:
+            return self.executor.step()
+        except Exception as error:  # noqa: BLE001 (stands in for the worker, a border of the process)
+            self.executor.recover(error)
+            return True
+
+    def run(self, rounds: int = 10_000) -> None:
+        """Rounds until nothing is left to do."""
+        while self.round():
+            rounds -= 1
+            assert rounds, "the executor does not come to an end"
+        self.executor.check_integrity()
+
+    def run_until(self, request: LlmRequest, state: RequestState) -> None:
+        while request.state is not state:
+            assert self.round(), f"nothing to do, and the request is {request.state}"
+
+
+class ScriptedDrafter(Drafter):
+    """Proposes what a function says; None leaves the placeholders untouched."""
+
+    def __init__(self, propose: Callable[[LlmRequest], Any]) -> None:
+        self._propose = propose
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        for request in scheduled_requests.generation_requests:
+            drafts = self._propose(request)
+            if drafts is not None:
+                request.py_draft_tokens = drafts
+
+
+def draft_target(model: Path, draft_len: int = 4, **options: Any) -> dict[str, Any]:
+    """Keyword arguments for Draft/Target decoding with the draft model in a folder."""
+    return {
+        "speculative_config": {
+            "decoding_type": "Draft_Target",
+            "speculative_model": str(model),
+            "max_draft_len": draft_len,
+            **options,
+        }
+    }
+
+
+def user_provided(propose: Callable[[LlmRequest], Any], draft_len: int = 4) -> dict[str, Any]:
+    """Keyword arguments for drafts that come from a function."""
+    drafter = ScriptedDrafter(propose)
+    return {
+        "speculative_config": {"decoding_type": "User_Provided", "drafter": drafter, "max_draft_len": draft_len}
+    }
+
+
+def output_of(request: LlmRequest) -> list[int]:
+    return request.tokens[request.prompt_len :]
+
+
+def all_pages_are_back(kv: KVCacheManager) -> bool:
+    """Nobody holds a page: every one is free or cached."""
+    return kv.num_available == kv.num_usable

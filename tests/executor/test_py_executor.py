@@ -1,0 +1,237 @@
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of, user_provided
+from tests.executor.tiny_llama import write_tiny_llama
+from tllm_spec.executor.request import LlmRequest, RequestState
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35]
+SMALL_POOL = {
+    "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
+    "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    "max_batch_size": 4,
+    "max_num_tokens": 24,
+    "enable_chunked_prefill": True,
+}
+
+
+@pytest.fixture(params=["plain", "ngram", "draft_target"])
+def speculation(request: pytest.FixtureRequest, tiny_draft: Path) -> dict[str, Any]:
+    ngram = {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}
+    return {"plain": {}, "ngram": {"speculative_config": ngram}, "draft_target": draft_target(tiny_draft, 3)}[
+        request.param
+    ]
+
+
+def submit_some(harness: Harness, random: Random, number: int) -> list[LlmRequest]:
+    """Prompts of 1 to 30 tokens, many with a common beginning; every second request is sampled."""
+    shared = [random.randrange(64) for _ in range(30)]
+    return [
+        harness.submit(
+            shared[: random.randrange(20)] + [random.randrange(64) for _ in range(random.randrange(1, 11))],
+            max_tokens=random.randrange(1, 30),
+            temperature=0.8 if index % 2 else None,
+            presence_penalty=0.5 if index % 3 else 0.0,
+        )
+        for index in range(number)
+    ]
+
+
+def assert_rows_are_true(harness: Harness, request: LlmRequest) -> None:
+    slots, kv = harness.parts.slots, harness.parts.kv
+    assert slots.kv_lens[request.slot] == request.kv_len == request.num_tokens - 1
+    assert slots.window[request.slot, 0] == request.tokens[-1]
+    assert slots.previous_token[request.slot] == request.tokens[-2]
+    kv.table.flush()
+    pages = kv.cache.pages(request.request_id)
+    assert kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
+
+
+def test_without_requests_there_is_nothing_to_do(tiny: Path) -> None:
+    assert not Harness(tiny).round()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_every_round_device_and_host_agree_and_only_kept_tokens_have_pages(
+    tiny: Path, speculation: dict[str, Any], seed: int
+) -> None:
+    harness = Harness(tiny, **SMALL_POOL, **speculation)
+    requests = submit_some(harness, Random(seed), 12)
+    while harness.round():
+        harness.executor.check_integrity()
+        for request in harness.parts.scheduler.running:
+            if request.state is RequestState.GENERATION:
+                assert_rows_are_true(harness, request)
+                assert harness.parts.kv.num_held(request) == harness.parts.kv.pages_for(request.kv_len)
+    assert harness.parts.scheduler.num_preemptions
+    assert [(r.finish_reason, r.num_output_tokens) for r in requests] == [("length", r.max_tokens) for r in requests]
+    assert all_pages_are_back(harness.parts.kv)
+
+
+def test_neighbours_preemption_and_speculation_change_no_token(tiny: Path, speculation: dict[str, Any]) -> None:
+    together, alone = Harness(tiny, **SMALL_POOL, **speculation), Harness(tiny)
+    outputs = [submit_some(harness, Random(7), 16) for harness in (together, alone)]
+    together.run()
+    while alone.round():
+        pass
+    assert list(map(output_of, outputs[0])) == list(map(output_of, outputs[1]))
+
+
+def test_the_rewind_of_a_round_is_what_was_drafted_and_not_accepted(tiny: Path, tiny_draft: Path) -> None:
+    harness = Harness(tiny, **draft_target(tiny_draft))
+    request = harness.submit(PROMPT, max_tokens=200, temperature=1.0)
+    harness.run_until(request, RequestState.GENERATION)
+    seen = set()
+    while not request.is_finished:
+        before = request.num_tokens
+        harness.round()
+        num_new = request.num_tokens - before
+        assert request.py_num_accepted_draft_tokens == num_new - 1 or request.is_finished
+        assert request.py_rewind_len == 4 - request.py_num_accepted_draft_tokens
+        seen.add(request.py_rewind_len)
+    assert seen == {0, 1, 2, 3, 4}
+
+
+def test_a_round_may_hold_nothing_but_a_piece_of_a_prompt(tiny: Path) -> None:
+    harness = Harness(tiny, max_num_tokens=4, max_batch_size=2, enable_chunked_prefill=True)
+    request = harness.submit(PROMPT, max_tokens=2)
+    assert harness.round() and request.kv_len == 4 and not output_of(request)
+    harness.run()
+    whole = Harness(tiny).submit(PROMPT, max_tokens=2)
+    assert len(output_of(request)) == 2 and not output_of(whole)
+
+
+def test_windows_shrink_when_the_token_budget_is_short(tiny: Path) -> None:
+    harness = Harness(tiny, max_num_tokens=8, **draft_target(tiny))
+    requests = [harness.submit(PROMPT[: 2 + i], max_tokens=9) for i in range(3)]
+    while any(request.state is not RequestState.GENERATION for request in requests):
+        harness.round()
+    before = [request.num_tokens for request in requests]
+    harness.round()
+    assert [request.num_tokens - old for request, old in zip(requests, before, strict=True)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.CONTEXT, RequestState.GENERATION])
+def test_cancelling_gives_everything_back_in_every_state(
+    tiny: Path, tiny_draft: Path, state: RequestState
+) -> None:
+    options = {"max_batch_size": 1, "max_num_tokens": 5, "enable_chunked_prefill": True}
+    harness = Harness(tiny, **options, **draft_target(tiny_draft))
+    first = harness.submit(PROMPT * 3, max_tokens=100)
+    second = harness.submit(PROMPT, max_tokens=3)
+    victim, other = (second, first) if state is RequestState.WAITING else (first, second)
+    other.max_tokens = 3
+    harness.run_until(first, RequestState.GENERATION if state is RequestState.GENERATION else RequestState.CONTEXT)
+    assert victim.state is state
+    harness.queue.cancel(victim.request_id)
+    harness.queue.cancel(victim.request_id)
+    harness.run()
+    assert (victim.finish_reason, other.finish_reason) == ("cancelled", "length")
+    assert [response.finish_reason for response in harness.responses[victim.request_id]] == ["cancelled"]
+    assert all_pages_are_back(harness.parts.kv) and harness.parts.slots.window.shape[0] == 2
+
+
+def test_cancelling_a_finished_or_unknown_request_does_nothing(tiny: Path) -> None:
+    harness = Harness(tiny)
+    request = harness.submit(PROMPT, max_tokens=2)
+    harness.run()
+    harness.queue.cancel(request.request_id)
+    harness.queue.cancel(99)
+    harness.run()
+    assert request.finish_reason == "length" and len(harness.responses) == 1
+
+
+def test_a_round_that_breaks_off_is_repeated_as_if_it_had_not_happened(tiny: Path, tiny_draft: Path) -> None:
+    fuse = {"lit": False}
+
+    def processor(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if fuse["lit"]:
+            raise KeyError("the fuse was lit")
+        return logits
+
+    sampled = {"temperature": 0.9, "presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.5}
+    harness = Harness(tiny, **draft_target(tiny_draft))
+    older = harness.submit(PROMPT[1:], max_tokens=30, seed=5, **sampled)
+    culprit = harness.submit(PROMPT, max_tokens=30, logits_processor=processor)
+    for _ in range(3):
+        harness.round()
+    # Its context ends in the round that breaks off, after its first token was counted for the penalties.
+    joining = harness.submit(PROMPT, max_tokens=30, seed=6, **sampled)
+    fuse["lit"] = True
+    harness.round()
+    assert culprit.error == "KeyError: 'the fuse was lit'" and joining.state is RequestState.CONTEXT
+    harness.run()
+    undisturbed = Harness(tiny)
+    expected = [
+        undisturbed.submit(PROMPT[1:], max_tokens=30, seed=5, **sampled),
+        undisturbed.submit(PROMPT, max_tokens=30, seed=6, **sampled),
+    ]
+    undisturbed.run()
+    assert [output_of(older), output_of(joining)] == list(map(output_of, expected))
+
+
+def with_nan_at(place: int, **params: Any) -> tuple[Any, dict[str, Any]]:
+    """A drafter that knows the text, and parameters that force the token 63 at output position `place`."""
+    text = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
+    text[place] = 63
+
+    def force(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[text[len(tokens) - len(PROMPT)]] += 1000.0
+        return logits
+
+    def propose(request: LlmRequest) -> list[int]:
+        return text[request.num_output_tokens :][: request.num_drafts_wanted]
+
+    return propose, {"logits_processor": force, **params}
+
+
+@pytest.mark.parametrize("place", range(1, 6))
+def test_logits_that_are_not_numbers_fail_the_request_behind_its_good_tokens(tmp_path: Path, place: int) -> None:
+    propose, params = with_nan_at(place)
+    model = write_tiny_llama(tmp_path, nan_token=63)
+    results = []
+    for options in ({}, user_provided(propose)):
+        harness = Harness(model, **options)
+        request, other = harness.submit(PROMPT, max_tokens=9, **params), harness.submit(PROMPT, max_tokens=9)
+        harness.run()
+        assert request.error is not None and "NaN" in request.error
+        assert other.finish_reason == "length" and all_pages_are_back(harness.parts.kv)
+        results.append((output_of(request), output_of(other)))
+    assert results[0] == results[1] and len(results[0][0]) == place + 1
+
+
+def test_a_stop_inside_an_accepted_run_comes_before_the_fault_behind_it(tmp_path: Path) -> None:
+    propose, params = with_nan_at(4, stop_token_ids=[43])
+    harness = Harness(write_tiny_llama(tmp_path, nan_token=63), **user_provided(propose, draft_len=6))
+    request = harness.submit(PROMPT, max_tokens=9, **params)
+    harness.run()
+    assert (request.finish_reason, request.stop_reason, request.error) == ("stop", 43, None)
+    assert output_of(request) == [40, 41, 42, 43]
+
+
+def test_streamed_pieces_are_at_least_as_long_as_the_interval_and_make_up_the_whole(
+    tiny: Path, tiny_draft: Path
+) -> None:
+    harness = Harness(tiny, stream_interval=3, **draft_target(tiny_draft))
+    request = harness.submit(PROMPT, max_tokens=40, streaming=True)
+    quiet = harness.submit(PROMPT, max_tokens=40)
+    harness.run()
+    *pieces, last = harness.responses[request.request_id]
+    assert len(pieces) > 2 and all(len(piece.token_ids) >= 3 for piece in pieces)
+    assert sum((piece.token_ids for piece in [*pieces, last]), []) == output_of(request)
+    assert last.finish_reason == "length" and not any(piece.finish_reason for piece in pieces)
+    assert [response.token_ids for response in harness.responses[quiet.request_id]] == [output_of(quiet)]
+
+
+def test_a_finished_request_leaves_its_text_for_the_next_one(tiny: Path, tiny_draft: Path) -> None:
+    harness = Harness(tiny, kv_cache_config={"tokens_per_block": 4}, **draft_target(tiny_draft))
+    first = harness.submit(PROMPT, max_tokens=30)
+    harness.run()
+    second = harness.submit(first.tokens, max_tokens=5)
+    harness.run()
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == len(PROMPT) + 29  # the last token's own KV was never needed

@@ -1,0 +1,106 @@
+"""What the lossless tests share: prompts, cases, and plain decoding's outputs, made once a session."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.lossless.cases import (
+    OUTPUT_LEN,
+    Case,
+    border_crossing_stop,
+    fixed_length_cases,
+    generate,
+    heldout_prompts,
+    latest_new_token,
+)
+from tests.lossless.oracle import Oracle
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
+
+PROMPT_LEN = 60
+STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are too small to share a layer between cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("zoo:llama")
+
+
+@pytest.fixture(scope="session")
+def plain_llm(one_thread: None) -> Iterator[LLM]:
+    """Decoding with nothing that could go wrong: one request at a time, no speculation, no reuse, no chunks."""
+    with LLM("zoo:llama", max_batch_size=1, kv_cache_config={"enable_block_reuse": False}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    return heldout_prompts(tokenizer, 10, PROMPT_LEN)
+
+
+@pytest.fixture(scope="session")
+def unstopped(plain_llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """What the last two cases would go on to say if they did not stop."""
+    return [
+        output.outputs[0].token_ids
+        for output in generate(plain_llm, [Case("", prompt, STOPPING) for prompt in prompts[8:]], 1)
+    ]
+
+
+@pytest.fixture(scope="session")
+def cases(tokenizer: Tokenizer, prompts: list[list[int]], unstopped: list[list[int]]) -> list[Case]:
+    """Ten requests; the last two end early, at a stop string that no token has alone and at a stop token."""
+    stop = border_crossing_stop(tokenizer, unstopped[0], OUTPUT_LEN // 3)
+    by_string = replace(STOPPING, stop=[stop, "never to be found"])
+    by_token = replace(STOPPING, stop_token_ids=[latest_new_token(unstopped[1])], include_stop_str_in_output=True)
+    return [
+        *fixed_length_cases(tokenizer, prompts[:8]),
+        Case("stop_string", prompts[8], by_string),
+        Case("stop_token", prompts[9], by_token),
+    ]
+
+
+@pytest.fixture(scope="session")
+def plain(plain_llm: LLM, cases: list[Case]) -> list[RequestOutput]:
+    """What every other way of running must produce."""
+    outputs = generate(plain_llm, cases, 1)
+    assert all(output.error is None for output in outputs)
+    return outputs
+
+
+@pytest.fixture(scope="session")
+def known_texts(
+    prompts: list[list[int]], plain: list[RequestOutput], unstopped: list[list[int]]
+) -> dict[tuple[int, ...], list[int]]:
+    """Prompt to output; where a stop cuts the output, what would come behind it too, so that runs of drafts cross it."""
+    texts = [output.outputs[0].token_ids for output in plain[:8]] + unstopped
+    return {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[], Oracle]:
+    """Loads transformers' model when it is first called."""
+    made: list[Oracle] = []
+
+    def get() -> Oracle:
+        if not made:
+            from transformers import AutoModelForCausalLM
+
+            made.append(Oracle(AutoModelForCausalLM.from_pretrained(resolve_model("zoo:llama"), dtype=torch.float32)))
+        return made[0]
+
+    return get

@@ -1,0 +1,128 @@
+"""Tiny random checkpoints written by transformers; a model run over token lists with its own pool."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tllm_spec.attention.interface import AttentionMetadata, ForwardContext
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.registry import load_model
+
+VOCAB_SIZE = 128
+MAX_POSITIONS = 64
+CPU = torch.device("cpu")
+
+
+def save_checkpoint(folder: Path, architecture: str, *, shard_size: str = "1GB", **config: Any) -> Any:
+    """A random model of `architecture` (`Llama`, `Qwen3`, …) in `folder`; returns transformers' own."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "sliding_window": None,
+    }
+    settings = getattr(transformers, f"{architecture}Config")(**(sizes | config))
+    model = getattr(transformers, f"{architecture}ForCausalLM")(settings).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            scaled = noise * parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else noise * 0.3
+            parameter.copy_(scaled + 1 if "norm" in name else scaled)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return model
+
+
+def load(folder: Path, **options: Any) -> CausalLM:
+    options = {"dtype": torch.float32, "device": CPU, "max_positions": MAX_POSITIONS} | options
+    return load_model(folder, **options)
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
+
+
+def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """`[len(tokens), V]` from one forward of transformers without a cache."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+class PagedRunner:
+    """Keeps the pages of requests named by numbers; pages are handed out in a shuffled order."""
+
+    def __init__(self, model: CausalLM, num_pages: int = 64, page_size: int = 4) -> None:
+        self.model = model
+        self.page_size = page_size
+        geometry = model.config.attention_geometry(SINGLE_RANK)
+        self.pool = KVPool(
+            geometry, num_pages=num_pages, page_size=page_size, dtype=model.dtype, device=model.device
+        )
+        self.backend = VanillaAttention(geometry, self.pool)
+        self.free = random.Random(2).sample(range(num_pages), num_pages)
+        self.pages: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def step(
+        self,
+        contexts: dict[int, list[int]] | None = None,
+        windows: dict[int, list[int]] | None = None,
+        slack: int = 0,
+    ) -> dict[int, torch.Tensor]:
+        """One forward over new tokens of each request: logits `[n, V]`. `slack` loosens the length bound."""
+        contexts, windows = contexts or {}, windows or {}
+        rows = contexts | windows
+        metadata = self.metadata(contexts, windows, slack)
+        tokens = torch.tensor(
+            [token for tokens in rows.values() for token in tokens], device=self.model.device
+        )
+        context = ForwardContext(self.backend, self.backend.plan(metadata))
+        logits = self.model.compute_logits(self.model(tokens, metadata.positions, context))
+        return dict(zip(rows, logits.split([len(tokens) for tokens in rows.values()]), strict=True))
+
+    def metadata(
+        self, contexts: dict[int, list[int]], windows: dict[int, list[int]], slack: int
+    ) -> AttentionMetadata:
+        positions, slots, kv_lens = [], [], []
+        for request, tokens in (contexts | windows).items():
+            start = self.lengths.get(request, 0)
+            end = self.lengths[request] = start + len(tokens)
+            pages = self.pages.setdefault(request, [])
+            while len(pages) * self.page_size < end:
+                pages.append(self.free.pop())
+            positions += range(start, end)
+            slots += [self._slot(pages, position) for position in range(start, end)]
+            kv_lens.append(end)
+        max_kv_len = max(kv_lens[len(contexts) :], default=0) + slack
+        width = -(-max(*kv_lens, max_kv_len) // self.page_size)
+        tables = [(self.pages[request] + [0] * width)[:width] for request in contexts | windows]
+        on = {"device": self.model.device}
+        return AttentionMetadata(
+            context_lens=tuple(len(tokens) for tokens in contexts.values()),
+            context_kv_lens=tuple(kv_lens[: len(contexts)]),
+            num_generations=len(windows),
+            window=len(next(iter(windows.values()), [0])),
+            block_tables=torch.tensor(tables, dtype=torch.int32, **on),
+            kv_lens=torch.tensor(kv_lens, dtype=torch.int32, **on),
+            positions=torch.tensor(positions, **on),
+            kv_slots=torch.tensor(slots, **on),
+            max_kv_len=max_kv_len,
+        )
+
+    def _slot(self, pages: list[int], position: int) -> int:
+        return pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def rewind(self, request: int, count: int) -> None:
+        self.lengths[request] -= count

@@ -1,0 +1,166 @@
+"""config.json in both spellings, what a missing key means, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.models.helpers import load, save_checkpoint
+from tllm_spec.models.config import ModelConfig
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+OLD: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3 | {"rope_type": "llama3"},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.55.0",
+    "vocab_size": 128256,
+}
+NEW = {
+    key: value for key, value in OLD.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")
+} | {
+    "dtype": "bfloat16",
+    "rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0},
+    "transformers_version": "5.0.0",
+}
+
+
+def read(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(raw))
+    return ModelConfig.from_pretrained(folder)
+
+
+def test_both_spellings_of_transformers_mean_the_same(tmp_path: Path) -> None:
+    old, new = read(tmp_path, OLD), read(tmp_path, NEW)
+    assert old == new
+    assert (old.rope.kind, old.rope.theta, old.rope.factor) == ("llama3", 500000.0, 8.0)
+    assert old.rope.original_max_positions == 8192
+    assert (old.dtype, old.eos_token_ids, old.head_dim) == (torch.bfloat16, (128001, 128008, 128009), 128)
+
+
+def test_the_oldest_spelling_of_a_rope_kind_is_taken(tmp_path: Path) -> None:
+    rope = read(tmp_path, OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 500000.0)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_a_missing_key_means_what_it_means_to_transformers(architecture: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
+    raw = sizes | {"architectures": [f"{architecture}ForCausalLM"], "num_attention_heads": 32}
+    config = read(tmp_path, raw)
+    theirs = getattr(transformers, f"{architecture}Config")(**sizes, num_attention_heads=32)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.sliding_window == getattr(theirs, "sliding_window", None)
+    assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+
+
+def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert read(tmp_path, OLD).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read(tmp_path, OLD | {"eos_token_id": 5}).eos_token_ids == (5,)
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 32768}
+    assert read(tmp_path, OLD | {"rope_scaling": yarn}).rope.factor == 4.0
+
+
+REFUSED = {
+    "architecture": (
+        {"architectures": ["GemmaForCausalLM"]},
+        "GemmaForCausalLM.*served are LlamaForCausalLM",
+    ),
+    "missing size": ({"hidden_size": None}, "no hidden_size"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*silu"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    "dtype": ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'.*bfloat16"),
+    "heads": ({"num_key_value_heads": 5}, "num_key_value_heads is 5.*32"),
+    "dynamic rope": (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type is 'dynamic'.*yarn",
+    ),
+    "half a rope": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+        "needs low_freq_factor and high",
+    ),
+    "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "rope by layer": ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "layer type"),
+    "layer types": ({"layer_types": ["linear_attention"]}, "linear_attention"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, OLD | change)
+
+
+def test_a_missing_or_broken_config_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        ModelConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not readable JSON"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "window"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 4096}, 4096),
+        ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": False}, None),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 32},
+            None,
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 31},
+            4096,
+        ),
+        ("Qwen3ForCausalLM", {"sliding_window": 64, "layer_types": ["full_attention"] * 32}, None),
+        ("Qwen3ForCausalLM", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 32}, 64),
+    ],
+)
+def test_the_sliding_window_counts_where_a_layer_uses_it(
+    architecture: str, change: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    assert read(tmp_path, OLD | {"architectures": [architecture]} | change).sliding_window == window
+
+
+def test_a_sliding_window_is_served_up_to_its_length_and_refused_beyond(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Mistral", sliding_window=32)
+    assert load(tmp_path, max_positions=32).config.sliding_window == 32
+    with pytest.raises(ValueError, match=r"sliding_window is 32.*33 positions"):
+        load(tmp_path, max_positions=33)

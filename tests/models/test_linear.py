@@ -1,0 +1,52 @@
+"""The CPU's fast paths of linear layers and norms compute what the plain ones do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models.helpers import CPU
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.linear import ColumnLinear
+from tllm_spec.models.module import Placement
+
+PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 70])
+@pytest.mark.parametrize(("in_features", "out_features"), [(192, 512), (512, 192), (16, 24)])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_a_specialized_linear_equals_the_plain_product(
+    rows: int, in_features: int, out_features: int, bias: bool
+) -> None:
+    layer = ColumnLinear(in_features, {"part": out_features}, bias=bias, placement=PLACEMENT)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    layer.specialize_for_cpu()
+    strided = torch.randn(rows, 2 * in_features)[:, :in_features]
+    expected = F.linear(strided, layer.weight, layer.bias)
+    torch.testing.assert_close(layer.forward(strided), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_shared_weight_is_used_for_any_number_of_rows() -> None:
+    layer = ColumnLinear(64, {"lm_head": 2048}, bias=False, placement=PLACEMENT)
+    shared = torch.nn.Parameter(torch.randn(2048, 64), requires_grad=False)
+    layer.share_weight(shared)
+    for specialize in (lambda: None, layer.specialize_for_cpu):
+        specialize()
+        for rows in (1, 3):
+            x = torch.randn(rows, 64)
+            torch.testing.assert_close(layer.forward(x), x @ shared.t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
+@torch.inference_mode()
+def test_a_specialized_norm_equals_torchs_where_eps_matters_and_where_not(scale: float) -> None:
+    norm = RMSNorm(96, 1e-6, PLACEMENT)
+    norm.weight.normal_()
+    x = torch.randn(4, 96) * scale
+    expected = F.rms_norm(x, (96,), norm.weight, 1e-6)
+    norm.specialize_for_cpu()
+    torch.testing.assert_close(norm.forward(x), expected, rtol=1e-5, atol=1e-7)

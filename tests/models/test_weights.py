@@ -1,0 +1,160 @@
+"""Checkpoints of every form fill the parameters exactly, and a checkpoint that does not fit is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.llama import DecoderLayer, LlamaForCausalLM
+from tllm_spec.models.module import Placement
+from tllm_spec.models.weights import weight_table
+
+TOKENS = random_tokens(12)
+Tensors = dict[str, torch.Tensor]
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "single", "Llama")
+    save_checkpoint(tmp_path / "sharded", "Llama", shard_size="60KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    single, sharded = (load(tmp_path / name).state_dict() for name in ("single", "sharded"))
+    assert single.keys() == sharded.keys()
+    assert all(torch.equal(single[name], sharded[name]) for name in single)
+
+
+def test_qkv_and_gate_up_are_fused_in_this_order(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Qwen2")
+    tensors, layer = load_file(tmp_path / "model.safetensors"), "model.layers.1."
+    fused = load(tmp_path).state_dict()
+    qkv = [tensors[f"{layer}self_attn.{part}_proj.weight"] for part in "qkv"]
+    bias = [tensors[f"{layer}self_attn.{part}_proj.bias"] for part in "qkv"]
+    gate_up = [tensors[f"{layer}mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    assert torch.equal(fused[f"{layer}self_attn.qkv_proj.weight"], torch.cat(qkv))
+    assert torch.equal(fused[f"{layer}self_attn.qkv_proj.bias"], torch.cat(bias))
+    assert torch.equal(fused[f"{layer}mlp.gate_up_proj.weight"], torch.cat(gate_up))
+
+
+def test_weights_are_converted_to_the_asked_dtype(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    rewrite(tmp_path, lambda tensors: tensors.update({k: v.bfloat16() for k, v in tensors.items()}))
+    model = load(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(model.state_dict()["model.norm.weight"], stored.float())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_missing_and_surplus_tensors_are_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    rewrite(tmp_path, lambda tensors: tensors.update(other=tensors.pop("model.layers.0.mlp.up_proj.weight")))
+    with pytest.raises(ValueError, match=r"missing model\.layers\.0\.mlp\.up_proj\.weight; surplus other\."):
+        load(tmp_path)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has the shape \[65\].*\[64\]"):
+        load(tmp_path)
+
+
+def test_derived_tensors_of_old_checkpoints_are_tolerated(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama", tie_word_embeddings=True)
+    before = PagedRunner(load(tmp_path)).step({0: TOKENS})[0]
+    derived = {
+        "lm_head.weight": torch.zeros(128, 64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    rewrite(tmp_path, lambda tensors: tensors.update(derived))
+    assert torch.equal(PagedRunner(load(tmp_path)).step({0: TOKENS})[0], before)
+
+
+def test_an_untied_model_needs_its_own_output_weight(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight; surplus none"):
+        load(tmp_path)
+
+
+def test_files_that_are_not_there_or_not_readable_are_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama", shard_size="60KB")
+    index = tmp_path / "model.safetensors.index.json"
+    shard = json.loads(index.read_text())["weight_map"]["model.norm.weight"]
+    (tmp_path / shard).write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match=f"{shard} is not a readable safetensors"):
+        load(tmp_path)
+    (tmp_path / shard).unlink()
+    with pytest.raises(ValueError, match=f"not there: {shard}"):
+        load(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="has no weight_map"):
+        load(tmp_path)
+    index.unlink()
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        load(tmp_path)
+
+
+def test_dummy_weights_need_only_the_config_and_are_the_same_each_time(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Qwen3")
+    (tmp_path / "model.safetensors").unlink()
+    first, second = (load(tmp_path, load_format="dummy") for _ in range(2))
+    logits = [PagedRunner(model).step({0: TOKENS})[0] for model in (first, second)]
+    assert torch.equal(*logits)
+    assert 0.1 < logits[0].std() < 10
+    assert first.state_dict()["model.layers.0.input_layernorm.weight"].eq(1).all()
+    assert first.state_dict()["model.layers.0.self_attn.qk_norm.weight"].eq(1).all()
+    weights = first.state_dict()
+    assert not torch.equal(
+        weights["model.layers.0.mlp.down_proj.weight"], weights["model.layers.1.mlp.down_proj.weight"]
+    )
+
+
+def test_the_shards_of_a_layer_sum_up_to_the_whole(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama", attention_bias=True, mlp_bias=True)
+    whole = load(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+
+    def layer(rank: int, tp_size: int) -> DecoderLayer:
+        placement = Placement(torch.float32, CPU, Mapping(rank, tp_size, tp_size))
+        model = LlamaForCausalLM(whole.config, 64, placement)
+        for name, slot in weight_table(model).items():
+            assert tuple(tensors[name].shape) == slot.shape
+            slot.load(tensors[name])
+        return model.model.layers[0]
+
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    full, halves = layer(0, 1), [layer(0, 2), layer(1, 2)]
+    expected = full.mlp.forward(hidden)
+    torch.testing.assert_close(sum(half.mlp.forward(hidden) for half in halves), expected)
+    heads = [half.self_attn.qkv_proj.forward(hidden).view(3, -1, 16) for half in halves]
+    q, k, v = full.self_attn.qkv_proj.forward(hidden).view(3, -1, 16).split((4, 2, 2), 1)
+    torch.testing.assert_close(heads[1], torch.cat((q[:, 2:], k[:, 1:], v[:, 1:]), 1))
+    outputs = sum(
+        half.self_attn.o_proj.forward(head[:, :2].flatten(1))
+        for half, head in zip(halves, heads, strict=True)
+    )
+    torch.testing.assert_close(outputs, full.self_attn.o_proj.forward(q.flatten(1)))
+
+
+def test_tensor_parallel_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    with pytest.raises(ValueError, match=r"tp_size is 2.*only tp_size 1"):
+        load(tmp_path, mapping=Mapping(0, 2, 2))
+    config = load(tmp_path).config
+    with pytest.raises(ValueError, match="num_key_value_heads is 2, which tp_size 4 does not divide"):
+        LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 4, 4)))
+    with pytest.raises(ValueError, match="rank is 2; world_size 2"):
+        Mapping(2, 2)
+    with pytest.raises(ValueError, match="tp_size is 3; it must divide world_size, which is 4"):
+        Mapping(0, 4, 3)
