@@ -182,7 +182,7 @@ class Bench:
         contender = ("Draft/Target", in_turn(draft_target))
         return [
             self.compare("zoo, 1 request", 1.3, contender, ("plain", in_turn(plain)), num_tokens),
-            self.compare("zoo, 1 request", 2.0, contender, ("transformers assisted", assisted), num_tokens),
+            self.compare("zoo, 1 request", 1.0, contender, ("transformers assisted", assisted), num_tokens),
         ]
 
     def medium_rows(self) -> list[Row]:

@@ -25,6 +25,8 @@ from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.drafter import Drafter
 from tllm_spec.outputs import Logprob
 
+NO_TOKEN = "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
+
 
 @dataclass
 class ExecutorParts:
@@ -178,12 +180,10 @@ class PyExecutor:
     def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
         before = request.num_tokens
-        if -1 in run:
-            request.finish(
-                "error", error="the model's logits are not numbers (NaN) at this request's next token"
-            )
-        else:
-            request.append_run(run)
+        good = run[: run.index(-1)] if -1 in run else run
+        request.append_run(good)
+        if len(good) < len(run) and not request.is_finished:
+            request.finish("error", error=NO_TOKEN)
         num_emitted = request.num_tokens - before
         if request.request_id in found:
             request.logprobs += found[request.request_id][:num_emitted]
@@ -217,6 +217,7 @@ class PyExecutor:
         if requests:
             self._respond([response_of(request, speculating=self._speculating) for request in requests])
 
+    @torch.inference_mode()
     def recover(self, error: Exception) -> None:
         """A round broke off. Whoever caused it fails with the error, or everybody in the round if that is not known;
         the others go on from where they stood before the round."""
@@ -224,11 +225,11 @@ class PyExecutor:
         culprits = self.parts.blame()
         if culprits is None:
             culprits = batch.requests()
-        self.parts.sampler.groups.forget()
         for request in batch.requests():
             request.context_chunk = 0
             request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
             self.parts.kv.rewind(request, request.kv_len)
+            self.parts.sampler.start(request)  # its token counts may have the round's tokens in them
         for request in culprits:
             request.finish("error", error=f"{type(error).__name__}: {error}")
         self._end(culprits)

@@ -25,7 +25,8 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the round in progress. Requests still in flight are the caller's to cancel before."""
+        """Ends the loop after the round in progress and the cancellations that came before this call: requests still in
+        flight are the caller's to cancel."""
         self._queue.close()
         self._thread.join()
 
@@ -41,6 +42,7 @@ class Worker:
                     self._executor.check_integrity()
                     self._idle.set()
                     self._queue.wait()
+            self._round()
         except Exception as error:  # process border: nothing above could report it
             logger.exception("the executor died")
             self.failure = f"{type(error).__name__}: {error}"

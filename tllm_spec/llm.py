@@ -255,7 +255,8 @@ class LLM:
     def _fail_all(self, message: str) -> None:
         """The executor died: nobody waits for ever."""
         for request_id, result in list(self._results.items()):
-            result.receive(Response(request_id, [], finish_reason="error", error=message))
+            index = request_id - result.request_id  # the samples of a request have consecutive ids
+            result.receive(Response(request_id, [], index, finish_reason="error", error=message))
         self._results.clear()
 
     def _check_alive(self) -> None:

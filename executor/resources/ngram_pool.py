@@ -62,46 +62,40 @@ class _Pool:
         self.num_entries = num_entries
         self.texts[base] = tokens
         root, last_wins = self.root, self.last_wins
-        known, occurrence = 0, base + start
+        known, occurrence, node = 0, base + start, root
         last = start - 1
         first = last - self.max_ngram_size + 1
         for token in tokens[start:stop]:
             occurrence += 1
             last += 1
             first += 1
-            child = root.get(token)
-            if child is None:
-                root[token] = occurrence
-                known = 0
-                continue
-            node, index = root, last
-            lowest = first if first > 0 else 0
+            node, index, known = root, last, 0
             while True:
+                child = node.get(token)
+                if child is None:
+                    node[token] = occurrence
+                    break
                 if type(child) is dict:
-                    known = child[_OWN]
                     if last_wins:
+                        known = child[_OWN]
                         child[_OWN] = occurrence
-                elif index == first:
+                    node = child
+                elif index == first:  # the largest n-grams have no children
                     known = child
                     if last_wins:
                         node[token] = occurrence
                     break
                 else:
-                    known = child
-                    child = node[token] = {_OWN: occurrence if last_wins else known}
-                    before = (known & _POSITION) - (last - index + 2)
+                    known = child if last_wins else 0
+                    node[token] = node = {_OWN: occurrence if last_wins else child}
+                    before = (child & _POSITION) - (last - index + 2)
                     if before >= 0:
-                        child[self.texts[known & _TEXT][before]] = known
-                if index == lowest:
+                        node[self.texts[child & _TEXT][before]] = child
+                if not index:
                     break
-                node = child
                 index -= 1
                 token = tokens[index]
-                child = node.get(token)
-                if child is None:
-                    node[token] = occurrence
-                    break
-        return known
+        return known or node.get(_OWN, 0)
 
     def _retire(self) -> None:
         """This tree becomes the older half; what was the older half is dropped."""
@@ -186,7 +180,12 @@ class NGramPool:
             request.known = pool.insert(request.base, tokens, request.num_indexed, stop)
             request.num_indexed = stop
         known = pool.find(tokens) if self._lag else request.known
-        text, start = pool.locate(known) if pool.older is None else pool.locate_in_both(known, tokens)
+        if pool.older is not None:
+            text, start = pool.locate_in_both(known, tokens)
+        elif known:
+            text, start = pool.texts[known & _TEXT], known & _POSITION
+        else:
+            return []
         return text[start : start + (draft_len if draft_len < self._max_draft_len else self._max_draft_len)]
 
     def free(self, request_id: int) -> None:

@@ -26,7 +26,8 @@ class HostEdits:
         logits = logits.clone()
         for index, row_drafts in zip(group.edited, host_drafts, strict=True):
             request = self._culprit = group.requests[index]
-            for offset in range(group.window):
+            # What stands behind the real drafts is padding: no user's code should ever see it.
+            for offset in range(min(group.window, 1 + request.py_num_draft_tokens)):
                 row = index * group.window + offset
                 logits[row] = _edit_row(request, request.tokens + row_drafts[:offset], logits[row])
         self._culprit = None

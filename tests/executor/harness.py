@@ -21,7 +21,8 @@ class Harness:
     """`responses` holds what was sent for each request id."""
 
     def __init__(self, model: Path | str, **options: Any) -> None:
-        args = LlmArgs.from_kwargs(model, skip_tokenizer_init=True, **options)
+        options = {"skip_tokenizer_init": True, "max_batch_size": 8, "max_seq_len": 256} | options
+        args = LlmArgs.from_kwargs(model, **options)
         built = build_executor(args, None, self._receive)
         self.executor = built.executor
         self.parts = built.executor.parts

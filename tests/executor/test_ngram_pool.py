@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {
 }
 OLDEST: dict[str, Any] = {"is_keep_all": True, "is_use_oldest": True}
 NEWEST: dict[str, Any] = {"is_keep_all": True, "is_use_oldest": False}
-LONGEST: dict[str, Any] = {"is_keep_all": False}
+LONGEST: dict[str, Any] = {"is_keep_all": False, "is_use_oldest": False}  # which has no say then
 
 
 def make_pool(**options: Any) -> NGramPool:

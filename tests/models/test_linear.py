@@ -1,10 +1,12 @@
 """The CPU's fast paths of linear layers and norms compute what the plain ones do."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models.helpers import CPU
+from tests.models.helpers import CPU, load, save_checkpoint
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear
@@ -31,9 +33,8 @@ def test_a_specialized_linear_equals_the_plain_product(
 
 @torch.inference_mode()
 def test_a_shared_weight_is_used_for_any_number_of_rows() -> None:
-    layer = ColumnLinear(64, {"lm_head": 2048}, bias=False, placement=PLACEMENT)
     shared = torch.nn.Parameter(torch.randn(2048, 64), requires_grad=False)
-    layer.share_weight(shared)
+    layer = ColumnLinear(64, {"lm_head": 2048}, bias=False, placement=PLACEMENT, weight=shared)
     for specialize in (lambda: None, layer.specialize_for_cpu):
         specialize()
         for rows in (1, 3):
@@ -50,3 +51,11 @@ def test_a_specialized_norm_equals_torchs_where_eps_matters_and_where_not(scale:
     expected = F.rms_norm(x, (96,), norm.weight, 1e-6)
     norm.specialize_for_cpu()
     torch.testing.assert_close(norm.forward(x), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_float32_model_on_a_cpu_is_specialized_and_another_is_not(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    fast, plain = load(tmp_path), load(tmp_path, dtype=torch.bfloat16)
+    norms = [[m for m in model.modules() if isinstance(m, RMSNorm)] for model in (fast, plain)]
+    assert all(norm.scaled_weight is not None for norm in norms[0])
+    assert all(norm.scaled_weight is None for norm in norms[1])

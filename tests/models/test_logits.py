@@ -41,7 +41,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "yarn, attention factor": YARN | {"attention_factor": 0.7},
     "yarn, mscale": YARN | {"mscale": 0.8, "mscale_all_dim": 0.3},
-    "yarn, betas, no truncation": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
+    "yarn, betas": YARN | {"beta_fast": 1.0, "beta_slow": 0.3},
+    "yarn, betas, no truncation": YARN | {"beta_fast": 1.0, "beta_slow": 0.3, "truncate": False},
 }
 
 
@@ -106,3 +107,20 @@ def test_bfloat16_follows_transformers_in_bfloat16(tmp_path: Path) -> None:
     expected = reference_logits(reference, TOKENS).float()
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().mean() < 0.05 * expected.std()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_gpu_computes_what_the_cpu_does(window: int, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Qwen3", head_dim=32)
+    runners = [PagedRunner(load(tmp_path, device=torch.device(device))) for device in ("cpu", "cuda")]
+    steps = [
+        ({0: TOKENS[:9], 1: TOKENS[:5]}, {}),
+        ({1: TOKENS[5:30]}, {0: TOKENS[9 : 9 + window]}),
+        ({}, {0: TOKENS[20 : 20 + window], 1: TOKENS[30 : 30 + window]}),
+    ]
+    for contexts, windows in steps:
+        expected, actual = (runner.step(contexts, windows, slack=3) for runner in runners)
+        for request in expected:
+            torch.testing.assert_close(actual[request].cpu(), expected[request], rtol=0, atol=1e-3)

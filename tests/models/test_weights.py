@@ -60,6 +60,10 @@ def test_missing_and_surplus_tensors_are_named(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors.update(other=tensors.pop("model.layers.0.mlp.up_proj.weight")))
     with pytest.raises(ValueError, match=r"missing model\.layers\.0\.mlp\.up_proj\.weight; surplus other\."):
         load(tmp_path)
+    save_checkpoint(tmp_path, "Llama")
+    rewrite(tmp_path, lambda tensors: tensors.update(other=torch.ones(1)))
+    with pytest.raises(ValueError, match=r"missing none; surplus other\."):
+        load(tmp_path)
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:

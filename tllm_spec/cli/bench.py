@@ -160,3 +160,7 @@ def compare(
 def write_json(path: Path | None, content: object) -> None:
     if path is not None:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

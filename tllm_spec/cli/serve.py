@@ -93,3 +93,7 @@ def read_args(model: str, flags: dict[str, Any], yaml_path: str | None) -> LlmAr
 def _name_of(model: str) -> str:
     """A folder is served under its own name, anything else as it was written."""
     return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+if __name__ == "__main__":
+    main()

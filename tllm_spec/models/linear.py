@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
@@ -23,11 +24,21 @@ class Linear(Module):
     BLAS for the few rows of a verified window and 1.2 times for a long prompt. It doubles the memory.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        placement: Placement,
+        weight: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
         self.mapping = placement.mapping
-        wide = placement.device.type == "cpu" and out_features >= in_features
-        self.weight = placement.parameter(out_features, in_features, column_major=wide)
+        if weight is None:
+            wide = placement.device.type == "cpu" and out_features >= in_features
+            weight = placement.parameter(out_features, in_features, column_major=wide)
+        self.weight = weight
         self.bias = placement.parameter(out_features) if bias else None
         self.matrix = self.weight.t()
         self.packed: torch.Tensor | None = None
@@ -41,11 +52,6 @@ class Linear(Module):
             return output
         return x.mm(self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
 
-    def share_weight(self, weight: torch.nn.Parameter) -> None:
-        """Use the parameter of another module of the same shape (tied embeddings)."""
-        self.weight = weight
-        self.matrix = weight.t()
-
     def specialize_for_cpu(self) -> None:
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -58,11 +64,20 @@ class Linear(Module):
 
 
 class ColumnLinear(Linear):
-    """Each rank has a run of the outputs. `parts`: the checkpoint tensors fused here, with full sizes."""
+    """Each rank has a run of the outputs. `parts`: the checkpoint tensors fused here, with full sizes.
+    `weight`: another module's parameter, to be shared."""
 
-    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        placement: Placement,
+        weight: nn.Parameter | None = None,
+    ) -> None:
         local = {name: placement.mapping.shard(size, f"the output of {name}") for name, size in parts.items()}
-        super().__init__(in_features, sum(local.values()), bias=bias, placement=placement)
+        super().__init__(in_features, sum(local.values()), bias=bias, placement=placement, weight=weight)
         self.parts = local
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:

@@ -63,7 +63,8 @@ class MLP(Module):
 
 
 class DecoderLayer(Module):
-    """Pre-norm block on a running sum: `hidden` is the last block's output, not yet added to `residual`."""
+    """Pre-norm block on a running sum: `hidden` is the last block's output, not yet in `residual`, which is
+    updated in place."""
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
@@ -118,10 +119,13 @@ class LlamaForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = LlamaModel(config, max_positions, placement)
-        parts = {"lm_head": config.vocab_size}
-        self.lm_head = ColumnLinear(config.hidden_size, parts, bias=False, placement=placement)
-        if config.tie_word_embeddings:
-            self.lm_head.share_weight(self.model.embed_tokens.weight)
+        self.lm_head = ColumnLinear(
+            config.hidden_size,
+            {"lm_head": config.vocab_size},
+            bias=False,
+            placement=placement,
+            weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
+        )
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext

@@ -1,0 +1,272 @@
+"""A fault belongs to one request: it gets a clear error, the others their right tokens, and all pages come back."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.harness import draft_target, user_provided
+from tests.executor.tiny_llama import write_tiny_llama
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.sampling_params import SamplingParams
+
+NAN_TOKEN = 63
+GOOD = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]
+# No good request may come across the token after which there are no numbers.
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=3, logit_bias={NAN_TOKEN: -100.0})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("nan"), nan_token=NAN_TOKEN)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """The good requests' tokens when nothing goes wrong."""
+    with make_llm(model) as llm:
+        return tokens_of(generate(llm, GOOD, PARAMS))
+
+
+@pytest.fixture(params=["plain", "draft_target"])
+def llm(request: pytest.FixtureRequest, model: Path, tiny_draft: Path) -> Iterator[LLM]:
+    speculation = {"plain": {}, "draft_target": draft_target(tiny_draft)}[request.param]
+    with make_llm(model, **speculation) as llm:
+        yield llm
+        assert_clean(llm)
+
+
+def make_llm(model: Path, **options: Any) -> LLM:
+    usual = {"skip_tokenizer_init": True, "max_batch_size": 8, "max_seq_len": 64}
+    return LLM(model, **{**usual, **options})
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[RequestOutput]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert isinstance(outputs, list)
+    return outputs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    assert not any(output.error for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_clean(llm: LLM) -> None:
+    """The executor lives, and nobody holds a page or a slot."""
+    llm.check_integrity()
+    assert llm.is_healthy
+    for manager in llm._executor.resources:
+        kv = getattr(manager, "kv", manager)
+        assert not hasattr(kv, "num_usable") or kv.num_available == kv.num_usable
+        assert not hasattr(manager, "num_free") or manager.num_free == manager.max_batch_size
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([5] * 64, r"the prompt has 64 tokens; at most 63 are accepted \(max_seq_len 64"),
+        ([], "the prompt is empty"),
+        ([1, 64], "ids 0 to 63"),
+        ([-1], "ids 0 to 63"),
+        ("text", "needs a tokenizer"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_alone(
+    llm: LLM, expected: list[list[int]], prompt: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate_async(prompt, PARAMS)
+    first, bad, *others = generate(llm, [GOOD[0], prompt, *GOOD[1:]], PARAMS)
+    assert bad.error is not None and bad.outputs[0].finish_reason == "error"
+    assert tokens_of([first, *others]) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_token_ids": [64]}, "stop_token_ids names token id 64"),
+        ({"logit_bias": {99: 1.0}}, "logit_bias names token id 99"),
+        ({"bad_token_ids": [[1, 70]]}, "bad_token_ids names token id 70"),
+        ({"stop": "x"}, "stop strings need a tokenizer"),
+        ({"bad": "x"}, "needs a tokenizer"),
+    ],
+)
+def test_parameters_that_name_what_the_model_has_not_are_refused(
+    llm: LLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(GOOD[0], options)
+
+
+@pytest.mark.parametrize("prompt", [[1, NAN_TOKEN, 2], [1, 2, NAN_TOKEN], [NAN_TOKEN]])
+def test_a_prompt_after_which_there_are_no_numbers_fails_alone(
+    llm: LLM, expected: list[list[int]], prompt: list[int]
+) -> None:
+    for _ in range(2):  # the second time, some of its pages might have been left in the cache
+        first, bad, *others = generate(llm, [GOOD[0], prompt, *GOOD[1:]], PARAMS)
+        assert bad.error is not None and "NaN" in bad.error and not bad.outputs[0].token_ids
+        assert tokens_of([first, *others]) == expected
+
+
+def test_a_request_that_comes_to_a_nan_fails_with_what_it_had_and_leaves_nothing_behind(
+    llm: LLM, expected: list[list[int]]
+) -> None:
+    def force(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == len(GOOD[0]) + 5:
+            logits[NAN_TOKEN] += 1000.0
+        return logits
+
+    doomed = SamplingParams(max_tokens=24, logits_processor=force, logit_bias={NAN_TOKEN: -100.0})
+    bad, *others = generate(llm, [GOOD[0], *GOOD], [doomed, PARAMS, PARAMS, PARAMS])
+    assert bad.error is not None and "NaN" in bad.error
+    assert len(bad.outputs[0].token_ids) == 6 and bad.outputs[0].token_ids[-1] == NAN_TOKEN
+    assert tokens_of(others) == expected == tokens_of(generate(llm, GOOD, PARAMS))
+
+
+def raising(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    if len(tokens) > 10:
+        raise LookupError("ten is enough")
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("processor", "message", "num_tokens"),
+    [
+        (raising, "LookupError: ten is enough", 6),
+        (lambda tokens, logits: logits[:5], "must return the logits, a tensor of shape", 0),
+        (lambda tokens, logits: None, "must return the logits, a tensor of shape", 0),
+        (lambda tokens, logits: logits * torch.nan, "no token can be chosen", 0),
+    ],
+)
+def test_a_bad_logits_processor_fails_its_own_request(
+    llm: LLM, expected: list[list[int]], processor: Any, message: str, num_tokens: int
+) -> None:
+    doomed = SamplingParams(max_tokens=24, logits_processor=processor)
+    first, bad, *others = generate(llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, doomed, PARAMS, PARAMS])
+    assert bad.error is not None and message in bad.error and bad.outputs[0].length == num_tokens
+    assert tokens_of([first, *others]) == expected
+
+
+@pytest.mark.parametrize(("times", "num_failed"), [(1, 0), (3, 2), (10**9, 3)])
+def test_a_drafter_that_raises_for_everybody_fails_one_by_one_those_for_whom_it_raises_again(
+    model: Path, expected: list[list[int]], times: int, num_failed: int
+) -> None:
+    calls = {"left": times}
+
+    def propose(request: LlmRequest) -> list[int]:
+        calls["left"] -= 1
+        if calls["left"] >= 0:
+            raise OSError("no drafts today")
+        return [1]
+
+    with make_llm(model, **user_provided(propose)) as llm:
+        outputs = generate(llm, GOOD, PARAMS)
+        assert_clean(llm)
+    assert sum(output.error is not None for output in outputs) == num_failed
+    for output, tokens in zip(outputs, expected, strict=True):
+        assert output.error == "OSError: no drafts today" or output.outputs[0].token_ids == tokens
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        (RuntimeError("not for this one"), "RuntimeError: not for this one"),
+        ([1] * 9, "proposed 9 tokens; the round has room for 4"),
+        ([64], "token ids 0 to 63"),
+        ([None], "TypeError"),
+        (object(), "TypeError"),
+    ],
+)
+def test_a_drafter_that_fails_for_one_request_fails_that_one(
+    model: Path, expected: list[list[int]], drafts: Any, message: str
+) -> None:
+    def propose(request: LlmRequest) -> Any:
+        if request.tokens[:3] != GOOD[1]:
+            return [1]
+        if isinstance(drafts, Exception):
+            raise drafts
+        return drafts
+
+    with make_llm(model, **user_provided(propose)) as llm:
+        first, bad, third = generate(llm, GOOD, PARAMS)
+        assert_clean(llm)
+    assert bad.error is not None and message in bad.error and len(bad.outputs[0].token_ids) == 1
+    assert tokens_of([first, third]) == [expected[0], expected[2]]
+
+
+def test_a_users_resource_manager_that_raises_fails_the_round_and_not_the_executor(
+    model: Path, expected: list[list[int]]
+) -> None:
+    class Moody(ResourceManager):
+        mood = 0
+
+        def update_resources(self, batch: ScheduledBatch) -> None:
+            self.mood += 1
+            if self.mood == 4:
+                raise RuntimeError("not now")
+
+    options = user_provided(lambda request: [])
+    options["speculative_config"]["resource_manager"] = Moody()
+    with make_llm(model, **options) as llm:
+        assert {output.error for output in generate(llm, GOOD, PARAMS)} == {"RuntimeError: not now"}
+        assert tokens_of(generate(llm, GOOD, PARAMS)) == expected
+        assert_clean(llm)
+
+
+def test_a_request_that_the_pool_can_never_hold_is_refused_with_the_figures(
+    model: Path, expected: list[list[int]], tiny_draft: Path
+) -> None:
+    cache = {"tokens_per_block": 4, "max_tokens": 40}
+    with make_llm(model, kv_cache_config=cache, **draft_target(tiny_draft)) as llm:
+        large = SamplingParams(max_tokens=50)
+        first, bad, *others = generate(llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, large, PARAMS, PARAMS])
+        assert bad.error is not None and "may need 15 KV pages" in bad.error and "cache has 10" in bad.error
+        assert tokens_of([first, *others]) == expected
+        assert_clean(llm)
+
+
+@pytest.mark.parametrize("policy", ["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"])
+def test_cancelling_at_random_moments_frees_everything_and_harms_nobody(
+    model: Path, expected: list[list[int]], tiny_draft: Path, policy: str
+) -> None:
+    options = {
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 80},
+        "scheduler_config": {"capacity_scheduler_policy": policy},
+        "enable_chunked_prefill": True,
+        "max_num_tokens": 20,
+        "max_batch_size": 4,
+    }
+    chance = random.Random(11)
+    with make_llm(model, **options, **draft_target(tiny_draft)) as llm:
+        for _ in range(12):
+            handles = [llm.generate_async(GOOD[i % 3], PARAMS) for i in range(12)]
+            victims = chance.sample(range(12), 6)
+            for index in victims:
+                sleep(chance.random() * 0.01)
+                handles[index].abort()
+            results = [handle.result(timeout=30) for handle in handles]
+            for index, result in enumerate(results):
+                output, tokens = result.outputs[0], expected[index % 3]
+                assert output.token_ids == tokens[: output.length] and result.error is None
+                assert output.finish_reason == "length" or index in victims
+            assert_clean(llm)
+
+
+def test_shutting_down_ends_what_is_running(model: Path) -> None:
+    llm = make_llm(model)
+    handles = [llm.generate_async(prompt, PARAMS) for prompt in GOOD * 20]
+    llm.shutdown()
+    llm.shutdown()
+    reasons = {handle.result(timeout=30).outputs[0].finish_reason for handle in handles}
+    assert reasons <= {"cancelled", "length"} and "cancelled" in reasons
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate_async(GOOD[0], PARAMS)

@@ -1,0 +1,146 @@
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tests.executor.harness import ScriptedDrafter
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.speculative.host_drafter import HostDrafter
+from tllm_spec.sampling_params import SamplingParams
+
+RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), encode=None)
+DRAFT_LEN = 4
+
+
+class Bench:
+    """A HostDrafter and three generating requests, 1 to 3, in slots 0 to 2."""
+
+    def __init__(self, propose: Callable[[LlmRequest], Any]) -> None:
+        slots = SeqSlotManager(3)
+        self.slots = SlotState(slots, DRAFT_LEN, torch.device("cpu"))
+        self.drafter = HostDrafter(ScriptedDrafter(propose), None, self.slots, vocab_size=64)
+        self.requests = [
+            LlmRequest(number, [number] * 5, RULES, seed=0, max_tokens=99, draft_limit=DRAFT_LEN)
+            for number in (1, 2, 3)
+        ]
+        for request in self.requests:
+            slots.acquire(request)
+
+    def round(self) -> ScheduledBatch:
+        for request in self.requests:
+            request.py_draft_tokens, request.py_num_draft_tokens = [0] * DRAFT_LEN, 0
+        batch = ScheduledBatch(generation_requests=list(self.requests), draft_len=DRAFT_LEN)
+        self.drafter.prepare_draft_tokens(batch)
+        return batch
+
+
+def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> None:
+    bench = Bench(lambda request: [7, 8, 9][: request.request_id - 1])
+    batch = bench.round()
+    assert batch.draft_len == 2
+    assert [request.py_num_draft_tokens for request in bench.requests] == [0, 1, 2]
+    assert [request.py_draft_tokens for request in bench.requests] == [[0, 0], [7, 0], [7, 8]]
+    assert bench.slots.window[:3, 1:3].tolist() == [[0, 0], [7, 0], [7, 8]]
+
+
+def test_untouched_placeholders_mean_nothing_to_propose_and_a_draft_of_zeros_is_one() -> None:
+    batch = Bench(lambda request: None).round()
+    assert batch.draft_len == 0
+    bench = Bench(lambda request: [0, 0])
+    assert bench.round().draft_len == 2
+    assert [request.py_num_draft_tokens for request in bench.requests] == [2, 2, 2]
+
+
+def test_what_a_request_has_no_use_for_is_cut_off() -> None:
+    bench = Bench(lambda request: [7, 8, 9, 10])
+    bench.requests[0].draft_limit = 1
+    bench.requests[1].max_tokens = 3
+    assert bench.round().draft_len == 4
+    assert [request.py_num_draft_tokens for request in bench.requests] == [1, 2, 4]
+    assert [request.py_draft_tokens for request in bench.requests[:2]] == [[7, 0, 0, 0], [7, 8, 0, 0]]
+
+
+def test_without_a_draft_length_nobody_is_asked() -> None:
+    bench = Bench(lambda request: pytest.fail("asked"))
+    bench.drafter.prepare_draft_tokens(ScheduledBatch(generation_requests=bench.requests, draft_len=0))
+
+
+@pytest.mark.parametrize("drafts", [(5, 6), numpy.array([5, 6]), torch.tensor([5, 6]), range(5, 7)])
+def test_anything_that_holds_integers_is_a_draft(drafts: object) -> None:
+    bench = Bench(lambda request: drafts)
+    bench.round()
+    assert [request.py_draft_tokens for request in bench.requests] == [[5, 6]] * 3
+
+
+@pytest.mark.parametrize(
+    ("drafts", "error", "message"),
+    [
+        ([1] * 5, ValueError, "proposed 5 tokens; the round has room for 4"),
+        ([1, 64], ValueError, "the model has token ids 0 to 63"),
+        ([-1], ValueError, "the model has token ids 0 to 63"),
+        ([1.0], TypeError, "integer"),
+        (["a"], TypeError, "integer"),
+        (7, TypeError, "not iterable"),
+    ],
+)
+def test_a_bad_draft_is_its_requests_fault_alone(drafts: object, error: type[Exception], message: str) -> None:
+    bench = Bench(lambda request: drafts if request.request_id == 2 else [1])
+    with pytest.raises(error, match=message):
+        bench.round()
+    assert bench.drafter.blame() == [bench.requests[1]]
+
+
+def test_after_an_exception_the_drafter_is_asked_one_by_one_until_the_culprit_shows() -> None:
+    calls: list[int] = []
+
+    class Picky(Drafter):
+        def prepare_draft_tokens(
+            self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+        ) -> None:
+            calls.append(len(scheduled_requests.generation_requests))
+            for request in scheduled_requests.generation_requests:
+                if request.request_id == 2:
+                    raise RuntimeError("not this one")
+                request.py_draft_tokens = [1]
+
+    bench = Bench(lambda request: None)
+    bench.drafter = HostDrafter(Picky(), None, bench.slots, vocab_size=64)
+    with pytest.raises(RuntimeError):
+        bench.round()
+    assert bench.drafter.blame() == []  # not known yet
+    with pytest.raises(RuntimeError):
+        bench.round()
+    assert bench.drafter.blame() == [bench.requests[1]]
+    del bench.requests[1]
+    bench.round()
+    bench.round()
+    assert calls == [3, 1, 1, 1, 1, 2]
+
+
+def test_what_was_not_raised_here_is_nobodys_fault_here() -> None:
+    bench = Bench(lambda request: [1])
+    bench.round()
+    assert bench.drafter.blame() is None
+
+
+def test_the_drafter_gets_its_own_resource_manager() -> None:
+    seen: list[ResourceManager | None] = []
+
+    class Asking(Drafter):
+        def prepare_draft_tokens(
+            self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+        ) -> None:
+            seen.append(resource_manager)
+
+    bench, manager = Bench(lambda request: None), ResourceManager()
+    bench.drafter = HostDrafter(Asking(), manager, bench.slots, vocab_size=64)
+    bench.round()
+    assert seen == [manager]

@@ -1,0 +1,168 @@
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.executor.tiny_llama import write_tiny_llama
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.speculative.model_drafter import DraftKVManager
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35]
+
+
+def draft_kv(harness: Harness) -> KVCacheManager:
+    manager = harness.parts.resources[0]
+    assert isinstance(manager, DraftKVManager)
+    return manager.kv
+
+
+def keys_and_values(kv: KVCacheManager, request: LlmRequest, length: int) -> torch.Tensor:
+    """`[layers, 2, length, kv_heads, head_dim]` of the request's first tokens."""
+    pages = kv.cache.pages(request.request_id)
+    return kv.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
+
+
+def fresh_keys_and_values(model: Path, tokens: list[int]) -> torch.Tensor:
+    """The same, from one prefill of the tokens in an engine of its own."""
+    harness = Harness(model, max_batch_size=1)
+    request = harness.submit(tokens, max_tokens=2)
+    harness.run_until(request, RequestState.GENERATION)
+    return keys_and_values(harness.parts.kv, request, len(tokens))
+
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "undisturbed": {},
+    "chunked_prefill": {"enable_chunked_prefill": True, "max_num_tokens": 16},
+    "preemption": {
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    },
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_the_draft_cache_is_always_what_a_prefill_of_the_same_tokens_gives(
+    tiny: Path, tiny_draft: Path, situation: str
+) -> None:
+    options = {"max_batch_size": 3, "kv_cache_config": {"tokens_per_block": 4}} | SITUATIONS[situation]
+    harness = Harness(tiny, **options, **draft_target(tiny_draft, 3))
+    kv, random = draft_kv(harness), Random(1)
+    shared = [random.randrange(64) for _ in range(17)]  # a whole number of pages and one token: partial reuse
+    requests = [
+        harness.submit(shared + [i] * i, max_tokens=25, temperature=0.8 if i % 2 else None) for i in range(8)
+    ]
+    num_checked = num_fully_accepted = 0
+    for number in range(10_000):
+        if not harness.round():
+            break
+        for request in harness.parts.scheduler.running:
+            assert request.draft_kv_len <= request.kv_len or request.state is not RequestState.GENERATION
+            num_fully_accepted += request.kv_len - request.draft_kv_len == 1
+            if number % 5 == 0 and request.draft_kv_len:
+                own = keys_and_values(kv, request, request.draft_kv_len)
+                fresh = fresh_keys_and_values(tiny_draft, request.tokens[: request.draft_kv_len])
+                assert (own - fresh).abs().max() < 1e-4
+                num_checked += 1
+    assert num_checked > 20 and num_fully_accepted > 5
+    assert bool(harness.parts.scheduler.num_preemptions) == (situation == "preemption")
+    assert all(request.num_output_tokens == 25 for request in requests)
+    assert all_pages_are_back(kv) and all_pages_are_back(harness.parts.kv)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.9])
+@pytest.mark.parametrize("draft_len", [1, 2, 5])
+def test_a_model_that_drafts_for_itself_is_always_accepted(
+    tiny: Path, draft_len: int, temperature: float | None
+) -> None:
+    harness = Harness(tiny, **draft_target(tiny, draft_len))
+    request = harness.submit(PROMPT, max_tokens=1 + 6 * (draft_len + 1), temperature=temperature)
+    harness.run()
+    stats = request.counters.stats()
+    assert stats.rounds == 6 and stats.acceptance_length == draft_len + 1
+
+
+def test_argmax_drafts_agree_less_often_with_a_sampled_text_than_coupled_ones(tiny: Path, tiny_draft: Path) -> None:
+    rates = {}
+    for how in ("coupled", "greedy"):
+        harness = Harness(tiny, **draft_target(tiny_draft, 3, draft_sampling=how))
+        requests = [harness.submit([i], max_tokens=40, temperature=1.0, seed=i) for i in range(20)]
+        harness.run()
+        rates[how] = sum(request.counters.stats().acceptance_length for request in requests) / 20
+    assert rates["coupled"] > rates["greedy"] + 0.1
+
+
+def test_a_pause_of_drafting_leaves_no_trace_in_the_draft_cache(tiny: Path) -> None:
+    harness = Harness(tiny, **draft_target(tiny, 3, max_concurrency=1))
+    request = harness.submit(PROMPT, max_tokens=60)
+    company = harness.submit(PROMPT[::-1], max_tokens=20)
+    harness.run_until(company, RequestState.FINISHED)
+    assert request.counters.stats().num_drafted_tokens == 0 and request.counters.rounds == 19
+    harness.run()
+    stats = request.counters.stats()
+    assert stats.num_drafted_tokens == stats.num_accepted_tokens == 60 - 20 - (stats.rounds - 19)
+    assert stats.rounds == 19 + 40 // 4
+
+
+def test_requests_without_speculation_take_no_draft_pages(tiny: Path) -> None:
+    harness = Harness(tiny, **draft_target(tiny))
+    quiet = harness.submit(PROMPT, max_tokens=12, draft_limit=0)
+    modest = harness.submit(PROMPT, max_tokens=12, draft_limit=1)
+    harness.run_until(modest, RequestState.GENERATION)
+    harness.round()
+    assert not draft_kv(harness).holds(quiet) and draft_kv(harness).holds(modest)
+    harness.run()
+    assert quiet.counters.stats().num_drafted_tokens == 0 and quiet.counters.stats().acceptance_length == 1
+    assert modest.counters.stats().per_position_drafted == (5, 0, 0, 0)
+    assert output_of(quiet) == output_of(modest)
+
+
+def test_where_draft_pages_are_short_requests_go_on_without_drafts(tiny: Path) -> None:
+    # The target's pages are shared by prefix; with reuse off for the draft's sake each cache fits just two requests.
+    cache = {"tokens_per_block": 4, "max_tokens": 64}
+    plain, harness = Harness(tiny), Harness(tiny, kv_cache_config=cache, **draft_target(tiny, 3))
+    held = draft_kv(harness)
+    hog = LlmRequest(request_id=99, tokens=[60] * 40, rules=harness.submit([1], 1).rules, seed=0, slot=7)
+    held.start(hog)
+    assert held.extend(hog, 40)
+    request, reference = (each.submit(PROMPT, max_tokens=40) for each in (harness, plain))
+    harness.run()
+    plain.run()
+    assert output_of(request) == output_of(reference)
+    stats = request.counters.stats()
+    assert stats.num_drafted_tokens == stats.num_accepted_tokens and stats.rounds > 15
+
+
+@pytest.mark.parametrize("vocab_size", [60, 70])
+def test_a_draft_model_may_have_fewer_or_more_rows_than_the_target(
+    tiny: Path, tmp_path: Path, vocab_size: int
+) -> None:
+    draft = write_tiny_llama(tmp_path, vocab_size=vocab_size)
+    for options in ({}, {"use_rejection_sampling": True}):
+        harness = Harness(tiny, **draft_target(draft, 3, **options))
+        requests = [harness.submit([i, 63], max_tokens=30, temperature=t) for i, t in enumerate((None, 1.0) * 4)]
+        harness.run()
+        assert all(request.finish_reason == "length" for request in requests)
+        assert all(0 <= token < 64 for request in requests for token in request.tokens)
+
+
+def test_catching_up_never_takes_more_rows_than_the_budget(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(tiny, max_num_tokens=16, enable_chunked_prefill=True, **draft_target(tiny, 3, max_concurrency=2))
+    drafter = harness.parts.drafter
+    sizes: list[int] = []
+    forward = drafter._engine.forward  # type: ignore[attr-defined] # the drafter's own engine has no public name
+
+    def record(contexts: list[Any], windows: Any) -> torch.Tensor:
+        if contexts:
+            sizes.append(sum(len(chunk.tokens) for chunk in contexts))
+        return forward(contexts, windows)
+
+    monkeypatch.setattr(drafter._engine, "forward", record)  # type: ignore[attr-defined]
+    requests = [harness.submit([i] * 3, max_tokens=60 if i < 2 else 40) for i in range(3)]
+    harness.run()
+    # Three at a time do not draft; when the third one ends, the others have some 40 tokens each to catch up on.
+    assert max(sizes) == 16 and sum(sizes) > 2 * 40
+    assert all(request.finish_reason == "length" for request in requests)

@@ -1,0 +1,225 @@
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tllm_spec.attention.interface import AttentionGeometry
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
+from tllm_spec.sampling_params import SamplingParams
+
+PAGE_SIZE = 4
+RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), encode=None)
+
+
+class Released(ResourceManager):
+    """A third manager beside slots and pages."""
+
+    def __init__(self) -> None:
+        self.request_ids: list[int] = []
+
+    def free_resources(self, request: LlmRequest) -> None:
+        self.request_ids.append(request.request_id)
+
+
+class Bench:
+    """A scheduler with real slots and pages, and what the loop does around it."""
+
+    def __init__(self, num_pages: int = 100, max_batch_size: int = 8, draft_len: int = 0, **changed: Any) -> None:
+        usual = SchedulerLimits(1000, draft_len, chunked_prefill=False, may_preempt=False, by_priority=False)
+        self.slots = SeqSlotManager(max_batch_size)
+        pool = KVPool(
+            AttentionGeometry(1, 1, 1, 1, 1.0),
+            num_pages=num_pages + 1,
+            page_size=PAGE_SIZE,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        cache = PagedCache(num_pages + 1, PAGE_SIZE, copy_page=pool.copy_page)
+        self.kv = KVCacheManager(cache, pool, BlockTable(self.slots, 50, torch.device("cpu")))
+        self.other = Released()
+        self.resources = [self.other, self.kv, self.slots]
+        self.scheduler = Scheduler(replace(usual, **changed), self.slots, self.kv, self.resources)
+        self.draft_len = draft_len
+        self.num_rows = 0  # of the latest round's forward
+        self._num_requests = 0
+
+    def add(self, prompt_len: int, max_tokens: int = 8, priority: float = 0.5) -> LlmRequest:
+        """No two prompts begin alike."""
+        self._num_requests += 1
+        number = self._num_requests
+        tokens = [number] * prompt_len
+        request = LlmRequest(number, tokens, RULES, seed=0, max_tokens=max_tokens, arrival=number, priority=priority)
+        self.scheduler.add(request)
+        return request
+
+    def round(self, accepted: int = 0) -> ScheduledBatch:
+        """Schedules, then lets every scheduled request have its tokens: `accepted` drafts and one more."""
+        for request in self.scheduler.running:
+            if request.state is RequestState.GENERATION:
+                request.py_draft_tokens = [0] * self.draft_len
+        batch, _ = self.scheduler.schedule()
+        done = ScheduledBatch(list(batch.context_requests), list(batch.generation_requests))
+        self.num_rows = sum(1 + len(request.py_draft_tokens) for request in batch.generation_requests)
+        self.num_rows += sum(request.context_chunk for request in batch.context_requests)
+        last = batch.last_chunk_requests
+        for request in batch.context_requests:
+            request.kv_len, request.context_chunk = request.kv_len + request.context_chunk, 0
+        for request in last:
+            request.state = RequestState.GENERATION
+            request.append_token(63)
+        for request in batch.generation_requests:
+            before = request.num_tokens
+            request.append_run([63] * (1 + accepted))
+            request.kv_len += request.num_tokens - before
+        self.kv.update_resources(done)
+        for request in done.requests():
+            if request.is_finished:
+                request.kv_len = min(request.kv_len, request.num_tokens - 1)
+                self.scheduler.remove(request)
+                for manager in self.resources:
+                    manager.free_resources(request)
+        self.kv.check_integrity()
+        self.slots.check_integrity()
+        return done
+
+
+def test_a_prompt_that_does_not_fit_the_rest_of_the_budget_waits_whole() -> None:
+    bench = Bench(max_num_tokens=20)
+    first, second = bench.add(15), bench.add(15)
+    assert bench.round().context_requests == [first]
+    batch = bench.round()
+    assert batch.generation_requests == [first] and batch.context_requests == [second]
+
+
+def test_with_chunked_prefill_a_prompt_takes_the_rest_of_the_budget_round_by_round() -> None:
+    bench = Bench(max_num_tokens=20, chunked_prefill=True)
+    first, second = bench.add(15), bench.add(30)
+    bench.round()
+    assert (first.state, second.state, second.kv_len) == (RequestState.GENERATION, RequestState.CONTEXT, 5)
+    batch = bench.round()
+    assert batch.generation_requests == [first] and second.kv_len == 5 + 19
+    bench.round()
+    assert second.state is RequestState.GENERATION and second.kv_len == 30
+
+
+def test_drafts_count_as_tokens_of_the_budget() -> None:
+    bench = Bench(max_num_tokens=20, chunked_prefill=True, draft_len=4)
+    for _ in range(3):
+        bench.add(5)
+    bench.round()
+    late = bench.add(40)
+    bench.round()
+    assert late.kv_len == 20 - 3 * 5
+
+
+def test_nothing_overtakes_the_head_of_the_queue() -> None:
+    bench = Bench(max_num_tokens=20)
+    running, large, small = bench.add(10), bench.add(15), bench.add(2)
+    assert bench.round().requests() == [running]
+    assert bench.round().context_requests == [large, small]
+
+
+def test_the_highest_priority_goes_first_and_equals_in_order_of_arrival() -> None:
+    for by_priority, order in ((False, [1, 2, 3, 4]), (True, [3, 2, 4, 1])):
+        bench = Bench(max_batch_size=1, by_priority=by_priority)
+        for priority in (0.1, 0.5, 0.9, 0.5):
+            bench.add(5, max_tokens=1, priority=priority)
+        assert [bench.round().requests()[0].request_id for _ in range(4)] == order
+
+
+def test_no_more_requests_run_than_there_are_slots() -> None:
+    bench = Bench(max_batch_size=2)
+    requests = [bench.add(5, max_tokens=3) for _ in range(5)]
+    seen = []
+    while bench.scheduler.running or bench.scheduler.waiting:
+        seen.append(len(bench.round().requests()))
+    assert max(seen) == 2 and all(request.finish_reason == "length" for request in requests)
+
+
+def test_guaranteed_no_evict_admits_only_what_fits_to_its_very_end() -> None:
+    bench = Bench(num_pages=10, draft_len=2)  # each request may need 4 + 10 + 2 tokens: 4 pages
+    first, second, third = (bench.add(4, max_tokens=10) for _ in range(3))
+    assert bench.round().requests() == [first, second]
+    while not first.is_finished:
+        bench.round()
+    assert third.state is RequestState.WAITING and third in bench.round().requests()
+
+
+def test_max_utilization_admits_what_fits_now_and_preempts_the_youngest() -> None:
+    bench = Bench(num_pages=6, may_preempt=True)
+    first, second = bench.add(8, max_tokens=16), bench.add(8, max_tokens=16)
+    assert bench.round().requests() == [first, second]
+    while not bench.scheduler.num_preemptions:
+        bench.round()
+    assert second.state is RequestState.WAITING and second.num_preemptions == 1
+    assert (second.slot, second.kv_len, bench.kv.holds(second)) == (-1, 0, False)
+    assert bench.other.request_ids == [second.request_id]  # every manager is told, not only slots and pages
+    grown = second.num_tokens
+    assert grown > 8
+    while second.state is RequestState.WAITING:
+        bench.round()
+    assert first.is_finished
+    assert second.num_tokens == grown + 1 and second.tokens == [2] * 8 + [63] * (grown - 7)
+
+
+def test_a_preempted_request_may_be_longer_than_the_budget_and_is_then_cut() -> None:
+    bench = Bench(num_pages=8, max_num_tokens=9, may_preempt=True)
+    first, second = bench.add(4, max_tokens=26), bench.add(4, max_tokens=26)
+    while not (first.is_finished and second.is_finished):
+        bench.round()
+    assert second.num_preemptions and second.num_output_tokens == 26
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_a_victim_is_of_the_lowest_rank(by_priority: bool) -> None:
+    bench = Bench(num_pages=10, may_preempt=True, by_priority=by_priority)
+    requests = [bench.add(8, max_tokens=12, priority=priority) for priority in (0.2, 0.8, 0.4)]
+    while not bench.scheduler.num_preemptions:
+        bench.round()
+    victims = [request.request_id for request in requests if request.num_preemptions]
+    assert victims == ([1] if by_priority else [3])
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "message"),
+    [
+        (30, 20, "may need 13 KV pages .* and the cache has 10"),
+        (21, 2, "the prompt has 21 tokens and max_num_tokens is 20"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_the_option_to_change(
+    prompt_len: int, max_tokens: int, message: str
+) -> None:
+    bench = Bench(num_pages=10, max_num_tokens=20)
+    with pytest.raises(ValueError, match=message):
+        bench.add(prompt_len, max_tokens)
+    assert not bench.scheduler.waiting
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("may_preempt", [False, True])
+def test_under_random_traffic_budgets_hold_and_everybody_gets_all_tokens(may_preempt: bool, seed: int) -> None:
+    random = Random(seed)
+    draft_len, budget = random.randrange(4), random.randrange(24, 40)
+    bench = Bench(24, 5, draft_len, may_preempt=may_preempt, chunked_prefill=True, max_num_tokens=budget)
+    requests: list[LlmRequest] = []
+    for _ in range(600):
+        if len(requests) < 30 and random.random() < 0.2:
+            requests.append(bench.add(random.randrange(1, 45), random.randrange(1, 40)))
+        batch = bench.round(random.randrange(draft_len + 1))
+        assert bench.num_rows <= budget and len(batch.requests()) <= 5
+    assert len(requests) == 30
+    assert [request.num_output_tokens for request in requests] == [request.max_tokens for request in requests]
+    assert may_preempt == (bench.scheduler.num_preemptions > 0)
+    assert bench.kv.num_available == bench.kv.num_usable and bench.slots.num_free == 5
