@@ -1,6 +1,6 @@
 """Acceptance of the zoo's Draft/Target at T > 0 by how drafts are drawn: coupled, rejection sampling, argmax.
 
-    python benchmarks/draft_sampling.py [--output result.json] [--prompts 24] [--new-tokens 128] [--temperature 0.8]
+    python benchmarks/draft_sampling.py [--output result.json] [--prompts 80] [--new-tokens 128] [--temperature 0.8]
 
 Held-out prompts, the same seeds for all three. Bars: coupled at least 0.9 of rejection sampling, and above argmax.
 """
@@ -59,7 +59,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.8)
     args = parser.parse_args()

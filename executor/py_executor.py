@@ -208,10 +208,10 @@ class PyExecutor:
             if reason is not None:
                 request.finish(reason)
             request.kv_len = min(request.kv_len, max(request.num_tokens - 1, 0))
-            self.scheduler.remove(request)
             for manager in self.resources:
                 manager.free_resources(request)
-        self._send(requests)
+            self.scheduler.remove(request)
+            self._send([request])
 
     def _send(self, requests: list[LlmRequest]) -> None:
         if requests:
@@ -220,12 +220,15 @@ class PyExecutor:
     @torch.inference_mode()
     def recover(self, error: Exception) -> None:
         """A round broke off. Whoever caused it fails with the error, or everybody in the round if that is not known;
-        the others go on from where they stood before the round."""
-        batch, self._batch = self._batch, ScheduledBatch()
+        the others go on from where they stood before the round. Raises the error if it was nobody's round."""
+        alive = [request for request in self._batch.requests() if request.slot >= 0]
+        self._batch = ScheduledBatch()
         culprits = self.parts.blame()
         if culprits is None:
-            culprits = batch.requests()
-        for request in batch.requests():
+            culprits = alive
+            if not alive:
+                raise error  # nobody whose end could help: the next round would break off too
+        for request in alive:
             request.context_chunk = 0
             request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
             self.parts.kv.rewind(request, request.kv_len)

@@ -86,7 +86,7 @@ class _Pool:
                         node[token] = occurrence
                     break
                 else:
-                    known = child if last_wins else 0
+                    known = child
                     node[token] = node = {_OWN: occurrence if last_wins else child}
                     before = (child & _POSITION) - (last - index + 2)
                     if before >= 0:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tllm_spec.attention.interface import AttentionGeometry, AttentionMetadata
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 

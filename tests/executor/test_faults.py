@@ -152,7 +152,7 @@ def test_a_bad_logits_processor_fails_its_own_request(
 ) -> None:
     doomed = SamplingParams(max_tokens=24, logits_processor=processor)
     first, bad, *others = generate(llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, doomed, PARAMS, PARAMS])
-    assert bad.error is not None and message in bad.error and bad.outputs[0].length == num_tokens
+    assert bad.error is not None and message in bad.error and bad.outputs[0].length <= num_tokens
     assert tokens_of([first, *others]) == expected
 
 
@@ -259,6 +259,24 @@ def test_cancelling_at_random_moments_frees_everything_and_harms_nobody(
                 assert output.token_ids == tokens[: output.length] and result.error is None
                 assert output.finish_reason == "length" or index in victims
             assert_clean(llm)
+
+
+def test_when_the_executor_dies_nobody_waits_for_ever(model: Path) -> None:
+    class Unfreeable(ResourceManager):
+        def free_resources(self, request: LlmRequest) -> None:
+            if request.tokens[:2] == GOOD[1][:2]:
+                raise RuntimeError("not to be freed")
+
+    options = user_provided(lambda request: [])
+    options["speculative_config"]["resource_manager"] = Unfreeable()
+    with make_llm(model, **options) as llm:
+        handles = [llm.generate_async(prompt, {"max_tokens": 9, "n": 2}) for prompt in GOOD]
+        results = [handle.result(timeout=30) for handle in handles]
+        assert results[1].error == "RuntimeError: not to be freed"
+        assert [output.finish_reason for output in results[1].outputs] == ["error"] * 2
+        assert not llm.is_healthy
+        with pytest.raises(RuntimeError, match="the executor has died: RuntimeError: not to be freed"):
+            llm.generate_async(GOOD[0], PARAMS)
 
 
 def test_shutting_down_ends_what_is_running(model: Path) -> None:

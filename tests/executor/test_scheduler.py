@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tllm_spec.attention.interface import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules

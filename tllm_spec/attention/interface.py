@@ -7,23 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from tllm_spec.attention.kv_pool import KVPool
-
-
-@dataclass(frozen=True)
-class AttentionGeometry:
-    """The sizes of one rank's share of the heads."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_pool import KVPool
 
 
 @dataclass

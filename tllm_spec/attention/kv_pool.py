@@ -2,7 +2,7 @@
 
 import torch
 
-from tllm_spec.attention.interface import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry
 
 
 class KVPool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import (
     AttentionBackend,
-    AttentionGeometry,
     AttentionMetadata,
     AttentionPlan,
 )

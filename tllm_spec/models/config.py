@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.attention.interface import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.distributed.mapping import Mapping
 
 # What transformers' configuration class of each architecture assumes when config.json leaves a key out.

@@ -1,0 +1,103 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tllm_spec.executor.sampling.logits import apply_penalties, choose, filter_logits, mask_stop_ids
+
+INF = float("inf")
+
+
+def penalise(logits: list[float], counts: list[int], in_prompt: list[bool], *penalties: float) -> list[float]:
+    columns = (torch.tensor([[penalty]]) for penalty in penalties)
+    return apply_penalties(
+        torch.tensor([logits]), torch.tensor([counts]), torch.tensor([in_prompt]), *columns
+    )[0].tolist()
+
+
+def test_repetition_shrinks_positive_and_deepens_negative_logits_of_prompt_and_output() -> None:
+    found = penalise([2.0, -2.0, 2.0, -2.0, 3.0], [1, 3, 0, 0, 0], [False, False, True, True, False], 2.0, 0.0, 0.0)
+    assert found == [1.0, -4.0, 1.0, -4.0, 3.0]
+
+
+def test_presence_counts_once_and_frequency_every_time_and_the_prompt_never() -> None:
+    assert penalise([5.0] * 3, [0, 1, 3], [True, False, False], 1.0, 0.5, 0.0) == [5.0, 4.5, 4.5]
+    assert penalise([5.0] * 3, [0, 1, 3], [True, False, False], 1.0, 0.0, 0.5) == [5.0, 4.5, 3.5]
+
+
+def test_stop_ids_are_masked_in_early_rows_only() -> None:
+    logits = torch.zeros(4, 6)
+    stop_ids = torch.tensor([[2, 5], [2, 5], [3, 3], [-1, -1]])
+    mask_stop_ids(logits, stop_ids, torch.tensor([True, False, True, True]))
+    assert logits.tolist() == [
+        [0, 0, -INF, 0, 0, -INF],
+        [0, 0, 0, 0, 0, 0],
+        [0, 0, 0, -INF, 0, 0],
+        [0, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_choose_takes_the_best_and_says_minus_one_where_there_is_none() -> None:
+    rows = torch.tensor([[0.0, 2.0, 1.0], [0.0, torch.nan, 9.0], [-INF, -INF, -INF], [-INF, -5.0, -INF], [0, INF, 0]])
+    assert choose(rows).tolist() == [1, -1, -1, 1, 1]
+
+
+def kept_by_the_rules(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """min_p, then top_k, then top_p, written out for one row without ties."""
+    probs = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    kept = [token for token in order if probs[token] >= min_p * probs[order[0]]][:top_k]
+    total, reached, nucleus = sum(probs[token] for token in kept), 0.0, set()
+    for token in kept:
+        nucleus.add(token)
+        reached += probs[token] / total
+        if reached >= top_p:
+            break
+    return nucleus
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    order=st.permutations(range(12)),
+    spread=st.floats(0.1, 3),
+    top_k=st.integers(1, 12),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.01, 1.0)),
+)
+def test_the_filters_keep_what_the_rules_keep(
+    order: list[int], spread: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = [spread * place for place in order]
+    expected = kept_by_the_rules(logits, top_k, top_p, min_p)
+    near = {len(kept_by_the_rules(logits, top_k, top_p * f, min_p * g)) for f in (0.9999, 1.0001) for g in (0.9999, 1.0001)}
+    if near != {len(expected)}:
+        return  # on the border either answer is right
+    columns = torch.tensor([[top_k]]), torch.tensor([[top_p]]), torch.tensor([[min_p]])
+    found = filter_logits(torch.tensor([logits]), *columns)[0]
+    assert {token for token, logit in enumerate(found.tolist()) if logit > -INF} == expected
+    assert all(found[token] == torch.tensor(logits)[token] for token in expected)
+
+
+def test_each_row_has_its_own_filters_and_off_means_untouched() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    top_k = torch.tensor([[50], [3], [50], [50]])
+    top_p = torch.tensor([[1.0], [1.0], [0.3], [1.0]])
+    min_p = torch.tensor([[0.0], [0.0], [0.0], [0.5]])
+    together = filter_logits(logits, top_k, top_p, min_p)
+    assert torch.equal(together[0], logits[0])
+    for row in range(4):
+        one = slice(row, row + 1)
+        assert torch.equal(together[one], filter_logits(logits[one], top_k[one], top_p[one], min_p[one]))
+    assert (together > -INF).sum(1).tolist()[1] == 3
+
+
+def test_tokens_that_tie_with_the_last_kept_one_are_kept_too() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 1.0]])
+    found = filter_logits(logits, torch.tensor([[2]]), torch.tensor([[1.0]]), torch.tensor([[0.0]]))
+    assert (found > -INF)[0].tolist() == [True, True, True, False, True]
+
+
+def test_tokens_excluded_before_stay_excluded() -> None:
+    logits = torch.tensor([[-INF, 2.0, 1.0, -INF]])
+    for top_k, top_p, min_p in ((4, 0.999, 0.0), (4, 1.0, 0.01), (3, 1.0, 0.0)):
+        columns = torch.tensor([[top_k]]), torch.tensor([[top_p]]), torch.tensor([[min_p]])
+        assert (filter_logits(logits, *columns) > -INF)[0].tolist() == [False, True, True, False]

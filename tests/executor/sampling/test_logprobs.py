@@ -1,0 +1,39 @@
+import torch
+
+from tllm_spec.executor.sampling.logprobs import logprob_entry, token_logprobs
+from tllm_spec.outputs import Logprob
+
+RAW = torch.tensor([[1.0, 4.0, 3.0, 2.0], [0.0, 0.0, 5.0, 0.0]]).log_softmax(-1)
+
+
+def entries(tokens: list[int], num_best: int) -> list[dict[int, Logprob]]:
+    values, ids = token_logprobs(RAW, torch.tensor(tokens), num_best)
+    return [logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)]
+
+
+def test_the_chosen_token_comes_first_with_its_rank_whatever_it_is() -> None:
+    entry = entries([0, 2], 2)[0]
+    assert list(entry) == [0, 1, 2] and [each.rank for each in entry.values()] == [4, 1, 2]
+    assert [each.logprob for each in entry.values()] == RAW[0, [0, 1, 2]].tolist()
+
+
+def test_a_chosen_token_that_is_among_the_best_is_not_repeated() -> None:
+    entry = entries([1, 2], 2)[0]
+    assert list(entry) == [1, 2] and [each.rank for each in entry.values()] == [1, 2]
+
+
+def test_with_zero_best_tokens_only_the_chosen_one_is_there() -> None:
+    assert [list(entry) for entry in entries([3, 2], 0)] == [[3], [2]]
+
+
+def test_tied_tokens_share_the_better_rank() -> None:
+    assert entries([0, 3], 0)[1][3].rank == 2
+
+
+def test_more_best_tokens_than_the_vocabulary_has_are_all_of_them() -> None:
+    assert [len(entry) for entry in entries([0, 0], 99)] == [4, 4]
+
+
+def test_a_request_that_wants_fewer_than_its_neighbours_gets_fewer() -> None:
+    values, ids = token_logprobs(RAW, torch.tensor([0, 0]), 3)
+    assert list(logprob_entry(values[0].tolist(), ids[0].tolist(), 1)) == [0, 1]

@@ -1,0 +1,207 @@
+"""A window's row must get what the same position gets alone: the sampler is tested without a model, on given logits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.row_group import RowGroups
+from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.state import SamplingState
+from tllm_spec.outputs import Logprob
+from tllm_spec.sampling_params import SamplingParams
+
+VOCAB = 24
+DRAFT_LEN = 4
+CPU = torch.device("cpu")
+
+
+def push(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[sum(tokens[-2:]) % VOCAB] += 1.0
+    return logits
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.9},
+    "filters": {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.5},
+    "greedy_penalties": {"presence_penalty": 2.0, "frequency_penalty": 1.0},
+    "bias": {"temperature": 1.0, "logit_bias": {3: 1.0, 5: -3.0}, "bad_token_ids": [[7], [2, 9], [3, 3]]},
+    "min_tokens": {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": [1, 2, 3, 4, 5]},
+    "processor": {"temperature": 1.0, "logits_processor": push},
+    "logprobs": {"temperature": 1.0, "logprobs": 2},
+}
+
+
+class Bench:
+    """A sampler whose logits are a function of the tokens before a position, so that any row can be looked up."""
+
+    def __init__(self, ways: list[str], *, rejection: bool = False) -> None:
+        slots = SeqSlotManager(len(ways))
+        state = SamplingState(slots, VOCAB, CPU)
+        self.slots = SlotState(slots, DRAFT_LEN, CPU)
+        self.sampler = Sampler(self.slots, state, RowGroups(state), rejection=rejection)
+        self.requests = [self._start(slots, way) for way in ways]
+        self.found: list[dict[int, list[dict[int, Logprob]]]] = []
+
+    def _start(self, slots: SeqSlotManager, way: str) -> LlmRequest:
+        params = SamplingParams(**WAYS[way])
+        rules = DecodingRules.from_params(params, vocab_size=VOCAB, end_ids=(), encode=None)
+        number = list(WAYS).index(way)
+        request = LlmRequest(number, [number, 7, 3, number], rules, seed=100 + number, max_tokens=999)
+        slots.acquire(request)
+        self.sampler.start(request)
+        return request
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash(tuple(tokens[-3:])) % 2**31)
+        return 2 * torch.randn(VOCAB, generator=generator)
+
+    def context(self) -> None:
+        """Samples every request's first token."""
+        for request in self.requests:
+            request.context_chunk = request.num_tokens
+            self.slots.kv_lens[request.slot] = request.num_tokens
+        batch = ScheduledBatch(context_requests=list(self.requests))
+        self._sample(batch, torch.stack([self.logits(request.tokens) for request in self.requests]))
+        for request in self.requests:
+            request.state, request.kv_len = RequestState.GENERATION, request.num_tokens - 1
+
+    def window(self, drafts: list[list[int]]) -> list[int]:
+        """One round with drafts of any length up to DRAFT_LEN; returns how many tokens each request emitted."""
+        rows = []
+        for request, own in zip(self.requests, drafts, strict=True):
+            padded = own + [0] * (DRAFT_LEN - len(own))
+            request.py_num_draft_tokens = len(own)
+            self.slots.window[request.slot, 1:] = torch.tensor(padded)
+            rows += [self.logits(request.tokens + padded[:place]) for place in range(DRAFT_LEN + 1)]
+        batch = ScheduledBatch(generation_requests=list(self.requests), draft_len=DRAFT_LEN)
+        return self._sample(batch, torch.stack(rows))
+
+    def plain(self) -> list[int]:
+        batch = ScheduledBatch(generation_requests=list(self.requests))
+        return self._sample(batch, torch.stack([self.logits(request.tokens) for request in self.requests]))
+
+    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> list[int]:
+        sampled, logprobs = self.sampler.sample(batch, logits)
+        self.found.append(logprobs.per_request())
+        for request, tokens, length in zip(batch.requests(), sampled.new_tokens, sampled.new_lens, strict=True):
+            request.tokens += tokens[:length].tolist()
+        return sampled.new_lens.tolist()
+
+
+def texts(bench: Bench) -> list[list[int]]:
+    return [request.tokens for request in bench.requests]
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> dict[str, list[int]]:
+    """40 tokens of every way, each alone and one at a time."""
+    found = {}
+    for way in WAYS:
+        bench = Bench([way])
+        bench.context()
+        for _ in range(60):
+            bench.plain()
+        found[way] = bench.requests[0].tokens
+    return found
+
+
+@pytest.mark.parametrize("offset", range(5))
+def test_windows_of_right_and_wrong_drafts_in_a_mixed_batch_give_the_plain_texts(
+    plain_texts: dict[str, list[int]], offset: int
+) -> None:
+    bench = Bench(list(WAYS))
+    bench.context()
+    for number in range(10):
+        drafts, expected = [], []
+        for index, (way, request) in enumerate(zip(WAYS, bench.requests, strict=True)):
+            num_right, num_wrong = divmod((number * 7 + index * 3 + offset) % 25, 5)
+            rest = plain_texts[way][request.num_tokens :]
+            right, wrong = rest[:num_right], [(token + 1) % VOCAB for token in rest[num_right:]]
+            drafts.append((right + wrong[:num_wrong])[:DRAFT_LEN])
+            expected.append(num_right + 1)
+        assert bench.window(drafts) == expected
+    for way, text in zip(WAYS, texts(bench), strict=True):
+        assert text == plain_texts[way][: len(text)]
+
+
+def test_every_way_of_sampling_has_an_effect(plain_texts: dict[str, list[int]]) -> None:
+    """Else the test above would not see one that is left out: the same seed and prompt without it give another text."""
+    for way, text in plain_texts.items():
+        if way in ("greedy", "logprobs", "temperature"):
+            continue
+        bench = Bench([way])
+        off = {"temperature": WAYS[way].get("temperature")}
+        bench.requests[0].rules = DecodingRules.from_params(
+            SamplingParams(**off), vocab_size=VOCAB, end_ids=(), encode=None
+        )
+        bench.sampler.start(bench.requests[0])
+        bench.context()
+        for _ in range(60):
+            bench.plain()
+        assert bench.requests[0].tokens != text, way
+
+
+def test_before_min_tokens_no_stop_id_is_chosen_and_after_them_some_are(plain_texts: dict[str, list[int]]) -> None:
+    text = plain_texts["min_tokens"][4:]
+    assert not set(text[:6]) & {1, 2, 3, 4, 5} and set(text[6:]) & {1, 2, 3, 4, 5}
+
+
+def test_bad_words_never_appear(plain_texts: dict[str, list[int]]) -> None:
+    text = plain_texts["bias"]
+    pairs = set(zip(text[3:], text[4:], strict=False))
+    assert 7 not in text[4:] and (2, 9) not in pairs and (3, 3) not in pairs
+    assert {2, 3, 9} <= set(text[4:])
+
+
+def test_padding_is_not_accepted_even_where_it_happens_to_be_right(plain_texts: dict[str, list[int]]) -> None:
+    bench = Bench(["greedy"])
+    bench.context()
+    while plain_texts["greedy"][bench.requests[0].num_tokens] != 0:
+        bench.plain()
+    assert bench.window([[]]) == [1] and bench.requests[0].tokens[-1] == 0
+
+
+def test_logprobs_come_from_the_models_own_logits_for_every_row_of_a_window(
+    plain_texts: dict[str, list[int]]
+) -> None:
+    bench = Bench(["logprobs", "greedy", "penalties"])
+    bench.context()
+    request = bench.requests[0]
+    start = request.num_tokens
+    drafts = [plain_texts["logprobs"][start : start + 3], [], []]
+    assert bench.window(drafts)[0] == 4
+    assert list(bench.found[-1]) == [request.request_id]
+    for place, entry in enumerate(bench.found[-1][request.request_id][:4], start):
+        raw = bench.logits(request.tokens[:place]).log_softmax(-1)
+        token = request.tokens[place]
+        assert entry[token].logprob == pytest.approx(float(raw[token]), abs=1e-6)
+        assert entry[token].rank == int((raw > raw[token]).sum()) + 1
+        assert set(raw.topk(2).indices.tolist()) <= set(entry)
+
+
+def test_a_round_without_a_row_to_sample_gives_nothing() -> None:
+    bench = Bench(["greedy"])
+    bench.requests[0].context_chunk = 2  # of four
+    batch = ScheduledBatch(context_requests=bench.requests)
+    sampled, logprobs = bench.sampler.sample(batch, torch.empty(0, VOCAB))
+    assert isinstance(sampled, SampledTokens) and len(sampled.new_lens) == 0 == len(sampled.new_tokens)
+    assert not logprobs.per_request()
+
+
+def test_under_rejection_sampling_a_greedy_request_still_takes_the_best_token(
+    plain_texts: dict[str, list[int]]
+) -> None:
+    bench = Bench(["greedy"], rejection=True)
+    bench.context()
+    start = bench.requests[0].num_tokens
+    right = plain_texts["greedy"][start : start + 3]
+    assert bench.window([[*right[:2], (right[2] + 1) % VOCAB]]) == [3]
+    assert texts(bench)[0] == plain_texts["greedy"][: start + 3]

@@ -1,0 +1,36 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tllm_spec.kernels.accept_chain import accept_chain
+
+
+def accepted_by_hand(targets: list[int], drafts: list[int], num_drafts: int) -> int:
+    count = 0
+    while count < num_drafts and targets[count] == drafts[count]:
+        count += 1
+    return count + 1
+
+
+@given(st.data(), st.integers(1, 5), st.integers(0, 6))
+def test_a_run_ends_at_the_first_draft_that_is_not_the_targets_token(
+    data: st.DataObject, num_rows: int, length: int
+) -> None:
+    def rows(width: int, upper: int) -> st.SearchStrategy[list[list[int]]]:
+        row = st.lists(st.integers(-1, upper), min_size=width, max_size=width)
+        return st.lists(row, min_size=num_rows, max_size=num_rows)
+
+    targets, drafts = data.draw(rows(length + 1, 1)), data.draw(rows(length, 1))
+    counts = data.draw(st.lists(st.integers(0, length), min_size=num_rows, max_size=num_rows))
+    tensors = torch.tensor(targets), torch.tensor(drafts, dtype=torch.int64).view(num_rows, length)
+    found = accept_chain(*tensors, torch.tensor(counts)).tolist()
+    assert found == [accepted_by_hand(*row) for row in zip(targets, drafts, counts, strict=True)]
+    everything = accept_chain(*tensors, None).tolist()
+    assert everything == [accepted_by_hand(*row, length) for row in zip(targets, drafts, strict=True)]
+
+
+def test_lengths_are_whole_numbers_of_64_bits_and_inputs_stay_as_they_are() -> None:
+    targets, drafts = torch.tensor([[5, 6, 7], [5, 6, 7]]), torch.tensor([[5, 6], [6, 6]])
+    before = drafts.clone()
+    lens = accept_chain(targets, drafts, None)
+    assert lens.dtype == torch.int64 and lens.tolist() == [3, 1] and torch.equal(drafts, before)

@@ -1,0 +1,101 @@
+"""Log probabilities with speculation are those of plain decoding and of transformers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lossless.oracle import Oracle
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import Logprob, RequestOutput
+from tllm_spec.sampling_params import SamplingParams
+
+NUM_BEST, OUTPUT_LEN = 3, 60
+# Penalties, bias and temperature change what is chosen, never what the model itself says of it.
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "presence_penalty": 0.7, "logit_bias": {5: 2.0}},
+    {"temperature": 1.2, "top_p": 0.9},
+]
+ENGINES: dict[str, dict[str, Any]] = {
+    "ngram": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 4}},
+    "draft_target": {
+        "speculative_config": {
+            "decoding_type": "Draft_Target",
+            "speculative_model": "zoo:llama-draft",
+            "max_draft_len": 4,
+        },
+        "enable_chunked_prefill": True,
+        "max_num_tokens": 40,
+    },
+}
+
+
+def generate(llm: LLM, prompts: list[list[int]], batched: bool) -> list[RequestOutput]:
+    all_params = [
+        SamplingParams(
+            max_tokens=OUTPUT_LEN, ignore_eos=True, seed=5, logprobs=NUM_BEST, prompt_logprobs=NUM_BEST, **way
+        )
+        for way in WAYS
+    ]
+    if batched:
+        outputs = llm.generate(prompts, all_params, use_tqdm=False)
+        assert isinstance(outputs, list)
+        return outputs
+    return [llm.generate_async(*each).result() for each in zip(prompts, all_params, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def plain_outputs(plain_llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
+    return generate(plain_llm, prompts[:3], batched=False)
+
+
+def values(entries: list[Any]) -> torch.Tensor:
+    """`[N, 1 + NUM_BEST]`: of the chosen token, then of the best ones in order of rank."""
+    rows = []
+    for entry in entries:
+        chosen, *_ = entry.values()
+        best = sorted(entry.values(), key=lambda each: each.rank)[:NUM_BEST]
+        rows.append([each.logprob for each in (chosen, *best)])
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_log_probabilities_are_plain_decodings(
+    engine: str, plain_outputs: list[RequestOutput], prompts: list[list[int]]
+) -> None:
+    with LLM("zoo:llama", **ENGINES[engine]) as llm:
+        outputs = generate(llm, prompts[:3], batched=True)
+        llm.check_integrity()
+    for output, plain in zip(outputs, plain_outputs, strict=True):
+        ours, theirs = output.outputs[0], plain.outputs[0]
+        assert ours.token_ids == theirs.token_ids
+        assert [list(entry)[0] for entry in ours.logprobs] == ours.token_ids
+        assert (values(ours.logprobs) - values(theirs.logprobs)).abs().max() < 1e-4
+        assert ours.prompt_logprobs[0] is None is theirs.prompt_logprobs[0]
+        assert (values(ours.prompt_logprobs[1:]) - values(theirs.prompt_logprobs[1:])).abs().max() < 1e-4
+        assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-2)
+
+
+def test_plain_log_probabilities_are_transformers(
+    plain_outputs: list[RequestOutput], oracle: Callable[[], Oracle]
+) -> None:
+    for output in plain_outputs:
+        sample, prompt = output.outputs[0], output.prompt_token_ids
+        text = prompt + sample.token_ids
+        expected = oracle().logits(text).log_softmax(-1)
+        entries = sample.prompt_logprobs[1:] + sample.logprobs
+        assert len(entries) == len(text) - 1 and len(sample.logprobs) == OUTPUT_LEN
+        for row, token, entry in zip(expected, text[1:], entries, strict=False):
+            assert entry is not None
+            assert_entry(entry, row, token)
+
+
+def assert_entry(entry: dict[int, Logprob], row: torch.Tensor, token: int) -> None:
+    assert list(entry)[0] == token
+    for each, found in entry.items():
+        assert abs(found.logprob - float(row[each])) < 1e-4
+    best = row.topk(NUM_BEST).values
+    assert all(float(row[each]) > float(best[-1]) - 1e-4 for each in list(entry)[1:])
+    assert len(entry) in (NUM_BEST, NUM_BEST + 1)
