@@ -68,7 +68,7 @@ def main() -> int:
     for name, stats in found.items():
         rates = " ".join(f"{rate:.2f}" for rate in stats.per_position_acceptance)
         print(
-            f"{name:<10} length {stats.acceptance_length:.2f}  rate {stats.draft_acceptance_rate:.3f}  by position {rates}"
+            f"{name:<10} length {stats.acceptance_length:.2f}  rate {stats.draft_acceptance_rate:.3f}  each {rates}"
         )
     coupled, rejection, argmax = (found[name].draft_acceptance_rate for name in WAYS)
     print(

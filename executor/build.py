@@ -49,6 +49,7 @@ class BuiltExecutor:
     model_config: ModelConfig
     max_seq_len: int
     max_draft_len: int
+    max_rejected_rounds: int | None
 
 
 def pick_device(name: str) -> torch.device:
@@ -189,4 +190,6 @@ def build_executor(
         cpu_threads=_cpu_threads(target),
         stream_interval=args.stream_interval,
     )
-    return BuiltExecutor(PyExecutor(parts, respond), queue, config, max_seq_len, builder.max_draft_len)
+    patience = builder.spec.max_rejected_rounds if builder.spec else None
+    executor = PyExecutor(parts, respond)
+    return BuiltExecutor(executor, queue, config, max_seq_len, builder.max_draft_len, patience)

@@ -175,7 +175,9 @@ class PyExecutor:
             request.kv_len += num_new
             if self._speculating:
                 request.counters.num_emitted_tokens += num_emitted
-                request.counters.record(request.py_num_draft_tokens, min(num_new - 1, num_emitted))
+                num_accepted = min(num_new - 1, num_emitted)
+                request.counters.record(request.py_num_draft_tokens, num_accepted)
+                request.draft_pause.observe(request.py_num_draft_tokens, num_accepted)
 
     def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""

@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.resources",),
     ("tllm_spec.executor.batch", "tllm_spec.executor.response", "tllm_spec.executor.request_queue"),
     ("tllm_spec.executor.request",),
-    ("tllm_spec.executor.decoding_rules",),
+    ("tllm_spec.executor.decoding_rules", "tllm_spec.executor.draft_pause"),
     ("tllm_spec.models",),
     ("tllm_spec.attention",),
     ("tllm_spec.kernels", "tllm_spec.distributed"),

@@ -34,10 +34,14 @@ class DecodingBaseConfig(ConfigModel):
     key not above the batch size holds, and a batch smaller than every key uses `max_draft_len`. TensorRT-LLM
     reads the same mapping in two ways; its other reading (each key is the *upper* end of a range, and 0 above
     the largest key) is not available: for "4 drafts up to 8 requests, then none" write `{1: 4, 9: 0}`.
+
+    `max_rejected_rounds` (ours): a request whose drafts were all rejected in so many rounds in a row is not
+    drafted for in the next ones, each pause twice as long as the last; an accepted draft ends that. None: never.
     """
 
     decoding_type: str
     max_draft_len: PositiveInt
+    max_rejected_rounds: PositiveInt | None = 8
     max_concurrency: PositiveInt | None = None
     draft_len_schedule: dict[int, int] | None = None
     use_rejection_sampling: bool = False

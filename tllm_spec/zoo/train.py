@@ -1,7 +1,8 @@
 """Train and measure the zoo's models: `python -m tllm_spec.zoo.train target|draft|evaluate --help`.
 
 Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, no corpus. A GPU takes minutes; a CPU works, too.
-The shape of a model is the config.json that the zoo ships for it, or that of `--shape FOLDER`.
+The shape of a model is the config.json that the zoo ships for it, or that of `--shape FOLDER`. The defaults
+and `--compile` made the shipped weights on one H200; a CPU wants smaller batches (`--self-text-batch`, `--windows`).
 """
 
 import json
@@ -24,7 +25,9 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def training_options(shape: str, dropout: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def training_options(
+    shape: str, minutes: float, learning_rate: float, dropout: float
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options of every training run, as `Settings` names them."""
     options = [
         click.option("--data", type=FOLDER, required=True, help="Folder with training.npz and heldout.npz."),
@@ -32,11 +35,11 @@ def training_options(shape: str, dropout: float) -> Callable[[Callable[..., None
         click.option("--shape", default=shape, show_default=True, help="Model whose config.json to use."),
         click.option("--device", default=DEVICE, show_default=True),
         click.option("--seed", default=0, show_default=True),
-        click.option("--minutes", default=6.0, show_default=True, help="Budget of time."),
+        click.option("--minutes", default=minutes, show_default=True, help="Budget of time."),
         click.option("--steps", default=10**9, help="Budget of steps."),
         click.option("--windows", default=64, show_default=True, help="Sequences a step."),
         click.option("--length", default=1024, show_default=True, help="Tokens a sequence."),
-        click.option("--learning-rate", default=2e-3, show_default=True),
+        click.option("--learning-rate", default=learning_rate, show_default=True),
         click.option("--weight-decay", default=0.1, show_default=True),
         click.option("--dropout", default=dropout, show_default=True),
         click.option("--warmup-steps", default=200, show_default=True),
@@ -57,7 +60,7 @@ def main() -> None:
 
 
 @main.command()
-@training_options("zoo:llama", dropout=0.1)
+@training_options("zoo:llama", minutes=3.8, learning_rate=2e-3, dropout=0.1)
 def target(data: Path, output: Path, shape: str, device: str, seed: int, **settings: Any) -> None:
     """Next-token prediction on the training files."""
     torch.manual_seed(seed)
@@ -68,10 +71,10 @@ def target(data: Path, output: Path, shape: str, device: str, seed: int, **setti
 
 
 @main.command()
-@training_options("zoo:llama-draft", dropout=0.0)
+@training_options("zoo:llama-draft", minutes=6.7, learning_rate=3e-3, dropout=0.0)
 @click.option("--target", "target_name", default="zoo:llama", show_default=True, help="The trained target.")
-@click.option("--self-text-minutes", default=1.0, show_default=True, help="How long the target writes text.")
-@click.option("--self-text-batch", default=1024, show_default=True)
+@click.option("--self-text-minutes", default=0.8, show_default=True, help="How long the target writes text.")
+@click.option("--self-text-batch", default=4096, show_default=True)
 @click.option("--self-text-tokens", default=384, show_default=True, help="New tokens a text.")
 def draft(
     data: Path,

@@ -1,0 +1,109 @@
+"""Requests that come and go in every round, from several threads, some of them cancelled: each gets its own text."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from time import sleep
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.executor.tiny_llama import write_tiny_llama
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.llm import LLM
+from tllm_spec.sampling_params import SamplingParams
+
+NGRAM = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}}
+BUSY: dict[str, Any] = {
+    "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 120},
+    "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    "enable_chunked_prefill": True,
+    "max_num_tokens": 32,
+    "max_batch_size": 6,
+    "max_seq_len": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    draft = write_tiny_llama(tmp_path_factory.mktemp("draft"), noise=0.15)
+    yield {"plain": {}, "ngram": NGRAM, "draft_target": draft_target(draft, 3)}
+
+
+def sampling(number: int) -> dict[str, Any]:
+    """Parameters that differ from request to request."""
+    return {
+        "temperature": (None, 0.8, 1.2)[number % 3],
+        "presence_penalty": 0.7 * (number % 2),
+        "top_p": 0.9 if number % 5 == 4 else None,
+        "seed": number,
+    }
+
+
+def prompt(number: int) -> list[int]:
+    """1 to 24 tokens, many of them with a common beginning."""
+    random = Random(number)
+    return [(7 * i) % 60 for i in range(random.randrange(20))] + [random.randrange(64) for _ in range(number % 4 + 1)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> list[list[int]]:
+    harness = Harness(tiny)
+    requests = [harness.submit(prompt(number), max_tokens=30, **sampling(number)) for number in range(60)]
+    harness.run()
+    return list(map(output_of, requests))
+
+
+@pytest.mark.parametrize("engine", ["plain", "ngram", "draft_target"])
+def test_one_joins_in_every_round_and_one_is_cancelled_in_every_third(
+    tiny: Path, engines: dict[str, dict[str, Any]], engine: str, expected: list[list[int]]
+) -> None:
+    harness, random = Harness(tiny, **BUSY, **engines[engine]), Random(3)
+    requests: list[LlmRequest] = []
+    for number in range(60):
+        requests.append(harness.submit(prompt(number), max_tokens=1 + number % 30, **sampling(number)))
+        if number % 3 == 0:
+            harness.queue.cancel(random.choice(requests).request_id)
+        harness.round()
+        harness.executor.check_integrity()
+    harness.run()
+    for request, text in zip(requests, expected, strict=True):
+        assert output_of(request) == text[: request.num_output_tokens]
+        assert request.num_output_tokens == request.max_tokens or request.finish_reason == "cancelled"
+    reasons = [request.finish_reason for request in requests]
+    assert reasons.count("cancelled") > 5 and reasons.count("length") > 30
+    assert harness.parts.scheduler.num_preemptions and harness.parts.slots.window.shape[0] == 7
+    for manager in harness.parts.resources:
+        kv = getattr(manager, "kv", manager)
+        assert not hasattr(kv, "num_usable") or all_pages_are_back(kv)
+
+
+@pytest.mark.parametrize("engine", ["plain", "ngram", "draft_target"])
+def test_threads_that_submit_stream_and_cancel_get_their_own_texts(
+    tiny: Path, engines: dict[str, dict[str, Any]], engine: str, expected: list[list[int]]
+) -> None:
+    def one(number: int) -> None:
+        sleep(Random(number).random() * 0.05)
+        params = SamplingParams(max_tokens=30, **sampling(number))
+        handle = llm.generate_async(prompt(number), params, streaming=number % 2 == 0)
+        streamed: list[int] = []
+        for output in handle:
+            streamed += output.outputs[0].token_ids_diff
+            if number % 6 == 4 and len(streamed) > number % 25:
+                handle.abort()
+        text, reason = handle.outputs[0].token_ids, handle.outputs[0].finish_reason
+        assert streamed == text == expected[number][: len(text)]
+        assert reason == "length" and len(text) == 30 or reason == "cancelled" and number % 6 == 4
+
+    with LLM(tiny, skip_tokenizer_init=True, **BUSY, **engines[engine]) as llm:
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(one, range(60)))
+        llm.check_integrity()
+        assert llm.is_healthy
