@@ -115,7 +115,11 @@ def user_provided(propose: Callable[[LlmRequest], Any], draft_len: int = 4) -> d
     """Keyword arguments for drafts that come from a function."""
     drafter = ScriptedDrafter(propose)
     return {
-        "speculative_config": {"decoding_type": "User_Provided", "drafter": drafter, "max_draft_len": draft_len}
+        "speculative_config": {
+            "decoding_type": "User_Provided",
+            "drafter": drafter,
+            "max_draft_len": draft_len,
+        }
     }
 
 

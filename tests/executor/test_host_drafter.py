@@ -91,7 +91,9 @@ def test_anything_that_holds_integers_is_a_draft(drafts: object) -> None:
         (7, TypeError, "not iterable"),
     ],
 )
-def test_a_bad_draft_is_its_requests_fault_alone(drafts: object, error: type[Exception], message: str) -> None:
+def test_a_bad_draft_is_its_requests_fault_alone(
+    drafts: object, error: type[Exception], message: str
+) -> None:
     bench = Bench(lambda request: drafts if request.request_id == 2 else [1])
     with pytest.raises(error, match=message):
         bench.round()

@@ -85,7 +85,9 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(
     assert stats.rounds == 6 and stats.acceptance_length == draft_len + 1
 
 
-def test_argmax_drafts_agree_less_often_with_a_sampled_text_than_coupled_ones(tiny: Path, tiny_draft: Path) -> None:
+def test_argmax_drafts_agree_less_often_with_a_sampled_text_than_coupled_ones(
+    tiny: Path, tiny_draft: Path
+) -> None:
     rates = {}
     for how in ("coupled", "greedy"):
         harness = Harness(tiny, **draft_target(tiny_draft, 3, draft_sampling=how))
@@ -143,14 +145,20 @@ def test_a_draft_model_may_have_fewer_or_more_rows_than_the_target(
     draft = write_tiny_llama(tmp_path, vocab_size=vocab_size)
     for options in ({}, {"use_rejection_sampling": True}):
         harness = Harness(tiny, **draft_target(draft, 3, **options))
-        requests = [harness.submit([i, 63], max_tokens=30, temperature=t) for i, t in enumerate((None, 1.0) * 4)]
+        requests = [
+            harness.submit([i, 63], max_tokens=30, temperature=t) for i, t in enumerate((None, 1.0) * 4)
+        ]
         harness.run()
         assert all(request.finish_reason == "length" for request in requests)
         assert all(0 <= token < 64 for request in requests for token in request.tokens)
 
 
-def test_catching_up_never_takes_more_rows_than_the_budget(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = Harness(tiny, max_num_tokens=16, enable_chunked_prefill=True, **draft_target(tiny, 3, max_concurrency=2))
+def test_catching_up_never_takes_more_rows_than_the_budget(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(
+        tiny, max_num_tokens=16, enable_chunked_prefill=True, **draft_target(tiny, 3, max_concurrency=2)
+    )
     drafter = harness.parts.drafter
     sizes: list[int] = []
     forward = drafter._engine.forward  # type: ignore[attr-defined] # the drafter's own engine has no public name

@@ -67,11 +67,15 @@ def test_after_every_round_device_and_host_agree_and_only_kept_tokens_have_pages
                 assert_rows_are_true(harness, request)
                 assert harness.parts.kv.num_held(request) == harness.parts.kv.pages_for(request.kv_len)
     assert harness.parts.scheduler.num_preemptions
-    assert [(r.finish_reason, r.num_output_tokens) for r in requests] == [("length", r.max_tokens) for r in requests]
+    assert [(r.finish_reason, r.num_output_tokens) for r in requests] == [
+        ("length", r.max_tokens) for r in requests
+    ]
     assert all_pages_are_back(harness.parts.kv)
 
 
-def test_neighbours_preemption_and_speculation_change_no_token(tiny: Path, speculation: dict[str, Any]) -> None:
+def test_neighbours_preemption_and_speculation_change_no_token(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
     together, alone = Harness(tiny, **SMALL_POOL, **speculation), Harness(tiny)
     outputs = [submit_some(harness, Random(7), 16) for harness in (together, alone)]
     together.run()
@@ -123,7 +127,9 @@ def test_cancelling_gives_everything_back_in_every_state(
     second = harness.submit(PROMPT, max_tokens=3)
     victim, other = (second, first) if state is RequestState.WAITING else (first, second)
     other.max_tokens = 3
-    harness.run_until(first, RequestState.GENERATION if state is RequestState.GENERATION else RequestState.CONTEXT)
+    harness.run_until(
+        first, RequestState.GENERATION if state is RequestState.GENERATION else RequestState.CONTEXT
+    )
     assert victim.state is state
     harness.queue.cancel(victim.request_id)
     harness.queue.cancel(victim.request_id)
@@ -151,7 +157,12 @@ def test_a_round_that_breaks_off_is_repeated_as_if_it_had_not_happened(tiny: Pat
             raise KeyError("the fuse was lit")
         return logits
 
-    sampled = {"temperature": 0.9, "presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.5}
+    sampled = {
+        "temperature": 0.9,
+        "presence_penalty": 1.5,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.5,
+    }
     harness = Harness(tiny, **draft_target(tiny_draft))
     older = harness.submit(PROMPT[1:], max_tokens=30, seed=5, **sampled)
     culprit = harness.submit(PROMPT, max_tokens=30, logits_processor=processor)
@@ -190,7 +201,9 @@ def with_no_token_at(place: int, **params: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("place", range(1, 6))
-def test_where_no_token_can_be_chosen_the_request_fails_behind_its_good_tokens(tiny: Path, place: int) -> None:
+def test_where_no_token_can_be_chosen_the_request_fails_behind_its_good_tokens(
+    tiny: Path, place: int
+) -> None:
     propose, params = with_no_token_at(place)
     results = []
     for options in ({}, user_provided(propose)):

@@ -35,7 +35,9 @@ class Released(ResourceManager):
 class Bench:
     """A scheduler with real slots and pages, and what the loop does around it."""
 
-    def __init__(self, num_pages: int = 100, max_batch_size: int = 8, draft_len: int = 0, **changed: Any) -> None:
+    def __init__(
+        self, num_pages: int = 100, max_batch_size: int = 8, draft_len: int = 0, **changed: Any
+    ) -> None:
         usual = SchedulerLimits(1000, draft_len, chunked_prefill=False, may_preempt=False, by_priority=False)
         self.slots = SeqSlotManager(max_batch_size)
         pool = KVPool(
@@ -59,7 +61,9 @@ class Bench:
         self._num_requests += 1
         number = self._num_requests
         tokens = [number] * prompt_len
-        request = LlmRequest(number, tokens, RULES, seed=0, max_tokens=max_tokens, arrival=number, priority=priority)
+        request = LlmRequest(
+            number, tokens, RULES, seed=0, max_tokens=max_tokens, arrival=number, priority=priority
+        )
         self.scheduler.add(request)
         return request
 
@@ -209,7 +213,9 @@ def test_what_can_never_run_is_refused_with_the_option_to_change(
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("may_preempt", [False, True])
-def test_under_random_traffic_budgets_hold_and_everybody_gets_all_tokens(may_preempt: bool, seed: int) -> None:
+def test_under_random_traffic_budgets_hold_and_everybody_gets_all_tokens(
+    may_preempt: bool, seed: int
+) -> None:
     random = Random(seed)
     draft_len, budget = random.randrange(4), random.randrange(24, 40)
     bench = Bench(24, 5, draft_len, may_preempt=may_preempt, chunked_prefill=True, max_num_tokens=budget)

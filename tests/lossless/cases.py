@@ -47,7 +47,8 @@ def heldout_prompts(tokenizer: Tokenizer, number: int, length: int) -> list[list
 def fixed_length_cases(tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> list[Case]:
     """One case for every way of sampling, each `OUTPUT_LEN` tokens long."""
     newline, indent, *common = (
-        tokenizer.encode(text, add_special_tokens=False)[0] for text in ("\n", "    ", " self", ".", "(", ",", " =")
+        tokenizer.encode(text, add_special_tokens=False)[0]
+        for text in ("\n", "    ", " self", ".", "(", ",", " =")
     )
     ways: dict[str, dict[str, Any]] = {
         "greedy": {},
@@ -108,7 +109,9 @@ def generate(llm: LLM, cases: Iterable[Case], batch_size: int) -> list[RequestOu
     return [handle.result(timeout=120) for handle in handles]
 
 
-def assert_same(case: Case, output: RequestOutput, plain: RequestOutput, oracle: Callable[[], Oracle]) -> None:
+def assert_same(
+    case: Case, output: RequestOutput, plain: RequestOutput, oracle: Callable[[], Oracle]
+) -> None:
     """Equal tokens, text and reasons. Where two candidates are closer than TOLERANCE, the text may part there (NearTie)."""
     assert output.error is None, f"{case.name}: {output.error}"
     ours, theirs = output.outputs[0], plain.outputs[0]

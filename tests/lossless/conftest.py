@@ -26,22 +26,13 @@ PROMPT_LEN = 60
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are too small to share a layer between cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return load_tokenizer("zoo:llama")
 
 
 @pytest.fixture(scope="session")
-def plain_llm(one_thread: None) -> Iterator[LLM]:
+def plain_llm() -> Iterator[LLM]:
     """Decoding with nothing that could go wrong: one request at a time, no speculation, no reuse, no chunks."""
     with LLM("zoo:llama", max_batch_size=1, kv_cache_config={"enable_block_reuse": False}) as llm:
         yield llm
@@ -66,7 +57,9 @@ def cases(tokenizer: Tokenizer, prompts: list[list[int]], unstopped: list[list[i
     """Ten requests; the last two end early, at a stop string that no token has alone and at a stop token."""
     stop = border_crossing_stop(tokenizer, unstopped[0], OUTPUT_LEN // 3)
     by_string = replace(STOPPING, stop=[stop, "never to be found"])
-    by_token = replace(STOPPING, stop_token_ids=[latest_new_token(unstopped[1])], include_stop_str_in_output=True)
+    by_token = replace(
+        STOPPING, stop_token_ids=[latest_new_token(unstopped[1])], include_stop_str_in_output=True
+    )
     return [
         *fixed_length_cases(tokenizer, prompts[:8]),
         Case("stop_string", prompts[8], by_string),
@@ -100,7 +93,9 @@ def oracle() -> Callable[[], Oracle]:
         if not made:
             from transformers import AutoModelForCausalLM
 
-            made.append(Oracle(AutoModelForCausalLM.from_pretrained(resolve_model("zoo:llama"), dtype=torch.float32)))
+            made.append(
+                Oracle(AutoModelForCausalLM.from_pretrained(resolve_model("zoo:llama"), dtype=torch.float32))
+            )
         return made[0]
 
     return get

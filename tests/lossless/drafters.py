@@ -1,6 +1,5 @@
 """A user-provided drafter that knows the right text and proposes right, wrong, too few and no tokens by turns."""
 
-
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafter import Drafter
@@ -22,7 +21,9 @@ class AdversarialDrafter(Drafter):
             num_right, num_wrong = TURNS[request.num_output_tokens % len(TURNS)]
             text = self._texts[tuple(request.tokens[: request.prompt_len])]
             rest = text[request.num_output_tokens :]
-            drafts = rest[:num_right] + [(token + 1) % 2048 for token in rest[num_right : num_right + num_wrong]]
+            drafts = rest[:num_right] + [
+                (token + 1) % 2048 for token in rest[num_right : num_right + num_wrong]
+            ]
             if drafts:  # else the placeholders stay as they are: nothing to propose
                 request.py_draft_tokens = drafts[: request.num_drafts_wanted]
 

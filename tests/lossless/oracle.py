@@ -23,7 +23,9 @@ class Oracle:
         logits: torch.Tensor = self._model(torch.tensor([tokens])).logits
         return logits[0]
 
-    def gap(self, params: SamplingParams, prompt: list[int], output: list[int], tokens: tuple[int, int]) -> float:
+    def gap(
+        self, params: SamplingParams, prompt: list[int], output: list[int], tokens: tuple[int, int]
+    ) -> float:
         """How far the worse of two candidates for the token after `output` lies below the best perturbed logit."""
         perturbed = perturbed_logits(self.logits(prompt + output)[-1], params, prompt, output)
         return float(perturbed.max() - perturbed[list(tokens)].min())

@@ -72,7 +72,9 @@ def test_acceptance_is_what_it_is_undisturbed(
     with LLM("zoo:llama", **options) as llm:
         if situation == "prefix_hit":  # whole prompts, and others that share all but their last tokens
             llm.generate(long_prompts, SamplingParams(max_tokens=2), use_tqdm=False)
-            llm.generate([p[:-7] + [9] * 7 for p in long_prompts], SamplingParams(max_tokens=2), use_tqdm=False)
+            llm.generate(
+                [p[:-7] + [9] * 7 for p in long_prompts], SamplingParams(max_tokens=2), use_tqdm=False
+            )
         stats = speculate(llm, long_prompts)
         preempted = llm._executor.scheduler.num_preemptions
     assert bool(preempted) == situation.startswith("preemption")
@@ -87,7 +89,9 @@ def test_a_model_that_drafts_for_itself_is_accepted_nearly_always(long_prompts: 
     with LLM("zoo:llama", speculative_config=spec, max_batch_size=8) as llm:
         stats = speculate(llm, long_prompts)
     assert stats.draft_acceptance_rate > 0.98
-    assert stats.acceptance_length > 0.98 * (DRAFT_LEN + 1) * 99 / 100  # the last round of 99 tokens is one short
+    assert (
+        stats.acceptance_length > 0.98 * (DRAFT_LEN + 1) * 99 / 100
+    )  # the last round of 99 tokens is one short
 
 
 def test_coupled_drafts_are_accepted_about_as_often_as_rejection_sampling_and_more_often_than_argmax_drafts(
@@ -103,12 +107,17 @@ def test_coupled_drafts_are_accepted_about_as_often_as_rejection_sampling_and_mo
         spec = DRAFTERS["draft_target"] | options
         with LLM("zoo:llama", speculative_config=spec, max_batch_size=16) as llm:
             all_params = [
-                SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, seed=seed, temperature=0.8) for seed in range(18)
+                SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, seed=seed, temperature=0.8)
+                for seed in range(18)
             ]
             outputs = llm.generate(long_prompts * 3, all_params, use_tqdm=False)
             assert isinstance(outputs, list)
-        found[name] = sum((each.speculative_decoding or SpeculativeStats() for each in outputs), SpeculativeStats())
+        found[name] = sum(
+            (each.speculative_decoding or SpeculativeStats() for each in outputs), SpeculativeStats()
+        )
     for name, stats in found.items():
-        print(f"{name}: length {stats.acceptance_length:.3f}, rate {stats.draft_acceptance_rate:.3f} at T=0.8")
+        print(
+            f"{name}: length {stats.acceptance_length:.3f}, rate {stats.draft_acceptance_rate:.3f} at T=0.8"
+        )
     assert found["coupled"].acceptance_length >= 0.9 * found["rejection"].acceptance_length
     assert found["coupled"].draft_acceptance_rate > 1.1 * found["argmax"].draft_acceptance_rate

@@ -28,7 +28,9 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def submit_all(harness: Harness, **options: Any) -> list[LlmRequest]:
     """Requests of 10 to 60 tokens; every second one is sampled."""
     return [
-        harness.submit([i + 1, 2, 3], max_tokens=10 + 10 * i, temperature=0.9 if i % 2 else None, seed=i, **options)
+        harness.submit(
+            [i + 1, 2, 3], max_tokens=10 + 10 * i, temperature=0.9 if i % 2 else None, seed=i, **options
+        )
         for i in range(NUM_REQUESTS)
     ]
 
@@ -98,14 +100,17 @@ def test_requests_with_limits_of_their_own_share_rounds_with_others(
     assert list(map(output_of, requests)) == plain
     for request in requests:
         drafted = request.counters.stats().per_position_drafted
-        assert [count > 0 for count in drafted] == [place < request.draft_limit for place in range(MAX_DRAFT_LEN)]
+        assert [count > 0 for count in drafted] == [
+            place < request.draft_limit for place in range(MAX_DRAFT_LEN)
+        ]
 
 
 def test_speculation_of_one_request_is_what_its_parameters_say(tiny: Path, draft: Path) -> None:
     wishes = [{}, {"enabled": False}, {"max_draft_len": 0}, {"max_draft_len": 2}, {"max_draft_len": 9}]
     limits = [4, 0, 0, 2, 4]
     all_params = [
-        SamplingParams(max_tokens=40, temperature=0.9, seed=1, speculation=SpeculationParams(**wish)) for wish in wishes
+        SamplingParams(max_tokens=40, temperature=0.9, seed=1, speculation=SpeculationParams(**wish))
+        for wish in wishes
     ]
     with LLM(tiny, skip_tokenizer_init=True, max_batch_size=8, **draft_target(draft, MAX_DRAFT_LEN)) as llm:
         outputs = llm.generate([[1, 2, 3]] * len(wishes), all_params, use_tqdm=False)

@@ -19,7 +19,9 @@ def test_plain_decoding_chooses_at_every_position_what_the_rules_say(
             gap = float(perturbed.max() - perturbed[token])
             assert gap < TOLERANCE, f"{case.name}: token {place}, {token}, is {gap:.1e} below the best"
             if gap:
-                warnings.warn(f"{case.name}: token {place} is {gap:.1e} below the best", NearTie, stacklevel=1)
+                warnings.warn(
+                    f"{case.name}: token {place} is {gap:.1e} below the best", NearTie, stacklevel=1
+                )
 
 
 def test_the_stops_end_the_texts_where_they_first_occur(

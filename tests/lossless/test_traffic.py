@@ -50,7 +50,9 @@ def sampling(number: int) -> dict[str, Any]:
 def prompt(number: int) -> list[int]:
     """1 to 24 tokens, many of them with a common beginning."""
     random = Random(number)
-    return [(7 * i) % 60 for i in range(random.randrange(20))] + [random.randrange(64) for _ in range(number % 4 + 1)]
+    return [(7 * i) % 60 for i in range(random.randrange(20))] + [
+        random.randrange(64) for _ in range(number % 4 + 1)
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,9 @@ def penalise(logits: list[float], counts: list[int], in_prompt: list[bool], *pen
 
 
 def test_repetition_shrinks_positive_and_deepens_negative_logits_of_prompt_and_output() -> None:
-    found = penalise([2.0, -2.0, 2.0, -2.0, 3.0], [1, 3, 0, 0, 0], [False, False, True, True, False], 2.0, 0.0, 0.0)
+    found = penalise(
+        [2.0, -2.0, 2.0, -2.0, 3.0], [1, 3, 0, 0, 0], [False, False, True, True, False], 2.0, 0.0, 0.0
+    )
     assert found == [1.0, -4.0, 1.0, -4.0, 3.0]
 
 
@@ -37,7 +39,9 @@ def test_stop_ids_are_masked_in_early_rows_only() -> None:
 
 
 def test_choose_takes_the_best_and_says_minus_one_where_there_is_none() -> None:
-    rows = torch.tensor([[0.0, 2.0, 1.0], [0.0, torch.nan, 9.0], [-INF, -INF, -INF], [-INF, -5.0, -INF], [0, INF, 0]])
+    rows = torch.tensor(
+        [[0.0, 2.0, 1.0], [0.0, torch.nan, 9.0], [-INF, -INF, -INF], [-INF, -5.0, -INF], [0, INF, 0]]
+    )
     assert choose(rows).tolist() == [1, -1, -1, 1, 1]
 
 
@@ -68,7 +72,11 @@ def test_the_filters_keep_what_the_rules_keep(
 ) -> None:
     logits = [spread * place for place in order]
     expected = kept_by_the_rules(logits, top_k, top_p, min_p)
-    near = {len(kept_by_the_rules(logits, top_k, top_p * f, min_p * g)) for f in (0.9999, 1.0001) for g in (0.9999, 1.0001)}
+    near = {
+        len(kept_by_the_rules(logits, top_k, top_p * f, min_p * g))
+        for f in (0.9999, 1.0001)
+        for g in (0.9999, 1.0001)
+    }
     if near != {len(expected)}:
         return  # on the border either answer is right
     columns = torch.tensor([[top_k]]), torch.tensor([[top_p]]), torch.tensor([[min_p]])

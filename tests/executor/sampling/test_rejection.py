@@ -13,7 +13,10 @@ def distributions(*shape: int, seed: int) -> torch.Tensor:
 
 
 def run(
-    target: torch.Tensor, draft: torch.Tensor | None, drafts: torch.Tensor, num_drafts: torch.Tensor | None = None
+    target: torch.Tensor,
+    draft: torch.Tensor | None,
+    drafts: torch.Tensor,
+    num_drafts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """target `[K+1, V]`, draft `[K, V]`: the same for all NUM requests, whose seeds are 0, 1, 2, ..."""
     length = drafts.shape[1]
@@ -30,7 +33,9 @@ def run(
 def drawn(draft: torch.Tensor) -> torch.Tensor:
     """Drafts `[NUM, K]` from distributions `[K, V]`, as the draft model draws them."""
     columns = [
-        (row.log() + gumbel_noise(torch.arange(NUM), torch.full((NUM,), 5 + place), VOCAB, DRAFT_DOMAIN)).argmax(-1)
+        (
+            row.log() + gumbel_noise(torch.arange(NUM), torch.full((NUM,), 5 + place), VOCAB, DRAFT_DOMAIN)
+        ).argmax(-1)
         for place, row in enumerate(draft)
     ]
     return torch.stack(columns, dim=1)

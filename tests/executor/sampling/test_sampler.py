@@ -30,7 +30,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.9},
     "filters": {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.5},
+    "penalties": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.5,
+    },
     "greedy_penalties": {"presence_penalty": 2.0, "frequency_penalty": 1.0},
     "bias": {"temperature": 1.0, "logit_bias": {3: 1.0, 5: -3.0}, "bad_token_ids": [[7], [2, 9], [3, 3]]},
     "min_tokens": {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": [1, 2, 3, 4, 5]},
@@ -91,7 +96,9 @@ class Bench:
     def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> list[int]:
         sampled, logprobs = self.sampler.sample(batch, logits)
         self.found.append(logprobs.per_request())
-        for request, tokens, length in zip(batch.requests(), sampled.new_tokens, sampled.new_lens, strict=True):
+        for request, tokens, length in zip(
+            batch.requests(), sampled.new_tokens, sampled.new_lens, strict=True
+        ):
             request.tokens += tokens[:length].tolist()
         return sampled.new_lens.tolist()
 
@@ -149,7 +156,9 @@ def test_every_way_of_sampling_has_an_effect(plain_texts: dict[str, list[int]]) 
         assert bench.requests[0].tokens != text, way
 
 
-def test_before_min_tokens_no_stop_id_is_chosen_and_after_them_some_are(plain_texts: dict[str, list[int]]) -> None:
+def test_before_min_tokens_no_stop_id_is_chosen_and_after_them_some_are(
+    plain_texts: dict[str, list[int]],
+) -> None:
     text = plain_texts["min_tokens"][4:]
     assert not set(text[:6]) & {1, 2, 3, 4, 5} and set(text[6:]) & {1, 2, 3, 4, 5}
 
@@ -170,7 +179,7 @@ def test_padding_is_not_accepted_even_where_it_happens_to_be_right(plain_texts: 
 
 
 def test_logprobs_come_from_the_models_own_logits_for_every_row_of_a_window(
-    plain_texts: dict[str, list[int]]
+    plain_texts: dict[str, list[int]],
 ) -> None:
     bench = Bench(["logprobs", "greedy", "penalties"])
     bench.context()
@@ -197,7 +206,7 @@ def test_a_round_without_a_row_to_sample_gives_nothing() -> None:
 
 
 def test_under_rejection_sampling_a_greedy_request_still_takes_the_best_token(
-    plain_texts: dict[str, list[int]]
+    plain_texts: dict[str, list[int]],
 ) -> None:
     bench = Bench(["greedy"], rejection=True)
     bench.context()
