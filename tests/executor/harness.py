@@ -65,7 +65,8 @@ class Harness:
         return request
 
     def round(self) -> bool:
-        """One step; a round that breaks off is recovered from, as the worker does. False when there is nothing to do."""
+        """One step; a round that breaks off is recovered from, as the worker does. False when there is nothing to
+        do."""
         try:
             return self.executor.step()
         except Exception as error:  # noqa: BLE001 (stands in for the worker, a border of the process)

@@ -20,8 +20,8 @@ def write_tiny_llama(
 ) -> Path:
     """Fills `folder` with an untied checkpoint without an end token; equal arguments give equal weights.
 
-    `spread` is the standard deviation of the logits. `noise` moves every weight by so much of its own spread: a draft model
-    for the one without. After `nan_token` no logit is a number.
+    `spread` is the standard deviation of the logits. `noise` moves every weight by so much of its own spread: a
+    draft model for the one without. After `nan_token` no logit is a number.
     """
     generator = torch.Generator().manual_seed(vocab_size + num_layers)
     tensors: dict[str, torch.Tensor] = {}

@@ -115,7 +115,7 @@ def test_neighbouring_positions_and_domains_are_independent() -> None:
 
 def test_uniform_numbers_lie_inside_the_unit_interval_and_fill_it() -> None:
     numbers = uniform(torch.arange(100_000), torch.arange(100_000), COIN_DOMAIN)
-    assert numbers.dtype == torch.float64 and 0 < numbers.min() and numbers.max() < 1
+    assert numbers.dtype == torch.float64 and numbers.min() > 0 and numbers.max() < 1
     cells = torch.bincount((numbers * 50).long(), minlength=50)
     assert (cells - 2000).abs().max() < 5 * 45
 
@@ -127,4 +127,4 @@ def test_the_smallest_and_the_largest_word_give_finite_numbers(monkeypatch: pyte
     ends = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     low, high = gumbel_noise(*ends, 1)[:, 0].tolist()
     assert -4 < low < -3 and 22 < high < 24  # -ln(ln(2**33)) and ln(2**33)
-    assert 0 < uniform(*ends, COIN_DOMAIN).min() and uniform(*ends, COIN_DOMAIN).max() < 1
+    assert uniform(*ends, COIN_DOMAIN).min() > 0 and uniform(*ends, COIN_DOMAIN).max() < 1

@@ -83,7 +83,8 @@ def avoid_repeating_and_push(tokens: list[int], logits: torch.Tensor) -> torch.T
 
 
 def border_crossing_stop(tokenizer: Tokenizer, token_ids: list[int], at_least: int) -> str:
-    """A string that the text of `token_ids` first has behind `at_least` tokens, begun by one token and ended by the next."""
+    """A string that the text of `token_ids` first has behind `at_least` tokens, begun by one token and ended by the
+    next."""
     ends = [tokenizer.decode(token_ids[: i + 1]) for i in range(len(token_ids))]
     for before, after in pairwise(ends[at_least:]):
         stop = before[-2:] + after[len(before) :][:2]
@@ -112,7 +113,8 @@ def generate(llm: LLM, cases: Iterable[Case], batch_size: int) -> list[RequestOu
 def assert_same(
     case: Case, output: RequestOutput, plain: RequestOutput, oracle: Callable[[], Oracle]
 ) -> None:
-    """Equal tokens, text and reasons. Where two candidates are closer than TOLERANCE, the text may part there (NearTie)."""
+    """Equal tokens, text and reasons. Where two candidates are closer than TOLERANCE, the text may part there
+    (NearTie)."""
     assert output.error is None, f"{case.name}: {output.error}"
     ours, theirs = output.outputs[0], plain.outputs[0]
     if ours.token_ids == theirs.token_ids:

@@ -29,7 +29,8 @@ class AdversarialDrafter(Drafter):
 
 
 def expected_rounds(output_len: int, draft_len: int) -> tuple[int, int, int]:
-    """Rounds, drafted and accepted tokens of a request that is never disturbed. Its first token comes from the context."""
+    """Rounds, drafted and accepted tokens of a request that is never disturbed. Its first token comes from the
+    context."""
     rounds = drafted = accepted = 0
     position = 1
     while position < output_len:

@@ -1,4 +1,5 @@
-"""Sampled tokens have the target's distribution: chi-square through the whole engine, against transformers' probabilities.
+"""Sampled tokens have the target's distribution: chi-square through the whole engine, against transformers'
+probabilities.
 
 Rejection sampling is lossless in distribution only, so this is its equality test; the coupled default must pass it too.
 """
@@ -57,9 +58,9 @@ def probabilities(model: Any, texts: torch.Tensor, params: SamplingParams) -> to
 
 
 def placed_uniforms(tokens: torch.Tensor, target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1] for each token `[M]` drawn from target `[M, V]`: its place in the cumulated probabilities, at random
-    within its own share. They are uniform if, and only if, the tokens were drawn as they should. The tokens that the draft
-    model overrates stand first, so that whatever favours or punishes drafts tilts them."""
+    """A number in [0, 1] for each token `[M]` drawn from target `[M, V]`: its place in the cumulated probabilities,
+    at random within its own share. They are uniform if, and only if, the tokens were drawn as they should. The
+    tokens that the draft model overrates stand first, so that whatever favours or punishes drafts tilts them."""
     underrated, chosen = target / (draft + 1e-12), tokens.unsqueeze(1)
     before = target.masked_fill(underrated >= underrated.gather(1, chosen), 0.0).sum(1)
     within = torch.rand(len(tokens), dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -87,7 +87,7 @@ def test_a_draft_length_that_is_new_in_every_round_changes_no_text(
 def test_requests_with_limits_of_their_own_share_rounds_with_others(
     tiny: Path, draft: Path, plain: list[list[int]], host: bool
 ) -> None:
-    drafts = {index: text for index, text in enumerate(plain)}
+    drafts = dict(enumerate(plain))
 
     def propose(request: LlmRequest) -> list[int]:
         return drafts[request.tokens[0] - 1][request.num_output_tokens :][: request.num_drafts_wanted]

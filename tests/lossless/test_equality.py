@@ -79,7 +79,7 @@ def llm(
 def leave_prefixes(llm: LLM, cases: list[Case]) -> None:
     """Fills the cache with the prompts, all but their last twenty tokens: some whole pages and a part of one."""
     first_token = SamplingParams(max_tokens=1)
-    llm.generate([case.prompt[:-20] + [2] for case in cases], first_token, use_tqdm=False)
+    llm.generate([[*case.prompt[:-20], 2] for case in cases], first_token, use_tqdm=False)
 
 
 @pytest.mark.parametrize(("llm", "batch_size"), RUNS, indirect=["llm"])

@@ -71,7 +71,7 @@ def test_log_probabilities_are_plain_decodings(
     for output, plain in zip(outputs, plain_outputs, strict=True):
         ours, theirs = output.outputs[0], plain.outputs[0]
         assert ours.token_ids == theirs.token_ids
-        assert [list(entry)[0] for entry in ours.logprobs] == ours.token_ids
+        assert [next(iter(entry)) for entry in ours.logprobs] == ours.token_ids
         assert (values(ours.logprobs) - values(theirs.logprobs)).abs().max() < 1e-4
         assert ours.prompt_logprobs[0] is None is theirs.prompt_logprobs[0]
         assert (values(ours.prompt_logprobs[1:]) - values(theirs.prompt_logprobs[1:])).abs().max() < 1e-4
@@ -93,7 +93,7 @@ def test_plain_log_probabilities_are_transformers(
 
 
 def assert_entry(entry: dict[int, Logprob], row: torch.Tensor, token: int) -> None:
-    assert list(entry)[0] == token
+    assert next(iter(entry)) == token
     for each, found in entry.items():
         assert abs(found.logprob - float(row[each])) < 1e-4
     best = row.topk(NUM_BEST).values

@@ -102,7 +102,7 @@ def test_threads_that_submit_stream_and_cancel_get_their_own_texts(
                 handle.abort()
         text, reason = handle.outputs[0].token_ids, handle.outputs[0].finish_reason
         assert streamed == text == expected[number][: len(text)]
-        assert reason == "length" and len(text) == 30 or reason == "cancelled" and number % 6 == 4
+        assert (reason == "length" and len(text) == 30) or (reason == "cancelled" and number % 6 == 4)
 
     with LLM(tiny, skip_tokenizer_init=True, **BUSY, **engines[engine]) as llm:
         with ThreadPoolExecutor(12) as pool:

@@ -1,5 +1,6 @@
 """A window's row must get what the same position gets alone: the sampler is tested without a model, on given logits."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_before_min_tokens_no_stop_id_is_chosen_and_after_them_some_are(
 
 def test_bad_words_never_appear(plain_texts: dict[str, list[int]]) -> None:
     text = plain_texts["bias"]
-    pairs = set(zip(text[3:], text[4:], strict=False))
+    pairs = set(itertools.pairwise(text))
     assert 7 not in text[4:] and (2, 9) not in pairs and (3, 3) not in pairs
     assert {2, 3, 9} <= set(text[4:])
 
