@@ -27,11 +27,10 @@ from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
-from tllm_spec.executor.speculative.drafter import NoDrafter
-from tllm_spec.executor.speculative.modes import DraftEngine, Speculation, Surroundings, mode_of
+from tllm_spec.executor.speculative.modes import DraftEngine, Surroundings, build_speculation, draft_model_of
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.registry import load_model
+from tllm_spec.models.registry import LoadFormat, load_model
 from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
@@ -94,7 +93,6 @@ class _Builder:
     def __init__(self, args: LlmArgs) -> None:
         self.args = args
         self.spec = args.speculative_config
-        self.mode = mode_of(self.spec)
         self.device = pick_device(args.device)
         self.mapping = Mapping()
         self.max_draft_len = self.spec.max_draft_len if self.spec else 0
@@ -102,13 +100,13 @@ class _Builder:
         # Every generating request has at least one row in every round.
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
 
-    def load(self, path: str, load_format: str, max_seq_len: int) -> CausalLM:
+    def load(self, path: str, load_format: LoadFormat, max_seq_len: int) -> CausalLM:
         config = ModelConfig.from_pretrained(resolve_model(path))
         return load_model(
             resolve_model(path),
             dtype=pick_dtype(self.args.dtype, config.dtype, self.device),
             device=self.device,
-            load_format="dummy" if load_format == "dummy" else "auto",
+            load_format=load_format,
             max_positions=max_seq_len + self.max_draft_len + 1,
             mapping=self.mapping,
         )
@@ -143,12 +141,11 @@ def build_executor(
     builder = _Builder(args)
     config = ModelConfig.from_pretrained(resolve_model(args.model))
     max_seq_len = _max_seq_len(args, config)
-    draft_path = builder.mode.draft_model(builder.spec) if builder.spec else None
-    if draft_path is not None and tokenizer is not None:
-        check_same_vocabulary(tokenizer, load_tokenizer(draft_path))
+    draft_model = draft_model_of(builder.spec)
+    if draft_model is not None and tokenizer is not None:
+        check_same_vocabulary(tokenizer, load_tokenizer(draft_model.path))
     target = builder.load(args.model, args.load_format, max_seq_len)
-    draft_format = getattr(builder.spec, "load_format", "auto")
-    draft = builder.load(draft_path, draft_format, max_seq_len) if draft_path is not None else None
+    draft = builder.load(draft_model.path, draft_model.load_format, max_seq_len) if draft_model else None
     num_pages = plan_num_pages(args, [m for m in (target, draft) if m], max_seq_len + builder.max_draft_len)
 
     engine, kv = builder.engine(target, num_pages, max_seq_len, config.vocab_size)
@@ -160,7 +157,7 @@ def build_executor(
     if draft is not None:
         draft_engine = DraftEngine(*builder.engine(draft, num_pages, max_seq_len, config.vocab_size))
     around = Surroundings(slots, sampler, args.max_num_tokens, draft_engine)
-    speculation = builder.mode.build(builder.spec, around) if builder.spec else Speculation(NoDrafter())
+    speculation = build_speculation(builder.spec, around)
     logger.info("rounds do not overlap: %s", args.why_no_overlap)
 
     def blame() -> list[LlmRequest] | None:

@@ -18,6 +18,7 @@ from tllm_spec.executor.speculative.drafter import Drafter, NoDrafter
 from tllm_spec.executor.speculative.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.ngram import NGramDrafter, NGramPoolManager
+from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
@@ -54,10 +55,17 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class DraftModel:
+    """Which weights the draft engine is to have."""
+
+    path: str
+    load_format: LoadFormat
+
+
+@dataclass(frozen=True)
 class Mode:
     build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
-    draft_model: Callable[[DecodingBaseConfig], str | None] = lambda config: None
-    drafts_on_host: bool = False
+    draft_model: Callable[[DecodingBaseConfig], DraftModel] | None = None
 
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -100,18 +108,24 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
     return Speculation(drafter, [DraftKVManager(kv)])
 
 
-def _speculative_model(config: DecodingBaseConfig) -> str | None:
+def _speculative_model(config: DecodingBaseConfig) -> DraftModel:
     assert isinstance(config, DraftTargetDecodingConfig)
-    return config.speculative_model
+    return DraftModel(config.speculative_model, config.load_format)
 
 
-_PLAIN = Mode(build=lambda config, around: Speculation(NoDrafter()))
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
-    NGramDecodingConfig: Mode(_build_ngram, drafts_on_host=True),
-    UserProvidedDecodingConfig: Mode(_build_user_provided, drafts_on_host=True),
+    NGramDecodingConfig: Mode(_build_ngram),
+    UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_speculative_model),
 }
 
 
-def mode_of(config: DecodingBaseConfig | None) -> Mode:
-    return _PLAIN if config is None else _MODES[type(config)]
+def draft_model_of(config: DecodingBaseConfig | None) -> DraftModel | None:
+    """The draft model that the mode needs, if it needs one."""
+    row = _MODES[type(config)] if config is not None else None
+    return row.draft_model(config) if row and row.draft_model and config else None
+
+
+def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:
+    """What the mode adds to the executor; None is plain decoding."""
+    return Speculation(NoDrafter()) if config is None else _MODES[type(config)].build(config, around)

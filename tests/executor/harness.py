@@ -9,11 +9,13 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.speculative.model_drafter import DraftKVManager
 from tllm_spec.sampling_params import SamplingParams
 
 
@@ -128,6 +130,11 @@ def output_of(request: LlmRequest) -> list[int]:
     return request.tokens[request.prompt_len :]
 
 
-def all_pages_are_back(kv: KVCacheManager) -> bool:
-    """Nobody holds a page: every one is free or cached."""
-    return kv.num_available == kv.num_usable
+def all_pages_are_back(executor: PyExecutor) -> bool:
+    """Nobody holds a page or a slot, of the target or a draft model: every page is free or cached."""
+    managers = executor.resources
+    caches = [executor.parts.kv] + [each.kv for each in managers if isinstance(each, DraftKVManager)]
+    slots = [each for each in managers if isinstance(each, SeqSlotManager)]
+    return all(kv.num_available == kv.num_usable for kv in caches) and all(
+        each.num_free == each.max_batch_size for each in slots
+    )

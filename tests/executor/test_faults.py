@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.harness import draft_target, user_provided
+from tests.executor.harness import all_pages_are_back, draft_target, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
@@ -64,10 +64,7 @@ def assert_clean(llm: LLM) -> None:
     """The executor lives, and nobody holds a page or a slot."""
     llm.check_integrity()
     assert llm.is_healthy
-    for manager in llm._executor.resources:
-        kv = getattr(manager, "kv", manager)
-        assert not hasattr(kv, "num_usable") or kv.num_available == kv.num_usable
-        assert not hasattr(manager, "num_free") or manager.num_free == manager.max_batch_size
+    assert all_pages_are_back(llm._executor)
 
 
 @pytest.mark.parametrize(

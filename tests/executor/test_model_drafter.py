@@ -7,9 +7,10 @@ import torch
 
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.tiny_llama import write_tiny_llama
+from tllm_spec.executor.engine.model_engine import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.speculative.model_drafter import DraftKVManager
+from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
 
@@ -70,7 +71,7 @@ def test_the_draft_cache_is_always_what_a_prefill_of_the_same_tokens_gives(
     assert num_checked > 20 and num_fully_accepted > 5
     assert bool(harness.parts.scheduler.num_preemptions) == (situation == "preemption")
     assert all(request.num_output_tokens == 25 for request in requests)
-    assert all_pages_are_back(kv) and all_pages_are_back(harness.parts.kv)
+    assert all_pages_are_back(harness.executor)
 
 
 @pytest.mark.parametrize("temperature", [None, 0.9])
@@ -160,15 +161,15 @@ def test_catching_up_never_takes_more_rows_than_the_budget(
         tiny, max_num_tokens=16, enable_chunked_prefill=True, **draft_target(tiny, 3, max_concurrency=2)
     )
     drafter = harness.parts.drafter
+    assert isinstance(drafter, ModelDrafter)
     sizes: list[int] = []
-    forward = drafter._engine.forward  # type: ignore[attr-defined] # the drafter's own engine has no public name
+    forward = drafter._engine.forward
 
-    def record(contexts: list[Any], windows: Any) -> torch.Tensor:
-        if contexts:
-            sizes.append(sum(len(chunk.tokens) for chunk in contexts))
+    def record(contexts: list[ContextChunk], windows: Windows | None) -> torch.Tensor:
+        sizes.append(sum(len(chunk.tokens) for chunk in contexts))
         return forward(contexts, windows)
 
-    monkeypatch.setattr(drafter._engine, "forward", record)  # type: ignore[attr-defined]
+    monkeypatch.setattr(drafter._engine, "forward", record)
     requests = [harness.submit([i] * 3, max_tokens=60 if i < 2 else 40) for i in range(3)]
     harness.run()
     # Three at a time do not draft; when the third one ends, the others have some 40 tokens each to catch up on.

@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Target and draft, with logits of spread 2.5 that differ enough for about every second draft to be rejected."""
     root = tmp_path_factory.mktemp("distribution")
-    size = {"vocab_size": VOCAB, "spread": 2.5}
+    size: dict[str, Any] = {"vocab_size": VOCAB, "spread": 2.5}
     return write_tiny_llama(root / "target", **size), write_tiny_llama(root / "draft", noise=0.2, **size)
 
 
