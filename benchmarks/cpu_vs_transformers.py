@@ -67,7 +67,7 @@ class Row:
 
 class Bench:
     def __init__(self, new_tokens: int, repeat: int) -> None:
-        self.new_tokens, self.repeat = new_tokens, repeat
+        self.new_tokens, self.repeat, self.num_threads = new_tokens, repeat, torch.get_num_threads()
         self.greedy = SamplingParams(max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         self.tokenizer = load_tokenizer("zoo:llama")
         texts = [self.tokenizer.encode(read_source(path) or "") for path in heldout_files()]
@@ -129,6 +129,7 @@ class Bench:
         return run
 
     def zoo_rows(self) -> list[Row]:
+        torch.set_num_threads(1)  # the faster setting for transformers, too, at this size
         model, assistant = load_transformers("zoo:llama"), load_transformers("zoo:llama-draft")
         one, eight, length = self.prompts[:1], self.prompts, self.new_tokens
         rows = []
@@ -189,6 +190,7 @@ class Bench:
     def medium_rows(self) -> list[Row]:
         from transformers import LlamaConfig, LlamaForCausalLM
 
+        torch.set_num_threads(self.num_threads)
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
             LlamaForCausalLM(LlamaConfig(**MEDIUM)).to(torch.bfloat16).save_pretrained(folder)
@@ -236,7 +238,7 @@ def main() -> int:
     rows += [] if args.only == "zoo" else bench.medium_rows()
     if args.output:
         report = {
-            "threads": torch.get_num_threads(),
+            "threads": bench.num_threads,
             "torch": torch.__version__,
             "rows": [asdict(row) for row in rows],
         }

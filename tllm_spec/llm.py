@@ -3,6 +3,7 @@
 It checks what users give against the model; the executor, in its own thread, does everything else.
 """
 
+import atexit
 import os
 import secrets
 import threading
@@ -48,6 +49,8 @@ class LLM:
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._fail_all)
         self._worker.start()
+        # A thread that is inside torch when the interpreter ends would abort the process.
+        atexit.register(self.shutdown)
 
     @classmethod
     def from_args(cls, args: LlmArgs) -> "LLM":
@@ -137,6 +140,7 @@ class LLM:
         if self._is_shut_down:
             return
         self._is_shut_down = True
+        atexit.unregister(self.shutdown)
         for request_id in list(self._results):
             self._queue.cancel(request_id)
         self._worker.stop()

@@ -30,6 +30,10 @@ class DraftSampling:
         logits `[N, V_draft]`; first `[N]`: the position of the group's first draft; step counts from 0.
         """
         logits = logits[:, : self._sampler.state.vocab_size]  # ids beyond the target's cannot be accepted
+        if self.keeps_probs:
+            logits = (
+                logits.nan_to_num()
+            )  # a draft model's NaN is no fault of the request: drafts at random, then
         if group.sampled is None or self._mode == "greedy":
             tokens = choose(logits).clamp_min(0)
             return tokens, self._one_hot(tokens) if self.keeps_probs else None

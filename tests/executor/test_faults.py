@@ -1,6 +1,8 @@
 """A fault belongs to one request: it gets a clear error, the others their right tokens, and all pages come back."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import sleep
@@ -274,6 +276,16 @@ def test_when_the_executor_dies_nobody_waits_for_ever(model: Path) -> None:
         assert not llm.is_healthy
         with pytest.raises(RuntimeError, match="the executor has died: RuntimeError: not to be freed"):
             llm.generate_async(GOOD[0], PARAMS)
+
+
+def test_a_program_that_forgets_to_shut_down_still_ends_well(model: Path) -> None:
+    code = f"""
+from tllm_spec.llm import LLM
+llm = LLM({str(model)!r}, skip_tokenizer_init=True, max_batch_size=8)
+next(llm.generate_async([1, 2, 3], {{"max_tokens": 400}}, streaming=True))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_shutting_down_ends_what_is_running(model: Path) -> None:

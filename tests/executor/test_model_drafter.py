@@ -154,6 +154,18 @@ def test_a_draft_model_may_have_fewer_or_more_rows_than_the_target(
         assert all(0 <= token < 64 for request in requests for token in request.tokens)
 
 
+@pytest.mark.parametrize("options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}])
+def test_a_draft_model_that_gives_no_numbers_harms_nobody(
+    tiny: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    draft = write_tiny_llama(tmp_path, nan_token=5)
+    harness = Harness(tiny, **draft_target(draft, 3, **options))
+    requests = [harness.submit([5, i], max_tokens=30, temperature=t) for i, t in enumerate((None, 1.0) * 4)]
+    harness.run()
+    assert [request.finish_reason for request in requests] == ["length"] * 8
+    assert all_pages_are_back(harness.executor)
+
+
 def test_catching_up_never_takes_more_rows_than_the_budget(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

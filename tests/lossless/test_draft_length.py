@@ -106,7 +106,13 @@ def test_requests_with_limits_of_their_own_share_rounds_with_others(
 
 
 def test_speculation_of_one_request_is_what_its_parameters_say(tiny: Path, draft: Path) -> None:
-    wishes: list[dict[str, Any]] = [{}, {"enabled": False}, {"max_draft_len": 0}, {"max_draft_len": 2}, {"max_draft_len": 9}]
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"enabled": False},
+        {"max_draft_len": 0},
+        {"max_draft_len": 2},
+        {"max_draft_len": 9},
+    ]
     limits = [4, 0, 0, 2, 4]
     all_params = [
         SamplingParams(max_tokens=40, temperature=0.9, seed=1, speculation=SpeculationParams(**wish))

@@ -42,10 +42,9 @@ class Linear(Module):
         self.bias = placement.parameter(out_features) if bias else None
         self.matrix = self.weight.t()
         self.packed: torch.Tensor | None = None
-        self.max_plain_rows = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None and x.shape[0] > self.max_plain_rows:
+        if self.packed is not None and x.shape[0] > 1:
             output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.packed, self.bias, "none", [], ""
             )
@@ -58,9 +57,8 @@ class Linear(Module):
         if has_onednn and self.weight.numel() >= MIN_PACKED_ELEMENTS:
             rows = self.weight.detach().contiguous()
             self.packed = torch.ops.mkldnn._reorder_linear_weight(rows, PACKED_ROWS_HINT)
-            # A wide weight that is not stored by columns, because an embedding shares it.
-            is_shared = self.weight.is_contiguous() and rows.shape[0] > rows.shape[1]
-            self.max_plain_rows = 0 if is_shared else 1
+            if self.weight.is_contiguous() and rows.shape[0] > rows.shape[1]:
+                self.matrix = rows.t().contiguous()  # shared with an embedding, so not stored by columns
 
 
 class ColumnLinear(Linear):

@@ -146,9 +146,11 @@ def test_every_way_of_sampling_has_an_effect(plain_texts: dict[str, list[int]]) 
         if way in ("greedy", "logprobs", "temperature"):
             continue
         bench = Bench([way])
-        off = {"temperature": WAYS[way].get("temperature")}
         bench.requests[0].rules = DecodingRules.from_params(
-            SamplingParams(**off), vocab_size=VOCAB, end_ids=(), encode=None
+            SamplingParams(temperature=WAYS[way].get("temperature")),
+            vocab_size=VOCAB,
+            end_ids=(),
+            encode=None,
         )
         bench.sampler.start(bench.requests[0])
         bench.context()
