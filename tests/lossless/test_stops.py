@@ -1,0 +1,57 @@
+"""A stop ends the text where plain decoding ends it, at whatever place of an accepted run it comes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.executor.harness import user_provided
+from tests.lossless.cases import Case, assert_same, generate
+from tests.lossless.oracle import Oracle
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import RequestOutput
+
+
+@pytest.fixture(scope="module", params=range(1, 7))
+def llm(request: pytest.FixtureRequest, known_texts: dict[tuple[int, ...], list[int]]) -> Iterator[LLM]:
+    """Every draft is right, beyond the stop too: rounds of 2 to 7 tokens lie differently across it."""
+
+    def propose(request: LlmRequest) -> list[int]:
+        text = known_texts[tuple(request.tokens[: request.prompt_len])]
+        return text[request.num_output_tokens :][: request.num_drafts_wanted]
+
+    with LLM("zoo:llama", max_batch_size=2, **user_provided(propose, request.param)) as llm:
+        yield llm
+
+
+def test_a_stop_inside_a_run_of_accepted_drafts_drops_the_rest_of_the_run(
+    llm: LLM, cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
+) -> None:
+    window = llm.args.speculative_config.max_draft_len + 1
+    for case, output, expected in zip(cases[8:], generate(llm, cases[8:], 2), plain[8:], strict=True):
+        assert_same(case, output, expected, oracle)
+        stats = output.speculative_decoding
+        assert stats is not None and stats.num_drafted_tokens == stats.rounds * (window - 1)
+        # All but the last round emitted a whole window, the last one what stands up to the stop.
+        assert (stats.rounds - 1) * window < stats.num_emitted_tokens <= stats.rounds * window
+
+
+def test_the_stop_itself_is_in_the_output_on_request_only(
+    llm: LLM, cases: list[Case], plain: list[RequestOutput]
+) -> None:
+    case, text = cases[8], plain[8].outputs[0].text
+    stop = case.params.stop_strings[0]
+    including = replace(case.params, include_stop_str_in_output=True)
+    (output,) = generate(llm, [Case(case.name, case.prompt, including)], 1)
+    assert output.outputs[0].text == text + stop and stop not in text
+
+
+def test_a_stop_before_min_tokens_is_passed_over(
+    llm: LLM, cases: list[Case], plain: list[RequestOutput], unstopped: list[list[int]]
+) -> None:
+    case, length = cases[8], plain[8].outputs[0].length
+    patient = replace(case.params, min_tokens=length + 20)
+    (output,) = generate(llm, [Case(case.name, case.prompt, patient)], 1)
+    assert output.outputs[0].token_ids == unstopped[0][: output.outputs[0].length]
+    assert output.outputs[0].length > length + 15
