@@ -30,7 +30,7 @@ setup(
     package_data={"": ["py.typed", "*.cu", "*.cuh", "*.html", "*.json", "*.jinja", "*.safetensors", "*.md"]},
     install_requires=[
         "torch>=2.11,<2.14",
-        "transformers>=4.55,<6",
+        "transformers>=4.56,<6",
         "safetensors>=0.4.3",
         "pyyaml>=6",
         "pydantic>=2.7",

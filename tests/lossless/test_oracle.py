@@ -3,9 +3,11 @@
 import warnings
 from collections.abc import Callable
 
-from tests.lossless.cases import TOLERANCE, Case, NearTie
+import pytest
+
+from tests.lossless.cases import TOLERANCE, Case, NearTie, assert_same
 from tests.lossless.oracle import Oracle, perturbed_logits
-from tllm_spec.outputs import RequestOutput
+from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
 def test_plain_decoding_chooses_at_every_position_what_the_rules_say(
@@ -35,3 +37,25 @@ def test_the_stops_end_the_texts_where_they_first_occur(
     assert [stopped.stop_reason] == by_token.params.stop_token_ids
     assert stopped.token_ids == unstopped[1][: unstopped[1].index(stopped.token_ids[-1]) + 1]
     assert all(60 < len(one.outputs[0].token_ids) < 200 for one in plain[8:])
+
+
+def test_the_comparison_tolerates_a_difference_between_near_ties_only(
+    cases: list[Case],
+    plain: list[RequestOutput],
+    oracle: Callable[[], Oracle],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_tokens(token_ids: list[int]) -> RequestOutput:
+        sample = CompletionOutput(0, plain[1].outputs[0].text, token_ids, finish_reason="length")
+        return RequestOutput(0, None, cases[1].prompt, [sample], RequestMetrics(0.0), finished=True)
+
+    tokens = plain[1].outputs[0].token_ids
+    assert_same(cases[1], with_tokens(tokens), plain[1], oracle)
+    with pytest.raises(AssertionError, match="199 tokens instead of 200"):
+        assert_same(cases[1], with_tokens(tokens[:-1]), plain[1], oracle)
+    other = [*tokens[:30], (tokens[30] + 1) % 2048, *tokens[31:]]
+    with pytest.raises(AssertionError, match=r"temperature: token 30 is \d+ instead of \d+, \S+ apart"):
+        assert_same(cases[1], with_tokens(other), plain[1], oracle)
+    monkeypatch.setattr("tests.lossless.cases.TOLERANCE", 1e9)
+    with pytest.warns(NearTie, match="temperature: token 30"):
+        assert_same(cases[1], with_tokens(other), plain[1], oracle)
