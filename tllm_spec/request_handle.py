@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -59,7 +60,8 @@ class RequestHandle(RequestOutput):
             self._arrived.append(Arrival(response, monotonic()))
             self._changed.notify()
             if self._wake is not None:
-                self._wake()
+                with suppress(RuntimeError):  # the event loop was closed: nobody waits for this any more
+                    self._wake()
 
     def abort(self) -> None:
         """Ends the request; what was generated so far stays. Harmless when it has finished."""

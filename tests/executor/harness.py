@@ -49,7 +49,10 @@ class Harness:
     ) -> LlmRequest:
         """A request in the executor's inbox. Keywords are SamplingParams'."""
         rules = DecodingRules.from_params(
-            SamplingParams(**params), vocab_size=self.vocab_size, end_ids=(), encode=None
+            SamplingParams(max_tokens=max_tokens, **params),
+            vocab_size=self.vocab_size,
+            end_ids=(),
+            encode=None,
         )
         number = next(self._ids)
         request = LlmRequest(

@@ -56,11 +56,11 @@ class Bench:
         self.num_rows = 0  # of the latest round's forward
         self._num_requests = 0
 
-    def add(self, prompt_len: int, max_tokens: int = 8, priority: float = 0.5) -> LlmRequest:
-        """No two prompts begin alike."""
+    def add(self, prompt_len: int, max_tokens: int = 8, priority: float = 0.5, shared: int = 0) -> LlmRequest:
+        """Prompts begin with `shared` equal tokens and have no other in common."""
         self._num_requests += 1
         number = self._num_requests
-        tokens = [number] * prompt_len
+        tokens = [0] * shared + [number] * prompt_len
         request = LlmRequest(
             number, tokens, RULES, seed=0, max_tokens=max_tokens, arrival=number, priority=priority
         )
@@ -222,7 +222,9 @@ def test_under_random_traffic_budgets_hold_and_everybody_gets_all_tokens(
     requests: list[LlmRequest] = []
     for _ in range(600):
         if len(requests) < 30 and random.random() < 0.2:
-            requests.append(bench.add(random.randrange(1, 45), random.randrange(1, 40)))
+            requests.append(
+                bench.add(random.randrange(1, 30), random.randrange(1, 40), shared=random.randrange(16))
+            )
         batch = bench.round(random.randrange(draft_len + 1))
         assert bench.num_rows <= budget and len(batch.requests()) <= 5
     assert len(requests) == 30
