@@ -25,13 +25,12 @@ def collect_prompt_logprobs(
         if num_best is None:
             continue
         known = request.prompt_logprobs = request.prompt_logprobs or [None]
-        # Row i of the chunk stands at kv_len + i and predicts the token after it.
-        tokens = request.tokens[request.kv_len + 1 : request.kv_len + request.context_chunk + 1]
-        tokens = tokens[: request.prompt_len - request.kv_len - 1]
-        skip = len(known) - 1 - request.kv_len
-        if skip >= len(tokens):
+        first, last = len(known), min(request.prompt_len, request.kv_len + request.context_chunk + 1)
+        if first >= last:
             continue
-        rows = compute_logits(hidden[start + skip : start + len(tokens)]).log_softmax(-1)
-        targets = torch.tensor(tokens[skip:], device=hidden.device)
+        # A token is predicted by the row before it, and the chunk's rows begin at kv_len.
+        shift = start - request.kv_len - 1
+        rows = compute_logits(hidden[shift + first : shift + last]).log_softmax(-1)
+        targets = torch.tensor(request.tokens[first:last], device=hidden.device)
         values, ids = token_logprobs(rows, targets, num_best)
         known += [logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)]

@@ -240,6 +240,24 @@ def test_streamed_pieces_are_at_least_as_long_as_the_interval_and_make_up_the_wh
     assert [response.token_ids for response in harness.responses[quiet.request_id]] == [output_of(quiet)]
 
 
+def test_prompt_log_probabilities_come_once_whatever_becomes_of_the_request(tiny: Path) -> None:
+    undisturbed, busy = Harness(tiny), Harness(tiny, **SMALL_POOL)
+    prompts = [[i] * 5 + PROMPT * 2 for i in range(4)]
+    pairs = [
+        [each.submit(prompt, max_tokens=40, prompt_logprobs=1) for each in (undisturbed, busy)]
+        for prompt in prompts
+    ]
+    undisturbed.run()
+    busy.run()
+    assert any(one.num_preemptions and one.num_tokens > 24 for _, one in pairs)
+    for expected, found in pairs:
+        assert len(found.prompt_logprobs) == found.prompt_len and found.prompt_logprobs[0] is None
+        for place in range(1, found.prompt_len):
+            ours, theirs = found.prompt_logprobs[place], expected.prompt_logprobs[place]
+            assert ours is not None and theirs is not None and list(ours) == list(theirs)
+            assert all(abs(ours[token].logprob - theirs[token].logprob) < 1e-4 for token in ours)
+
+
 def test_a_finished_request_leaves_its_text_for_the_next_one(tiny: Path, tiny_draft: Path) -> None:
     harness = Harness(tiny, kv_cache_config={"tokens_per_block": 4}, **draft_target(tiny_draft))
     first = harness.submit(PROMPT, max_tokens=30)
