@@ -241,15 +241,16 @@ def test_streamed_pieces_are_at_least_as_long_as_the_interval_and_make_up_the_wh
 
 
 def test_prompt_log_probabilities_come_once_whatever_becomes_of_the_request(tiny: Path) -> None:
-    undisturbed, busy = Harness(tiny), Harness(tiny, **SMALL_POOL)
-    prompts = [[i] * 5 + PROMPT * 2 for i in range(4)]
+    """Prefilled in pieces, preempted, and prefilled again with an output longer than a piece."""
+    undisturbed, busy = Harness(tiny), Harness(tiny, **SMALL_POOL | {"max_num_tokens": 9})
+    prompts = [[i, *PROMPT] for i in range(4)]
     pairs = [
         [each.submit(prompt, max_tokens=40, prompt_logprobs=1) for each in (undisturbed, busy)]
         for prompt in prompts
     ]
     undisturbed.run()
     busy.run()
-    assert any(one.num_preemptions and one.num_tokens > 24 for _, one in pairs)
+    assert any(one.num_preemptions for _, one in pairs)
     for expected, found in pairs:
         assert len(found.prompt_logprobs) == found.prompt_len and found.prompt_logprobs[0] is None
         for place in range(1, found.prompt_len):
