@@ -19,8 +19,8 @@ class Drafter(ABC):
         """Sets `py_draft_tokens` of every request in `scheduled_requests.generation_requests`.
 
         On entry the list holds placeholders; replace it by 0 to `request.num_drafts_wanted` token ids that may follow
-        `request.tokens` (prompt and output so far; read it, do not change it). More than are wanted, up to the number
-        of placeholders, are cut off. An exception, more tokens than that or an id outside the vocabulary fails that
+        `request.tokens` (prompt and output so far; read it, do not change it). More than are wanted, up to
+        `max_draft_len`, are cut off. An exception, more tokens than that or an id outside the vocabulary fails that
         request with a message, and no other. `resource_manager` is the one that was given beside the drafter.
         """
 

@@ -66,15 +66,14 @@ class HostDrafter(Drafter):
         if request.py_draft_tokens is untouched and not any(untouched):
             request.py_draft_tokens = []  # the drafter had nothing for it and left the placeholders
         drafts = request.py_draft_tokens = list(map(index, request.py_draft_tokens))
-        if len(drafts) > len(untouched):
-            raise ValueError(
-                f"the drafter proposed {len(drafts)} tokens; the round has room for {len(untouched)}"
-            )
+        longest = self._slots.max_draft_len
+        if len(drafts) > longest:
+            raise ValueError(f"the drafter proposed {len(drafts)} tokens; max_draft_len is {longest}")
         if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
             raise ValueError(
                 f"the drafter proposed {drafts}; the model has token ids 0 to {self._vocab_size - 1}"
             )
-        del drafts[limit:]  # a request near its end, or with a limit of its own, has no use for all
+        del drafts[limit:]  # the round may be shorter, and a request near its end has no use for all
         self.culprits = []
 
     def _pad(self, batch: ScheduledBatch) -> None:

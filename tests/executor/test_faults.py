@@ -179,7 +179,7 @@ def test_a_drafter_that_raises_for_everybody_fails_one_by_one_those_for_whom_it_
     ("drafts", "message"),
     [
         (RuntimeError("not for this one"), "RuntimeError: not for this one"),
-        ([1] * 9, "proposed 9 tokens; the round has room for 4"),
+        ([1] * 9, "proposed 9 tokens; max_draft_len is 4"),
         ([64], "token ids 0 to 63"),
         ([None], "TypeError"),
         (object(), "TypeError"),

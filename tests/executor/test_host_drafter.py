@@ -34,10 +34,10 @@ class Bench:
         for request in self.requests:
             slots.acquire(request)
 
-    def round(self) -> ScheduledBatch:
+    def round(self, draft_len: int = DRAFT_LEN) -> ScheduledBatch:
         for request in self.requests:
-            request.py_draft_tokens, request.py_num_draft_tokens = [0] * DRAFT_LEN, 0
-        batch = ScheduledBatch(generation_requests=list(self.requests), draft_len=DRAFT_LEN)
+            request.py_draft_tokens, request.py_num_draft_tokens = [0] * draft_len, 0
+        batch = ScheduledBatch(generation_requests=list(self.requests), draft_len=draft_len)
         self.drafter.prepare_draft_tokens(batch)
         return batch
 
@@ -66,6 +66,7 @@ def test_what_a_request_has_no_use_for_is_cut_off() -> None:
     assert bench.round().draft_len == 4
     assert [request.py_num_draft_tokens for request in bench.requests] == [1, 2, 4]
     assert [request.py_draft_tokens for request in bench.requests[:2]] == [[7, 0, 0, 0], [7, 8, 0, 0]]
+    assert bench.round(draft_len=3).draft_len == 3
 
 
 def test_without_a_draft_length_nobody_is_asked() -> None:
@@ -83,7 +84,7 @@ def test_anything_that_holds_integers_is_a_draft(drafts: object) -> None:
 @pytest.mark.parametrize(
     ("drafts", "error", "message"),
     [
-        ([1] * 5, ValueError, "proposed 5 tokens; the round has room for 4"),
+        ([1] * 5, ValueError, "proposed 5 tokens; max_draft_len is 4"),
         ([1, 64], ValueError, "the model has token ids 0 to 63"),
         ([-1], ValueError, "the model has token ids 0 to 63"),
         ([1.0], TypeError, "integer"),

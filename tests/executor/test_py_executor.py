@@ -252,6 +252,7 @@ def test_prompt_log_probabilities_come_once_whatever_becomes_of_the_request(tiny
     busy.run()
     assert any(one.num_preemptions for _, one in pairs)
     for expected, found in pairs:
+        assert output_of(found) == output_of(expected)
         assert len(found.prompt_logprobs) == found.prompt_len and found.prompt_logprobs[0] is None
         for place in range(1, found.prompt_len):
             ours, theirs = found.prompt_logprobs[place], expected.prompt_logprobs[place]
