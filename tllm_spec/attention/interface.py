@@ -12,6 +12,7 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.spec_metadata import SpecMetadata
 
 
 @dataclass
@@ -79,3 +80,5 @@ class ForwardContext:
 
     backend: AttentionBackend
     plan: AttentionPlan
+    spec: SpecMetadata | None = None
+    """Where the hidden states go that a draft head reads; None when nobody reads them."""

@@ -107,8 +107,10 @@ class LlamaModel(Module):
         cos, sin = self.rotary.index_select(0, positions).unbind(1)
         residual = self.embed_tokens.forward(input_ids)
         hidden = torch.zeros_like(residual)
-        for layer in self.layers:
+        for layer_id, layer in enumerate(self.layers):
             hidden = layer.forward(hidden, residual, cos, sin, context)
+            if context.spec is not None:
+                context.spec.maybe_capture_hidden_states(layer_id, hidden, residual)
         return self.norm.add(hidden, residual)
 
 

@@ -1,0 +1,51 @@
+"""Hidden states of the target that a draft head reads: which layers, and the buffer they are copied into.
+
+It does not know drafting; the engine hands it to the target's forward, and the drafter reads the buffer afterwards.
+"""
+
+import torch
+
+
+def default_capture_layers(num_layers: int) -> tuple[int, ...]:
+    """The low, middle and high layer whose outputs an EAGLE-3 head reads unless it is told otherwise.
+
+    Raises ValueError for a model that is too shallow to have three different ones.
+    """
+    layers = (1, num_layers // 2 - 1, num_layers - 4)
+    if num_layers < 6:
+        raise ValueError(
+            f"a model of {num_layers} layers is too shallow for the default capture layers, which need 6; "
+            "set eagle3_layers_to_capture"
+        )
+    return layers
+
+
+class SpecMetadata:
+    """`layers`: ids of the layers whose outputs (residual included) are captured, in the order of the head's input."""
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        hidden_size: int,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layers = layers
+        self._buffer = torch.zeros((max_num_tokens, len(layers) * hidden_size), dtype=dtype, device=device)
+        self._columns = {
+            layer: slice(index * hidden_size, (index + 1) * hidden_size) for index, layer in enumerate(layers)
+        }
+
+    def maybe_capture_hidden_states(
+        self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor
+    ) -> None:
+        """Called after every layer with its output in two parts, each `[T, H]`; their sum is kept for the wanted
+        layers."""
+        columns = self._columns.get(layer_id)
+        if columns is not None:
+            torch.add(hidden, residual, out=self._buffer[: hidden.shape[0], columns])
+
+    def captured(self, num_rows: int) -> torch.Tensor:
+        """What the latest forward left, `[T, n * H]`: a view that the next forward overwrites."""
+        return self._buffer[:num_rows]
