@@ -15,6 +15,7 @@ class ScheduledBatch:
     generation_requests: list[LlmRequest] = field(default_factory=list)
     draft_len: int = 0  # drafts in every generation window of this round, padding included
     draft_probs: torch.Tensor | None = None  # [B, K, V] what drafts were drawn from, for rejection sampling
+    num_new_drafts: int = 0  # drafts that a drafter inside the forward makes for the next round
 
     @property
     def last_chunk_requests(self) -> list[LlmRequest]:
@@ -34,7 +35,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Device results of a round for its sampling requests: last-chunk contexts first, then generations.
+    """Device results of N requests.
 
     `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]` int64 is how many are
     valid (accepted drafts + 1). A token of -1 says that the logits of that position were not numbers.

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.executor.engine.memory_plan import plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
@@ -23,11 +27,14 @@ from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
 from tllm_spec.executor.response import Response
+from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
+from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, load_head
 from tllm_spec.executor.speculative.modes import DraftEngine, Surroundings, build_speculation, draft_model_of
+from tllm_spec.executor.speculative.worker import DraftLayers
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model
@@ -37,6 +44,7 @@ from tllm_spec.zoo.registry import resolve_model
 logger = logging.getLogger(__name__)
 
 SINGLE_THREAD_BYTES = 32 << 20
+BACKENDS: dict[str, type[AttentionBackend]] = {"VANILLA": VanillaAttention, "TRITON": TritonAttention}
 
 
 @dataclass(frozen=True)
@@ -95,43 +103,100 @@ class _Builder:
         self.spec = args.speculative_config
         self.device = pick_device(args.device)
         self.mapping = Mapping()
+        self.config = ModelConfig.from_pretrained(resolve_model(args.model))
+        self.max_seq_len = _max_seq_len(args, self.config)
         self.max_draft_len = self.spec.max_draft_len if self.spec else 0
+        self.draft_plan = draft_model_of(self.spec)
+        self.why_no_overlap = args.why_no_overlap
         self.page_size = args.kv_cache_config.tokens_per_block
         # Every generating request has at least one row in every round.
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
 
-    def load(self, path: str, load_format: LoadFormat, max_seq_len: int) -> CausalLM:
+    @property
+    def extra_kv_tokens(self) -> int:
+        """Where drafts after the first one stand in the pages: behind the window that was verified."""
+        plan = self.draft_plan
+        if plan is None or not plan.shares_pages:
+            return 0
+        return self.max_draft_len - 1 if plan.is_head else self.max_draft_len
+
+    @property
+    def overshoot(self) -> int:
+        """How far behind its last token a request may write: drafts, and with overlap a whole round too many."""
+        rounds = 1 if self.why_no_overlap else 2
+        return rounds * (self.max_draft_len + 1) - 1 + self.extra_kv_tokens
+
+    @property
+    def max_len(self) -> int:
+        return self.max_seq_len + self.overshoot + 1
+
+    def load(self, path: str, load_format: LoadFormat) -> CausalLM:
         config = ModelConfig.from_pretrained(resolve_model(path))
         return load_model(
             resolve_model(path),
             dtype=pick_dtype(self.args.dtype, config.dtype, self.device),
             device=self.device,
             load_format=load_format,
-            max_positions=max_seq_len + self.max_draft_len + 1,
+            max_positions=self.max_len,
             mapping=self.mapping,
         )
 
+    def load_draft(self, target: CausalLM) -> LoadedDraft:
+        plan = self.draft_plan
+        assert plan is not None
+        if not plan.is_head:
+            return LoadedDraft(plan, self.load(plan.path, plan.load_format), None)
+        return load_head(plan, target, max_positions=self.max_len, max_num_tokens=self.args.max_num_tokens)
+
+    def pool(self, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int) -> KVPool:
+        return KVPool(geometry, num_pages=num_pages, page_size=self.page_size, dtype=dtype, device=self.device)
+
+    def backend(self, geometry: AttentionGeometry, pool: KVPool) -> AttentionBackend:
+        name = self.args.attn_backend
+        if name == "auto":
+            name = "TRITON" if self.device.type == "cuda" else "VANILLA"
+        return BACKENDS[name](geometry, pool)
+
+    def rows(self) -> RowBuilder:
+        table = BlockTable(self.slots, -(-self.max_len // self.page_size), self.device)
+        return RowBuilder(table, self.page_size, self.device)
+
     def engine(
-        self, model: CausalLM, num_pages: int, max_seq_len: int, vocab_size: int
-    ) -> tuple[ModelEngine, KVCacheManager]:
-        """A model with a cache of `num_pages` pages; `vocab_size` is the target's."""
+        self, model: CausalLM, num_pages: int, draft: LoadedDraft | None = None
+    ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
+        """A model with a cache of `num_pages` pages; `draft` is what shares them."""
         geometry = model.config.attention_geometry(self.mapping)
-        dtype = model.dtype
-        pool = KVPool(
-            geometry, num_pages=num_pages, page_size=self.page_size, dtype=dtype, device=self.device
-        )
+        pools = [self.pool(geometry, model.dtype, num_pages)]
+        rows = self.rows()
+        layers, spec = None, None
+        if draft is not None and draft.plan.shares_pages:
+            own = draft.net.config.attention_geometry(self.mapping)
+            pools.append(self.pool(own, draft.net.dtype, num_pages))
+            layers = draft.layers(self.backend(own, pools[-1]), rows, self.config.vocab_size)
+            spec = draft.spec
+
+        def copy_page(source: int, destination: int) -> None:
+            for pool in pools:
+                pool.copy_page(source, destination)
+
         reuse = self.args.kv_cache_config
         cache = PagedCache(
             num_pages,
             self.page_size,
-            copy_page=pool.copy_page,
+            copy_page=copy_page,
             enable_block_reuse=reuse.enable_block_reuse,
             enable_partial_reuse=reuse.enable_partial_reuse,
+            lookahead=int(spec is not None),
         )
-        max_pages = -(-(max_seq_len + self.max_draft_len + 1) // self.page_size)
-        table = BlockTable(self.slots, max_pages, self.device)
-        engine = ModelEngine(model, VanillaAttention(geometry, pool), table, self.device, vocab_size)
-        return engine, KVCacheManager(cache, pool, table)
+        kv = KVCacheManager(
+            cache,
+            pools[0],
+            rows.table,
+            extra_kv_tokens=self.extra_kv_tokens if layers else 0,
+            waits_for_draft=layers is not None and draft.plan.follows_a_round_later,
+        )
+        backend = self.backend(geometry, pools[0])
+        return ModelEngine(model, backend, rows, self.config.vocab_size, spec), kv, layers
 
 
 def build_executor(
@@ -139,26 +204,28 @@ def build_executor(
 ) -> BuiltExecutor:
     """Loads the models and connects everything. Raises ValueError for what the arguments cannot have."""
     builder = _Builder(args)
-    config = ModelConfig.from_pretrained(resolve_model(args.model))
-    max_seq_len = _max_seq_len(args, config)
-    draft_model = draft_model_of(builder.spec)
-    if draft_model is not None and tokenizer is not None:
-        check_same_vocabulary(tokenizer, load_tokenizer(draft_model.path))
-    target = builder.load(args.model, args.load_format, max_seq_len)
-    draft = builder.load(draft_model.path, draft_model.load_format, max_seq_len) if draft_model else None
-    num_pages = plan_num_pages(args, [m for m in (target, draft) if m], max_seq_len + builder.max_draft_len)
+    plan = builder.draft_plan
+    if plan is not None and tokenizer is not None and not plan.is_head:
+        check_same_vocabulary(tokenizer, load_tokenizer(plan.path))
+    target = builder.load(args.model, args.load_format)
+    draft = builder.load_draft(target) if plan is not None else None
+    num_pages = plan_num_pages(args, [target, *([draft.net] if draft else [])], builder.max_len)
 
-    engine, kv = builder.engine(target, num_pages, max_seq_len, config.vocab_size)
+    engine, kv, layers = builder.engine(target, num_pages, draft)
     slots = SlotState(builder.slots, builder.max_draft_len, builder.device)
-    state = SamplingState(builder.slots, config.vocab_size, builder.device)
+    state = SamplingState(builder.slots, builder.config.vocab_size, builder.device)
     rejection = builder.spec is not None and builder.spec.use_rejection_sampling
     sampler = Sampler(slots, state, RowGroups(state), rejection=rejection)
     draft_engine = None
-    if draft is not None:
-        draft_engine = DraftEngine(*builder.engine(draft, num_pages, max_seq_len, config.vocab_size))
-    around = Surroundings(slots, sampler, args.max_num_tokens, draft_engine)
+    if draft is not None and layers is None:
+        assert isinstance(draft.net, CausalLM)
+        draft_engine = DraftEngine(*builder.engine(draft.net, num_pages)[:2])
+    around = Surroundings(
+        slots, sampler, args.max_num_tokens, builder.slots.dummy_slot, draft_engine, layers
+    )
     speculation = build_speculation(builder.spec, around)
-    logger.info("rounds do not overlap: %s", args.why_no_overlap)
+    if builder.why_no_overlap:
+        logger.info("rounds do not overlap: %s", builder.why_no_overlap)
 
     def blame() -> list[LlmRequest] | None:
         culprit = sampler.host_edits.take_culprit()
@@ -166,7 +233,8 @@ def build_executor(
 
     limits = SchedulerLimits(
         max_num_tokens=args.max_num_tokens,
-        max_draft_len=builder.max_draft_len,
+        overshoot=builder.overshoot,
+        extra_kv_tokens=kv.extra_kv_tokens,
         chunked_prefill=args.enable_chunked_prefill,
         may_preempt=args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION",
         by_priority=args.scheduler_config.waiting_queue_policy == "priority",
@@ -178,15 +246,18 @@ def build_executor(
         kv=kv,
         resources=resources,
         slots=slots,
-        engine=engine,
+        runner=RoundRunner(engine, sampler, speculation.round_end),
         drafter=speculation.drafter,
         sampler=sampler,
         draft_len_for=builder.spec.draft_len_for if builder.spec else lambda batch_size: 0,
         blame=blame,
         max_num_tokens=args.max_num_tokens,
+        max_in_flight=0 if builder.why_no_overlap else 1,
         cpu_threads=_cpu_threads(target),
         stream_interval=args.stream_interval,
     )
     patience = builder.spec.max_rejected_rounds if builder.spec else None
     executor = PyExecutor(parts, respond)
-    return BuiltExecutor(executor, queue, config, max_seq_len, builder.max_draft_len, patience)
+    return BuiltExecutor(
+        executor, queue, builder.config, builder.max_seq_len, builder.max_draft_len, patience
+    )

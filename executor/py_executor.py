@@ -2,24 +2,27 @@
 plugged in by `build.py`.
 
 It runs in one thread. Requests and cancellations come in through the inbox, responses leave through `respond`.
+
+With overlap the host reads a round after it has launched the next one: it schedules by upper bounds
+(`LlmRequest.tokens_in_flight`), and a request that turns out to be finished has taken part in one round too many, whose
+results nobody reads. Its slot and pages can go to others at once, since the device works in order.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
 import torch
 
-from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.engine.model_engine import ContextChunk, ModelEngine, Windows
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response, response_of
-from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
+from tllm_spec.executor.round_runner import LaunchedRound, RoundRunner
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.drafter import Drafter
@@ -37,12 +40,13 @@ class ExecutorParts:
     kv: KVCacheManager
     resources: list[ResourceManager]  # in the order of their calls
     slots: SlotState
-    engine: ModelEngine
+    runner: RoundRunner
     drafter: Drafter
     sampler: Sampler
     draft_len_for: Callable[[int], int]  # draft length of a round by its number of generating requests
     blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
     max_num_tokens: int
+    max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
     cpu_threads: int | None = None  # of torch in the executor's thread; None: as they are
     stream_interval: int = 1
 
@@ -56,7 +60,8 @@ class PyExecutor:
         self.resources = parts.resources
         self._respond = respond
         self._speculating = parts.slots.max_draft_len > 0
-        self._batch = ScheduledBatch()
+        self._batch = ScheduledBatch()  # being launched or read
+        self._in_flight: deque[LaunchedRound] = deque()
 
     def enter_thread(self) -> None:
         """Called once by the thread that will run the rounds."""
@@ -65,22 +70,44 @@ class PyExecutor:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One round. False when there was nothing to do."""
+        """One round: launches what can run, then reads what is due. False when there was nothing to do."""
         self._fetch_new_requests()
+        if self._needs_all_tokens():
+            self._complete_rounds(0)
         self._prepare_draft_requests()
-        batch = self._batch = self._schedule()
-        if not batch:
-            return False
+        self._batch = batch = self._schedule()
+        if batch:
+            self._launch(batch)
+        return self._complete_rounds(self.parts.max_in_flight if batch else 0) or bool(batch)
+
+    def _launch(self, batch: ScheduledBatch) -> None:
         for manager in self.resources:
             manager.prepare_resources(batch)
         self.parts.drafter.prepare_draft_tokens(batch)
-        logits = self._forward(batch)
-        sampled, logprobs = self.parts.sampler.sample(batch, logits)
-        self._update_requests(batch, sampled, logprobs)
-        for manager in self.resources:
-            manager.update_resources(batch)
-        self._finish_round(batch)
-        return True
+        launched = self.parts.runner.launch(batch)
+        self._advance(batch, launched)
+        self._in_flight.append(launched)
+        self._batch = ScheduledBatch()
+
+    def _complete_rounds(self, max_in_flight: int) -> bool:
+        """Reads the oldest rounds until so many are left. Whether it read any."""
+        worked = False
+        while len(self._in_flight) > max_in_flight:
+            launched, worked = self._in_flight.popleft(), True
+            self._batch = launched.batch
+            unfinished = [request for request in launched.batch.requests() if not request.is_finished]
+            self._update_requests(launched)
+            for manager in self.resources:
+                manager.update_resources(launched.batch)
+            self._finish_round(unfinished)
+            self._batch = ScheduledBatch()
+        return worked
+
+    def _needs_all_tokens(self) -> bool:
+        """Some code of a user's wants to see a request's tokens before the next one is chosen."""
+        return bool(self._in_flight) and any(
+            request.rules.needs_host_edits for request in self.scheduler.running
+        )
 
     def _fetch_new_requests(self) -> None:
         new, cancelled = self.parts.queue.take()
@@ -112,72 +139,52 @@ class PyExecutor:
         batch, admitted = self.scheduler.schedule()
         for request in admitted:
             self.parts.sampler.start(request)
+            self.parts.slots.start(request)
             if request.first_scheduled_time is None:
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
+        num_ending = len(batch.last_chunk_requests)
+        batch.num_new_drafts = self.parts.draft_len_for(num_ending) if num_ending else 0
         if batch.generation_requests:
-            batch.draft_len = len(batch.generation_requests[0].py_draft_tokens)
+            batch.draft_len = batch.num_new_drafts = len(batch.generation_requests[0].py_draft_tokens)
         return batch
 
-    def _forward(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Logits of the rows that are sampled: the last row of each finished context, then all window rows."""
-        parts, windows = self.parts, None
-        chunks = [
-            ContextChunk(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk])
-            for r in batch.context_requests
-        ]
-        if batch.generation_requests:
-            slot_ids = parts.sampler.groups.get(batch.generation_requests, batch.window).slots
-            longest = max(request.num_tokens for request in batch.generation_requests)
-            windows = Windows(
-                slots=slot_ids,
-                first=parts.slots.kv_lens.index_select(0, slot_ids),
-                token_ids=parts.slots.window.index_select(0, slot_ids)[:, : batch.window],
-                max_kv_len=longest + batch.draft_len,
-            )
-        hidden = parts.engine.forward(chunks, windows)
-        if chunks:
-            collect_prompt_logprobs(batch.context_requests, hidden, parts.engine.compute_logits)
-            hidden = self._finish_contexts(batch, hidden)
-        return parts.engine.compute_logits(hidden)
-
-    def _finish_contexts(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Drops the context rows that are not sampled, and tells the slots how long the contexts are."""
-        rows: list[int] = []
-        end = 0
-        for request in batch.context_requests:
-            end += request.context_chunk
-            rows += [end - 1] if request.is_last_context_chunk else []
-        finished = batch.last_chunk_requests
-        device = hidden.device
-        if finished:
-            slot_ids = torch.tensor([request.slot for request in finished], device=device)
-            lens = torch.tensor([request.num_tokens for request in finished], device=device)
-            self.parts.slots.kv_lens[slot_ids] = lens
-        wanted = torch.cat((torch.tensor(rows, dtype=torch.int64), torch.arange(end, hidden.shape[0])))
-        return hidden.index_select(0, wanted.to(device))
-
-    def _update_requests(self, batch: ScheduledBatch, sampled: SampledTokens, logprobs: LogprobRows) -> None:
-        """The host learns what was emitted: one copy from the device."""
-        table = torch.cat((sampled.new_lens.unsqueeze(1), sampled.new_tokens), dim=1).tolist()
-        found = logprobs.per_request()
-        finished_contexts = batch.last_chunk_requests
+    def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:
+        """What the host knows of the round before it has read it: contexts move on by their chunks, generations by one to
+        K + 1 tokens."""
         for request in batch.context_requests:
             request.kv_len += request.context_chunk
             request.context_chunk = 0
-        for request, (num_new, *tokens) in zip(finished_contexts, table, strict=False):
+        for request in launched.ended_contexts:
             request.state = RequestState.GENERATION
-            self._emit(request, tokens[:num_new], found)
-        rows = table[len(finished_contexts) :]
-        for request, (num_new, *tokens) in zip(batch.generation_requests, rows, strict=True):
+            request.tokens_in_flight += 1
+        for request in batch.generation_requests:
+            request.tokens_in_flight += batch.window
+        for request in launched.ended_contexts + batch.generation_requests:
+            request.num_drafts_ready = batch.num_new_drafts
+
+    def _update_requests(self, launched: LaunchedRound) -> None:
+        """The host learns what was emitted. Requests that ended meanwhile took part for nothing."""
+        batch, contexts = launched.batch, launched.ended_contexts
+        table, found = launched.wait()
+        for request, (num_new, *tokens) in zip(contexts, table, strict=False):
+            request.tokens_in_flight -= 1
+            if not request.is_finished:
+                self._emit(request, tokens[:num_new], found)
+        rows = zip(batch.generation_requests, launched.num_drafts, table[len(contexts) :], strict=True)
+        for request, num_drafts, (num_new, *tokens) in rows:
+            request.tokens_in_flight -= batch.window
+            if request.is_finished:
+                continue
+            if request.state is RequestState.GENERATION:  # else it was preempted, and starts again at 0
+                request.kv_len += num_new
             num_emitted = self._emit(request, tokens[:num_new], found)
             request.py_num_accepted_draft_tokens = num_new - 1
             request.py_rewind_len = batch.draft_len - (num_new - 1)
-            request.kv_len += num_new
             if self._speculating:
                 request.counters.num_emitted_tokens += num_emitted
                 num_accepted = min(num_new - 1, num_emitted)
-                request.counters.record(request.py_num_draft_tokens, num_accepted)
-                request.draft_pause.observe(request.py_num_draft_tokens, num_accepted)
+                request.counters.record(num_drafts, num_accepted)
+                request.draft_pause.observe(num_drafts, num_accepted)
 
     def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
@@ -191,19 +198,19 @@ class PyExecutor:
             request.logprobs += found[request.request_id][:num_emitted]
         return num_emitted
 
-    def _finish_round(self, batch: ScheduledBatch) -> None:
+    def _finish_round(self, requests: list[LlmRequest]) -> None:
         """Responses for whoever has news; finished requests give everything back."""
         interval = self.parts.stream_interval
         self._send(
             [
                 request
-                for request in batch.requests()
+                for request in requests
                 if request.streaming
                 and not request.is_finished
                 and request.num_output_tokens - request.num_responded >= interval
             ]
         )
-        self._end([request for request in batch.requests() if request.is_finished])
+        self._end([request for request in requests if request.is_finished])
 
     def _end(self, requests: list[LlmRequest], reason: str | None = None) -> None:
         for request in requests:
@@ -232,12 +239,15 @@ class PyExecutor:
                 raise error  # nobody whose end could help: the next round would break off too
         for request in alive:
             request.context_chunk = 0
-            request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
-            self.parts.kv.rewind(request, request.kv_len)
-            self.parts.sampler.start(request)  # its token counts may have the round's tokens in them
         for request in culprits:
             request.finish("error", error=f"{type(error).__name__}: {error}")
         self._end(culprits)
+        self._complete_rounds(0)
+        for request in alive:
+            if request.slot >= 0:
+                request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
+                self.parts.kv.rewind(request, request.kv_len)
+                self.parts.sampler.start(request)  # its token counts may have the round's tokens in them
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots or pages do not add up."""

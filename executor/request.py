@@ -82,7 +82,8 @@ class LlmRequest:
     kv_len: int = (
         0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
     )
-    draft_kv_len: int = 0  # the same in a separate draft model's cache
+    draft_kv_len: int = 0  # the same in a draft model's cache
+    tokens_in_flight: int = 0  # upper bound of what launched rounds, not read yet, will add to the tokens
     context_chunk: int = 0  # tokens of the context scheduled in this round
     cached_tokens: int = 0  # reused from the prefix cache at first admission
     num_preemptions: int = 0
@@ -90,6 +91,7 @@ class LlmRequest:
 
     py_draft_tokens: list[int] = field(default_factory=list)  # placeholders, then drafts, then padding
     py_num_draft_tokens: int = 0  # how many of them were really proposed
+    num_drafts_ready: int = 0  # drafts that the latest launched round made for the next one
     py_num_accepted_draft_tokens: int = 0
     py_rewind_len: int = 0  # KV slots taken for this round and not kept
 
@@ -113,6 +115,16 @@ class LlmRequest:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_tokens_bound(self) -> int:
+        """Tokens when the rounds in flight have been read, at most."""
+        return len(self.tokens) + self.tokens_in_flight
+
+    @property
+    def will_finish(self) -> bool:
+        """The rounds in flight, each of which adds at least one token, reach `max_tokens` for certain."""
+        return self.tokens_in_flight > 0 and self.num_output_tokens + 1 >= self.max_tokens
 
     @property
     def is_last_context_chunk(self) -> bool:

@@ -17,7 +17,8 @@ from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 @dataclass(frozen=True)
 class SchedulerLimits:
     max_num_tokens: int  # rows of one forward
-    max_draft_len: int  # of any round: room that a running request may need behind its last token
+    overshoot: int  # tokens of room that a running request may need behind its last one
+    extra_kv_tokens: int  # places behind a round's own tokens that a drafter inside the forward writes to
     chunked_prefill: bool
     may_preempt: bool  # MAX_UTILIZATION; otherwise GUARANTEED_NO_EVICT
     by_priority: bool
@@ -60,7 +61,7 @@ class Scheduler:
         batch = ScheduledBatch()
         budget = self.limits.max_num_tokens
         for request in list(self.running):
-            if request.state is RequestState.GENERATION:
+            if request.state is RequestState.GENERATION and not request.will_finish:
                 budget -= self._schedule_generation(request, batch)
         for request in list(self.running):
             if request.state is RequestState.CONTEXT and budget > 0:
@@ -69,7 +70,7 @@ class Scheduler:
 
     def _schedule_generation(self, request: LlmRequest, batch: ScheduledBatch) -> int:
         num_drafts = len(request.py_draft_tokens)
-        if not self._make_room(request, request.num_tokens + num_drafts, batch):
+        if not self._make_room(request, request.num_tokens_bound + num_drafts, batch):
             return 0
         batch.generation_requests.append(request)
         return 1 + num_drafts
@@ -92,6 +93,7 @@ class Scheduler:
 
     def _make_room(self, request: LlmRequest, num_tokens: int, batch: ScheduledBatch) -> bool:
         """Takes pages; under MAX_UTILIZATION the last running requests give theirs up, `request` itself at the end."""
+        num_tokens += self.limits.extra_kv_tokens
         while request.state is not RequestState.WAITING:
             if self._kv.extend(request, num_tokens):
                 return True
@@ -118,12 +120,14 @@ class Scheduler:
         reserved = 0 if self.limits.may_preempt else sum(map(self._pages_still_needed, self.running))
         while self.waiting and self._slots.num_free and budget > 0:
             request = self.waiting[0]
-            if not self._fits(request, reserved):
+            # A preempted request cannot be prefilled before its tokens in flight are known.
+            if request.tokens_in_flight or not self._fits(request, reserved):
                 break
             self._slots.acquire(request)
             request.kv_len = self._kv.start(request)
             chunk = self._chunk_len(request, budget)
-            if not chunk or not self._kv.extend(request, request.kv_len + chunk):
+            end = request.kv_len + chunk + self.limits.extra_kv_tokens
+            if not chunk or not self._kv.extend(request, end):
                 self._kv.free_resources(request)
                 self._slots.free_resources(request)
                 request.kv_len = 0
@@ -143,7 +147,8 @@ class Scheduler:
         MAX_UTILIZATION: there is room for its tokens now, and for one more page of every running request, or it would
         be preempted again at once."""
         if self.limits.may_preempt:
-            needed, reserved = self._kv.new_pages_needed(request, request.num_tokens), len(self.running)
+            num_tokens = request.num_tokens + self.limits.extra_kv_tokens
+            needed, reserved = self._kv.new_pages_needed(request, num_tokens), len(self.running)
         else:
             needed = self._kv.new_pages_needed(request, self._last_token(request))
         return needed <= self._kv.num_available - reserved
@@ -152,7 +157,7 @@ class Scheduler:
         return max(0, self._kv.pages_for(self._last_token(request)) - self._kv.num_held(request))
 
     def _last_token(self, request: LlmRequest) -> int:
-        return request.prompt_len + request.max_tokens + self.limits.max_draft_len
+        return request.prompt_len + request.max_tokens + self.limits.overshoot
 
     def _check_can_ever_run(self, request: LlmRequest) -> None:
         needed = self._kv.pages_for(self._last_token(request))

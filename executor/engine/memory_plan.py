@@ -1,18 +1,23 @@
 """How many KV pages there are: after the weights are loaded, once, for target and draft together."""
 
+from collections.abc import Sequence
+
 import torch
 
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.eagle3 import Eagle3Head
 
 # On a CPU there is no memory set aside for serving; a pool of this size is plenty for the models that run there.
 CPU_POOL_BYTES = 1 << 30
 DUMMY_PAGES = 1
 
+ServedModel = CausalLM | Eagle3Head
 
-def plan_num_pages(args: LlmArgs, models: list[CausalLM], max_len: int) -> int:
+
+def plan_num_pages(args: LlmArgs, models: Sequence[ServedModel], max_len: int) -> int:
     """Pages of each model's pool, the dummy page included: as many as `max_tokens` asks for, else as memory allows, and
     never more than `max_batch_size` requests of `max_len` tokens can fill.
 
@@ -41,7 +46,7 @@ def plan_num_pages(args: LlmArgs, models: list[CausalLM], max_len: int) -> int:
     return num_pages + DUMMY_PAGES
 
 
-def _activation_bytes(args: LlmArgs, models: list[CausalLM]) -> int:
+def _activation_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     """A bound on what one forward of `max_num_tokens` rows needs beside weights and KV: per row the widest layer's
     inputs and outputs a few times over, and float32 logits with their sorted copy where rows are sampled."""
     rows = args.max_num_tokens

@@ -24,8 +24,20 @@ class _Row:
 class KVCacheManager(ResourceManager):
     """Pages for every running request: taken by the scheduler, given back as drafts are rejected and requests end."""
 
-    def __init__(self, cache: PagedCache, pool: KVPool, table: BlockTable) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        pool: KVPool,
+        table: BlockTable,
+        *,
+        extra_kv_tokens: int = 0,
+        waits_for_draft: bool = False,
+    ) -> None:
+        """extra_kv_tokens: places behind a round's own tokens that a drafter on the same pages writes to.
+        waits_for_draft: that drafter writes later than the target, and nothing is final before it has."""
         self.cache = cache
+        self.extra_kv_tokens = extra_kv_tokens
+        self._waits_for_draft = waits_for_draft
         self.pool = pool
         self.table = table
         self._rows: dict[int, _Row] = {}
@@ -57,6 +69,8 @@ class KVCacheManager(ResourceManager):
         """Begins a sequence with its longest cached prefix and returns that prefix's length in tokens."""
         cached_len = self.cache.add_sequence(request.request_id, request.tokens, reuse=request.reuses_prefix)
         self._rows[request.request_id] = _Row()
+        if self._waits_for_draft:
+            request.draft_kv_len = cached_len
         self._write_row(request)
         return cached_len
 
@@ -73,7 +87,7 @@ class KVCacheManager(ResourceManager):
 
     def store(self, request: LlmRequest, num_tokens: int) -> None:
         """The first `num_tokens` tokens' KV is final: other requests may reuse it from now on."""
-        self.cache.store(request.request_id, request.tokens[:num_tokens])
+        self.cache.store(request.request_id, self._determining(request, num_tokens))
         self._write_row(request)
 
     def release(self, request: LlmRequest, num_tokens: int) -> None:
@@ -81,7 +95,8 @@ class KVCacheManager(ResourceManager):
         reuse: what it wrote may not be numbers."""
         if self._rows.pop(request.request_id, None) is None:
             return
-        self.cache.free(request.request_id, [] if request.error is not None else request.tokens[:num_tokens])
+        failed = request.error is not None
+        self.cache.free(request.request_id, [] if failed else self._determining(request, num_tokens))
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """The scheduler took the pages; the device learns of them in one copy."""
@@ -89,10 +104,12 @@ class KVCacheManager(ResourceManager):
 
     def update_resources(self, batch: ScheduledBatch) -> None:
         for request in batch.generation_requests:
-            if not request.is_finished:
-                self.rewind(request, request.kv_len)
+            if self.holds(request) and not request.is_finished:  # it may have been preempted since
+                # The round in flight and a drafter on the same pages have tokens behind what the host knows.
+                kept = request.kv_len + request.tokens_in_flight + self.extra_kv_tokens
+                self.rewind(request, kept)
         for request in batch.context_requests:
-            if not request.is_finished:
+            if self.holds(request) and not request.is_finished:
                 self.store(request, request.kv_len)
 
     def free_resources(self, request: LlmRequest) -> None:
@@ -100,6 +117,13 @@ class KVCacheManager(ResourceManager):
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()
+
+    def _determining(self, request: LlmRequest, num_tokens: int) -> list[int]:
+        """The tokens that the KV of the first `num_tokens` tokens depends on. Where the last one's next token is not
+        known yet there is one less, and the cache leaves that position out."""
+        if self._waits_for_draft:
+            num_tokens = min(num_tokens, request.draft_kv_len)
+        return request.tokens[: num_tokens + self.cache.lookahead]
 
     def _write_row(self, request: LlmRequest) -> None:
         """Brings the request's block-table row up to date; nothing to do in most rounds."""

@@ -45,6 +45,9 @@ class PagedCache:
 
     Page 0 is never handed out: graph padding writes to it. `copy_page(source, destination)` copies a page;
     the copies must take effect in the order of the calls and before the next forward. Not thread-safe.
+
+    `lookahead` (0 or 1): how many tokens after its own the KV at a position depends on. n equal tokens are then
+    n - lookahead equal positions, and only so many are stored or reused.
     """
 
     def __init__(
@@ -55,15 +58,18 @@ class PagedCache:
         copy_page: Callable[[int, int], None],
         enable_block_reuse: bool = True,
         enable_partial_reuse: bool = True,
+        lookahead: int = 0,
     ) -> None:
+        assert lookahead in (0, 1), f"lookahead is {lookahead}"
         self.num_pages = num_pages
         self.page_size = page_size
+        self.lookahead = lookahead
         self.stats = CacheStats()
         self._copy_page = copy_page
         self._reuse = enable_block_reuse
         self._partial_reuse = enable_block_reuse and enable_partial_reuse
         self._free_pages = list(range(num_pages - 1, 0, -1))
-        self._tree = RadixTree(page_size)
+        self._tree = RadixTree(page_size, lookahead)
         self._sequences: dict[int, _Sequence] = {}
         self._last_version = 0
 
@@ -134,25 +140,28 @@ class PagedCache:
     def store(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final.
 
+        With `lookahead` 1 the KV of all but the last token is stored: that one only completes its predecessor's key.
         Costs only the pages not stored yet. Where an equal page is cached already, the sequence moves to it
         and gives its own back: a holder of a node must hold the node's ancestors (see radix.py).
         """
         sequence, size = self._sequences[seq_id], self.page_size
-        assert len(tokens) <= len(sequence.pages) * size, (
-            f"sequence {seq_id} has no pages for {len(tokens)} tokens"
+        num_stored = len(tokens) - self.lookahead
+        assert num_stored <= len(sequence.pages) * size, (
+            f"sequence {seq_id} has no pages for {num_stored} tokens"
         )
         if not self._reuse:
             return
-        for index in range(len(sequence.nodes), len(tokens) // size):
-            self._store_page(sequence, index, tuple(tokens[index * size : (index + 1) * size]))
+        for index in range(len(sequence.nodes), num_stored // size):
+            key = tuple(tokens[index * size : (index + 1) * size + self.lookahead])
+            self._store_page(sequence, index, key)
 
     def free(self, seq_id: int, tokens: Sequence[int] = ()) -> None:
-        """Ends the sequence. What `tokens` covers is stored first, a last partial page included."""
+        """Ends the sequence. What `tokens` covers is stored first (see `store`), a last partial page included."""
         self.store(seq_id, tokens)
         private = self.private_pages(seq_id)
         nodes = self._sequences.pop(seq_id).nodes
         tail = tuple(tokens[len(nodes) * self.page_size :])
-        if tail and self._partial_reuse:
+        if len(tail) > self.lookahead and self._partial_reuse:
             _, left_over = self._tree.insert(self._end(nodes), tail, private[0])
             private[:1] = [] if left_over is None else [left_over]
         self._free_pages.extend(private)
@@ -210,10 +219,11 @@ class PagedCache:
         nodes = self._tree.match(tokens, limit)
         if self._partial_reuse:
             start = len(nodes) * self.page_size
-            tail = tuple(tokens[start : min(start + self.page_size, limit)])
-            source, num_copied = self._tree.closest_child(self._end(nodes), tail)
+            tail = tuple(tokens[start : min(start + self.page_size, limit) + self.lookahead])
+            source, num_common = self._tree.closest_child(self._end(nodes), tail)
+            num_copied = num_common - self.lookahead
             # The copy needs a page that is neither matched nor its own source.
-            if source and self.num_available > _num_unreferenced([*nodes, source]):
+            if source and num_copied > 0 and self.num_available > _num_unreferenced([*nodes, source]):
                 return _Prefix(nodes, source, num_copied)
         return _Prefix(nodes, None, 0)
 

@@ -6,6 +6,10 @@ looks like on the device.
 
 Callers keep one law: whoever holds a node holds all of its ancestors. Then a node without references has no
 held descendant, every such node can be evicted (children first), and their number is exact.
+
+With `lookahead` 1 the KV of a token also depends on the token after it (draft layers of the EAGLE kind: the entry at
+index j is made of hidden state j and token j+1). Then a key has one token more than it has entries, and a child's key
+begins with the last token of its parent's.
 """
 
 from bisect import bisect_left
@@ -17,7 +21,7 @@ Key = tuple[int, ...]
 
 
 class Node:
-    """A cached page. `key` has `page_size` tokens, or fewer in a partial leaf (never held or a parent)."""
+    """A cached page. `key` has `page_size + lookahead` tokens, fewer in a partial leaf (never held or a parent)."""
 
     __slots__ = ("child_keys", "children", "key", "page", "parent", "ref_count")
 
@@ -33,8 +37,9 @@ class Node:
 class RadixTree:
     """Pages by the tokens that they hold, with LRU eviction of the pages that nobody holds."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, lookahead: int = 0) -> None:
         self._page_size = page_size
+        self._lookahead = lookahead
         self.root = Node((), 0, None)  # the empty prefix; never held, never evicted
         # Every unreferenced node, least recently used first. A child stands before its parent, because paths
         # are released leaf first and children are only added below held nodes: the first is always a leaf.
@@ -45,10 +50,11 @@ class RadixTree:
         return len(self._evictable)
 
     def match(self, tokens: Sequence[int], limit: int) -> list[Node]:
-        """The nodes of the longest cached run of full pages within `tokens[:limit]`."""
+        """The nodes of the longest cached run of full pages within the entries of `tokens[:limit]`."""
         size, children, nodes = self._page_size, self.root.children, []
+        key_len = size + self._lookahead
         for start in range(0, limit - size + 1, size):
-            node = children.get(tuple(tokens[start : start + size]))
+            node = children.get(tuple(tokens[start : start + key_len]))
             if node is None:
                 break
             nodes.append(node)
@@ -128,7 +134,7 @@ class RadixTree:
         self._check_children(self.root)
         for node in self.nodes():
             self._check_children(node)
-            full = len(node.key) == self._page_size
+            full = len(node.key) == self._page_size + self._lookahead
             assert full or not (node.children or node.ref_count), (
                 f"partial page {node.page} is held or a parent"
             )
@@ -147,11 +153,17 @@ class RadixTree:
         assert keys == sorted(parent.children), (
             f"the sorted keys below page {parent.page} differ from its children"
         )
+        overlap = parent.key[self._page_size :]
         for key, node in parent.children.items():
             assert node.key == key and node.parent is parent, (
                 f"page {node.page} is linked to the wrong parent or key"
             )
-            assert 0 < len(key) <= self._page_size, f"page {node.page} caches {len(key)} tokens"
+            assert 0 < len(key) - self._lookahead <= self._page_size, (
+                f"page {node.page} caches {len(key) - self._lookahead} tokens"
+            )
+            assert key[: len(overlap)] == overlap, (
+                f"page {node.page} begins with {key[: len(overlap)]}, its parent foresaw {overlap}"
+            )
         for shorter, longer in pairwise(keys):
             assert longer[: len(shorter)] != shorter, (
                 f"below page {parent.page}, {longer} makes {shorter} useless"

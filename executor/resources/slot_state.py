@@ -7,12 +7,15 @@ to read a row back. The last row is the dummy slot of graph padding.
 
 import torch
 
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.transfer import to_device
 
 
 class SlotState:
     """`kv_lens` `[S]`: tokens in the cache; `window` `[S, K+1]`: the bonus token followed by drafts, next round's
-    input; `previous_token` `[S]`: the token before the bonus token (a draft model re-reads it after a full acceptance).
+    input; `num_drafts` `[S]`: how many of those drafts were really proposed; `previous_token` `[S]`: the token before the
+    bonus token (a draft model re-reads it after a full acceptance).
     """
 
     def __init__(self, slots: SeqSlotManager, max_draft_len: int, device: torch.device) -> None:
@@ -21,25 +24,43 @@ class SlotState:
         self.max_draft_len = max_draft_len
         self.kv_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.window = torch.zeros((num_rows, max_draft_len + 1), dtype=torch.int64, device=device)
+        self.num_drafts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.previous_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._draft_limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def start(self, request: LlmRequest) -> None:
+        """The request was given a slot (again, after a preemption)."""
+        self._draft_limits[request.slot] = request.draft_limit
+
+    def write_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
+        """drafts `[B, K]` for the next windows of the slots `[B]`; a request's own limit may be lower than K."""
+        length = drafts.shape[1]
+        self.window[slot_ids, 1 : 1 + length] = drafts
+        self.num_drafts[slot_ids] = self._draft_limits.index_select(0, slot_ids).clamp_max(length)
 
     def start_generation(
         self, slot_ids: torch.Tensor, context_tail: torch.Tensor, first: torch.Tensor
     ) -> None:
         """Rows of requests whose context ended in this round. slot_ids, context_tail (last context token), first
         (sampled token): `[C]`. `kv_lens` was written with the context."""
-        self.window[slot_ids, 0] = first
+        self.window[slot_ids, 0] = first.clamp_min(0)
+        self.num_drafts[slot_ids] = 0
         self.previous_token[slot_ids] = context_tail
 
     def advance(self, slot_ids: torch.Tensor, new_tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
-        """After acceptance: new_tokens `[B, K+1]`, new_lens `[B]` of generating slots `[B]`. Device work only."""
+        """After acceptance: new_tokens `[B, K+1]`, new_lens `[B]` of generating slots `[B]`. Device work only.
+
+        The window holds ids that the embedding has, whatever was sampled: the next round may be launched before the
+        host has seen that a token is none (-1). No draft is valid until a drafter writes one.
+        """
         last = (new_lens - 1).unsqueeze(1)
         bonus = self.window[slot_ids, 0]
         tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(
             1, torch.cat((last, last + 1), dim=1)
         )
         self.previous_token[slot_ids] = tail[:, 0]
-        self.window[slot_ids, 0] = tail[:, 1]
+        self.window[slot_ids, 0] = tail[:, 1].clamp_min(0)
+        self.num_drafts[slot_ids] = 0
         self.kv_lens[slot_ids] += new_lens
 
 
@@ -49,7 +70,7 @@ class BlockTable:
     def __init__(self, slots: SeqSlotManager, max_pages: int, device: torch.device) -> None:
         num_rows = slots.dummy_slot + 1
         self.device_rows = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
-        self._mirror = torch.zeros((num_rows, max_pages), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._mirror = torch.zeros((num_rows, max_pages), dtype=torch.int32)
         self._numpy = self._mirror.numpy()
         self._dirty: set[int] = set()
 
@@ -62,8 +83,8 @@ class BlockTable:
         """Sends the changed rows; nothing happens in the many rounds in which no page was added."""
         if not self._dirty:
             return
-        rows = torch.tensor(sorted(self._dirty), dtype=torch.int64)
-        self.device_rows[rows.to(self.device_rows.device)] = self._mirror[rows].to(self.device_rows.device)
+        rows, device = torch.tensor(sorted(self._dirty)), self.device_rows.device
+        self.device_rows.index_copy_(0, to_device(rows, device), to_device(self._mirror[rows], device))
         self._dirty.clear()
 
     def rows(self, slot_ids: torch.Tensor, num_pages: int) -> torch.Tensor:

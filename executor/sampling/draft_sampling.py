@@ -10,59 +10,80 @@ import torch
 from tllm_spec.executor.sampling.logits import choose
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, gumbel_noise
+from tllm_spec.kernels.gumbel import DRAFT_DOMAIN
 
 
 class DraftSampling:
     """Draws one draft token per request and step. Penalties, bias and masks are the target's business: a draft that
-    ignores them is only accepted less often."""
+    ignores them is only accepted less often.
 
-    def __init__(self, sampler: Sampler, mode: str) -> None:
+    `token_map` `[V_draft]`: the target's ids of a reduced draft vocabulary; None: the ids are the same, and ids beyond
+    the target's are never drawn.
+    """
+
+    def __init__(self, sampler: Sampler, mode: str, token_map: torch.Tensor | None = None) -> None:
         self._sampler = sampler
         self._mode = mode  # coupled | greedy | independent
+        self._token_map = token_map
+        self._vocab_size = sampler.state.vocab_size
         self.keeps_probs = mode == "independent"
+
+    def width(self, vocab_size: int) -> int:
+        """How many ids a draft model with so many logits can really draw."""
+        return min(vocab_size, self._vocab_size)
 
     def choose(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft tokens `[N]`, and what they were drawn from `[N, V]` where rejection sampling needs it.
+        """Draft tokens `[N]`, and what they were drawn from `[N, width]` where rejection sampling needs it.
 
         logits `[N, V_draft]`; first `[N]`: the position of the group's first draft; step counts from 0.
         """
-        logits = logits[:, : self._sampler.state.vocab_size]  # ids beyond the target's cannot be accepted
+        logits = logits[:, : self._vocab_size]
         if self.keeps_probs:
-            logits = (
-                logits.nan_to_num()
-            )  # a draft model's NaN is no fault of the request: drafts at random, then
+            # A draft model's NaN is no fault of the request: drafts at random, then.
+            logits = logits.nan_to_num()
         if group.sampled is None or self._mode == "greedy":
             tokens = choose(logits).clamp_min(0)
-            return tokens, self._one_hot(tokens) if self.keeps_probs else None
+            return self._target_ids(tokens), _one_hot(tokens, logits) if self.keeps_probs else None
         scaled = self._scaled(group, logits)
-        noise = self._noise(group, step, first)[:, : logits.shape[1]]
-        drawn = choose(scaled + noise)
+        drawn = choose(scaled + self._noise(group, step, first, logits.shape[1]))
         tokens = group.sampled.put_requests(choose(logits), drawn).clamp_min(0)
         if not self.keeps_probs:
-            return tokens, None
-        probs = torch.nn.functional.pad(
-            scaled.softmax(-1), (0, self._sampler.state.vocab_size - logits.shape[1])
-        )
-        return tokens, group.sampled.put_requests(self._one_hot(tokens), probs)
+            return self._target_ids(tokens), None
+        probs = group.sampled.put_requests(_one_hot(tokens, logits), scaled.softmax(-1))
+        if group.mixed:
+            probs = torch.where(self._sampler.is_greedy(group), _one_hot(tokens, logits), probs)
+        return self._target_ids(tokens), probs
+
+    def spread(self, probs: torch.Tensor) -> torch.Tensor:
+        """`[..., width]` -> `[..., V]`: over the target's ids."""
+        if self._token_map is None:
+            return torch.nn.functional.pad(probs, (0, self._vocab_size - probs.shape[-1]))
+        spread = probs.new_zeros((*probs.shape[:-1], self._vocab_size))
+        return spread.index_copy_(-1, self._token_map, probs)
+
+    def _target_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self._token_map is None else self._token_map.index_select(0, tokens)
 
     def _scaled(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:
         assert group.sampled is not None and group.sampled_parameters is not None
         parameters = group.sampled_parameters.every(group.window)
         return self._sampler.scaled(group, group.sampled.take_requests(logits), parameters)
 
-    def _noise(self, group: RowGroup, step: int, first: torch.Tensor) -> torch.Tensor:
-        """`[M, V]` for the sampled requests."""
-        assert group.sampled is not None and group.sampled_parameters is not None
-        if not self.keeps_probs:
-            noise = self._sampler.noise(group, first)
-            return noise.view(-1, group.window, noise.shape[-1])[:, step]
-        seeds = group.sampled_parameters.every(group.window).integer("seed")
-        positions = group.sampled.take_requests(first) + step
-        return gumbel_noise(seeds, positions, self._sampler.state.vocab_size, DRAFT_DOMAIN)
+    def _noise(self, group: RowGroup, step: int, first: torch.Tensor, width: int) -> torch.Tensor:
+        """`[M, width]` for the sampled requests."""
+        if self.keeps_probs:
+            noise = self._sampler.noise_at(group, first + step, DRAFT_DOMAIN)
+        elif group.window == 1:
+            noise = self._sampler.noise_at(group, first + step)
+        else:  # the target will want the noise of all these positions in this round
+            all_noise = self._sampler.noise(group, first)
+            noise = all_noise.view(-1, group.window, all_noise.shape[-1])[:, step]
+        if self._token_map is not None:
+            return noise.index_select(1, self._token_map)
+        return noise[:, :width]
 
-    def _one_hot(self, tokens: torch.Tensor) -> torch.Tensor:
-        size = (len(tokens), self._sampler.state.vocab_size)
-        return torch.zeros(size, device=tokens.device).scatter_(1, tokens.unsqueeze(1), 1.0)
+
+def _one_hot(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(logits).scatter_(1, tokens.unsqueeze(1), 1.0)

@@ -9,22 +9,25 @@ from tllm_spec.outputs import Logprob
 
 
 class LogprobRows:
-    """What a round found. Tensors stay on the device until `per_request` is called."""
+    """What a round found. Tensors stay on the device until the host has their copies."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[list[LlmRequest], int, torch.Tensor, torch.Tensor]] = []
+        self._found: list[tuple[list[LlmRequest], int]] = []
+        self.tensors: list[torch.Tensor] = []  # values, then ids, of every group
 
     def add(self, group: RowGroup, raw: torch.Tensor, tokens: torch.Tensor) -> None:
         """raw `[M * W, V]`: log-softmax of the rows of the group's M requests that asked; tokens `[M, W]`: the
         emitted ones."""
         requests = [request for request in group.requests if request.rules.logprobs is not None]
         values, ids = token_logprobs(raw, tokens.flatten().clamp_min(0), group.num_logprobs)
-        self._found.append((requests, group.window, values, ids))
+        self._found.append((requests, group.window))
+        self.tensors += [values, ids]
 
-    def per_request(self) -> dict[int, list[dict[int, Logprob]]]:
-        """By request id, one entry for each of its W rows (the first `new_lens` of them are emitted)."""
+    def per_request(self, host: list[torch.Tensor]) -> dict[int, list[dict[int, Logprob]]]:
+        """By request id, one entry for each of its W rows (the first `new_lens` of them are emitted). host: `tensors`,
+        copied."""
         found: dict[int, list[dict[int, Logprob]]] = {}
-        for requests, window, values, ids in self._found:
+        for (requests, window), values, ids in zip(self._found, host[::2], host[1::2], strict=True):
             rows = list(zip(values.tolist(), ids.tolist(), strict=True))
             for index, request in enumerate(requests):
                 own = rows[index * window : (index + 1) * window]

@@ -12,6 +12,7 @@ import torch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+from tllm_spec.executor.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RowGroup:
     requests: list[LlmRequest]
     window: int
     slots: torch.Tensor  # [N]
-    sampled: Subset | None  # temperature > 0
+    sampled: Subset | None  # temperature > 0, or all if the group is mixed
     filtered: bool  # any of them uses top_k, top_p or min_p
     penalised: Subset | None
     early: Subset | None  # min_tokens
@@ -55,6 +56,7 @@ class RowGroup:
     edited: list[int]  # requests whose rows Python code edits: processors, bad words of several tokens
     sampled_parameters: RowParameters | None = None  # of the sampled rows
     penalties: RowParameters | None = None  # of the penalised rows
+    mixed: bool = False  # a graph's group: it samples every row, and a temperature of 0 says that one is greedy
     memo: dict[str, torch.Tensor] = field(default_factory=dict)  # of this round only
 
 
@@ -76,6 +78,26 @@ class RowGroups:
             group = self._kept[key] = self._make(list(requests), window)
         return group
 
+    def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
+        """A group of whoever owns the slots `[N]` when it is used: everything is read from the device."""
+        group = RowGroup(
+            requests=[],
+            window=window,
+            slots=slots,
+            sampled=Subset(None, None) if sampled else None,
+            filtered=sampled,
+            penalised=None,
+            early=None,
+            bias=None,
+            with_logprobs=None,
+            num_logprobs=0,
+            edited=[],
+            mixed=sampled,
+        )
+        if group.sampled is not None:
+            group.sampled_parameters = self._parameters(group, group.sampled)
+        return group
+
     def end_round(self) -> None:
         """What was memorised for the round's positions is no longer true."""
         for group in self._kept.values():
@@ -95,14 +117,14 @@ class RowGroups:
                 return None
             if len(chosen) == len(all_rules):
                 return Subset(None, None)
-            index = torch.tensor(chosen, device=device)
+            index = to_device(chosen, device)
             rows = (index.unsqueeze(1) * window + torch.arange(window, device=device)).flatten()
             return Subset(index, rows)
 
         group = RowGroup(
             requests=requests,
             window=window,
-            slots=torch.tensor([request.slot for request in requests], device=device),
+            slots=to_device([request.slot for request in requests], device),
             sampled=subset(lambda rules: not rules.is_greedy),
             filtered=any(rules.has_filters and not rules.is_greedy for rules in all_rules),
             penalised=subset(lambda rules: rules.has_penalties),
@@ -137,7 +159,7 @@ def _bias_entries(
     if not rows:
         return None
     return (
-        torch.tensor(rows, device=device),
-        torch.tensor(tokens, device=device),
-        torch.tensor(values, dtype=torch.float32, device=device),
+        to_device(rows, device),
+        to_device(tokens, device),
+        to_device(torch.tensor(values, dtype=torch.float32), device),
     )

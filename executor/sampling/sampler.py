@@ -7,7 +7,7 @@ for the device except Python code that a request brings (logits processors).
 
 import torch
 
-from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.host_edits import HostEdits
@@ -17,7 +17,7 @@ from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
 from tllm_spec.kernels.accept_chain import accept_chain
-from tllm_spec.kernels.gumbel import gumbel_noise
+from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
 
 
 class Sampler:
@@ -35,44 +35,45 @@ class Sampler:
         self.state.start(request)
         self.groups.forget()
 
-    def sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[SampledTokens, LogprobRows]:
-        """logits `[C + B * (K+1), V]` float32, one row for each finished context, then the windows. Writes the next
-        round's inputs into the slot state."""
-        contexts = batch.last_chunk_requests
-        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        logprobs = LogprobRows()
-        if contexts:
-            group = self.groups.get(contexts, 1)
-            tokens, lens = self._sample_group(group, logits[: len(contexts)], logprobs, None)
-            tail = torch.tensor([request.tokens[-1] for request in contexts], device=tokens.device)
-            self.slots.start_generation(group.slots, tail, tokens[:, 0])
-            parts.append((torch.nn.functional.pad(tokens, (0, batch.draft_len)), lens))
-        if batch.generation_requests:
-            group = self.groups.get(batch.generation_requests, batch.window)
-            tokens, lens = self._sample_group(group, logits[len(contexts) :], logprobs, batch)
-            self.slots.advance(group.slots, tokens, lens)
-            parts.append((tokens, lens))
-        self.groups.end_round()
-        if not parts:  # chunks of contexts only, and none of them the last
-            empty = torch.empty((0, 1), dtype=torch.int64, device=logits.device)
-            return SampledTokens(empty, empty[:, 0]), logprobs
-        if len(parts) == 1:
-            return SampledTokens(*parts[0]), logprobs
-        return SampledTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True))), logprobs
+    def sample_contexts(
+        self, group: RowGroup, logits: torch.Tensor, tails: torch.Tensor, logprobs: LogprobRows
+    ) -> SampledTokens:
+        """The first token of contexts that ended. logits `[C, V]` float32, one row each; tails `[C]`: the last context
+        tokens. Writes the next round's inputs into the slot state, whose `kv_lens` has the contexts already."""
+        sampled = self._sample(group, logits, self.slots.kv_lens.index_select(0, group.slots), None, logprobs)
+        self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
+        return sampled
 
-    def _sample_group(
-        self, group: RowGroup, logits: torch.Tensor, logprobs: LogprobRows, batch: ScheduledBatch | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Emitted tokens `[N, W]` and their numbers `[N]` of one group. `batch` is None for finished contexts."""
+    def sample_windows(
+        self,
+        group: RowGroup,
+        logits: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        logprobs: LogprobRows,
+    ) -> SampledTokens:
+        """Accepts drafts. logits `[B * (K+1), V]` float32; draft_probs `[B, K, V]`: what the drafts were drawn from, where
+        rejection sampling needs it. Writes the next round's inputs into the slot state."""
+        first = self.slots.kv_lens.index_select(0, group.slots) + 1  # the bonus token stands at kv_lens
+        sampled = self._sample(group, logits, first, draft_probs, logprobs)
+        self.slots.advance(group.slots, sampled.new_tokens, sampled.new_lens)
+        return sampled
+
+    def _sample(
+        self,
+        group: RowGroup,
+        logits: torch.Tensor,
+        first: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        logprobs: LogprobRows,
+    ) -> SampledTokens:
+        """One group; first `[N]`: the position of the token that each request's first row samples."""
         width = group.window
-        # The first sampled token of a context stands at kv_len; in a window the bonus token stands there.
-        first = self.slots.kv_lens.index_select(0, group.slots) + (batch is not None)
         drafts = self.slots.window.index_select(0, group.slots)[:, 1:width]
+        num_drafts = self.slots.num_drafts.index_select(0, group.slots) if width > 1 else None
         raw = group.with_logprobs.take(logits).log_softmax(-1) if group.with_logprobs else None
         logits = self._edit(group, logits, first, drafts)
-        num_drafts = _draft_counts(batch, logits.device)
         if self.rejection:
-            tokens, lens = self._reject(group, logits, first, drafts, num_drafts, batch)
+            tokens, lens = self._reject(group, logits, first, drafts, num_drafts, draft_probs)
         else:
             tokens = self._choose(group, logits, first).view(-1, width)
             lens = accept_chain(tokens, drafts, num_drafts)
@@ -81,7 +82,7 @@ class Sampler:
         if raw is not None:
             assert group.with_logprobs is not None
             logprobs.add(group, raw, group.with_logprobs.take_requests(tokens))
-        return tokens, lens
+        return SampledTokens(tokens, lens)
 
     def _edit(
         self, group: RowGroup, logits: torch.Tensor, first: torch.Tensor, drafts: torch.Tensor
@@ -138,7 +139,10 @@ class Sampler:
 
     def scaled(self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters) -> torch.Tensor:
         """Temperature and filters on rows `[R, V]` of sampled requests with the parameters of those rows."""
-        logits = logits / parameters.column("temperature")
+        temperature = parameters.column("temperature")
+        if group.mixed:
+            temperature = torch.where(temperature > 0, temperature, 1.0)
+        logits = logits / temperature
         if not group.filtered:
             return logits
         top_k = parameters.integer("top_k").unsqueeze(1).clamp_max(logits.shape[1])
@@ -150,8 +154,26 @@ class Sampler:
             assert group.sampled is not None and group.sampled_parameters is not None
             positions = window_positions(group.sampled.take_requests(first), group.window)
             seeds = group.sampled_parameters.integer("seed")
-            group.memo["noise"] = gumbel_noise(seeds, positions, self.state.vocab_size)
+            noise = gumbel_noise(seeds, positions, self.state.vocab_size)
+            if group.mixed:
+                noise = noise * (group.sampled_parameters.column("temperature") > 0)
+            group.memo["noise"] = noise
         return group.memo["noise"]
+
+    def noise_at(
+        self, group: RowGroup, positions: torch.Tensor, domain: int = TARGET_DOMAIN
+    ) -> torch.Tensor:
+        """Noise at one position `[N]` of each request, for its sampled requests: `[M, V]`."""
+        assert group.sampled is not None and group.sampled_parameters is not None
+        parameters = group.sampled_parameters.every(group.window)
+        positions = group.sampled.take_requests(positions)
+        noise = gumbel_noise(parameters.integer("seed"), positions, self.state.vocab_size, domain)
+        return noise * (parameters.column("temperature") > 0) if group.mixed else noise
+
+    def is_greedy(self, group: RowGroup) -> torch.Tensor:
+        """Which requests of a mixed group are greedy, `[N, 1]` bool."""
+        assert group.sampled_parameters is not None
+        return group.sampled_parameters.every(group.window).column("temperature") == 0
 
     def _reject(
         self,
@@ -160,18 +182,20 @@ class Sampler:
         first: torch.Tensor,
         drafts: torch.Tensor,
         num_drafts: torch.Tensor | None,
-        batch: ScheduledBatch | None,
+        draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Classical rejection sampling; a greedy request's distribution has all its mass on one token."""
         probs = _one_hot_of_best(logits)
         if group.sampled is not None:
             assert group.sampled_parameters is not None
-            sampled = self.scaled(group, group.sampled.take(logits), group.sampled_parameters)
-            probs = group.sampled.put(probs, sampled.softmax(dim=-1))
-        shape = (len(group.requests), group.window, -1)
+            sampled = self.scaled(group, group.sampled.take(logits), group.sampled_parameters).softmax(-1)
+            if group.mixed:
+                sampled = torch.where(group.sampled_parameters.column("temperature") > 0, sampled, probs)
+            probs = group.sampled.put(probs, sampled)
+        shape = (len(drafts), group.window, -1)
         return reject_chain(
             probs.view(shape),
-            None if batch is None else batch.draft_probs,
+            draft_probs,
             drafts,
             num_drafts,
             self.state.integers.index_select(0, group.slots)[:, 0],
@@ -187,13 +211,6 @@ class Sampler:
 def window_positions(first: torch.Tensor, window: int) -> torch.Tensor:
     """Sequence positions of the tokens that W consecutive rows sample, flattened: `[N]` -> `[N * W]`."""
     return (first.unsqueeze(1) + torch.arange(window, device=first.device)).flatten()
-
-
-def _draft_counts(batch: ScheduledBatch | None, device: torch.device) -> torch.Tensor | None:
-    """Real drafts of each generating request `[B]`, or None where no window has padding."""
-    if batch is None or all(r.py_num_draft_tokens == batch.draft_len for r in batch.generation_requests):
-        return None
-    return torch.tensor([r.py_num_draft_tokens for r in batch.generation_requests], device=device)
 
 
 def _one_hot_of_best(logits: torch.Tensor) -> torch.Tensor:

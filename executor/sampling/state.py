@@ -6,6 +6,7 @@ import torch
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.transfer import to_device
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _INTEGERS = ("seed", "top_k", "min_position")
@@ -39,6 +40,9 @@ class SamplingState:
         self.device = device
         self.floats = torch.zeros((num_rows, len(_FLOATS)), dtype=torch.float32, device=device)
         self.integers = torch.zeros((num_rows, len(_INTEGERS)), dtype=torch.int64, device=device)
+        # A row that nobody owns is a greedy request without filters: graph padding samples it.
+        self.floats[:, _FLOATS.index("top_p")] = 1.0
+        self.integers[:, _INTEGERS.index("top_k")] = vocab_size
         self.stop_ids = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
         self.counts = TokenCounts(num_rows, vocab_size, device)
 
@@ -54,8 +58,8 @@ class SamplingState:
             rules.frequency,
         )
         integers = (request.seed, rules.top_k or self.vocab_size, request.prompt_len + rules.min_tokens)
-        self.floats[request.slot] = torch.tensor(floats, device=self.device)
-        self.integers[request.slot] = torch.tensor(integers, device=self.device)
+        self.floats[request.slot] = to_device(floats, self.device)
+        self.integers[request.slot] = to_device(integers, self.device)
         if rules.min_tokens:
             self._write_stop_ids(request)
         if rules.has_penalties:
@@ -71,7 +75,7 @@ class SamplingState:
             more = self.stop_ids[:, :1].expand(-1, len(ids) - width)
             self.stop_ids = torch.cat((self.stop_ids, more), dim=1)
         ids += ids[:1] * (self.stop_ids.shape[1] - len(ids))
-        self.stop_ids[request.slot] = torch.tensor(ids, device=self.device)
+        self.stop_ids[request.slot] = to_device(ids, self.device)
 
     def gather(self, slots: torch.Tensor) -> RowParameters:
         return RowParameters(self.floats.index_select(0, slots), self.integers.index_select(0, slots))
@@ -94,9 +98,10 @@ class TokenCounts:
         device = self.output.device
         self.row_of_slot[request.slot] = row
         self.prompt[row] = False
-        self.prompt[row, torch.tensor(request.tokens[: request.prompt_len], device=device)] = True
-        output = torch.tensor(request.tokens[request.prompt_len :], dtype=torch.int64, device=device)
-        self.output[row] = torch.bincount(output, minlength=self.output.shape[1]).to(torch.int32)
+        self.prompt[row, to_device(request.tokens[: request.prompt_len], device)] = True
+        output = torch.tensor(request.tokens[request.prompt_len :], dtype=torch.int64)
+        counts = torch.bincount(output, minlength=self.output.shape[1]).to(torch.int32)
+        self.output[row] = to_device(counts, device)
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
         """Counts the emitted tokens `[N, W]` where `valid` `[N, W]`."""

@@ -25,6 +25,18 @@ class Drafter(ABC):
         """
 
 
+class OneModelDrafter(Drafter):
+    """The drafts were made inside the last forward and are in the slots: there is only their number to say."""
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        for request in scheduled_requests.generation_requests:
+            request.py_num_draft_tokens = min(
+                scheduled_requests.draft_len, request.num_drafts_ready, request.draft_limit
+            )
+
+
 class NoDrafter(Drafter):
     """Plain decoding: the loop has no branch for it."""
 

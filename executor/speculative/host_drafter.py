@@ -3,13 +3,12 @@ slots."""
 
 from operator import index
 
-import torch
-
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.transfer import to_device
 
 
 class HostDrafter(Drafter):
@@ -87,6 +86,9 @@ class HostDrafter(Drafter):
         for request in requests:
             request.py_draft_tokens += [0] * (batch.draft_len - request.py_num_draft_tokens)
         device = self._slots.device
-        slot_ids = torch.tensor([request.slot for request in requests], device=device)
-        drafts = torch.tensor([request.py_draft_tokens for request in requests], device=device)
-        self._slots.window[slot_ids, 1 : 1 + batch.draft_len] = drafts
+        slot_ids = to_device([request.slot for request in requests], device)
+        self._slots.window[slot_ids, 1 : 1 + batch.draft_len] = to_device(
+            [request.py_draft_tokens for request in requests], device
+        )
+        num_drafts = [request.py_num_draft_tokens for request in requests]
+        self._slots.num_drafts[slot_ids] = to_device(num_drafts, device)

@@ -8,7 +8,8 @@ that is the same shape whatever was accepted, and needs no news from the host.
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.engine.model_engine import ContextChunk, ModelEngine, Windows
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
@@ -16,6 +17,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.transfer import to_device
 
 
 class DraftKVManager(ResourceManager):
@@ -131,8 +133,11 @@ class ModelDrafter(Drafter):
             first = first + width
             token_ids = tokens.unsqueeze(1)
         slots.window[group.slots, 1 : 1 + length] = torch.stack(drafts, dim=1)
+        num_drafts = [request.py_num_draft_tokens for request in group.requests]
+        slots.num_drafts[group.slots] = to_device(num_drafts, slots.device)
         if probs:
-            batch.draft_probs = self._spread(batch, group, torch.stack(probs, dim=1))
+            stacked = self._sampling.spread(torch.stack(probs, dim=1))
+            batch.draft_probs = self._spread(batch, group, stacked)
 
     def _spread(self, batch: ScheduledBatch, group: RowGroup, probs: torch.Tensor) -> torch.Tensor:
         """Rows for all generating requests `[B, K, V]`; those not drafted for have none that is ever read."""
@@ -141,4 +146,4 @@ class ModelDrafter(Drafter):
         drafted = set(group.requests)
         rows = [index for index, request in enumerate(batch.generation_requests) if request in drafted]
         spread = probs.new_zeros((len(batch.generation_requests), *probs.shape[1:]))
-        return spread.index_copy_(0, torch.tensor(rows, device=probs.device), probs)
+        return spread.index_copy_(0, to_device(rows, probs.device), probs)

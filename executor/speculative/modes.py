@@ -1,6 +1,6 @@
 """The table of speculative modes: one frozen row each. Nobody else asks which mode it is.
 
-A row says what `build.py` plugs into the loop: the draft model to load, if any, and how the drafter is made.
+A row says what `build.py` plugs into the loop: the draft weights to load, if any, and how the drafter is made.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,18 @@ from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.drafter import Drafter, NoDrafter
+from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.drafter import Drafter, NoDrafter, OneModelDrafter
 from tllm_spec.executor.speculative.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.ngram import NGramDrafter, NGramPoolManager
+from tllm_spec.executor.speculative.worker import DraftLayers, DraftWorker, RoundEnd
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
+    DraftModelDecodingConfig,
     DraftTargetDecodingConfig,
+    Eagle3DecodingConfig,
     NGramDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -37,29 +41,36 @@ class DraftEngine:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `draft` is there for modes with a draft model."""
+    """What a mode may build on. `draft` and `layers` are there for modes with such draft weights."""
 
     slots: SlotState
     sampler: Sampler
     max_num_tokens: int
+    dummy_slot: int
     draft: DraftEngine | None
+    layers: DraftLayers | None
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a mode adds to the executor."""
+    """What a mode adds to the executor. `round_end` is told of every round that the target has run."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
     blame: Callable[[], list[LlmRequest] | None] = lambda: None
+    round_end: RoundEnd | None = None
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Which weights the draft engine is to have."""
+    """Which draft weights are to be loaded, and where their KV goes."""
 
     path: str
     load_format: LoadFormat
+    is_head: bool  # reads hidden states of the target
+    capture_layers: tuple[int, ...] | None  # of the target, for a head; None: the head's own choice or the default
+    shares_pages: bool  # its layers are extra layers of the target's pages
+    follows_a_round_later: bool  # its KV of a round is written in the next one
 
 
 @dataclass(frozen=True)
@@ -100,23 +111,64 @@ def _on_host(drafter: Drafter, manager: ResourceManager | None, around: Surround
 
 
 def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    assert isinstance(config, DraftTargetDecodingConfig) and around.draft is not None
+    assert isinstance(config, DraftTargetDecodingConfig)
+    if config.draft_target_one_model:
+        return Speculation(OneModelDrafter(), round_end=_worker(config, around))
+    assert around.draft is not None
     engine, kv = around.draft.engine, around.draft.kv
-    how = "independent" if config.use_rejection_sampling else config.draft_sampling
-    sampling = DraftSampling(around.sampler, how)
+    sampling = DraftSampling(around.sampler, _draws(config))
     drafter = ModelDrafter(engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens)
     return Speculation(drafter, [DraftKVManager(kv)])
 
 
-def _speculative_model(config: DecodingBaseConfig) -> DraftModel:
+def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    assert isinstance(config, Eagle3DecodingConfig)
+    worker = _worker(config, around)
+    if config.eagle3_one_model:
+        return Speculation(OneModelDrafter(), round_end=worker)
+    drafter = DeferredDrafter(worker, around.slots, around.dummy_slot)
+    return Speculation(drafter, round_end=drafter)
+
+
+def _worker(config: DraftModelDecodingConfig, around: Surroundings) -> DraftWorker:
+    assert around.layers is not None
+    sampling = DraftSampling(around.sampler, _draws(config), around.layers.net.token_map)
+    return DraftWorker(around.layers, around.slots, sampling)
+
+
+def _draws(config: DraftModelDecodingConfig) -> str:
+    return "independent" if config.use_rejection_sampling else config.draft_sampling
+
+
+def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
     assert isinstance(config, DraftTargetDecodingConfig)
-    return DraftModel(config.speculative_model, config.load_format)
+    return DraftModel(
+        config.speculative_model,
+        config.load_format,
+        is_head=False,
+        capture_layers=None,
+        shares_pages=config.draft_target_one_model,
+        follows_a_round_later=False,
+    )
+
+
+def _eagle3_head(config: DecodingBaseConfig) -> DraftModel:
+    assert isinstance(config, Eagle3DecodingConfig)
+    return DraftModel(
+        config.speculative_model,
+        config.load_format,
+        is_head=True,
+        capture_layers=config.eagle3_layers_to_capture,
+        shares_pages=True,
+        follows_a_round_later=not config.eagle3_one_model,
+    )
 
 
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
-    DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_speculative_model),
+    DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_draft_target_model),
+    Eagle3DecodingConfig: Mode(_build_eagle3, draft_model=_eagle3_head),
 }
 
 

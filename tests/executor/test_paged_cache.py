@@ -1,42 +1,12 @@
-"""The paged cache against a simulated device that records what every position of every page really holds."""
+"""The paged cache against a simulated device (see paged_cache_driver.py)."""
 
-import copy
 import random
 import time
 
 import pytest
 
+from tests.executor.paged_cache_driver import Driver, RandomUse
 from tllm_spec.executor.resources.paged_cache import CacheStats, PagedCache
-
-
-class Device:
-    """KV memory. The KV at a position depends on all tokens up to it, so here it is a hash of that prefix."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
-        self.kv: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
-        self.copies: list[tuple[int, int]] = []
-
-    def copy_page(self, source: int, destination: int) -> None:
-        assert source != destination
-        self.kv[destination] = list(self.kv[source])
-        self.copies.append((source, destination))
-
-    def write(self, pages: list[int], tokens: list[int], start: int) -> None:
-        for position, value in enumerate(prefix_hashes(tokens)):
-            if position >= start:
-                self.kv[pages[position // self.page_size]][position % self.page_size] = value
-
-    def read(self, pages: list[int], num_tokens: int) -> list[int | None]:
-        return [self.kv[pages[i // self.page_size]][i % self.page_size] for i in range(num_tokens)]
-
-
-def prefix_hashes(tokens: list[int]) -> list[int]:
-    values, value = [], 0
-    for token in tokens:
-        value = hash((value, token))
-        values.append(value)
-    return values
 
 
 def common_length(left: list[int], right: list[int]) -> int:
@@ -44,162 +14,35 @@ def common_length(left: list[int], right: list[int]) -> int:
     return next((i for i, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
-class Driver:
-    """A cache and its device, used as the executor does; every step checks what the interface promises."""
-
-    def __init__(self, num_pages: int, page_size: int, **options: bool) -> None:
-        self.page_size = page_size
-        self.device = Device(num_pages, page_size)
-        self.cache = PagedCache(num_pages, page_size, copy_page=self.device.copy_page, **options)
-        self.tokens: dict[int, list[int]] = {}  # of each sequence: the tokens whose KV is computed
-        self.next_id = 0
-
-    def start(self, prompt: list[int], chunk: int | None = None, *, reuse: bool = True) -> int | None:
-        """Reuses the cache, then computes up to `chunk`; None, and no trace, if pages are missing."""
-        cache, seq_id = self.cache, self.next_id
-        self.next_id += 1
-        end = len(prompt) if chunk is None else chunk
-        visible = prompt if reuse else []
-        available, expected = cache.num_available, cache.match(visible)
-        needed = cache.new_pages_needed(visible, end)
-        cached = cache.add_sequence(seq_id, prompt, reuse=reuse)
-        assert cached == expected <= max(len(prompt) - 1, 0)
-        assert self.device.read(cache.pages(seq_id), cached) == prefix_hashes(prompt[:cached])
-        end = max(end, cached)
-        assert cache.extend(seq_id, end) == (needed <= available)
-        if needed > available:
-            cache.free(seq_id)
-            return None
-        assert available - cache.num_available == needed
-        self.device.write(cache.pages(seq_id), prompt[:end], cached)
-        self.tokens[seq_id] = prompt[:end]
-        return seq_id
-
-    def grow(self, seq_id: int, accepted: list[int], rejected: list[int]) -> None:
-        """One speculative round: writes the window, keeps `accepted`, rewinds `rejected`."""
-        cache, page_size, pages = self.cache, self.page_size, self.cache.pages(seq_id)
-        window = self.tokens[seq_id] + accepted + rejected
-        before, available, version = list(pages), cache.num_available, cache.version(seq_id)
-        if not cache.extend(seq_id, len(window)):
-            assert pages == before
-            assert cache.num_available == available < -(-len(window) // page_size) - len(before)
-            return
-        assert pages[: len(before)] == before and cache.version(seq_id) == version
-        self.device.write(pages, window, len(self.tokens[seq_id]))
-        self.tokens[seq_id] += accepted
-        self.rewind(seq_id)
-
-    def rewind(self, seq_id: int) -> None:
-        pages, version = list(self.cache.pages(seq_id)), self.cache.version(seq_id)
-        available, keep = self.cache.num_available, -(-len(self.tokens[seq_id]) // self.page_size)
-        given_back = self.cache.rewind(seq_id, len(self.tokens[seq_id]))
-        assert given_back == len(pages) - keep == self.cache.num_available - available
-        assert self.cache.pages(seq_id) == pages[:keep]
-        assert (self.cache.version(seq_id) != version) == (given_back > 0)
-
-    def store(self, seq_id: int, num_tokens: int) -> None:
-        pages, version = list(self.cache.pages(seq_id)), self.cache.version(seq_id)
-        self.cache.store(seq_id, self.tokens[seq_id][:num_tokens])
-        assert (self.cache.version(seq_id) != version) == (self.cache.pages(seq_id) != pages)
-
-    def free(self, seq_id: int, num_tokens: int | None = None) -> None:
-        self.cache.free(seq_id, self.tokens.pop(seq_id)[:num_tokens])
-
-    def begin(self, prompt: list[int]) -> int:
-        """Starts a sequence that has room."""
-        seq_id = self.start(prompt)
-        assert seq_id is not None
-        return seq_id
-
-    def run(self, tokens: list[int]) -> None:
-        """A whole request, from its prompt to its end."""
-        self.free(self.begin(tokens))
-
-    def check(self) -> None:
-        self.cache.check_integrity()
-        for seq_id, tokens in self.tokens.items():
-            pages = self.cache.pages(seq_id)
-            assert 0 not in pages
-            assert self.device.read(pages, len(tokens)) == prefix_hashes(tokens)
-
-
-class RandomUse:
-    """Random operations on texts that share prefixes, in a pool so small that it evicts all the time."""
-
-    def __init__(self, page_size: int, num_pages: int, *, partial_reuse: bool) -> None:
-        self.rng = random.Random(page_size * 100 + num_pages)
-        self.driver = Driver(num_pages, page_size, enable_partial_reuse=partial_reuse)
-        self.longest = page_size * num_pages // 2 + 2
-        self.texts = [self.rng.choices(range(2), k=2 * self.longest) for _ in range(2)]
-
-    def text(self, length: int) -> list[int]:
-        """A known text, or one that leaves it somewhere."""
-        tokens = self.rng.choice(self.texts)[:length]
-        if tokens and self.rng.random() < 0.4:
-            tokens[self.rng.randrange(length)] += 1
-        return tokens
-
-    def step(self) -> None:
-        rng, driver = self.rng, self.driver
-        if not driver.tokens or rng.random() < 0.3:
-            self.start()
-        else:
-            rng.choice([self.grow, self.store, self.finish])(rng.choice(list(driver.tokens)))
-        if rng.random() < 0.1:
-            self.claim_everything()
-        if rng.random() < 0.01:
-            driver.cache.reset()
-        driver.check()
-
-    def start(self) -> None:
-        prompt = self.text(self.rng.randint(0, self.longest))
-        self.driver.start(prompt, self.rng.randint(0, len(prompt)), reuse=self.rng.random() < 0.9)
-
-    def grow(self, seq_id: int) -> None:
-        length = len(self.driver.tokens[seq_id])
-        accepted = self.text(length + self.rng.randint(0, 5))[length:]
-        self.driver.grow(seq_id, accepted, rejected=[9] * self.rng.randint(0, 5))
-
-    def store(self, seq_id: int) -> None:
-        self.driver.store(seq_id, max(len(self.driver.tokens[seq_id]) - self.rng.randint(0, 2), 0))
-
-    def finish(self, seq_id: int) -> None:
-        self.driver.free(seq_id, self.rng.choice([0, 1, None, None, None]))
-
-    def claim_everything(self) -> None:
-        """Every available page can really be allocated, and not one more."""
-        driver = copy.deepcopy(self.driver)
-        num_tokens = driver.cache.num_available * driver.page_size
-        driver.cache.add_sequence(driver.next_id, [])
-        assert not driver.cache.extend(driver.next_id, num_tokens + 1)
-        assert driver.cache.extend(driver.next_id, num_tokens)
-        assert driver.cache.num_available == 0
-        driver.check()
-
-
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("partial_reuse", [True, False])
 @pytest.mark.parametrize("num_pages", [3, 8, 20])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8])
 def test_every_sequence_sees_its_own_tokens_whatever_the_order_of_operations(
-    page_size: int, num_pages: int, partial_reuse: bool
+    page_size: int, num_pages: int, partial_reuse: bool, lookahead: int
 ) -> None:
-    use = RandomUse(page_size, num_pages, partial_reuse=partial_reuse)
-    for _ in range(1000):
+    use = RandomUse(page_size, num_pages, partial_reuse=partial_reuse, lookahead=lookahead)
+    for _ in range(2500 if lookahead else 1000):  # a lookahead makes matches rarer
         use.step()
     stats = use.driver.cache.stats
     assert stats.evicted_pages > 20 and stats.reused_tokens > 10, "full pools or common prefixes were rare"
     assert (stats.copied_pages > 20) == (partial_reuse and page_size > 1)
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("partial_reuse", [True, False])
-def test_a_match_is_the_longest_prefix_of_any_earlier_text(page_size: int, partial_reuse: bool) -> None:
+def test_a_match_is_the_longest_prefix_of_any_earlier_text(
+    page_size: int, partial_reuse: bool, lookahead: int
+) -> None:
     rng = random.Random(page_size)
-    driver = Driver(4000, page_size, enable_partial_reuse=partial_reuse)
+    driver = Driver(4000, page_size, enable_partial_reuse=partial_reuse, lookahead=lookahead)
     earlier: list[list[int]] = []
     for _ in range(200):
         text = rng.choices(range(2), weights=[4, 1], k=rng.randint(1, 20))
-        longest = max((common_length(text[:-1], other) for other in earlier), default=0)
+        reusable = text[: len(text) - 1 + lookahead]
+        longest = max((common_length(reusable, other) - lookahead for other in earlier), default=0)
+        longest = max(longest, 0)
         assert driver.cache.match(text) == (longest if partial_reuse else longest // page_size * page_size)
         driver.run(text)
         earlier.append(text)
@@ -215,6 +58,82 @@ def test_a_second_equal_prompt_shares_all_full_pages_but_computes_its_last_token
     driver.begin([*prompt, 99])
     assert driver.device.copies == []
     assert driver.cache.stats == CacheStats(12, 13, 3, 0, 3 + 1, 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_keys_without_the_next_token_would_give_a_sequence_the_kv_of_another_one(page_size: int) -> None:
+    use = RandomUse(page_size, 20, partial_reuse=True, lookahead=1, key_lookahead=0)
+    with pytest.raises(AssertionError, match="sees the KV of other tokens"):
+        for _ in range(1000):
+            use.step()
+
+
+@pytest.mark.parametrize(("lookahead", "reused", "num_shared"), [(0, 12, 3), (1, 11, 2)])
+def test_a_common_prefix_up_to_a_page_border_is_reused_up_to_what_the_next_token_decides(
+    lookahead: int, reused: int, num_shared: int
+) -> None:
+    driver = Driver(num_pages=20, page_size=4, lookahead=lookahead)
+    common = list(range(12))
+    first, second = [*common, 50, 51], [*common, 60, 61]
+    driver.run(first)
+    assert driver.cache.match(second) == reused
+    seq_id = driver.begin(second)
+    stats = driver.cache.stats
+    assert (stats.reused_pages, stats.copied_pages) == (num_shared, 3 - num_shared)
+    own_page = driver.cache.pages(seq_id)[2]
+    driver.store(seq_id, 12)
+    assert driver.cache.pages(seq_id)[2] == own_page
+    driver.free(seq_id)
+    for tokens in (first, second):
+        assert driver.cache.match([*tokens, 9]) == 14 - lookahead
+    assert driver.cache.match([*common, 50]) == driver.cache.match([*common, 60]) == 12
+    driver.check()
+
+
+def test_with_lookahead_a_page_is_stored_when_the_token_after_it_is_known() -> None:
+    driver = Driver(num_pages=10, page_size=2, lookahead=1)
+    seq_id = driver.begin([1, 2, 3, 4])
+    driver.store(seq_id, 4)
+    assert driver.cache.match([1, 2, 3, 4, 5]) == 2
+    driver.grow(seq_id, accepted=[5], rejected=[])
+    driver.store(seq_id, 4)
+    assert driver.cache.match([1, 2, 3, 4, 5]) == 4
+    assert len(driver.cache.private_pages(seq_id)) == 0
+    with pytest.raises(AssertionError, match="shared pages"):
+        driver.cache.rewind(seq_id, 3)
+
+
+def test_with_lookahead_the_last_partial_page_serves_what_comes_before_its_last_known_token() -> None:
+    driver = Driver(num_pages=10, page_size=4, lookahead=1)
+    driver.run([1, 2, 3, 4, 5, 6])
+    assert driver.cache.match([1, 2, 3, 4, 5, 6, 7]) == 5
+    assert driver.cache.match([1, 2, 3, 4, 5, 9, 7]) == 4
+    driver.run([1, 2, 3, 4, 5, 6, 7])
+    assert driver.cache.match([1, 2, 3, 4, 5, 6, 7, 8]) == 6
+    assert driver.cache.num_available == 9
+
+
+def test_with_lookahead_a_single_token_is_nothing_to_reuse_or_to_copy() -> None:
+    driver = Driver(num_pages=10, page_size=4, lookahead=1)
+    driver.run([1])
+    assert list(driver.cache._tree.nodes()) == []
+    driver.run([1, 2, 3])
+    assert driver.cache.match([1, 9, 9]) == 0
+    driver.begin([1, 9, 9])
+    assert driver.device.copies == []
+    driver.check()
+
+
+def test_with_lookahead_prompts_side_by_side_share_a_page_if_the_token_after_it_is_the_same() -> None:
+    driver = Driver(num_pages=10, page_size=2, lookahead=1)
+    texts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5]]
+    first, second, third = [driver.begin(text) for text in texts]
+    for seq_id in (first, second, third):
+        driver.store(seq_id, 4)
+    pages = [driver.cache.pages(seq_id) for seq_id in (first, second, third)]
+    assert pages[0][:2] == pages[2][:2]
+    assert pages[0][0] == pages[1][0] and pages[0][1] != pages[1][1]
+    driver.check()
 
 
 def test_matching_has_no_side_effect() -> None:

@@ -58,7 +58,7 @@ def test_without_requests_there_is_nothing_to_do(tiny: Path) -> None:
 def test_after_every_round_device_and_host_agree_and_only_kept_tokens_have_pages(
     tiny: Path, speculation: dict[str, Any], seed: int
 ) -> None:
-    harness = Harness(tiny, **SMALL_POOL, **speculation)
+    harness = Harness(tiny, **SMALL_POOL, **speculation, disable_overlap_scheduler=True)
     requests = submit_some(harness, Random(seed), 12)
     while harness.round():
         harness.executor.check_integrity()

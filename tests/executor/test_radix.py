@@ -78,6 +78,31 @@ def test_a_partial_leaf_gives_way_to_a_key_that_extends_it_and_stays_beside_one_
     tree.check_integrity()
 
 
+def test_with_lookahead_a_page_matches_only_together_with_the_token_after_it() -> None:
+    tree = RadixTree(page_size=2, lookahead=1)
+    add_path(tree, (1, 2, 3), (3, 4, 5), first_page=10)
+    for tokens, limit, pages in [
+        ([1, 2, 3, 4, 5], 4, [10, 11]),
+        ([1, 2, 3, 4, 5], 3, [10]),
+        ([1, 2, 3, 4, 6], 4, [10]),
+        ([1, 2, 4, 4, 5], 4, []),
+        ([1, 2], 1, []),
+    ]:
+        assert [node.page for node in tree.match(tokens, limit)] == pages
+    tree.check_integrity()
+
+
+def test_with_lookahead_equal_pages_with_different_next_tokens_stand_side_by_side() -> None:
+    tree = RadixTree(page_size=2, lookahead=1)
+    first, _ = tree.insert(tree.root, (1, 2, 3), 1)
+    second, left_over = tree.insert(tree.root, (1, 2, 4), 2)
+    assert (first.page, second.page, left_over) == (1, 2, None)
+    assert tree.insert(tree.root, (1, 2), 3) == (first, 3)
+    tree.insert(tree.root, (5, 6), 4)
+    assert tree.insert(tree.root, (5, 6, 7), 5)[1] == 4
+    tree.check_integrity()
+
+
 def test_a_released_path_is_evicted_leaf_first() -> None:
     tree = RadixTree(page_size=1)
     tree.release(add_path(tree, (1,), (2,), (3,), first_page=1))
@@ -148,6 +173,25 @@ def test_the_integrity_check_names_what_is_inconsistent(damage, sentence) -> Non
     tree.insert(tree.root, (9,), 3)
     tree.check_integrity()
     damage(tree, path)
+    with pytest.raises(AssertionError, match=sentence):
+        tree.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("key", "held", "sentence"),
+    [
+        ((9, 4, 5), True, "its parent foresaw"),
+        ((3,), False, "caches 0 tokens"),
+        ((3, 4, 5, 6), False, "caches 3 tokens"),
+        ((3, 4), True, "partial page 2 is held"),
+    ],
+)
+def test_with_lookahead_the_integrity_check_names_a_key_that_cannot_be(key, held, sentence) -> None:
+    tree = RadixTree(page_size=2, lookahead=1)
+    path = add_path(tree, (1, 2, 3), first_page=1)
+    node, _ = tree.insert(path[0], key, 2)
+    if held:
+        tree.hold([node])
     with pytest.raises(AssertionError, match=sentence):
         tree.check_integrity()
 

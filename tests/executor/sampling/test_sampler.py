@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
@@ -74,8 +75,10 @@ class Bench:
         for request in self.requests:
             request.context_chunk = request.num_tokens
             self.slots.kv_lens[request.slot] = request.num_tokens
-        batch = ScheduledBatch(context_requests=list(self.requests))
-        self._sample(batch, torch.stack([self.logits(request.tokens) for request in self.requests]))
+        logits = torch.stack([self.logits(request.tokens) for request in self.requests])
+        tails, logprobs = torch.tensor([request.tokens[-1] for request in self.requests]), LogprobRows()
+        group = self.sampler.groups.get(self.requests, 1)
+        self._append(self.sampler.sample_contexts(group, logits, tails, logprobs), logprobs)
         for request in self.requests:
             request.state, request.kv_len = RequestState.GENERATION, request.num_tokens - 1
 
@@ -86,20 +89,22 @@ class Bench:
             padded = own + [0] * (DRAFT_LEN - len(own))
             request.py_num_draft_tokens = len(own)
             self.slots.window[request.slot, 1:] = torch.tensor(padded)
+            self.slots.num_drafts[request.slot] = len(own)
             rows += [self.logits(request.tokens + padded[:place]) for place in range(DRAFT_LEN + 1)]
-        batch = ScheduledBatch(generation_requests=list(self.requests), draft_len=DRAFT_LEN)
-        return self._sample(batch, torch.stack(rows))
+        return self._windows(DRAFT_LEN + 1, torch.stack(rows))
 
     def plain(self) -> list[int]:
-        batch = ScheduledBatch(generation_requests=list(self.requests))
-        return self._sample(batch, torch.stack([self.logits(request.tokens) for request in self.requests]))
+        return self._windows(1, torch.stack([self.logits(request.tokens) for request in self.requests]))
 
-    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> list[int]:
-        sampled, logprobs = self.sampler.sample(batch, logits)
-        self.found.append(logprobs.per_request())
-        for request, tokens, length in zip(
-            batch.requests(), sampled.new_tokens, sampled.new_lens, strict=True
-        ):
+    def _windows(self, width: int, logits: torch.Tensor) -> list[int]:
+        group, logprobs = self.sampler.groups.get(self.requests, width), LogprobRows()
+        return self._append(self.sampler.sample_windows(group, logits, None, logprobs), logprobs)
+
+    def _append(self, sampled: SampledTokens, logprobs: LogprobRows) -> list[int]:
+        self.sampler.groups.end_round()
+        self.found.append(logprobs.per_request(logprobs.tensors))
+        rows = zip(self.requests, sampled.new_tokens, sampled.new_lens, strict=True)
+        for request, tokens, length in rows:
             request.tokens += tokens[:length].tolist()
         return sampled.new_lens.tolist()
 
@@ -197,15 +202,6 @@ def test_logprobs_come_from_the_models_own_logits_for_every_row_of_a_window(
         assert entry[token].logprob == pytest.approx(float(raw[token]), abs=1e-6)
         assert entry[token].rank == int((raw > raw[token]).sum()) + 1
         assert set(raw.topk(2).indices.tolist()) <= set(entry)
-
-
-def test_a_round_without_a_row_to_sample_gives_nothing() -> None:
-    bench = Bench(["greedy"])
-    bench.requests[0].context_chunk = 2  # of four
-    batch = ScheduledBatch(context_requests=bench.requests)
-    sampled, logprobs = bench.sampler.sample(batch, torch.empty(0, VOCAB))
-    assert isinstance(sampled, SampledTokens) and len(sampled.new_lens) == 0 == len(sampled.new_tokens)
-    assert not logprobs.per_request()
 
 
 def test_under_rejection_sampling_a_greedy_request_still_takes_the_best_token(

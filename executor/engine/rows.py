@@ -1,0 +1,107 @@
+"""From chunks and windows to what a model's forward takes: token ids, positions, and where attention reads and writes.
+
+It knows slots, lengths and block tables; no model, no requests. Several models may share one block table, each with a
+pool of its own, so that a page number means the same tokens in every pool.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.attention.interface import AttentionMetadata
+from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.transfer import to_device
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """`tokens` of one sequence to be prefilled from position `start` on."""
+
+    slot: int
+    start: int
+    tokens: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """B generation windows: slots `[B]`, first positions `[B]`, token_ids `[B, W]`, all on the device. `max_kv_len`
+    is a host upper bound of first position + W."""
+
+    slots: torch.Tensor
+    first: torch.Tensor
+    token_ids: torch.Tensor
+    max_kv_len: int
+
+
+class RowBuilder:
+    """Rows of one forward over the pages of `table`."""
+
+    def __init__(self, table: BlockTable, page_size: int, device: torch.device) -> None:
+        self.table = table
+        self.page_size = page_size
+        self.device = device
+
+    def build(
+        self, contexts: list[ContextChunk], windows: Windows | None
+    ) -> tuple[AttentionMetadata, torch.Tensor]:
+        """Metadata and token ids `[T]`: the chunks one after another, then the windows."""
+        if contexts:
+            return self._mixed_metadata(contexts, windows)
+        assert windows is not None
+        return self._window_metadata(windows)
+
+    def _window_metadata(self, windows: Windows) -> tuple[AttentionMetadata, torch.Tensor]:
+        width = windows.token_ids.shape[1]
+        positions = windows.first.unsqueeze(1) + torch.arange(width, device=self.device)
+        block_tables = self.table.rows(windows.slots, -(-windows.max_kv_len // self.page_size))
+        metadata = AttentionMetadata(
+            context_lens=(),
+            context_kv_lens=(),
+            num_generations=windows.slots.shape[0],
+            window=width,
+            block_tables=block_tables,
+            kv_lens=(windows.first + width).to(torch.int32),
+            positions=positions.flatten(),
+            kv_slots=self._kv_slots(block_tables, positions).flatten(),
+            max_kv_len=windows.max_kv_len,
+        )
+        return metadata, windows.token_ids.flatten()
+
+    def _mixed_metadata(
+        self, contexts: list[ContextChunk], windows: Windows | None
+    ) -> tuple[AttentionMetadata, torch.Tensor]:
+        lens = tuple(len(chunk.tokens) for chunk in contexts)
+        ends = tuple(chunk.end for chunk in contexts)
+        num_pages = -(-max((*ends, windows.max_kv_len if windows else 0)) // self.page_size)
+        slots = to_device([chunk.slot for chunk in contexts], self.device)
+        tables = self.table.rows(slots, num_pages)
+        starts = to_device([chunk.start for chunk in contexts], self.device)
+        repeats = to_device(lens, self.device)
+        # Row r of chunk c stands at start[c] + r - (rows of the chunks before c).
+        shift = (starts - repeats.cumsum(0) + repeats).repeat_interleave(repeats, output_size=sum(lens))
+        positions = torch.arange(sum(lens), device=self.device) + shift
+        owners = torch.arange(len(contexts), device=self.device).repeat_interleave(repeats, output_size=sum(lens))
+        kv_slots = self._kv_slots(tables.index_select(0, owners), positions.unsqueeze(1)).flatten()
+        token_ids = to_device([t for chunk in contexts for t in chunk.tokens], self.device)
+        kv_lens = to_device(torch.tensor(ends, dtype=torch.int32), self.device)
+        metadata = AttentionMetadata(lens, ends, 0, 1, tables, kv_lens, positions, kv_slots, 0)
+        if windows is None:
+            return metadata, token_ids
+        own, window_ids = self._window_metadata(windows)
+        tail = self.table.rows(windows.slots, num_pages)
+        metadata.num_generations, metadata.window = own.num_generations, own.window
+        metadata.max_kv_len = own.max_kv_len
+        metadata.block_tables = torch.cat((tables, tail))
+        metadata.kv_lens = torch.cat((kv_lens, own.kv_lens))
+        metadata.positions = torch.cat((positions, own.positions))
+        metadata.kv_slots = torch.cat((kv_slots, own.kv_slots))
+        return metadata, torch.cat((token_ids, window_ids))
+
+    def _kv_slots(self, block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Places of tokens at positions `[N, W]` of rows with pages `[N, P]`."""
+        pages = block_tables.gather(1, positions // self.page_size)
+        return pages.to(torch.int64) * self.page_size + positions % self.page_size

@@ -1,0 +1,172 @@
+"""The device's part of a round: target forward, acceptance, and drafting where the drafter is a part of the forward.
+
+Nothing here waits for the device. What the host wants to know is on its way to it in a `LaunchedRound`; until that is
+read, the next round can be launched from the slot state alone (DESIGN section 4).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
+from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
+from tllm_spec.executor.transfer import ToHost, to_device
+from tllm_spec.outputs import Logprob
+
+
+@dataclass(frozen=True)
+class LaunchedRound:
+    """A round that runs on the device; `table` holds its results once it has."""
+
+    batch: ScheduledBatch
+    ended_contexts: list[LlmRequest]
+    num_drafts: list[int]  # really proposed, of each generating request
+    to_host: ToHost
+    logprob_rows: LogprobRows
+
+    def wait(self) -> tuple[list[list[int]], dict[int, list[dict[int, Logprob]]]]:
+        """For every ended context, then every generating request: how many tokens are new, then the tokens. And log
+        probabilities by request id."""
+        table, *logprobs = self.to_host.wait()
+        return table.tolist(), self.logprob_rows.per_request(logprobs)
+
+
+class RoundRunner:
+    """Runs batches. `round_end` is the drafter inside the forward (one-model path), or whoever drafts from what the
+    forward left behind, or None."""
+
+    def __init__(self, engine: ModelEngine, sampler: Sampler, round_end: RoundEnd | None) -> None:
+        self.engine = engine
+        self.round_end = round_end
+        self._sampler = sampler
+        self._slots = sampler.slots
+        self._groups = sampler.groups
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedRound:
+        """Enqueues the round's work; the slots then hold what the next round needs."""
+        logprobs = LogprobRows()
+        ended = batch.last_chunk_requests
+        if batch.context_requests:
+            sampled = self._run_mixed(batch, ended, logprobs)
+        else:
+            sampled = self._run_windows(batch, logprobs)
+        self._groups.end_round()
+        table = torch.cat((sampled.new_lens.unsqueeze(1), sampled.new_tokens), dim=1)
+        num_drafts = [request.py_num_draft_tokens for request in batch.generation_requests]
+        return LaunchedRound(batch, ended, num_drafts, ToHost([table, *logprobs.tensors]), logprobs)
+
+    def _run_windows(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
+        group = self._groups.get(batch.generation_requests, batch.window)
+        drafting = self._groups.get(batch.generation_requests, 1) if self.round_end else group
+        return self.generate(
+            group, drafting, _longest(batch), batch.num_new_drafts, batch.draft_probs, logprobs
+        )
+
+    def generate(
+        self,
+        group: RowGroup,
+        drafting: RowGroup,
+        max_kv_len: int,
+        num_new_drafts: int,
+        draft_probs: torch.Tensor | None,
+        logprobs: LogprobRows,
+    ) -> SampledTokens:
+        """One round of generation windows, from slots to slots: this is what a CUDA graph captures. `drafting` has the
+        group's requests with one row each."""
+        windows = self._windows(group, max_kv_len)
+        hidden = self.engine.forward([], windows)
+        logits = self.engine.compute_logits(hidden)
+        sampled = self._sampler.sample_windows(group, logits, self._draft_probs(group, draft_probs), logprobs)
+        if self.round_end is not None:
+            self.round_end.draft(None, WindowResult(windows, sampled), drafting, num_new_drafts)
+        return sampled
+
+    def _run_mixed(
+        self, batch: ScheduledBatch, ended: list[LlmRequest], logprobs: LogprobRows
+    ) -> SampledTokens:
+        """Context chunks, with or without generation windows behind them."""
+        windows, group = None, None
+        if batch.generation_requests:
+            group = self._groups.get(batch.generation_requests, batch.window)
+            windows = self._windows(group, _longest(batch))
+        chunks = [
+            ContextChunk(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk])
+            for r in batch.context_requests
+        ]
+        hidden = self.engine.forward(chunks, windows)
+        collect_prompt_logprobs(batch.context_requests, hidden, self.engine.compute_logits)
+        logits = self.engine.compute_logits(_sampled_rows(batch, hidden))
+        parts: list[SampledTokens] = []
+        if ended:
+            first = self._sample_contexts(ended, logits[: len(ended)], logprobs)
+            parts.append(first)
+        if group is not None:
+            probs = self._draft_probs(group, batch.draft_probs)
+            parts.append(self._sampler.sample_windows(group, logits[len(ended) :], probs, logprobs))
+        if self.round_end is not None:
+            following = [
+                r.tokens[r.kv_len + r.context_chunk] if not r.is_last_context_chunk else None
+                for r in batch.context_requests
+            ]
+            requests = batch.context_requests
+            contexts = ContextResult(requests, chunks, following, first.new_tokens[:, 0] if ended else None)
+            result = WindowResult(windows, parts[-1]) if windows is not None else None
+            drafting = self._groups.get(ended + batch.generation_requests, 1)
+            self.round_end.draft(contexts, result, drafting, batch.num_new_drafts)
+        return _joined(parts, batch.window, hidden.device)
+
+    def _windows(self, group: RowGroup, max_kv_len: int) -> Windows:
+        return Windows(
+            slots=group.slots,
+            first=self._slots.kv_lens.index_select(0, group.slots),
+            token_ids=self._slots.window.index_select(0, group.slots)[:, : group.window],
+            max_kv_len=max_kv_len,
+        )
+
+    def _draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
+        if self.round_end is None or not self._sampler.rejection or group.window == 1:
+            return given
+        return self.round_end.draft_probs(group.slots, group.window - 1)
+
+    def _sample_contexts(
+        self, ended: list[LlmRequest], logits: torch.Tensor, logprobs: LogprobRows
+    ) -> SampledTokens:
+        group = self._groups.get(ended, 1)
+        lens = to_device([request.num_tokens for request in ended], logits.device)
+        self._slots.kv_lens[group.slots] = lens
+        tails = to_device([request.tokens[-1] for request in ended], logits.device)
+        return self._sampler.sample_contexts(group, logits, tails, logprobs)
+
+
+def _longest(batch: ScheduledBatch) -> int:
+    """Upper bound of the KV lengths behind the round's windows."""
+    return max(request.num_tokens_bound for request in batch.generation_requests) + batch.draft_len
+
+
+def _sampled_rows(batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
+    """The last row of each ended context, then all window rows."""
+    rows: list[int] = []
+    end = 0
+    for request in batch.context_requests:
+        end += request.context_chunk
+        rows += [end - 1] if request.is_last_context_chunk else []
+    rows += range(end, hidden.shape[0])
+    if not rows:
+        return hidden[:0]
+    return hidden.index_select(0, to_device(rows, hidden.device))
+
+
+def _joined(parts: list[SampledTokens], width: int, device: torch.device) -> SampledTokens:
+    """All requests' results as one, rows padded to the width of the windows."""
+    if not parts:  # chunks of contexts only, and none of them the last
+        empty = torch.empty((0, width), dtype=torch.int64, device=device)
+        return SampledTokens(empty, empty[:, 0])
+    tokens = [torch.nn.functional.pad(p.new_tokens, (0, width - p.new_tokens.shape[1])) for p in parts]
+    return SampledTokens(torch.cat(tokens), torch.cat([p.new_lens for p in parts]))

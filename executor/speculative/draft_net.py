@@ -1,0 +1,105 @@
+"""The two kinds of networks that draft in step with the target, behind one face: an EAGLE-3 head and a whole model.
+
+They differ in what stands beside a token (the hidden state before it, or nothing) and in where its KV goes. Neither
+knows slots, sampling or acceptance.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.eagle3 import Eagle3Head
+
+
+class DraftNet(ABC):
+    """`shift`: the place of a token in the draft cache, seen from the place of the token before it: 0 where an entry is
+    (hidden of token j, token j + 1) and stands at j, 1 where the entry of a token stands at its own place.
+
+    `vocab_size` is that of the logits; `token_map` `[vocab_size]` has the target's ids of a reduced vocabulary.
+    """
+
+    shift: int
+    vocab_size: int
+    token_map: torch.Tensor | None = None
+
+    @abstractmethod
+    def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
+        """What the draft reads when the target has read `chunk`. following: the token behind it; None: it is not known
+        on the host, and the chunk's last token is to be replaced by it."""
+
+    @abstractmethod
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features for `compute_logits` and the state for the next step, both `[T, H]`. state `[T, H]` of the step before;
+        None after a forward of the target."""
+
+    @abstractmethod
+    def compute_logits(self, features: torch.Tensor) -> torch.Tensor:
+        """`[R, H]` -> `[R, vocab_size]` float32."""
+
+
+class Eagle3Net(DraftNet):
+    """An EAGLE-3 head on the hidden states that the target's forward left in `spec`."""
+
+    shift = 0
+
+    def __init__(self, head: Eagle3Head, spec: SpecMetadata) -> None:
+        self.head = head
+        self._spec = spec
+        self.vocab_size = head.config.output_size
+        self.token_map = head.draft_to_target
+
+    def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
+        return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if state is None:
+            state = self.head.fuse(self._spec.captured(token_ids.shape[0]))
+        return self.head.forward(token_ids, positions, state, context)
+
+    def compute_logits(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head.compute_logits(features)
+
+
+class CausalNet(DraftNet):
+    """A small causal model. `input_vocab_size` is the target's: ids beyond the model's own are read as its last."""
+
+    shift = 1
+
+    def __init__(self, model: CausalLM, input_vocab_size: int) -> None:
+        self._model = model
+        self.vocab_size = model.config.vocab_size
+        self._clamps = input_vocab_size > self.vocab_size
+
+    def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
+        return chunk if following is not None else ContextChunk(chunk.slot, chunk.start, [*chunk.tokens, 0])
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._clamps:
+            token_ids = token_ids.clamp_max(self.vocab_size - 1)
+        hidden = self._model.forward(token_ids, positions, context)
+        return hidden, hidden
+
+    def compute_logits(self, features: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(features)

@@ -1,0 +1,57 @@
+"""Draft weights on the device, and what they need from the target: captured hidden states, or nothing.
+
+It knows models, not how they are driven.
+"""
+
+from dataclasses import dataclass
+
+from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
+from tllm_spec.executor.engine.rows import RowBuilder
+from tllm_spec.executor.speculative.draft_net import CausalNet, DraftNet, Eagle3Net
+from tllm_spec.executor.speculative.modes import DraftModel
+from tllm_spec.executor.speculative.worker import DraftLayers
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.zoo.registry import resolve_model
+
+
+@dataclass(frozen=True)
+class LoadedDraft:
+    """`spec`: where the target leaves hidden states for a head."""
+
+    plan: DraftModel
+    net: CausalLM | Eagle3Head
+    spec: SpecMetadata | None
+
+    def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> DraftLayers:
+        """As layers on the target's pages; `vocab_size` is the target's."""
+        net: DraftNet
+        if isinstance(self.net, Eagle3Head):
+            assert self.spec is not None
+            net = Eagle3Net(self.net, self.spec)
+        else:
+            net = CausalNet(self.net, vocab_size)
+        return DraftLayers(net, backend, rows)
+
+
+def load_head(plan: DraftModel, target: CausalLM, *, max_positions: int, max_num_tokens: int) -> LoadedDraft:
+    """Raises ValueError for a head that does not fit the target, and for capture layers that it does not have."""
+    folder, num_layers = resolve_model(plan.path), target.config.num_layers
+    layers = plan.capture_layers or Eagle3Config.from_pretrained(folder).capture_layers
+    layers = layers or default_capture_layers(num_layers)
+    outside = [layer for layer in layers if not 0 <= layer < num_layers]
+    if outside:
+        raise ValueError(
+            f"eagle3_layers_to_capture = {list(layers)}: the target has layers 0 to {num_layers - 1}, and not {outside}"
+        )
+    head = load_eagle3_head(
+        folder,
+        target,
+        num_captured=len(layers),
+        load_format=plan.load_format,
+        max_positions=max_positions,
+    )
+    spec = SpecMetadata(layers, target.config.hidden_size, max_num_tokens, target.dtype, target.device)
+    return LoadedDraft(plan, head, spec)

@@ -1,0 +1,172 @@
+"""The drafter inside the target's forward (one-model path): after acceptance it reads the accepted tokens and writes the
+next window into the slots.
+
+Its layers are extra layers of the target's pages: they share block table and page numbers, so pages, rewinds and prefix
+reuse need no second book-keeping. Draft rows of rejected tokens are overwritten by the next round. Everything is a
+function of device tensors, so that a CUDA graph can hold it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from tllm_spec.attention.interface import AttentionBackend, ForwardContext
+from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.draft_sampling import DraftSampling
+from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.speculative.draft_net import DraftNet
+from tllm_spec.executor.transfer import to_device
+
+
+@dataclass(frozen=True)
+class ContextResult:
+    """What the target did with context chunks, one of each request. `following`: the prompt token behind each chunk, None behind the last
+    one of a context, where `sampled` `[C]` has it (None: no context ended)."""
+
+    requests: list[LlmRequest]
+    chunks: list[ContextChunk]
+    following: list[int | None]
+    sampled: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """The windows that the target verified, and what came out of them."""
+
+    windows: Windows
+    sampled: SampledTokens
+
+
+@dataclass(frozen=True)
+class DraftLayers:
+    """A draft network on the target's pages: its own pool behind `backend`, the target's block table in `rows`."""
+
+    net: DraftNet
+    backend: AttentionBackend
+    rows: RowBuilder
+
+
+class RoundEnd(Protocol):
+    """Who wants to know what came out of a round, right behind the sampling."""
+
+    def draft(
+        self,
+        contexts: ContextResult | None,
+        windows: WindowResult | None,
+        group: RowGroup,
+        num_drafts: int,
+    ) -> None:
+        """group: the requests that get drafts, ended contexts before windows, one row each."""
+
+    def draft_probs(self, slot_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """What the drafts of the slots were drawn from, `[B, K, V]` over the target's vocabulary."""
+
+
+class DraftWorker(RoundEnd):
+    """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already."""
+
+    def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
+        self.net = net = layers.net
+        self._layers = layers
+        self._slots = slots
+        self._sampling = sampling
+        self._probs: torch.Tensor | None = None
+        if sampling.keeps_probs:
+            size = (len(slots.kv_lens), slots.max_draft_len, sampling.width(net.vocab_size))
+            self._probs = torch.zeros(size, dtype=torch.float32, device=slots.device)
+
+    def draft(
+        self,
+        contexts: ContextResult | None,
+        windows: WindowResult | None,
+        group: RowGroup,
+        num_drafts: int,
+    ) -> None:
+        """With `num_drafts` 0 the draft cache is brought up to date and nothing else."""
+        features, state, bound = self._catch_up(contexts, windows)
+        if not num_drafts or not len(group.slots):
+            return
+        kv_lens = self._slots.kv_lens.index_select(0, group.slots)
+        drafts: list[torch.Tensor] = []
+        for step in range(num_drafts):
+            if step:
+                # The draft before stands at kv_lens + step; see DraftNet.shift for its place in the cache.
+                first = kv_lens + (step - 1 + self.net.shift)
+                window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
+                features, state = self._forward([], window, state)
+            logits = self.net.compute_logits(features)
+            tokens, probs = self._sampling.choose(group, step, logits, kv_lens + 1)
+            drafts.append(tokens)
+            if probs is not None:
+                assert self._probs is not None
+                self._probs[group.slots, step] = probs
+        self._slots.write_drafts(group.slots, torch.stack(drafts, dim=1))
+
+    def draft_probs(self, slot_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        assert self._probs is not None
+        return self._sampling.spread(self._probs.index_select(0, slot_ids)[:, :num_drafts])
+
+    def _catch_up(
+        self, contexts: ContextResult | None, windows: WindowResult | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Reads what the target has just read, one token further. Features and state of the rows that the first draft
+        comes from, `[N, H]`; and a bound of the cache's length for the steps after it."""
+        chunks, patched, last_rows = self._chunks(contexts)
+        shifted = None
+        num_rows = sum(len(chunk.tokens) for chunk in chunks)
+        rows = [to_device(last_rows, self._slots.device)] if last_rows else []
+        bound = max((chunk.end for chunk in chunks), default=0)
+        if windows is not None:
+            target, sampled = windows.windows, windows.sampled
+            shifted = replace(
+                target,
+                first=target.first + self.net.shift,
+                token_ids=sampled.new_tokens.clamp_min(0),
+                max_kv_len=target.max_kv_len + self.net.shift,
+            )
+            bound = max(bound, shifted.max_kv_len)
+            batch, width = sampled.new_tokens.shape
+            starts = torch.arange(batch, device=self._slots.device) * width + num_rows
+            rows.append(starts + sampled.new_lens - 1)
+        features, state = self._forward(chunks, shifted, None, patched)
+        if not rows:
+            return features[:0], state[:0], bound
+        wanted = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return features.index_select(0, wanted), state.index_select(0, wanted), bound
+
+    def _chunks(
+        self, contexts: ContextResult | None
+    ) -> tuple[list[ContextChunk], tuple[list[int], torch.Tensor] | None, list[int]]:
+        """The draft's chunks, with 0 where a sampled token belongs; which rows those are, with the tokens; and the last
+        rows of ended contexts (the same rows)."""
+        if contexts is None:
+            return [], None, []
+        chunks: list[ContextChunk] = []
+        last_rows: list[int] = []
+        end = 0
+        for chunk, following in zip(contexts.chunks, contexts.following, strict=True):
+            chunks.append(self.net.draft_chunk(chunk, following))
+            end += len(chunks[-1].tokens)
+            if following is None:
+                last_rows.append(end - 1)
+        if contexts.sampled is None:
+            return chunks, None, []
+        return chunks, (last_rows, contexts.sampled.clamp_min(0)), last_rows
+
+    def _forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        metadata, token_ids = self._layers.rows.build(chunks, windows)
+        if patched is not None:
+            token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])
+        backend = self._layers.backend
+        context = ForwardContext(backend, backend.plan(metadata))
+        return self.net.forward(token_ids, metadata.positions, context, state)
