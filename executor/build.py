@@ -16,6 +16,7 @@ from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.executor.cuda_graphs import graph_keys
 from tllm_spec.executor.engine.memory_plan import plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import RowBuilder
@@ -31,9 +32,16 @@ from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
+from tllm_spec.executor.sampling.synthetic import SyntheticAcceptance
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, load_head
-from tllm_spec.executor.speculative.modes import DraftEngine, Surroundings, build_speculation, draft_model_of
+from tllm_spec.executor.speculative.modes import (
+    DraftEngine,
+    Speculation,
+    Surroundings,
+    build_speculation,
+    draft_model_of,
+)
 from tllm_spec.executor.speculative.worker import DraftLayers
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -84,6 +92,10 @@ def _cpu_threads(target: CausalLM) -> int | None:
     return 1 if num_bytes <= SINGLE_THREAD_BYTES else None
 
 
+def _no_drafts(batch_size: int) -> int:
+    return 0
+
+
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
     if args.max_seq_len is None:
         return config.max_position_embeddings
@@ -130,6 +142,43 @@ class _Builder:
     def max_len(self) -> int:
         return self.max_seq_len + self.overshoot + 1
 
+    def capture_graphs(self, runner: RoundRunner, speculation: Speculation) -> None:
+        """CUDA graphs of every generation round that can occur, where there can be graphs at all."""
+        graphs = self.args.cuda_graph_config
+        if graphs is None or self.device.type != "cuda":
+            return
+        if not runner.engine.backend.supports_graphs:
+            logger.warning(
+                "no CUDA graphs: attn_backend %s needs lengths on the host", self.args.attn_backend
+            )
+            return
+        if self.spec is not None and self.spec.use_rejection_sampling and speculation.round_end is None:
+            logger.info("no CUDA graphs: rejection sampling needs what a separate draft model drew from")
+            return
+        keys = graph_keys(graphs.sizes(self.slots.max_batch_size), self._draft_lens(speculation))
+        with torch.inference_mode():
+            runner.capture_graphs(keys, self.slots.dummy_slot, self.device)
+
+    def _draft_lens(self, speculation: Speculation) -> Callable[[int], set[int]]:
+        """Draft lengths that rounds of a batch size can have: drafters outside the forward may come with fewer drafts."""
+        spec = self.spec
+        if spec is None:
+            return lambda batch_size: {0}
+        if speculation.round_end is None:
+            return lambda batch_size: set(range(spec.draft_len_for(batch_size) + 1))
+        return lambda batch_size: {spec.draft_len_for(batch_size)}
+
+    def sampler(self, slots: SlotState, state: SamplingState) -> Sampler:
+        rejection, synthetic = False, None
+        if self.spec is not None:
+            rejection, rates = self.spec.use_rejection_sampling, self.spec.synthetic_acceptance_rates
+            synthetic = SyntheticAcceptance(rates, self.device) if rates is not None else None
+        if synthetic is not None:
+            logger.warning(
+                "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means nothing"
+            )
+        return Sampler(slots, state, RowGroups(state), rejection=rejection, synthetic=synthetic)
+
     def load(self, path: str, load_format: LoadFormat) -> CausalLM:
         config = ModelConfig.from_pretrained(resolve_model(path))
         return load_model(
@@ -149,7 +198,9 @@ class _Builder:
         return load_head(plan, target, max_positions=self.max_len, max_num_tokens=self.args.max_num_tokens)
 
     def pool(self, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int) -> KVPool:
-        return KVPool(geometry, num_pages=num_pages, page_size=self.page_size, dtype=dtype, device=self.device)
+        return KVPool(
+            geometry, num_pages=num_pages, page_size=self.page_size, dtype=dtype, device=self.device
+        )
 
     def backend(self, geometry: AttentionGeometry, pool: KVPool) -> AttentionBackend:
         name = self.args.attn_backend
@@ -193,7 +244,7 @@ class _Builder:
             pools[0],
             rows.table,
             extra_kv_tokens=self.extra_kv_tokens if layers else 0,
-            waits_for_draft=layers is not None and draft.plan.follows_a_round_later,
+            waits_for_draft=draft is not None and draft.plan.follows_a_round_later,
         )
         backend = self.backend(geometry, pools[0])
         return ModelEngine(model, backend, rows, self.config.vocab_size, spec), kv, layers
@@ -214,15 +265,12 @@ def build_executor(
     engine, kv, layers = builder.engine(target, num_pages, draft)
     slots = SlotState(builder.slots, builder.max_draft_len, builder.device)
     state = SamplingState(builder.slots, builder.config.vocab_size, builder.device)
-    rejection = builder.spec is not None and builder.spec.use_rejection_sampling
-    sampler = Sampler(slots, state, RowGroups(state), rejection=rejection)
+    sampler = builder.sampler(slots, state)
     draft_engine = None
     if draft is not None and layers is None:
         assert isinstance(draft.net, CausalLM)
         draft_engine = DraftEngine(*builder.engine(draft.net, num_pages)[:2])
-    around = Surroundings(
-        slots, sampler, args.max_num_tokens, builder.slots.dummy_slot, draft_engine, layers
-    )
+    around = Surroundings(slots, sampler, args.max_num_tokens, builder.slots.dummy_slot, draft_engine, layers)
     speculation = build_speculation(builder.spec, around)
     if builder.why_no_overlap:
         logger.info("rounds do not overlap: %s", builder.why_no_overlap)
@@ -239,6 +287,8 @@ def build_executor(
         may_preempt=args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION",
         by_priority=args.scheduler_config.waiting_queue_policy == "priority",
     )
+    runner = RoundRunner(engine, sampler, speculation.round_end)
+    builder.capture_graphs(runner, speculation)
     queue, resources = RequestQueue(), [*speculation.resources, kv, builder.slots]
     parts = ExecutorParts(
         queue=queue,
@@ -246,10 +296,10 @@ def build_executor(
         kv=kv,
         resources=resources,
         slots=slots,
-        runner=RoundRunner(engine, sampler, speculation.round_end),
+        runner=runner,
         drafter=speculation.drafter,
         sampler=sampler,
-        draft_len_for=builder.spec.draft_len_for if builder.spec else lambda batch_size: 0,
+        draft_len_for=builder.spec.draft_len_for if builder.spec else _no_drafts,
         blame=blame,
         max_num_tokens=args.max_num_tokens,
         max_in_flight=0 if builder.why_no_overlap else 1,

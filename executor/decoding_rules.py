@@ -47,6 +47,17 @@ class DecodingRules:
         return bool(self.repetition != 1 or self.presence or self.frequency)
 
     @property
+    def is_simple(self) -> bool:
+        """Nothing but temperature and filters lies between logits and token, and nobody asks for log probabilities."""
+        return not (
+            self.has_penalties
+            or self.min_tokens
+            or self.token_bias
+            or self.needs_host_edits
+            or self.logprobs is not None
+        )
+
+    @property
     def needs_host_edits(self) -> bool:
         return bool(self.processors or self.bad_sequences)
 

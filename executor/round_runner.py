@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
@@ -45,6 +46,7 @@ class RoundRunner:
     def __init__(self, engine: ModelEngine, sampler: Sampler, round_end: RoundEnd | None) -> None:
         self.engine = engine
         self.round_end = round_end
+        self.graphs: CudaGraphs | None = None
         self._sampler = sampler
         self._slots = sampler.slots
         self._groups = sampler.groups
@@ -56,35 +58,65 @@ class RoundRunner:
         if batch.context_requests:
             sampled = self._run_mixed(batch, ended, logprobs)
         else:
-            sampled = self._run_windows(batch, logprobs)
+            sampled = self._replay(batch) or self._run_windows(batch, logprobs)
         self._groups.end_round()
         table = torch.cat((sampled.new_lens.unsqueeze(1), sampled.new_tokens), dim=1)
         num_drafts = [request.py_num_draft_tokens for request in batch.generation_requests]
         return LaunchedRound(batch, ended, num_drafts, ToHost([table, *logprobs.tensors]), logprobs)
 
+    def capture_graphs(self, keys: list[GraphKey], dummy_slot: int, device: torch.device) -> None:
+        """From now on a round of generation windows that fits one of the keys is one graph launch."""
+        max_kv_len = self.engine.rows.max_len
+
+        def generate(slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> SampledTokens:
+            self._slots.reset_dummy()
+            group = self._groups.of_slots(slot_ids, 1 + draft_len, sampled=is_sampled)
+            drafting = self._groups.of_slots(slot_ids, 1, sampled=is_sampled)
+            in_graph = self.round_end is not None and self.round_end.in_graph
+            return self._generate(
+                group, drafting if in_graph else None, max_kv_len, draft_len, None, LogprobRows()
+            )
+
+        graphs = CudaGraphs(generate, dummy_slot, device)
+        graphs.capture(keys)
+        self.graphs = graphs
+
+    def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
+        requests = batch.generation_requests
+        if self.graphs is None or not all(request.rules.is_simple for request in requests):
+            return None
+        is_sampled = any(not request.rules.is_greedy for request in requests)
+        sampled = self.graphs.replay([request.slot for request in requests], batch.draft_len, is_sampled)
+        if sampled is not None and self.round_end is not None and not self.round_end.in_graph:
+            group = self._groups.get(requests, 1)
+            first = self._slots.kv_lens.index_select(0, group.slots) - sampled.new_lens
+            windows = Windows(group.slots, first, sampled.new_tokens, _longest(batch))
+            self.round_end.draft(None, WindowResult(windows, sampled), group, batch.num_new_drafts)
+        return sampled
+
     def _run_windows(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
         group = self._groups.get(batch.generation_requests, batch.window)
-        drafting = self._groups.get(batch.generation_requests, 1) if self.round_end else group
-        return self.generate(
+        drafting = self._groups.get(batch.generation_requests, 1) if self.round_end else None
+        return self._generate(
             group, drafting, _longest(batch), batch.num_new_drafts, batch.draft_probs, logprobs
         )
 
-    def generate(
+    def _generate(
         self,
         group: RowGroup,
-        drafting: RowGroup,
+        drafting: RowGroup | None,
         max_kv_len: int,
         num_new_drafts: int,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
         """One round of generation windows, from slots to slots: this is what a CUDA graph captures. `drafting` has the
-        group's requests with one row each."""
+        group's requests with one row each; None: nobody drafts here."""
         windows = self._windows(group, max_kv_len)
         hidden = self.engine.forward([], windows)
         logits = self.engine.compute_logits(hidden)
         sampled = self._sampler.sample_windows(group, logits, self._draft_probs(group, draft_probs), logprobs)
-        if self.round_end is not None:
+        if self.round_end is not None and drafting is not None:
             self.round_end.draft(None, WindowResult(windows, sampled), drafting, num_new_drafts)
         return sampled
 

@@ -23,7 +23,7 @@ class ToHost:
         self._host = [_start_copy(tensor) for tensor in tensors]
         self._arrived: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no annotation
             self._arrived.record()
 
     def wait(self) -> list[torch.Tensor]:

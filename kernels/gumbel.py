@@ -7,6 +7,8 @@ drawn from a stream, the noise of a position is the same on any device, in any b
 This file is the plain-torch twin: it defines the values. It knows nothing of logits, requests or batches.
 """
 
+from functools import cache
+
 import torch
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -21,6 +23,13 @@ COIN_DOMAIN = 2  # accept or reject a draft token
 RESIDUAL_DOMAIN = 3  # the token drawn after a rejection
 
 
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multipliers `[2, 1, 1]`, second one first, and key steps `[2]`. Made once: a CUDA graph cannot hold the copy."""
+    multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).flip(0).view(2, 1, 1)
+    return multipliers, torch.tensor(_KEY_STEPS, dtype=torch.int64, device=device)
+
+
 def philox_bits(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int) -> torch.Tensor:
     """Random 32-bit words of token ids 0..num_tokens-1, as int64. seeds, positions: `[R]` int64. Returns `[R,
     num_tokens]`.
@@ -29,8 +38,7 @@ def philox_bits(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, d
     exactly the high and low words after masking.
     """
     device, rows, quads = seeds.device, seeds.numel(), -(-num_tokens // 4)
-    multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).flip(0).view(2, 1, 1)
-    key_steps = torch.tensor(_KEY_STEPS, dtype=torch.int64, device=device)
+    multipliers, key_steps = _constants(device)
     keys = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))  # [2, R]
     rounds = torch.arange(_ROUNDS, device=device)
     round_keys = ((keys + (rounds[:, None] * key_steps)[:, :, None]) & _MASK).unsqueeze(-1)  # [10, 2, R, 1]

@@ -7,12 +7,20 @@ means "off"; anything else is refused. Nothing here looks at a checkpoint or a d
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Strict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tllm_spec.config_base import ConfigModel
 from tllm_spec.option_checks import NotServed
@@ -23,9 +31,11 @@ NO_STATISTICS = "iteration statistics are not served yet"
 NO_BATCH_WAIT = "a round never waits for more requests"
 LOCAL_FILES = "models are local folders; nothing is downloaded"
 
+DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
+
 NOT_SERVED: Mapping[str, NotServed] = {
     "allreduce_strategy": NotServed(("AUTO",), ONE_GPU),
-    "attn_backend": NotServed(("auto", "VANILLA"), "the other attention kernels are not served yet"),
+    "attn_backend": NotServed(("auto", "VANILLA", "TRITON"), "the other attention kernels are not served"),
     "backend": NotServed((None, "pytorch"), "there is one backend"),
     "batch_wait_max_tokens_ratio": NotServed((0, 0.0), NO_BATCH_WAIT),
     "batch_wait_timeout_iters": NotServed((0,), NO_BATCH_WAIT),
@@ -35,11 +45,10 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "checkpoint_format": NotServed((None, "HF"), "checkpoints have Hugging Face's format"),
     "checkpoint_loader": NotServed((None,), "checkpoints have Hugging Face's format"),
     "context_parallel_size": NotServed((1,), ONE_GPU),
-    "cuda_graph_config": NotServed((None,), "CUDA graphs are not served yet"),
     "enable_attention_dp": NotServed((False,), ONE_GPU),
     "enable_autotuner": NotServed((False,), "no kernel has tuned variants yet"),
     "enable_early_first_token_response": NotServed((False,), "every round answers at once"),
-    "enable_in_graph_sampling": NotServed((False,), "CUDA graphs are not served yet"),
+    "enable_in_graph_sampling": NotServed((True, False), "sampling is part of the graph"),
     "enable_iter_perf_stats": NotServed((False,), NO_STATISTICS),
     "enable_iter_req_stats": NotServed((False,), NO_STATISTICS),
     "enable_lora": NotServed((False,), "LoRA is not served"),
@@ -55,7 +64,7 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "moe_tensor_parallel_size": NotServed((None, -1, 1), ONE_GPU),
     "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
     "pipeline_parallel_size": NotServed((1,), ONE_GPU),
-    "prefill_cuda_graph_backend": NotServed(("disabled",), "CUDA graphs are not served yet"),
+    "prefill_cuda_graph_backend": NotServed(("disabled",), "only generation rounds run as CUDA graphs"),
     "print_iter_log": NotServed((False,), NO_STATISTICS),
     "quant_config": NotServed((None,), "quantised weights are not served"),
     "reasoning_parser": NotServed((None,), "reasoning text is not split off"),
@@ -121,8 +130,71 @@ class SchedulerConfig(ConfigModel):
     not_served: ClassVar[Mapping[str, NotServed]] = SCHEDULER_NOT_SERVED
 
 
+class CudaGraphConfig(ConfigModel):
+    """For which batch sizes a generation round is captured as a CUDA graph. On a CPU it has no effect.
+
+    `enable_padding` fills a batch up to the next captured size. It is True here and False in TensorRT-LLM: graphs
+    are the fast path, and without padding a batch between two captured sizes leaves it. `max_batch_size` (None
+    or 0: DEFAULT_LARGEST_GRAPH) is the largest of the sizes that are captured where `batch_sizes` names none.
+    """
+
+    batch_sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] | None = None
+    max_batch_size: NonNegativeInt | None = None
+    enable_padding: bool = True
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        "mode": NotServed(("decode",), "only generation rounds run as CUDA graphs"),
+    }
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _sort_sizes(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if sizes is not None and not sizes:
+            raise ValueError(
+                "it has no entry; null means the default sizes, cuda_graph_config: null no graphs"
+            )
+        return None if sizes is None else tuple(sorted(set(sizes)))
+
+    @model_validator(mode="after")
+    def _check_largest(self) -> CudaGraphConfig:
+        if self.batch_sizes and self.max_batch_size and self.max_batch_size != self.batch_sizes[-1]:
+            raise ValueError(
+                f"max_batch_size = {self.max_batch_size} contradicts batch_sizes = {self.batch_sizes}; leave it "
+                f"out, or give the largest of them, {self.batch_sizes[-1]}"
+            )
+        return self
+
+    def sizes(self, limit: int, also: Iterable[int] = ()) -> tuple[int, ...]:
+        """The batch sizes to capture, ascending.
+
+        Args:
+            limit: the most requests that a generation round can have; a larger size is captured as this one.
+            also: further sizes, such as the keys of `draft_len_schedule`; those above the largest are left out.
+        """
+        assert limit > 0
+        largest = self.max_batch_size or DEFAULT_LARGEST_GRAPH
+        wanted = self.batch_sizes or _default_sizes(largest, self.enable_padding)
+        sizes = {min(size, limit) for size in wanted}
+        return tuple(sorted(sizes | {size for size in also if 0 < size < max(sizes)}))
+
+
+def _default_sizes(largest: int, enable_padding: bool) -> list[int]:
+    """TensorRT-LLM's batch sizes up to `largest`, which is always one of them.
+
+    Padding needs small gaps only; without it every size that is not listed is lost, so that small ones all are.
+    """
+    if enable_padding:
+        sizes = [1, 2, 4, *range(8, 129, 8), *range(192, largest, 64)]
+    else:
+        sizes = [*range(1, 32), *(2**power for power in range(5, largest.bit_length()))]
+    return [*(size for size in sizes if size < largest), largest]
+
+
 class LlmArgs(ConfigModel):
-    """Everything that `LLM(model, **kwargs)` takes."""
+    """Everything that `LLM(model, **kwargs)` takes.
+
+    `attn_backend`: `auto` is TRITON on CUDA and VANILLA on a CPU. `cuda_graph_config`: None runs without graphs.
+    """
 
     model: PathText
     tokenizer: Any = None
@@ -130,7 +202,7 @@ class LlmArgs(ConfigModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    attn_backend: Literal["auto", "VANILLA"] = "auto"
+    attn_backend: Literal["auto", "VANILLA", "TRITON"] = "auto"
 
     max_batch_size: PositiveInt = 2048
     max_num_tokens: PositiveInt = 8192
@@ -142,6 +214,7 @@ class LlmArgs(ConfigModel):
 
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
+    cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
     speculative_config: SpeculativeConfig | None = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = NOT_SERVED
@@ -184,11 +257,11 @@ class LlmArgs(ConfigModel):
         return cls(**overlay(kwargs, read_yaml(path)))
 
     @property
-    def why_no_overlap(self) -> str:
-        """Why rounds do not overlap. `disable_overlap_scheduler: false` means "where it is possible"."""
+    def why_no_overlap(self) -> str | None:
+        """Why rounds do not overlap, or None. `disable_overlap_scheduler: false` means "where it is possible"."""
         if self.disable_overlap_scheduler:
             return "disable_overlap_scheduler is set"
-        return "the overlap loop is not served yet"
+        return self.speculative_config.why_no_overlap if self.speculative_config else None
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -5,12 +5,22 @@ These are plain settings. Which drafter, engines and managers a class stands for
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    Strict,
+    field_validator,
+    model_validator,
+)
 
 from tllm_spec.config_base import ConfigError, ConfigModel
 from tllm_spec.option_checks import NotServed
@@ -19,12 +29,22 @@ PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
 ]
 
+logger = logging.getLogger(__name__)
+
 NO_TREE = "drafts are chains; a chain has max_draft_len tokens"
 NO_GATE = "speculation is not switched off by its acceptance yet; use max_concurrency or draft_len_schedule"
 NO_DRAFT_MODEL = "this decoding type has no draft model"
 NO_DRAFT_PROBABILITY = (
     "these drafts have no probabilities to accept against; equality with the target's token decides"
 )
+BENCHMARK_DEVICE = "synthetic acceptance is a benchmark device that changes the text"
+
+
+def _tuple_of(sequence: object) -> object:
+    """A list of YAML as the tuple that a frozen object holds. Raises ValueError for what has no order."""
+    if not isinstance(sequence, (list, tuple)):
+        raise ValueError("a list is needed")
+    return tuple(sequence)
 
 
 class DecodingBaseConfig(ConfigModel):
@@ -37,6 +57,11 @@ class DecodingBaseConfig(ConfigModel):
 
     `max_rejected_rounds` (ours): a request whose drafts were all rejected in so many rounds in a row is not
     drafted for in the next ones, each pause twice as long as the last; an accepted draft ends that. None: never.
+
+    `synthetic_acceptance_rates` (ours) is a benchmark device for dummy weights, whose drafts would never be
+    accepted. **It changes the text, which then means nothing.** Entry i is the probability that draft i of a
+    round is accepted, and with it all before it, whatever the tokens are: P(accepted > i), as benchmarks print
+    it position by position, e.g. `[0.73, 0.52, 0.35]`. It stands in for the comparison with the target's token.
     """
 
     decoding_type: str
@@ -46,6 +71,7 @@ class DecodingBaseConfig(ConfigModel):
     draft_len_schedule: dict[int, int] | None = None
     use_rejection_sampling: bool = False
     draft_sampling: Literal["coupled", "greedy"] = "coupled"
+    synthetic_acceptance_rates: Annotated[tuple[float, ...], BeforeValidator(_tuple_of)] | None = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
         "max_total_draft_tokens": NotServed((None,), NO_TREE),
@@ -59,6 +85,16 @@ class DecodingBaseConfig(ConfigModel):
         "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
     }
 
+    @field_validator("max_draft_len", mode="before")
+    @classmethod
+    def _check_draft_len(cls, max_draft_len: object) -> object:
+        if max_draft_len is None or (type(max_draft_len) is int and max_draft_len < 1):
+            raise ValueError(
+                f"{cls.__name__} needs an integer of 1 or more, the drafts of a round; "
+                "plain decoding is speculative_config: null"
+            )
+        return max_draft_len
+
     @field_validator("draft_len_schedule")
     @classmethod
     def _sort_schedule(cls, schedule: dict[int, int] | None) -> dict[int, int] | None:
@@ -69,6 +105,17 @@ class DecodingBaseConfig(ConfigModel):
         if min(schedule) < 1 or min(schedule.values()) < 0:
             raise ValueError("batch sizes start at 1 and draft lengths at 0")
         return dict(sorted(schedule.items()))
+
+    @field_validator("synthetic_acceptance_rates")
+    @classmethod
+    def _check_rates(cls, rates: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if rates is not None and not all(0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"probabilities lie in 0..1; {BENCHMARK_DEVICE}")
+        if rates is not None and any(later > earlier for earlier, later in pairwise(rates)):
+            raise ValueError(
+                f"they cannot rise, as a draft is accepted only with all before it; {BENCHMARK_DEVICE}"
+            )
+        return rates
 
     @model_validator(mode="after")
     def _check_together(self) -> DecodingBaseConfig:
@@ -86,6 +133,33 @@ class DecodingBaseConfig(ConfigModel):
                 "from the draft model's distribution; leave one of them out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_synthetic(self) -> DecodingBaseConfig:
+        rates = self.synthetic_acceptance_rates
+        if rates is None:
+            return self
+        if len(rates) != self.max_draft_len:
+            raise ValueError(
+                f"synthetic_acceptance_rates = {rates} has length {len(rates)}, not max_draft_len = "
+                f"{self.max_draft_len}: one probability for each draft; {BENCHMARK_DEVICE}"
+            )
+        if self.use_rejection_sampling:
+            raise ValueError(
+                f"synthetic_acceptance_rates = {rates} and use_rejection_sampling = True are exclusive, as "
+                f"each is a rule of its own for what is accepted; {BENCHMARK_DEVICE}"
+            )
+        return self
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        """Why a round cannot start before the host has read the last one's tokens; None: it can."""
+        return f"{self.decoding_type} drafts are made on the host from tokens"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rounds may overlap with this way of drafting."""
+        return self.why_no_overlap is None
 
     def draft_len_for(self, batch_size: int) -> int:
         """The draft length of a round with `batch_size` generating requests; 0 = plain decoding."""
@@ -125,8 +199,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
 
 
-class DraftTargetDecodingConfig(DecodingBaseConfig):
-    """Drafts from a smaller model with the target's tokenizer, in its own engine (the two-model path).
+class DraftModelDecodingConfig(DecodingBaseConfig):
+    """What the decoding types with draft weights share: the weights, and how drafts are drawn from them.
 
     At temperature > 0 `draft_sampling` says how a draft is drawn: `coupled`, with the same noise as the
     target's own token at that position, or `greedy`, the draft model's best token. `use_rejection_sampling`
@@ -134,7 +208,6 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     from (p - q)+.
     """
 
-    decoding_type: Literal["Draft_Target"] = "Draft_Target"
     speculative_model: PathText = Field(
         validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
     )
@@ -144,6 +217,75 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     @classmethod
     def _null_means_auto(cls, load_format: object) -> object:
         return "auto" if load_format is None else load_format
+
+
+class DraftTargetDecodingConfig(DraftModelDecodingConfig):
+    """Drafts from a smaller model with the target's tokenizer.
+
+    `draft_target_one_model`: True puts the draft model into the target's forward, so that a round is one CUDA
+    graph and rounds overlap. False runs it in its own engine, between scheduling and the target's forward.
+    """
+
+    decoding_type: Literal["Draft_Target"] = "Draft_Target"
+    draft_target_one_model: bool = False
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        one_model = self.draft_target_one_model
+        return None if one_model else "the draft model runs in an engine of its own before the target"
+
+
+EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
+    **DecodingBaseConfig.not_served,
+    "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
+    "eagle_choices": NotServed((None,), NO_TREE),
+    "use_dynamic_tree": NotServed((False,), NO_TREE),
+    "dynamic_tree_max_topK": NotServed((None,), NO_TREE),
+    "max_non_leaves_per_layer": NotServed((None,), NO_TREE),
+    "num_eagle_layers": NotServed(
+        (None,), "the head has the layers of its checkpoint (TensorRT-LLM has deprecated this option)"
+    ),
+    "greedy_sampling": NotServed(
+        (True,), "SamplingParams say how each request is sampled, draft_sampling how its drafts are drawn"
+    ),
+    "posterior_threshold": NotServed((None,), "a draft is never accepted for being merely likely"),
+    "sa_config": NotServed((None,), "the head's drafts are not mixed with a suffix automaton's"),
+}
+
+
+class Eagle3DecodingConfig(DraftModelDecodingConfig):
+    """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target.
+
+    `eagle3_one_model`: True puts the head into the target's forward, so that a round is one CUDA graph and
+    rounds overlap. False runs it in its own engine, between scheduling and the target's forward.
+
+    `eagle3_layers_to_capture`: ids of the target layers, counted from 0, whose **outputs** the head reads; kept
+    in ascending order. None: a low, a middle and a high layer. That the ids lie inside the model, and that the
+    head has as many inputs, is checked where the models are known.
+    """
+
+    decoding_type: Literal["Eagle3"] = "Eagle3"
+    eagle3_one_model: bool = True
+    eagle3_layers_to_capture: Annotated[tuple[int, ...], Strict(False)] | None = None
+    eagle3_model_arch: Literal["llama3"] = "llama3"
+
+    not_served: ClassVar[Mapping[str, NotServed]] = EAGLE3_NOT_SERVED
+
+    @field_validator("eagle3_layers_to_capture")
+    @classmethod
+    def _sort_layers(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is None:
+            return None
+        if not layers or min(layers) < 0:
+            raise ValueError(
+                "one or more layer ids are needed, counted from 0; the outputs of these layers are "
+                "captured, and null means a low, a middle and a high one"
+            )
+        return tuple(sorted(set(layers)))
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None if self.eagle3_one_model else "the head runs in an engine of its own before the target"
 
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):
@@ -198,11 +340,13 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "NGram": NGramDecodingConfig,
     "Draft_Target": DraftTargetDecodingConfig,
     "DraftTarget": DraftTargetDecodingConfig,
+    "Eagle3": Eagle3DecodingConfig,
+    "Eagle": Eagle3DecodingConfig,
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
 TYPES_NOT_SERVED = frozenset(
-    ["Eagle", "Eagle3", "MTP", "Medusa", "Lookahead", "SA", "PARD", "DFlash", "DSpark", "SaveState", "AUTO"]
+    ["MTP", "Medusa", "Lookahead", "SA", "PARD", "DFlash", "DSpark", "SaveState", "AUTO"]
 )
 
 
@@ -212,10 +356,12 @@ def speculative_config_from(value: object) -> object:
         return value
     options = dict(value)
     decoding_type = options.pop("decoding_type", None)
+    if decoding_type == "Eagle":  # as TensorRT-LLM's PyTorch backend does
+        logger.warning("decoding_type = 'Eagle' is served as Eagle3")
     if decoding_type in CONFIG_OF_TYPE:
         return CONFIG_OF_TYPE[decoding_type](**options)
     problem = "is not served yet" if decoding_type in TYPES_NOT_SERVED else "is not a known type"
-    served = "accepted: NGram, Draft_Target, User_Provided"
+    served = "accepted: NGram, Draft_Target, Eagle3, User_Provided"
     raise ConfigError([f"decoding_type = {decoding_type!r} {problem}; {served}"])
 
 

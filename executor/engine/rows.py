@@ -45,6 +45,11 @@ class RowBuilder:
         self.page_size = page_size
         self.device = device
 
+    @property
+    def max_len(self) -> int:
+        """Tokens that a row of the block table has pages for."""
+        return self.table.device_rows.shape[1] * self.page_size
+
     def build(
         self, contexts: list[ContextChunk], windows: Windows | None
     ) -> tuple[AttentionMetadata, torch.Tensor]:
@@ -84,7 +89,9 @@ class RowBuilder:
         # Row r of chunk c stands at start[c] + r - (rows of the chunks before c).
         shift = (starts - repeats.cumsum(0) + repeats).repeat_interleave(repeats, output_size=sum(lens))
         positions = torch.arange(sum(lens), device=self.device) + shift
-        owners = torch.arange(len(contexts), device=self.device).repeat_interleave(repeats, output_size=sum(lens))
+        owners = torch.arange(len(contexts), device=self.device).repeat_interleave(
+            repeats, output_size=sum(lens)
+        )
         kv_slots = self._kv_slots(tables.index_select(0, owners), positions.unsqueeze(1)).flatten()
         token_ids = to_device([t for chunk in contexts for t in chunk.tokens], self.device)
         kv_lens = to_device(torch.tensor(ends, dtype=torch.int32), self.device)

@@ -38,13 +38,17 @@ class SlotState:
         self.window[slot_ids, 1 : 1 + length] = drafts
         self.num_drafts[slot_ids] = self._draft_limits.index_select(0, slot_ids).clamp_max(length)
 
+    def reset_dummy(self) -> None:
+        """The dummy slot takes part in padded rounds and must not grow."""
+        self.kv_lens[-1:].zero_()
+
     def start_generation(
         self, slot_ids: torch.Tensor, context_tail: torch.Tensor, first: torch.Tensor
     ) -> None:
         """Rows of requests whose context ended in this round. slot_ids, context_tail (last context token), first
         (sampled token): `[C]`. `kv_lens` was written with the context."""
         self.window[slot_ids, 0] = first.clamp_min(0)
-        self.num_drafts[slot_ids] = 0
+        self.num_drafts.index_fill_(0, slot_ids, 0)
         self.previous_token[slot_ids] = context_tail
 
     def advance(self, slot_ids: torch.Tensor, new_tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
@@ -60,7 +64,7 @@ class SlotState:
         )
         self.previous_token[slot_ids] = tail[:, 0]
         self.window[slot_ids, 0] = tail[:, 1].clamp_min(0)
-        self.num_drafts[slot_ids] = 0
+        self.num_drafts.index_fill_(0, slot_ids, 0)
         self.kv_lens[slot_ids] += new_lens
 
 

@@ -56,7 +56,9 @@ class RowGroup:
     edited: list[int]  # requests whose rows Python code edits: processors, bad words of several tokens
     sampled_parameters: RowParameters | None = None  # of the sampled rows
     penalties: RowParameters | None = None  # of the penalised rows
-    mixed: bool = False  # a graph's group: it samples every row, and a temperature of 0 says that one is greedy
+    mixed: bool = (
+        False  # a graph's group: it samples every row, and a temperature of 0 says that one is greedy
+    )
     memo: dict[str, torch.Tensor] = field(default_factory=dict)  # of this round only
 
 

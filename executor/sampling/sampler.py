@@ -16,14 +16,25 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+from tllm_spec.executor.sampling.synthetic import SyntheticAcceptance
 from tllm_spec.kernels.accept_chain import accept_chain
+from tllm_spec.kernels.choose_token import choose_token
 from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
 
 
 class Sampler:
     """One for the target model. `groups` is shared with the draft sampling, which reads the same noise."""
 
-    def __init__(self, slots: SlotState, state: SamplingState, groups: RowGroups, *, rejection: bool) -> None:
+    def __init__(
+        self,
+        slots: SlotState,
+        state: SamplingState,
+        groups: RowGroups,
+        *,
+        rejection: bool,
+        synthetic: SyntheticAcceptance | None = None,
+    ) -> None:
+        self._synthetic = synthetic
         self.slots = slots
         self.state = state
         self.groups = groups
@@ -76,7 +87,11 @@ class Sampler:
             tokens, lens = self._reject(group, logits, first, drafts, num_drafts, draft_probs)
         else:
             tokens = self._choose(group, logits, first).view(-1, width)
-            lens = accept_chain(tokens, drafts, num_drafts)
+            if self._synthetic is None:
+                lens = accept_chain(tokens, drafts, num_drafts)
+            else:
+                seeds = self.state.gather(group.slots).integer("seed")
+                tokens, lens = self._synthetic.accept(tokens, drafts, num_drafts, seeds, first)
         if group.penalised:
             self._count(group, group.penalised, tokens, lens)
         if raw is not None:
@@ -130,12 +145,27 @@ class Sampler:
         """The target's token of every row, `[N * W]`."""
         if group.sampled is None:
             return choose(logits)
-        assert group.sampled_parameters is not None
-        scaled = self.scaled(group, group.sampled.take(logits), group.sampled_parameters)
-        perturbed = scaled + self.noise(group, first)
+        rows = group.sampled.take(logits)
+        chosen = self._draw_fused(group, rows, first) if rows.is_cuda else self._draw(group, rows, first)
         if group.sampled.rows is None:
-            return choose(perturbed)
-        return group.sampled.put(choose(logits), choose(perturbed))
+            return chosen
+        return group.sampled.put(choose(logits), chosen)
+
+    def _draw(self, group: RowGroup, logits: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """Tokens of the group's sampled rows `[M * W, V]`. The noise is kept: coupled drafts may have made it already."""
+        assert group.sampled_parameters is not None
+        return choose(self.scaled(group, logits, group.sampled_parameters) + self.noise(group, first))
+
+    def _draw_fused(self, group: RowGroup, logits: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """The same in one kernel that writes no noise to memory."""
+        assert group.sampled is not None and group.sampled_parameters is not None
+        parameters = group.sampled_parameters
+        temperature = parameters.column("temperature").squeeze(1)
+        if group.filtered:
+            logits = self.scaled(group, logits, parameters)
+            temperature = (temperature > 0).to(torch.float32)
+        positions = window_positions(group.sampled.take_requests(first), group.window)
+        return choose_token(logits, temperature, parameters.integer("seed"), positions)
 
     def scaled(self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters) -> torch.Tensor:
         """Temperature and filters on rows `[R, V]` of sampled requests with the parameters of those rows."""
@@ -160,9 +190,7 @@ class Sampler:
             group.memo["noise"] = noise
         return group.memo["noise"]
 
-    def noise_at(
-        self, group: RowGroup, positions: torch.Tensor, domain: int = TARGET_DOMAIN
-    ) -> torch.Tensor:
+    def noise_at(self, group: RowGroup, positions: torch.Tensor, domain: int = TARGET_DOMAIN) -> torch.Tensor:
         """Noise at one position `[N]` of each request, for its sampled requests: `[M, V]`."""
         assert group.sampled is not None and group.sampled_parameters is not None
         parameters = group.sampled_parameters.every(group.window)

@@ -32,6 +32,8 @@ class _Pending:
 class DeferredDrafter(Drafter, RoundEnd):
     """Requests that ended or were preempted since the round send their rows to the dummy slot."""
 
+    in_graph = False
+
     def __init__(self, worker: DraftWorker, slots: SlotState, dummy_slot: int) -> None:
         self._worker = worker
         self._slots = slots

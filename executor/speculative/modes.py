@@ -68,7 +68,9 @@ class DraftModel:
     path: str
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
-    capture_layers: tuple[int, ...] | None  # of the target, for a head; None: the head's own choice or the default
+    capture_layers: (
+        tuple[int, ...] | None
+    )  # of the target, for a head; None: the head's own choice or the default
     shares_pages: bool  # its layers are extra layers of the target's pages
     follows_a_round_later: bool  # its KV of a round is written in the next one
 

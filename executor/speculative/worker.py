@@ -51,7 +51,9 @@ class DraftLayers:
 
 
 class RoundEnd(Protocol):
-    """Who wants to know what came out of a round, right behind the sampling."""
+    """Who wants to know what came out of a round, right behind the sampling. `in_graph`: as a part of the round's graph."""
+
+    in_graph: bool
 
     def draft(
         self,
@@ -68,6 +70,8 @@ class RoundEnd(Protocol):
 
 class DraftWorker(RoundEnd):
     """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already."""
+
+    in_graph = True
 
     def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
         self.net = net = layers.net

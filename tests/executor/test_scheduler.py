@@ -38,7 +38,9 @@ class Bench:
     def __init__(
         self, num_pages: int = 100, max_batch_size: int = 8, draft_len: int = 0, **changed: Any
     ) -> None:
-        usual = SchedulerLimits(1000, draft_len, 0, chunked_prefill=False, may_preempt=False, by_priority=False)
+        usual = SchedulerLimits(
+            1000, draft_len, 0, chunked_prefill=False, may_preempt=False, by_priority=False
+        )
         self.slots = SeqSlotManager(max_batch_size)
         pool = KVPool(
             AttentionGeometry(1, 1, 1, 1, 1.0),

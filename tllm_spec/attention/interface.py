@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -50,6 +51,9 @@ class AttentionPlan:
 
 class AttentionBackend(ABC):
     """Paged attention over one pool."""
+
+    supports_graphs: ClassVar[bool] = False
+    """Whether generation windows take their lengths from the device, so that a CUDA graph can hold them."""
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         self.geometry = geometry

@@ -16,9 +16,12 @@ from tllm_spec.models.rotary import apply_rotary_, rotary_table
 
 
 class Attention(Module):
-    """q/k/v projection, optional q/k norm, rotary, attention, output projection."""
+    """q/k/v projection, optional q/k norm, rotary, attention, output projection. `input_size`: where it is not
+    the hidden size."""
 
-    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
+    ) -> None:
         super().__init__()
         self.layer = layer
         geometry = config.attention_geometry(placement.mapping)
@@ -26,7 +29,9 @@ class Attention(Module):
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, placement=placement)
+        self.qkv_proj = ColumnLinear(
+            input_size or config.hidden_size, parts, bias=config.qkv_bias, placement=placement
+        )
         self.qk_norm = (
             HeadNorm(self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, placement)
             if config.qk_norm

@@ -4,7 +4,7 @@ Tensors go one at a time from the memory-mapped file into their place in the (fu
 host holds no second copy. Which tensor goes where the modules know (`Module.slots`); this file matches names.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,26 +24,29 @@ def load_weights(model: CausalLM, path: Path) -> None:
     Raises:
         ValueError: no checkpoint, or one whose tensors are not exactly the model's; the message names them.
     """
+    tied = model.config.tie_word_embeddings
+    stored = ((name, tensor) for name, tensor in checkpoint_tensors(path) if not _is_derived(name, tied))
+    fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
+
+
+def fill(model: Module, tensors: Iterable[tuple[str, torch.Tensor]], misfit: str) -> None:
+    """Fill `model` from named tensors.
+
+    Raises:
+        ValueError: they are not exactly the model's; the message names them after `misfit`.
+    """
     missing = weight_table(model)
     surplus: list[str] = []
-    for file in checkpoint_files(path):
-        try:
-            with safe_open(file, framework="pt") as checkpoint:
-                for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                    if name in missing:
-                        _load(name, checkpoint.get_tensor(name), missing.pop(name))
-                    elif not _is_derived(name, model):
-                        surplus.append(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
+    for name, tensor in tensors:
+        if name in missing:
+            _load(name, tensor, missing.pop(name))
+        else:
+            surplus.append(name)
     if missing or surplus:
-        raise ValueError(
-            f"The checkpoint in {path} does not fit {model.config.architecture}: "
-            f"missing {_listed(missing)}; surplus {_listed(surplus)}."
-        )
+        raise ValueError(f"{misfit}: missing {_listed(missing)}; surplus {_listed(surplus)}.")
 
 
-def fill_random(model: CausalLM, seed: int = 0) -> None:
+def fill_random(model: Module, seed: int = 0) -> None:
     """Norms 1, the rest normal, scaled so that activations keep their size; the same numbers for a seed."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -55,13 +58,13 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
                 seed += 1
 
 
-def weight_table(model: CausalLM) -> dict[str, WeightSlot]:
+def weight_table(model: Module) -> dict[str, WeightSlot]:
     """Every tensor that a checkpoint of this model must have, by name."""
     table: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if isinstance(module, Module):
             table.update(module.slots(path))
-    if model.config.tie_word_embeddings:
+    if isinstance(model, CausalLM) and model.config.tie_word_embeddings:
         del table["lm_head.weight"]
     return table
 
@@ -88,6 +91,21 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path / shard for shard in sorted(shards)]
 
 
+def checkpoint_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and memory-mapped tensors of the checkpoint in the folder `path`, file by file.
+
+    Raises:
+        ValueError: no checkpoint, or a file that is not readable.
+    """
+    for file in checkpoint_files(path):
+        try:
+            with safe_open(file, framework="pt") as checkpoint:
+                for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+                    yield name, checkpoint.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
+
+
 def _load(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise ValueError(
@@ -96,11 +114,9 @@ def _load(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
     slot.load(tensor)
 
 
-def _is_derived(name: str, model: CausalLM) -> bool:
+def _is_derived(name: str, tied: bool) -> bool:
     """Tensors that old checkpoints store though the model computes or shares them."""
-    return name.endswith("rotary_emb.inv_freq") or (
-        name == "lm_head.weight" and model.config.tie_word_embeddings
-    )
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _listed(names: Iterable[str], limit: int = 10) -> str:

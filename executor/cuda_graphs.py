@@ -1,0 +1,106 @@
+"""Generation rounds as CUDA graphs: one for each padded batch size, draft length and way of sampling, so that a round is one
+launch and lengths of drafts can change from round to round.
+
+A graph reads which slots take part from one buffer and everything else from the slots' own state. It does not know what
+a round does, nor requests.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.transfer import to_device
+
+WARM_UP_RUNS = 2  # compiles kernels and lets libraries allocate, which a capture must not
+
+
+@dataclass(frozen=True, order=True)
+class GraphKey:
+    """`sampled`: some request has a temperature; otherwise the graph takes the best tokens only."""
+
+    batch_size: int
+    draft_len: int
+    sampled: bool
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    result: SampledTokens
+
+
+class CudaGraphs:
+    """`generate(slot_ids, draft_len, sampled)` is one round for the slots `[B]` on the device."""
+
+    def __init__(
+        self,
+        generate: Callable[[torch.Tensor, int, bool], SampledTokens],
+        dummy_slot: int,
+        device: torch.device,
+    ) -> None:
+        self._generate = generate
+        self._dummy_slot = dummy_slot
+        self._device = device
+        self._graphs: dict[GraphKey, _Captured] = {}
+        self._sizes: tuple[int, ...] = ()
+        self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
+
+    def capture(self, keys: Iterable[GraphKey]) -> None:
+        """Largest first, into one memory pool that the smaller ones then fit in.
+
+        Raises ValueError when the memory does not suffice.
+        """
+        wanted = sorted(keys, reverse=True)
+        self._sizes = tuple(sorted({key.batch_size for key in wanted}))
+        self._slot_ids = torch.full((self._sizes[-1],), self._dummy_slot, device=self._device)
+        pool = None
+        for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):
+            try:
+                self._graphs[key] = captured = self._capture(key, pool)
+                pool = captured.graph.pool()
+            except torch.cuda.OutOfMemoryError as error:
+                raise ValueError(
+                    f"out of memory while the CUDA graph of {key.batch_size} requests with {key.draft_len} drafts was "
+                    "captured; lower cuda_graph_config.max_batch_size, max_draft_len or "
+                    "kv_cache_config.free_gpu_memory_fraction, or set cuda_graph_config to null"
+                ) from error
+
+    def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
+        """The round of these slots, or None when no graph fits. The result is overwritten by the next replay."""
+        size = next((size for size in self._sizes if size >= len(slots)), 0)
+        captured = self._graphs.get(GraphKey(size, draft_len, sampled))
+        if captured is None:
+            return None
+        padded = slots + [self._dummy_slot] * (size - len(slots))
+        self._slot_ids[:size].copy_(to_device(padded, self._device))
+        captured.graph.replay()
+        result = captured.result
+        return SampledTokens(result.new_tokens[: len(slots)], result.new_lens[: len(slots)])
+
+    def _capture(self, key: GraphKey, pool: Any) -> _Captured:
+        slot_ids = self._slot_ids[: key.batch_size]
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has no annotation
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                self._generate(slot_ids, key.draft_len, key.sampled)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            result = self._generate(slot_ids, key.draft_len, key.sampled)
+        return _Captured(graph, result)
+
+
+def graph_keys(sizes: Iterable[int], draft_lens: Callable[[int], set[int]]) -> list[GraphKey]:
+    """Every combination that can occur: a graph of n requests serves all batches above the next smaller size."""
+    keys: list[GraphKey] = []
+    below = 0
+    for size in sorted(sizes):
+        lengths = set().union(*(draft_lens(batch_size) for batch_size in range(below + 1, size + 1)))
+        keys += [GraphKey(size, length, sampled) for length in sorted(lengths) for sampled in (False, True)]
+        below = size
+    return keys

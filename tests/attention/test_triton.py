@@ -1,0 +1,172 @@
+"""TRITON attention against VANILLA through the backends' interface: with the kernels' plain-torch twins here, with the
+kernels under Triton's interpreter in a process of their own, and on a CUDA device (`-m gpu`)."""
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.window_attention import has_kernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_each_device = pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", id="interpreted" if INTERPRETED else "twin"), *([] if INTERPRETED else [CUDA])],
+)
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WIDTH = 2, 6, 2, 16, 4, 80
+GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Chunks as (cached tokens, new tokens), then windows by their lengths, then rows of graph padding."""
+
+    chunks: tuple[tuple[int, int], ...] = ()
+    kv_lens: tuple[int, ...] = ()
+    window: int = 1
+    padding: int = 0
+
+
+BATCHES = {
+    "a prompt": Batch(chunks=((0, 9),)),
+    "chunks": Batch(chunks=((0, 9), (7, 5), (12, 1))),
+    "one token each": Batch(kv_lens=(1, 4, 5, 30)),
+    "windows": Batch(kv_lens=(4, 300, 17), window=4),
+    "chunks and windows": Batch(((0, 9), (7, 5)), (6, 12, 33), window=3),
+    "chunks and single tokens": Batch(((5, 2),), (8, 9)),
+}
+
+
+class Forward:
+    """One batch on shuffled pages of a pool of random numbers, the same for each backend that runs it."""
+
+    def __init__(self, batch: Batch, device: str, seed: int = 0) -> None:
+        self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
+        new = [count for _, count in batch.chunks] + [batch.window] * (len(batch.kv_lens) + batch.padding)
+        lengths = (
+            [sum(chunk) for chunk in batch.chunks] + list(batch.kv_lens) + [batch.window] * batch.padding
+        )
+        real = len(lengths) - batch.padding
+        self.num_pages = real * WIDTH + 1
+        tables = (torch.randperm(self.num_pages - 1, generator=generator) + 1).view(real, WIDTH)
+        tables = torch.cat((tables, torch.zeros(batch.padding, WIDTH, dtype=torch.int64)))
+        positions = [list(range(end - count, end)) for end, count in zip(lengths, new, strict=True)]
+        slots = [
+            int(table[i // PAGE_SIZE]) * PAGE_SIZE + i % PAGE_SIZE
+            for table, row in zip(tables, positions, strict=True)
+            for i in row
+        ]
+        self.metadata = AttentionMetadata(
+            context_lens=tuple(new[: len(batch.chunks)]),
+            context_kv_lens=tuple(lengths[: len(batch.chunks)]),
+            num_generations=len(batch.kv_lens) + batch.padding,
+            window=batch.window,
+            block_tables=tables.to(self.device, torch.int32),
+            kv_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            positions=torch.tensor([i for row in positions for i in row], device=self.device),
+            kv_slots=torch.tensor(slots, device=self.device),
+            max_kv_len=max(batch.kv_lens, default=0),
+        )
+        shape = (LAYERS, 2, self.num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+        self.pool_data = torch.randn(shape, generator=generator)
+        fused = torch.randn(len(slots), HEADS + 2 * KV_HEADS, HEAD_DIM, generator=generator).to(self.device)
+        self.q = fused[:, :HEADS]
+        self.kv = fused[:, HEADS:].view(-1, 2, KV_HEADS, HEAD_DIM)
+
+    def backend(self, kind: type[AttentionBackend]) -> AttentionBackend:
+        pool = KVPool(
+            GEOMETRY, num_pages=self.num_pages, page_size=PAGE_SIZE, dtype=torch.float32, device=self.device
+        )
+        pool.data.copy_(self.pool_data)
+        return kind(GEOMETRY, pool)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that the device is given for a forward."""
+        own = self.metadata
+        return self.q, self.kv, own.block_tables, own.kv_lens, own.positions, own.kv_slots
+
+    def check(self, output: torch.Tensor, pool: KVPool) -> None:
+        """VANILLA's output and VANILLA's pool, but for what padding writes to page 0."""
+        vanilla = self.backend(VanillaAttention)
+        expected = vanilla.run(1, self.q, self.kv, vanilla.plan(self.metadata))
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(pool.data[:, :, 1:], vanilla.pool.data[:, :, 1:])
+
+
+@on_each_device
+@pytest.mark.parametrize("name", BATCHES)
+@torch.inference_mode()
+def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
+    assert has_kernels(torch.device(device)) == (INTERPRETED or device == "cuda")
+    forward = Forward(BATCHES[name], device)
+    backend = forward.backend(TritonAttention)
+    forward.check(backend.run(1, forward.q, forward.kv, backend.plan(forward.metadata)), backend.pool)
+
+
+CAPTURED = Batch(kv_lens=(4, 300, 17), window=3, padding=1)
+REPLAYED = Batch(kv_lens=(150, 3, 299), window=3, padding=1)
+
+
+@on_each_device
+@torch.inference_mode()
+def test_a_plan_follows_what_its_tensors_hold_when_it_runs(device: str) -> None:
+    planned, other = Forward(CAPTURED, device), Forward(REPLAYED, device, seed=1)
+    backend = other.backend(TritonAttention)
+    plan = backend.plan(planned.metadata)
+    for mine, new in zip(planned.tensors(), other.tensors(), strict=True):
+        mine.copy_(new)
+    other.check(backend.run(1, planned.q, planned.kv, plan), backend.pool)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
+    captured, replayed = Forward(CAPTURED, "cuda"), Forward(REPLAYED, "cuda", seed=1)
+    backend = replayed.backend(TritonAttention)
+    backend.run(1, captured.q, captured.kv, backend.plan(captured.metadata))  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = backend.run(1, captured.q, captured.kv, backend.plan(captured.metadata))
+    for other in (replayed, Forward(CAPTURED, "cuda", seed=2)):
+        backend.pool.data.copy_(other.pool_data)
+        for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
+            mine.copy_(new)
+        graph.replay()
+        other.check(output, backend.pool)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_generation_forward_never_waits_for_the_device() -> None:
+    forward = Forward(CAPTURED, "cuda")
+    backend = forward.backend(TritonAttention)
+    backend.run(1, forward.q, forward.kv, backend.plan(forward.metadata))  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend.run(1, forward.q, forward.kv, backend.plan(forward.metadata))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_the_backend_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < (3, 7):
+        pytest.skip(f"the interpreter of Triton {version} does not run with today's NumPy; 3.7 does")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

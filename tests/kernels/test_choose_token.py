@@ -1,0 +1,250 @@
+"""The kernels equal their twins bit for bit: under Triton's interpreter by default, on the device with `-m gpu`."""
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tllm_spec.kernels.choose_token import choose_token, choose_token_twin
+from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = [0, 1, -1, -(2**63), 2**63 - 1, 1 << 32, 0x299F31D0A4093822, -123456789012345]
+POSITIONS = [0, 1, 77, 4095, 2**31 - 1, 2**31, 2**32 - 1, 5]
+NAN, INF = float("nan"), float("inf")
+VOCAB_SIZES = [1, 3, 5, 64, 1000, 2048 + 3]
+
+# TRITON_INTERPRET counts when triton is imported, so the interpreter lives in a process of its own.
+CHILD = """
+import pickle, sys
+from tllm_spec.kernels import choose_token_triton
+while True:
+    name, arguments = pickle.load(sys.stdin.buffer)
+    pickle.dump(getattr(choose_token_triton, name)(*arguments), sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+"""
+
+Run = Callable[
+    ..., torch.Tensor
+]  # (name of a function of choose_token_triton, its arguments on the CPU) -> on the CPU
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    if request.param == "cuda":
+        yield run_on_device
+        return
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", CHILD],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    pipe_in, pipe_out = child.stdin, child.stdout
+    assert pipe_in is not None and pipe_out is not None
+
+    def run_in_child(name: str, *arguments: object) -> torch.Tensor:
+        pickle.dump((name, arguments), pipe_in)
+        pipe_in.flush()
+        result = pickle.load(pipe_out)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    with pipe_in, pipe_out:
+        yield run_in_child
+        child.kill()
+        child.wait()
+
+
+def run_on_device(name: str, *arguments: object) -> torch.Tensor:
+    from tllm_spec.kernels import choose_token_triton
+
+    there = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+    result = getattr(choose_token_triton, name)(*there)
+    assert isinstance(result, torch.Tensor)
+    return result.cpu()
+
+
+def keys() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(SEEDS), torch.tensor(POSITIONS)
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def near_ties(num_rows: int) -> tuple[torch.Tensor, ...]:
+    """Arguments of `choose_token` with two tokens, whose sums are equal or a few float32 steps apart."""
+    generator = torch.Generator().manual_seed(3)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
+    positions = torch.arange(num_rows)
+    temperature = torch.rand(num_rows, generator=generator) + 0.1
+    first = torch.randn(num_rows, generator=generator) * 5
+    noise = gumbel_noise(seeds, positions, 2)
+    second = (first / temperature + noise[:, 0] - noise[:, 1]) * temperature
+    steps = torch.randint(-2, 3, (num_rows,), generator=generator)
+    second = (second.view(torch.int32) + steps.to(torch.int32)).view(torch.float32)
+    return torch.stack((first, second), dim=1), temperature, seeds, positions
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize("domain", [TARGET_DOMAIN, DRAFT_DOMAIN])
+def test_the_kernels_noise_has_the_twins_bits(run: Run, vocab_size: int, domain: int) -> None:
+    noise = run("gumbel_noise_triton", *keys(), vocab_size, domain)
+    expected = gumbel_noise(*keys(), vocab_size, domain)
+    assert torch.equal(noise.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_the_kernel_chooses_the_twins_tokens_at_any_temperature(run: Run, vocab_size: int) -> None:
+    temperature = torch.tensor([0.7, 0.0, 1e-45, 1e-38, 1e-3, 1.0, 100.0, -0.0])
+    arguments = (random_logits(8, vocab_size), temperature, *keys())
+    for domain in (TARGET_DOMAIN, DRAFT_DOMAIN):
+        chosen = run("choose_token_triton", *arguments, domain)
+        assert chosen.dtype == torch.int64
+        assert chosen.tolist() == choose_token_twin(*arguments, domain).tolist()
+
+
+def test_sums_that_differ_in_the_last_bit_are_told_apart(run: Run) -> None:
+    num_rows = 8192 if run is run_on_device else 96  # the interpreter takes 15 ms a row
+    arguments = near_ties(num_rows)
+    expected = choose_token_twin(*arguments)
+    assert 0.2 < expected.double().mean() < 0.8  # both tokens win often
+    assert torch.equal(run("choose_token_triton", *arguments), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_with_nan_and_infinities_are_what_choose_makes_of_them(run: Run, temperature: float) -> None:
+    vocab_size = 2048 + 3  # three parts
+    logits = random_logits(8, vocab_size)
+    logits[0, 2050] = NAN
+    logits[1] = -INF
+    logits[2, 7], logits[2, 1024] = INF, NAN  # a NaN wins over an earlier +inf
+    logits[3, 1500] = INF
+    logits[4, [2049, 1030, 40]] = INF
+    logits[5], logits[5, 2047] = -INF, -1e30
+    logits[6] = NAN
+    logits[7, :2050] = -INF
+    arguments = (logits, torch.full((8,), temperature), *keys())
+    assert choose_token_twin(*arguments).tolist() == [-1, -1, -1, 1500, 40, 2047, -1, 2050]
+    assert run("choose_token_triton", *arguments).tolist() == [-1, -1, -1, 1500, 40, 2047, -1, 2050]
+
+
+def test_ties_go_to_the_lowest_token_id(run: Run) -> None:
+    logits = random_logits(8, 3000)
+    ties = [[2999, 1], [1023, 1024], [0, 2999], [5, 4, 3], [1500, 1501], [2047, 2048], [800, 801], [2, 1026]]
+    for row, tied in enumerate(ties):
+        logits[row, tied] = 50.0
+    logits[7, 2], logits[7, 1026] = -0.0, 0.0  # equal numbers
+    logits[7, logits[7] > 0] = -1.0
+    arguments = (logits, torch.zeros(8), *keys())
+    expected = [min(tied) for tied in ties]
+    assert choose_token_twin(*arguments).tolist() == expected
+    assert run("choose_token_triton", *arguments).tolist() == expected
+
+
+def test_sampled_sums_that_tie_go_to_the_lowest_token_id(run: Run) -> None:
+    logits = torch.full((8, 2050), 1e30)  # the noise is lost in the rounding
+    logits[:, :3] = -1.0
+    arguments = (logits, torch.ones(8), *keys())
+    assert choose_token_twin(*arguments).tolist() == [3] * 8
+    assert run("choose_token_triton", *arguments).tolist() == [3] * 8
+
+
+def test_arguments_may_be_columns_and_slices_of_tables(run: Run) -> None:
+    table = random_logits(16, 1300)
+    integers = torch.stack((*keys(), torch.arange(8)), dim=1)
+    floats = torch.tensor([[0.5, 0.9]]).repeat(8, 1)
+    views = (table[::2, 1:1101], floats[:, 0], integers[:, 0], integers[:, 1])
+    assert not any(view.is_contiguous() for view in views)
+    expected = choose_token_twin(*(view.contiguous() for view in views))
+    assert torch.equal(run("choose_token_triton", *views), expected)
+    noise = run("gumbel_noise_triton", *views[2:], 6)
+    assert torch.equal(noise, gumbel_noise(*views[2:], 6))
+
+
+def test_no_rows_are_no_tokens(run: Run) -> None:
+    empty = torch.zeros(0, dtype=torch.int64)
+    assert run("choose_token_triton", torch.zeros(0, 9), torch.zeros(0), empty, empty).shape == (0,)
+    assert run("gumbel_noise_triton", empty, empty, 9).shape == (0, 9)
+
+
+def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.choose_token_triton", None)  # its import fails
+    arguments = (random_logits(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys(), DRAFT_DOMAIN)
+    assert torch.equal(choose_token(*arguments), choose_token_twin(*arguments))
+
+
+def test_the_twins_tokens_are_drawn_from_the_softmax_at_the_rows_temperature() -> None:
+    """Chi-square with 5 degrees of freedom is below 20.5 in 999 of 1000 cases."""
+    num_rows, logits = 50_000, torch.tensor([0.0, 1.0, -1.0, 2.5, 0.3, 0.9])
+    for temperature in (0.6, 1.7):
+        tokens = choose_token_twin(
+            logits.expand(num_rows, -1),
+            torch.full((num_rows,), temperature),
+            torch.full((num_rows,), 11),
+            torch.arange(num_rows),
+        )
+        expected = (logits / temperature).softmax(-1) * num_rows
+        assert ((torch.bincount(tokens, minlength=6) - expected) ** 2 / expected).sum() < 20.5
+
+
+def test_greedy_and_sampled_rows_of_one_batch_keep_to_themselves() -> None:
+    logits = random_logits(8, 100)
+    temperature = torch.tensor([0.0, 2.0]).repeat(4)
+    tokens = choose_token_twin(logits, temperature, *keys())
+    assert torch.equal(tokens[::2], logits.argmax(-1)[::2])
+    assert not torch.equal(tokens[1::2], logits.argmax(-1)[1::2])
+    noise = gumbel_noise(*keys(), 100)
+    assert torch.equal(tokens[1::2], (logits / 2 + noise).argmax(-1)[1::2])
+
+
+@pytest.mark.gpu
+def test_a_large_vocabulary_has_the_twins_noise_and_tokens_on_the_device() -> None:
+    num_rows, vocab_size = 40, 128256
+    seeds, positions = (column.repeat(5) for column in keys())
+    positions = positions ^ torch.arange(num_rows)
+    noise = run_on_device("gumbel_noise_triton", seeds, positions, vocab_size)
+    assert torch.equal(noise, gumbel_noise(seeds, positions, vocab_size))
+    logits, temperature = random_logits(num_rows, vocab_size).cuda(), torch.linspace(0, 1.5, num_rows).cuda()
+    tokens = choose_token(logits, temperature, seeds.cuda(), positions.cuda())
+    assert torch.equal(tokens.cpu(), choose_token_twin(logits.cpu(), temperature.cpu(), seeds, positions))
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_to_the_31_elements_are_read_on_the_device() -> None:
+    if torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 10 GB of free device memory")
+    logits = torch.zeros((1 << 31) + 3000, device="cuda").as_strided((3, 3000), (1 << 30, 1))
+    logits.copy_(random_logits(3, 3000))
+    others = (torch.tensor([0.0, 0.8, 0.8]), *(column[:3] for column in keys()))
+    tokens = choose_token(logits, *(column.cuda() for column in others))
+    assert torch.equal(tokens.cpu(), choose_token_twin(random_logits(3, 3000), *others))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_with_other_arguments() -> None:
+    def arguments(round_id: int) -> tuple[torch.Tensor, ...]:
+        temperature = torch.tensor([0.0, 0.7, 1.0, 0.3]).roll(round_id).repeat(2)
+        seeds, positions = keys()
+        return random_logits(8, 32003, round_id), temperature, seeds + round_id, positions + 7 * round_id
+
+    static = tuple(argument.cuda() for argument in arguments(0))
+    choose_token(*static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = choose_token(*static)
+    for round_id in (1, 2, 3):
+        for buffer, argument in zip(static, arguments(round_id), strict=True):
+            buffer.copy_(argument)
+        graph.replay()
+        assert torch.equal(tokens.cpu(), choose_token_twin(*arguments(round_id)))

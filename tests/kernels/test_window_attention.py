@@ -1,0 +1,262 @@
+"""Window attention against the formula in float64: the plain-torch twin here, the kernels under Triton's interpreter in
+a process of their own (it must be chosen before Triton is imported), and on a CUDA device (`-m gpu`)."""
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tllm_spec.kernels.window_attention import (
+    MAX_PARTIAL_ROWS,
+    MAX_SPLITS,
+    MIN_KEYS_PER_SPLIT,
+    WindowWorkspace,
+    has_kernels,
+    plain_window_attention,
+    plain_write_kv,
+    window_attention,
+    write_kv,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = (
+    [pytest.param("cpu", id="interpreted")] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+on_each_kernel_device = pytest.mark.parametrize("device", DEVICES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`padding`: lengths that rows of graph padding claim. `num_programs`: what a launch may have; more makes splits.
+    `spare_pages`: columns of the block table beyond the longest request."""
+
+    kv_lens: tuple[int, ...]
+    window: int
+    group: int
+    head_dim: int
+    page_size: int
+    kv_heads: int = 2
+    padding: tuple[int, ...] = ()
+    num_programs: int = 1
+    spare_pages: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "lengths about a page": Case((1, 32, 33), 1, 4, 128, 32),
+    "window as long as the request": Case((3, 15, 16, 17, 49), 3, 3, 80, 16, spare_pages=2),
+    "one-token pages": Case((5, 6, 140), 5, 1, 16, 1, kv_heads=3),
+    "padding": Case((8, 70), 8, 4, 32, 16, padding=(1, 7, 10**9)),
+    "more rows than a tile": Case((9, 40), 8, 9, 16, 16, kv_heads=1),
+    "splits": Case((1, 300, 64, 1029), 1, 3, 32, 16, num_programs=64, spare_pages=3),
+    "splits of windows": Case((5, 700), 5, 4, 16, 32, kv_heads=1, padding=(1, 10**9), num_programs=40),
+    "most splits empty": Case((8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=40),
+    "splits and two tiles": Case((200,), 8, 9, 80, 16, kv_heads=1, num_programs=12, spare_pages=60),
+    "bfloat16": Case((1, 17, 90), 1, 4, 128, 16, dtype=torch.bfloat16),
+    "bfloat16, splits": Case((3, 600), 3, 2, 64, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16),
+    "float16": Case((8, 33), 8, 4, 32, 1, num_programs=64, spare_pages=500, dtype=torch.float16),
+}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+class Problem:
+    """Requests with random queries, keys and values, these on shuffled pages of a pool that holds NaN everywhere else:
+    in the rest of each last page, in pages of nobody, in what the block table names beyond a request's pages and in
+    what follows it in memory. Page 0 is graph padding's: finite where there is some."""
+
+    def __init__(self, case: Case, device: str = "cpu", seed: int = 0) -> None:
+        self.case, self.scale = case, 1.3 / math.sqrt(case.head_dim)
+        generator = torch.Generator().manual_seed(seed)
+        heads = case.kv_heads * case.group
+        rows = len(case.kv_lens) + len(case.padding)
+        counts = [-(-length // case.page_size) for length in case.kv_lens]
+        width = max(counts) + case.spare_pages
+        order = (
+            torch.randperm(sum(counts) + 1, generator=generator) + 1
+        ).tolist()  # the last page is nobody's
+        tables = torch.full((rows, width + 2), order.pop())
+        shape = (2, len(order) + 2, case.page_size, case.kv_heads, case.head_dim)
+        layer = torch.full(shape, torch.nan, dtype=case.dtype)
+        layer[:, 0] = 7 if case.padding else torch.nan
+        self.kv = []
+        for request, (length, count) in enumerate(zip(case.kv_lens, counts, strict=True)):
+            pages = [order.pop() for _ in range(count)]
+            tables[request, :count] = torch.tensor(pages)
+            kv = torch.randn(2, length, case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
+            for token in range(length):
+                layer[:, pages[token // case.page_size], token % case.page_size] = kv[:, token]
+            self.kv.append(kv.double())
+        tables[len(case.kv_lens) :, :width] = 0
+        fused = torch.randn(rows, case.window, heads + 2, case.head_dim, generator=generator).to(case.dtype)
+        self.q = fused.to(device)[:, :, 1:-1]
+        self.layer = layer.to(device)
+        self.block_tables = tables.to(device, torch.int32)[:, :width]
+        self.kv_lens = torch.tensor(case.kv_lens + case.padding, dtype=torch.int32, device=device)
+
+    def workspace(self) -> WindowWorkspace:
+        own = WindowWorkspace.allocate(self.case.head_dim, self.q.device)
+        for tensor in (own.outputs, own.log_sums):
+            tensor.fill_(torch.nan)
+        return WindowWorkspace(own.outputs, own.log_sums, self.case.num_programs)
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.layer, self.block_tables, self.kv_lens
+
+    def attend(self, workspace: WindowWorkspace | None = None) -> torch.Tensor:
+        workspace = workspace or self.workspace()
+        return window_attention(*self.inputs(), self.scale, workspace)
+
+    def attend_plainly(self) -> torch.Tensor:
+        return plain_window_attention(*self.inputs(), self.scale)
+
+    def expected(self) -> torch.Tensor:
+        """softmax(scale * q k) v of the real requests, `[B, W, Hq * D]` float64, head by head and token by token."""
+        results = []
+        for q, (keys, values) in zip(self.q.cpu().double(), self.kv, strict=False):
+            for token in range(self.case.window):
+                seen = keys.shape[0] - self.case.window + token + 1
+                for head, query in enumerate(q[token]):
+                    kv_head = head // self.case.group
+                    weights = (self.scale * keys[:seen, kv_head] @ query).softmax(0)
+                    results.append(weights @ values[:seen, kv_head])
+        return torch.stack(results).view(len(self.kv), self.case.window, -1)
+
+    def check(self, output: torch.Tensor) -> None:
+        """Real rows are the formula's; rows of padding are numbers, zeros for queries before the first token."""
+        assert output.dtype == self.case.dtype and output.isfinite().all()
+        tolerance, real = TOLERANCE[self.case.dtype], output[: len(self.kv)].cpu().double()
+        torch.testing.assert_close(real, self.expected(), rtol=tolerance, atol=tolerance)
+        for row, length in zip(output[len(self.kv) :], self.case.padding, strict=True):
+            assert row[: max(0, self.case.window - length)].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_twin_equals_the_formula(name: str) -> None:
+    problem = Problem(CASES[name])
+    problem.check(problem.attend_plainly())
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_equals_the_formula_and_its_twin(name: str, device: str) -> None:
+    assert has_kernels(torch.device(device))
+    problem = Problem(CASES[name], device)
+    output, tolerance = problem.attend(), TOLERANCE[CASES[name].dtype]
+    problem.check(output)
+    torch.testing.assert_close(output, problem.attend_plainly(), rtol=tolerance, atol=tolerance)
+
+
+@on_each_kernel_device
+def test_nan_of_one_request_does_not_reach_the_others(device: str) -> None:
+    case = Case((70, 70, 70), 2, 2, 16, 16, num_programs=12, spare_pages=40)
+    problem = Problem(case, device)
+    before = problem.attend()
+    problem.layer[:, problem.block_tables[1, 1].item()] = torch.nan
+    after = problem.attend()
+    assert after[1].isnan().all()
+    assert torch.equal(after[::2], before[::2])
+
+
+@on_each_kernel_device
+def test_a_split_that_has_no_keys_now_leaves_out_what_an_earlier_launch_wrote_there(device: str) -> None:
+    problem = Problem(CASES["splits"], device)
+    workspace = problem.workspace()
+    problem.attend(workspace)
+    shorter = torch.tensor([1, 18, 64, 3], dtype=torch.int32)
+    problem.kv_lens.copy_(shorter)
+    problem.kv = [kv[:, :length] for kv, length in zip(problem.kv, shorter.tolist(), strict=True)]
+    problem.check(problem.attend(workspace))
+
+
+@on_each_kernel_device
+def test_partial_results_are_written_for_real_rows_only(device: str) -> None:
+    problem = Problem(CASES["splits"], device)
+    workspace, num_splits = problem.workspace(), 5  # 68 pages of 16 tokens
+    problem.attend(workspace)
+    beyond = problem.q.shape[0] * problem.q.shape[2] * num_splits
+    assert workspace.log_sums[beyond - 1].isfinite() and workspace.outputs[beyond - 1].isfinite().all()
+    assert workspace.log_sums[beyond:].isnan().all() and workspace.outputs[beyond:].isnan().all()
+
+
+def check_writing(write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], device: str) -> None:
+    for head_dim, dtype in ((16, torch.float32), (80, torch.bfloat16)):
+        generator = torch.Generator().manual_seed(1)
+        fused = torch.randn(5, 9, head_dim, generator=generator).to(device, dtype)
+        kv = fused[:, 3:].view(5, 2, 3, head_dim)  # the rows of one projection: queries first
+        layer = torch.full((2, 4, 8, 3, head_dim), torch.nan, dtype=dtype, device=device)
+        expected, slots = layer.clone(), [31, 0, 9, 8, 17]
+        for row, slot in enumerate(slots):
+            expected[:, slot // 8, slot % 8] = kv[row]
+        write(kv, torch.tensor(slots, device=device), layer)
+        assert torch.equal(layer.nan_to_num(99), expected.nan_to_num(99))
+
+
+def test_the_twin_puts_rows_into_their_slots_and_changes_nothing_else() -> None:
+    check_writing(plain_write_kv, "cpu")
+
+
+@on_each_kernel_device
+def test_the_kernel_puts_rows_into_their_slots_and_changes_nothing_else(device: str) -> None:
+    check_writing(write_kv, device)
+
+
+def test_splits_fill_the_device_and_fit_the_workspace() -> None:
+    workspace = WindowWorkspace.allocate(16, torch.device("cpu"))
+    workspace = WindowWorkspace(workspace.outputs, workspace.log_sums, 1056)
+    assert workspace.num_splits(8, 32, 10**6) == MAX_SPLITS
+    assert workspace.num_splits(8, 32, 8192) == 8192 // MIN_KEYS_PER_SPLIT
+    assert workspace.num_splits(8, 32, MIN_KEYS_PER_SPLIT) == 1
+    assert workspace.num_splits(128, 512, 8192) == 1056 // 128
+    assert workspace.num_splits(128, 16384, 8192) == MAX_PARTIAL_ROWS // 16384
+    assert workspace.num_splits(529, 2116, 8192) == 1
+    assert workspace.num_splits(2048, 65536, 8192) == 1  # unsplit rows need no workspace
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> None:
+    assert not has_kernels(torch.device("cpu"))
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < (3, 7):
+        pytest.skip(f"the interpreter of Triton {version} does not run with today's NumPy; 3.7 does")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["window as long as the request", "splits of windows", "bfloat16, splits"])
+def test_a_captured_launch_is_replayed_with_other_lengths_tables_and_rows(name: str) -> None:
+    case = CASES[name]
+    captured, workspace = Problem(case, "cuda"), Problem(case, "cuda").workspace()
+    captured.attend(workspace)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = captured.attend(workspace)
+    for seed in (1, 2):
+        other = Problem(replace(case, kv_lens=case.kv_lens[seed:] + case.kv_lens[:seed]), "cuda", seed)
+        for mine, new in zip(captured.inputs(), other.inputs(), strict=True):
+            mine.copy_(new)
+        graph.replay()
+        other.check(output)
+
+
+@pytest.mark.gpu
+def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
+    problem = Problem(CASES["bfloat16"], "cuda")
+    shape = problem.layer.shape
+    first = 2**31 // math.prod(shape[2:])
+    pool = torch.empty((2, first + shape[1], *shape[2:]), dtype=problem.layer.dtype, device="cuda")
+    pool[:, first:] = torch.nan
+    kv_slots = torch.arange(first * shape[2], pool.shape[1] * shape[2], device="cuda")
+    write_kv(problem.layer.view(2, -1, *shape[3:]).transpose(0, 1), kv_slots, pool)
+    problem.layer, problem.block_tables = pool, problem.block_tables + first
+    problem.check(problem.attend())

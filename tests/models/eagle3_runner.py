@@ -1,0 +1,58 @@
+"""A loaded EAGLE-3 head run over (token, hidden state) pairs, and the target's states that it starts from."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.models.helpers import CPU, MAX_POSITIONS, PagedRunner
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
+
+
+def load_head(folder: Path, target: CausalLM, **options: Any) -> Eagle3Head:
+    defaults = {"num_captured": 3, "load_format": "auto", "max_positions": MAX_POSITIONS}
+    return load_eagle3_head(folder, target, **(defaults | options))
+
+
+class HeadRunner(PagedRunner):
+    """Runs the head over (token, hidden state) pairs of each request, with its own pool."""
+
+    model: Any
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        contexts: dict[int, tuple[list[int], torch.Tensor]] | None = None,
+        windows: dict[int, tuple[list[int], torch.Tensor]] | None = None,
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Logits `[n, V_draft]` and recurrent states `[n, H]` of each request."""
+        rows = (contexts or {}) | (windows or {})
+        tokens = {request: row[0] for request, row in rows.items()}
+        metadata = self.metadata(
+            {request: tokens[request] for request in contexts or {}},
+            {request: tokens[request] for request in windows or {}},
+            slack=2,
+        )
+        hidden = torch.cat([row[1] for row in rows.values()])
+        before = hidden.clone()
+        context = ForwardContext(self.backend, self.backend.plan(metadata))
+        flat = torch.tensor([token for row in tokens.values() for token in row])
+        normed, recurrent = self.model.forward(flat, metadata.positions, hidden, context)
+        assert torch.equal(hidden, before), "the caller's hidden states were changed"
+        counts = [len(row) for row in tokens.values()]
+        logits = self.model.compute_logits(normed)
+        return dict(zip(rows, zip(logits.split(counts), recurrent.split(counts), strict=True), strict=True))
+
+
+def captured_states(target: CausalLM, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """`[T, n * H]` of one real forward of the target."""
+    runner = PagedRunner(target)
+    metadata = runner.metadata({0: tokens}, {}, 0)
+    spec = SpecMetadata(layers, target.config.hidden_size, 64, target.dtype, CPU)
+    context = ForwardContext(runner.backend, runner.backend.plan(metadata), spec)
+    with torch.inference_mode():
+        target.forward(torch.tensor(tokens), metadata.positions, context)
+    return spec.captured(len(tokens)).clone()

@@ -1,0 +1,329 @@
+"""EAGLE-3 heads in every published form load the same, share what is the target's, and misfits are named."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.eagle3_runner import captured_states, load_head
+from tests.models.helpers import load
+from tests.models.tiny_eagle3 import (
+    SPELLINGS,
+    Spelling,
+    Tensors,
+    edit_config,
+    rewrite,
+    save,
+    write_tiny_eagle3,
+)
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.eagle3_config import Eagle3Config
+
+VOCAB_SIZE = 64
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> CausalLM:
+    return load(write_tiny_llama(tmp_path / "target", num_layers=6))
+
+
+def test_draft_tokens_are_the_targets_tokens_that_the_checkpoint_names(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    marked = load_file(folder / "model.safetensors")["t2d"].nonzero().flatten()
+    ids = load_head(folder, target).draft_to_target
+    assert ids is not None and ids.dtype == torch.int64 and ids.equal(marked)
+    assert not ids.equal(torch.arange(48))
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, VOCAB_SIZE])
+def test_a_head_of_the_whole_vocabulary_has_no_translation(
+    draft_vocab_size: int | None, target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=draft_vocab_size)
+    assert load_head(folder, target).draft_to_target is None
+    if draft_vocab_size:
+        rewrite(folder, lambda tensors: tensors.pop("d2t"))
+        assert load_head(folder, target).draft_to_target is None
+
+
+def test_a_permuted_whole_vocabulary_is_translated(target: CausalLM, tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=VOCAB_SIZE)
+    swap = torch.zeros(VOCAB_SIZE, dtype=torch.int32)
+    swap[3], swap[7] = 4, -4
+    rewrite(folder, lambda tensors: tensors.update(d2t=swap))
+    ids = load_head(folder, target).draft_to_target
+    assert ids is not None and ids[[3, 7, 8]].tolist() == [7, 3, 8]
+
+
+def all_weights(head: Eagle3Head) -> Tensors:
+    assert head.draft_to_target is not None
+    return head.state_dict() | {"d2t": head.draft_to_target}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "LlamaForCausalLM"])
+def test_every_spelling_and_file_loads_the_same_weights(
+    spelling: Spelling, file: Any, architecture: str, target: CausalLM, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"fc_norm": True, "bias": True, "num_layers": 2}
+    expected = all_weights(load_head(write_tiny_eagle3(tmp_path / "flat", **options), target))
+    options |= {"spelling": spelling, "file": file, "architectures": [architecture]}
+    folder = write_tiny_eagle3(tmp_path / "head", **options)
+    weights = all_weights(load_head(folder, target))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_use_aux_norm_is_the_older_name_of_fc_norm(target: CausalLM, tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", fc_norm=True)
+    captured = captured_states(target, [5, 9, 2, 6], (0, 1, 2))
+    expected = load_head(folder, target).fuse(captured)
+    edit_config(folder, fc_norm=None, use_aux_norm=True)
+    assert load_head(folder, target).fuse(captured).equal(expected)
+
+
+def test_a_sharded_head_is_read_and_tensors_that_no_one_needs_are_skipped(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    expected = all_weights(load_head(folder, target))
+    tensors = load_file(folder / "model.safetensors")
+    assert {"t2d", "embed_tokens.weight"} <= tensors.keys()
+    tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    shards = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(tensors))}
+    for shard in set(shards.values()):
+        save(folder / shard, {name: tensors[name] for name in shards if shards[name] == shard})
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    weights = all_weights(load_head(folder, target))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"draft_vocab_size": None}, {"draft_vocab_size": None, "tie_word_embeddings": True}],
+    ids=["own output layer", "the target's", "tied"],
+)
+def test_shared_weights_are_the_targets_own_memory_and_stay_as_they_are(
+    options: dict[str, Any], load_format: str, target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", **options)
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
+    head = load_head(folder, target, load_format=load_format)
+    weights = target.state_dict()
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    assert not addresses(head.parameters()) & addresses(target.parameters())
+    assert head.borrowed.embed_tokens is target.get_submodule("model.embed_tokens")
+    own = dict(head.named_parameters()).get("lm_head.weight")
+    if options:
+        shared = "model.embed_tokens.weight" if "tie_word_embeddings" in options else "lm_head.weight"
+        assert own is None
+        assert head.borrowed.lm_head.weight.data_ptr() == weights[shared].data_ptr()
+    else:
+        assert own is not None and own.shape == (48, 32)
+
+
+def test_a_tied_head_ignores_a_stored_output_layer(target: CausalLM, tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=VOCAB_SIZE, tie_word_embeddings=True)
+    head = load_head(folder, target)
+    embedding = target.state_dict()["model.embed_tokens.weight"]
+    assert head.compute_logits(torch.eye(32)).equal(embedding.t())
+
+
+CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "hidden_size": ({"hidden_size": 48}, "hidden_size of the EAGLE-3 head is 48, the target's is 32"),
+    "target_hidden_size": ({"target_hidden_size": 40}, "target_hidden_size of .* is 40, the target's is 32"),
+    "vocab_size": ({"vocab_size": 128}, "vocab_size of the EAGLE-3 head is 128, the target's is 64"),
+    "large draft vocabulary": ({"draft_vocab_size": 65}, "draft_vocab_size is 65; .*, which is 64"),
+    "no draft vocabulary": ({"draft_vocab_size": 0}, "draft_vocab_size is 0; it must be 1 to vocab_size"),
+    "tied reduced": ({"tie_word_embeddings": True}, "tie_word_embeddings is true and draft_vocab_size is 48"),
+    "architecture": (
+        {"architectures": ["Eagle3Speculator"]},
+        r"\['Eagle3Speculator'\]; .*LlamaForCausalLMEagle3",
+    ),
+    "no architecture": ({"architectures": None}, r"architectures of the EAGLE-3 head is \[\]"),
+    "no aux states": (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        "use_aux_hidden_state of the EAGLE-3 head is False; only True is served",
+    ),
+    "norm_before_residual": ({"norm_before_residual": True}, "norm_before_residual .* is True; only False"),
+    "layer ids": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+        "3 layers of the target are captured; the EAGLE-3 head reads 2 .eagle_aux_hidden_state_layer_ids",
+    ),
+    "number of states": ({"num_aux_hidden_states": 4}, "the EAGLE-3 head reads 4 .num_aux_hidden_states"),
+    "window": ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, "sliding_window .* is 8"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not served"),
+    "no vocab_size": ({"vocab_size": None}, r"config\.json has no vocab_size"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG_ERRORS)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_config_that_is_not_served_or_does_not_fit_the_target_is_named(
+    name: str, load_format: str, target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    changes, message = CONFIG_ERRORS[name]
+    edit_config(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_head(folder, target, load_format=load_format)
+
+
+CHECKPOINT_ERRORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "fc": (lambda tensors: tensors.pop("fc.weight"), r"The checkpoint has no fc\.weight"),
+    "fc inputs": (
+        lambda tensors: tensors.update({"fc.weight": torch.ones(32, 64)}),
+        r"fc\.weight of the EAGLE-3 head takes 64 inputs; 3 captured layers of 32 each give 96",
+    ),
+    "lm_head rows": (
+        lambda tensors: tensors.update({"lm_head.weight": torch.ones(40, 32)}),
+        r"lm_head\.weight of the EAGLE-3 head has 40 rows; draft_vocab_size is 48",
+    ),
+    "shape": (
+        lambda tensors: tensors.update({"norm.weight": torch.ones(33)}),
+        r"norm\.weight has the shape \[33\].*\[32\]",
+    ),
+    "missing and surplus": (
+        lambda tensors: tensors.update(other=tensors.pop("midlayer.hidden_norm.weight")),
+        r"missing layers\.0\.hidden_norm\.weight; surplus other\.",
+    ),
+    "missing lm_head": (
+        lambda tensors: tensors.pop("lm_head.weight"),
+        r"missing lm_head\.weight; surplus none",
+    ),
+    "surplus norms": (
+        lambda tensors: tensors.update({"aux_norm_low.weight": torch.ones(32)}),
+        r"missing none; surplus fc_norm\.0\.weight",
+    ),
+    "twice": (
+        lambda tensors: tensors.update({"model.layers.0.hidden_norm.weight": torch.ones(32)}),
+        r"has layers\.0\.hidden_norm\.weight twice",
+    ),
+    "d2t": (lambda tensors: tensors.pop("d2t"), "no d2t; draft_vocab_size 48 of vocab_size 64 needs one"),
+    "d2t too high": (
+        lambda tensors: tensors["d2t"].index_fill_(0, torch.tensor(47), 17),
+        "d2t of the EAGLE-3 head leads to the token 64; vocab_size is 64",
+    ),
+    "d2t negative": (
+        lambda tensors: tensors["d2t"].index_fill_(0, torch.tensor(2), -3),
+        "d2t of the EAGLE-3 head leads to the token -1; vocab_size is 64",
+    ),
+    "d2t shape": (
+        lambda tensors: tensors.update(d2t=torch.zeros(47, dtype=torch.int64)),
+        r"d2t has the shape \[47\] .* must be 48 integers",
+    ),
+    "d2t type": (
+        lambda tensors: tensors.update(d2t=torch.zeros(48)),
+        "the type torch.float32; it must be 48 int",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINT_ERRORS)
+def test_a_checkpoint_that_does_not_fit_is_named(name: str, target: CausalLM, tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    change, message = CHECKPOINT_ERRORS[name]
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=message):
+        load_head(folder, target)
+
+
+def test_an_output_layer_without_a_draft_vocabulary_is_refused_with_the_remedy(
+    target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    edit_config(folder, draft_vocab_size=None)
+    with pytest.raises(ValueError, match="set draft_vocab_size to 48 in the head's config"):
+        load_head(folder, target)
+
+
+def test_files_that_are_not_there_or_not_readable_are_named(target: CausalLM, tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", file="pytorch_model.bin")
+    file = folder / "pytorch_model.bin"
+    torch.save({"model": {}}, file)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin must hold a dictionary of names to tensors"):
+        load_head(folder, target)
+    file.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not a readable"):
+        load_head(folder, target)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
+        load_head(folder, target)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        load_head(folder, target)
+
+
+class Planted:
+    """Unpickled as code, it leaves a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.trace,)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(target: CausalLM, tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head", file="pytorch_model.bin")
+    trace = tmp_path / "trace"
+    torch.save({"fc.weight": Planted(trace)}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not a readable"):
+        load_head(folder, target)
+    assert not trace.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert trace.exists(), "the plant is dead, so the test above shows nothing"
+
+
+def test_tensor_parallelism_is_refused(target: CausalLM, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tp_size is 2; .*tp_size 1 only"):
+        load_head(write_tiny_eagle3(tmp_path / "head"), target, mapping=Mapping(0, 2, 2))
+
+
+def test_a_published_config_is_read() -> None:
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+    }
+    config = Eagle3Config.from_dict(raw)
+    assert config.attention_geometry(Mapping()) == AttentionGeometry(1, 32, 8, 128, 128**-0.5)
+    assert (config.draft_vocab_size, config.target_hidden_size, config.rope.theta) == (32000, 4096, 10000.0)
+    assert config.capture_layers is None
+    assert not (config.norm_output or config.fc_norm or config.bias)
+
+
+@pytest.mark.parametrize(("ids", "layers"), [([1, 15, 28], (1, 15, 28)), ([], None), (None, None)])
+def test_layers_to_capture_are_those_of_the_eagle_config(
+    ids: list[int] | None, layers: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    assert Eagle3Config.from_pretrained(folder).capture_layers == layers

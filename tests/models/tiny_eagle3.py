@@ -1,0 +1,150 @@
+"""Random EAGLE-3 heads of a few thousand parameters, in every published spelling.
+
+The default sizes are those of the targets of `tests/executor/tiny_llama.py`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+Spelling = Literal["flat", "layers", "model.flat", "model.layers"]
+SPELLINGS: tuple[Spelling, ...] = ("flat", "layers", "model.flat", "model.layers")
+
+
+def write_tiny_eagle3(
+    folder: Path,
+    *,
+    hidden_size: int = 32,
+    vocab_size: int = 64,
+    draft_vocab_size: int | None = 48,
+    num_captured: int = 3,
+    spelling: Spelling = "flat",
+    seed: int = 0,
+    num_heads: int = 2,
+    num_kv_heads: int = 1,
+    head_dim: int = 16,
+    intermediate_size: int = 48,
+    num_layers: int = 1,
+    norm_output: bool = False,
+    fc_norm: bool = False,
+    bias: bool = False,
+    file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
+    **config: Any,
+) -> Path:
+    """Fills `folder` with an untied head; equal arguments give equal weights, whatever the spelling and the file.
+
+    `config`: further keys of config.json. Like published heads it has `t2d` and an embedding, which no one needs.
+    """
+    sizes = {
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+    }
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "norm_output": norm_output,
+        "fc_norm": fc_norm,
+        "bias": bias,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: _random(name, shape, generator)
+        for name, shape in _shapes(sizes, num_captured, settings).items()
+    }
+    tensors |= _vocabulary(vocab_size, draft_vocab_size, generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(folder / file, {_spelt(name, spelling): tensor for name, tensor in tensors.items()})
+    (folder / "config.json").write_text(json.dumps(settings | sizes | config))
+    return folder
+
+
+def save(file: Path, tensors: Tensors) -> None:
+    if file.suffix == ".bin":
+        torch.save(tensors, file)
+    else:
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save(folder / "model.safetensors", tensors)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def _shapes(sizes: dict[str, Any], num_captured: int, settings: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    size, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    q_size, kv_size = (sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (sizes["vocab_size"], size),
+        "fc.weight": (size, num_captured * size),
+        "norm.weight": (size,),
+        "layers.0.hidden_norm.weight": (size,),
+    }
+    if sizes["draft_vocab_size"] is not None:
+        shapes["lm_head.weight"] = (sizes["draft_vocab_size"], size)
+    if settings["bias"]:
+        shapes["fc.bias"] = (size,)
+    for index in range(num_captured if settings["fc_norm"] else 0):
+        shapes[f"fc_norm.{index}.weight"] = (size,)
+    for layer in range(sizes["num_hidden_layers"]):
+        width = size if layer else 2 * size
+        for name, shape in {
+            "input_layernorm": (size,),
+            "post_attention_layernorm": (size,),
+            "self_attn.q_proj": (q_size, width),
+            "self_attn.k_proj": (kv_size, width),
+            "self_attn.v_proj": (kv_size, width),
+            "self_attn.o_proj": (size, q_size),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+        }.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    return shapes
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        return 1 + 0.3 * noise
+    return noise * (2.0 if name == "lm_head.weight" else 1.0) * shape[-1] ** -0.5
+
+
+def _vocabulary(vocab_size: int, draft_vocab_size: int | None, generator: torch.Generator) -> Tensors:
+    """`d2t` holds target id - draft id of randomly chosen tokens; `t2d` marks them."""
+    if draft_vocab_size is None:
+        return {}
+    chosen = torch.randperm(vocab_size, generator=generator)[:draft_vocab_size].sort().values
+    marks = torch.zeros(vocab_size, dtype=torch.bool)
+    marks[chosen] = True
+    return {"d2t": chosen - torch.arange(draft_vocab_size), "t2d": marks}
+
+
+def _spelt(name: str, spelling: Spelling) -> str:
+    if spelling.endswith("flat"):
+        name = name.replace("layers.0.", "midlayer.")
+        for index, place in enumerate(("low", "mid", "high")):
+            name = name.replace(f"fc_norm.{index}.", f"aux_norm_{place}.")
+    prefixed = spelling.startswith("model.") and not name.startswith("lm_head.")
+    return f"model.{name}" if prefixed else name

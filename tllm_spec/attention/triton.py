@@ -1,0 +1,76 @@
+"""TRITON: generation windows through a kernel that takes lengths and block tables from the device.
+
+Nothing of a pure-generation plan depends on true lengths, so a forward over it can be captured in a CUDA graph and
+replayed. Context chunks run as VANILLA runs them. Where there is no Triton the kernels' plain-torch twins run.
+
+A capture needs one run of the same shape before it: kernels are compiled when they are first launched.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
+from tllm_spec.kernels.window_attention import WindowWorkspace, window_attention, write_kv
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """All generation windows, rows `first` and after: views of the metadata."""
+
+    first: int
+    batch: int
+    window: int
+    block_tables: torch.Tensor
+    """[B, P] int32."""
+    kv_lens: torch.Tensor
+    """[B] int32."""
+
+
+@dataclass(frozen=True)
+class TritonPlan(VanillaPlan):
+    """VANILLA's chunks, and `windows` in the place of its generation plan."""
+
+    windows: WindowPlan | None
+
+
+class TritonAttention(VanillaAttention):
+    """As VANILLA, a request's result depends on its own tokens only."""
+
+    supports_graphs = True
+
+    def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
+        super().__init__(geometry, pool)
+        self._layers = pool.data.unbind(0)
+        self._workspace = WindowWorkspace.allocate(geometry.head_dim, pool.data.device)
+
+    def plan(self, metadata: AttentionMetadata) -> TritonPlan:
+        contexts = super().plan(replace(metadata, num_generations=0)).contexts
+        windows, batch = None, metadata.num_generations
+        if batch:
+            first = sum(metadata.context_lens)
+            tables, kv_lens = metadata.block_tables[-batch:], metadata.kv_lens[-batch:]
+            windows = WindowPlan(first, batch, metadata.window, tables, kv_lens)
+        return TritonPlan(metadata.kv_slots, contexts, None, windows)
+
+    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        assert isinstance(plan, TritonPlan)
+        write_kv(kv, plan.kv_slots, self._layers[layer])
+        outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
+        if plan.windows is not None:
+            outputs.append(self._run_windows(layer, q, plan.windows))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run_windows(self, layer: int, q: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
+        output = window_attention(
+            q[plan.first :].view(plan.batch, plan.window, *q.shape[1:]),
+            self._layers[layer],
+            plan.block_tables,
+            plan.kv_lens,
+            self.geometry.scale,
+            self._workspace,
+        )
+        return output.flatten(0, 1)

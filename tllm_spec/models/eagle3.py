@@ -1,0 +1,211 @@
+"""The EAGLE-3 draft head (arXiv 2503.01840): a one-layer decoder that reads a token and a hidden state.
+
+The state comes from the target (`fuse`) or from the head's own previous step. Embedding, and without a draft
+vocabulary the output layer too, are the target's. It knows no requests, pages or drafting loop.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.eagle3_checkpoint import check_sizes, head_tensors, target_ids
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.layers import Embedding, RMSNorm
+from tllm_spec.models.linear import ColumnLinear, Linear
+from tllm_spec.models.llama import MLP, Attention, DecoderLayer
+from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.registry import LoadFormat
+from tllm_spec.models.rotary import rotary_table
+from tllm_spec.models.weights import fill, fill_random
+
+
+@dataclass(frozen=True)
+class BorrowedModules:
+    """The target's. Not registered in the head, so that no one fills them or counts them a second time."""
+
+    embed_tokens: Embedding
+    lm_head: Linear
+
+    @classmethod
+    def of(cls, target: CausalLM, *, tied: bool, placement: Placement) -> "BorrowedModules":
+        """`tied`: the output layer has the embedding's weight, also where the target's own has another."""
+        embed_tokens, lm_head = target.get_submodule("model.embed_tokens"), target.get_submodule("lm_head")
+        assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, Linear)
+        if tied and lm_head.weight is not embed_tokens.weight:
+            rows, columns = embed_tokens.weight.shape
+            lm_head = Linear(columns, rows, bias=False, placement=placement, weight=embed_tokens.weight)
+        return cls(embed_tokens, lm_head)
+
+
+class Eagle3Layer(Module):
+    """The first layer: its attention reads the embedding beside the hidden state, which alone is carried on."""
+
+    def __init__(self, config: Eagle3Config, placement: Placement) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, placement)
+        self.hidden_norm = RMSNorm(size, eps, placement)
+        self.self_attn = Attention(config, 0, placement, input_size=2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps, placement)
+        self.mlp = MLP(config, placement)
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        context: ForwardContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's output and the running sum that it is not yet in, each `[T, H]`."""
+        both = torch.cat((self.input_layernorm.forward(embeddings), self.hidden_norm.forward(hidden)), -1)
+        residual = self.self_attn.forward(both, cos, sin, context).add_(hidden)
+        return self.mlp.forward(self.post_attention_layernorm.forward(residual)), residual
+
+
+class Eagle3Head(Module):
+    """Module paths are the checkpoint's names (`eagle3_checkpoint.py`), with q/k/v and gate/up fused."""
+
+    draft_to_target: torch.Tensor | None
+    """`[V_draft]` int64: the target's id of each of the head's tokens; None: they are the same."""
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        target: CausalLM,
+        num_captured: int,
+        max_positions: int,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_captured = num_captured
+        size, target_size, eps = config.hidden_size, config.target_hidden_size, config.rms_norm_eps
+        norms = num_captured if config.fc_norm else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(target_size, eps, placement) for _ in range(norms))
+        self.fc = Linear(num_captured * target_size, size, bias=config.bias, placement=placement)
+        later = (DecoderLayer(config, layer, placement) for layer in range(1, config.num_layers))
+        self.layers = nn.ModuleList([Eagle3Layer(config, placement), *later])
+        self.norm = RMSNorm(size, eps, placement)
+        self.borrowed = BorrowedModules.of(target, tied=config.tie_word_embeddings, placement=placement)
+        self.lm_head = (
+            ColumnLinear(size, {"lm_head": config.output_size}, bias=False, placement=placement)
+            if config.has_own_lm_head
+            else None
+        )
+        self.rotary = rotary_table(
+            config.rope, config.head_dim, max_positions, dtype=placement.dtype, device=placement.device
+        )
+        self.draft_to_target = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations: the target's."""
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states never pass here."""
+        if self.config.fc_norm:
+            states = captured.chunk(self.num_captured, -1)
+            captured = torch.cat(
+                [norm.forward(state) for norm, state in zip(self.fc_norm, states, strict=True)], -1
+            )
+        return self.fc.forward(captured)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step. `hidden` is not changed.
+
+        Args:
+            input_ids: `[T]`; each is the token after the one that its hidden state was computed from.
+            positions: `[T]`.
+            hidden: `[T, H]`, from `fuse` or from the previous step.
+            context: of the head's own KV pool.
+
+        Returns:
+            `[T, H]` for `compute_logits`, and `[T, H]` for the next step; with `norm_output` they are one tensor.
+        """
+        cos, sin = self.rotary.index_select(0, positions).unbind(1)
+        embeddings = self.borrowed.embed_tokens.forward(input_ids)
+        first, *later = self.layers
+        output, residual = first.forward(embeddings, hidden, cos, sin, context)
+        for layer in later:
+            output = layer.forward(output, residual, cos, sin, context)
+        normed = self.norm.add(output, residual)
+        return normed, normed if self.config.norm_output else residual
+
+    def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """`[R, H]` to `[R, V_draft]` in float32."""
+        lm_head = self.borrowed.lm_head if self.lm_head is None else self.lm_head
+        return lm_head.forward(normed).float()
+
+
+def load_eagle3_head(
+    path: Path,
+    target: CausalLM,
+    *,
+    num_captured: int,
+    load_format: LoadFormat,
+    max_positions: int,
+    mapping: Mapping = SINGLE_RANK,
+) -> Eagle3Head:
+    """Build the head that `path/config.json` describes, of the target's dtype and on its device, and fill it.
+
+    Args:
+        path: folder in Hugging Face's format; `dummy` needs its config.json only.
+        target: the model that it drafts for.
+        num_captured: layers of the target whose outputs `fuse` gets.
+        load_format: `auto` reads safetensors or pytorch_model.bin, `dummy` fills random weights.
+        max_positions: rows of the rotary table: no request may be longer, whatever length the head was trained on.
+        mapping: this rank's place.
+
+    Raises:
+        ValueError: the config or the checkpoint is not served or does not fit the target; the message says why.
+    """
+    config = Eagle3Config.from_pretrained(path)
+    config.check_target(target.config, num_captured)
+    if mapping.tp_size > 1:
+        raise ValueError(f"tp_size is {mapping.tp_size}; an EAGLE-3 head is served with tp_size 1 only.")
+    placement = Placement(target.dtype, target.device, mapping)
+    head = Eagle3Head(config, target, num_captured, max_positions, placement)
+    if load_format == "dummy":
+        _fill_dummy(head)
+    else:
+        _fill_from_checkpoint(head, path)
+    if placement.device.type == "cpu" and placement.dtype == torch.float32:
+        for module in head.modules():
+            if isinstance(module, Module):
+                module.specialize_for_cpu()
+    return head
+
+
+def _fill_from_checkpoint(head: Eagle3Head, path: Path) -> None:
+    tensors = head_tensors(path)
+    if head.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    check_sizes(tensors, head.config, head.num_captured)
+    ids = target_ids(tensors.pop("d2t", None), head.config)
+    head.draft_to_target = None if ids is None else ids.to(head.device)
+    fill(
+        head,
+        tensors.items(),
+        f"The checkpoint in {path} does not fit its config.json (layers.0 is the layer that some spell midlayer)",
+    )
+
+
+def _fill_dummy(head: Eagle3Head) -> None:
+    """A reduced vocabulary gets ids spread evenly over the target's."""
+    fill_random(head)
+    size, vocab_size = head.config.output_size, head.config.vocab_size
+    if size < vocab_size:
+        head.draft_to_target = torch.arange(size, device=head.device) * vocab_size // size
