@@ -17,7 +17,7 @@ from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.executor.cuda_graphs import graph_keys
-from tllm_spec.executor.engine.memory_plan import plan_num_pages
+from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
@@ -190,6 +190,17 @@ class _Builder:
             mapping=self.mapping,
         )
 
+    def reserved_bytes(self, draft: LoadedDraft | None) -> int:
+        """Of CUDA graphs, and of the distributions that rejection sampling on the target's pages keeps for every slot."""
+        num_bytes = 0
+        if self.args.cuda_graph_config is not None:
+            sizes = self.args.cuda_graph_config.sizes(self.slots.max_batch_size)
+            num_bytes += 2 * len(sizes) * (1 + self.max_draft_len) * BYTES_A_GRAPH
+        if draft is not None and draft.plan.shares_pages and self.spec and self.spec.use_rejection_sampling:
+            rows = (self.slots.max_batch_size + 1) * self.max_draft_len
+            num_bytes += rows * self.config.vocab_size * torch.float32.itemsize
+        return num_bytes
+
     def load_draft(self, target: CausalLM) -> LoadedDraft:
         plan = self.draft_plan
         assert plan is not None
@@ -260,7 +271,8 @@ def build_executor(
         check_same_vocabulary(tokenizer, load_tokenizer(plan.path))
     target = builder.load(args.model, args.load_format)
     draft = builder.load_draft(target) if plan is not None else None
-    num_pages = plan_num_pages(args, [target, *([draft.net] if draft else [])], builder.max_len)
+    models = [target, *([draft.net] if draft else [])]
+    num_pages = plan_num_pages(args, models, builder.max_len, builder.reserved_bytes(draft))
 
     engine, kv, layers = builder.engine(target, num_pages, draft)
     slots = SlotState(builder.slots, builder.max_draft_len, builder.device)

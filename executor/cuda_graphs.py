@@ -5,8 +5,10 @@ A graph reads which slots take part from one buffer and everything else from the
 a round does, nor requests.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from tqdm import tqdm
 
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.transfer import to_device
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_RUNS = 2  # compiles kernels and lets libraries allocate, which a capture must not
 
@@ -57,6 +61,7 @@ class CudaGraphs:
         wanted = sorted(keys, reverse=True)
         self._sizes = tuple(sorted({key.batch_size for key in wanted}))
         self._slot_ids = torch.full((self._sizes[-1],), self._dummy_slot, device=self._device)
+        start, (free, _) = monotonic(), torch.cuda.mem_get_info(self._device)
         pool = None
         for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):
             try:
@@ -68,6 +73,9 @@ class CudaGraphs:
                     "captured; lower cuda_graph_config.max_batch_size, max_draft_len or "
                     "kv_cache_config.free_gpu_memory_fraction, or set cuda_graph_config to null"
                 ) from error
+
+        used = free - torch.cuda.mem_get_info(self._device)[0]
+        logger.info("%d CUDA graphs took %.1f s and %d MiB", len(wanted), monotonic() - start, used >> 20)
 
     def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
         """The round of these slots, or None when no graph fits. The result is overwritten by the next replay."""

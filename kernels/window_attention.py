@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-# More than a multiprocessor holds at once (3 to 5), so that requests of different lengths even out.
+# More than a multiprocessor holds at once (3 to 5 of an 8B Llama's), so that requests of different lengths even out.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 # Below this a split's fixed costs (its query rows, its partial result) outweigh reading its keys.
 MIN_KEYS_PER_SPLIT = 256

@@ -16,6 +16,54 @@ def _keys_per_split(length: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.conste
     return tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _attend(
+    queries: tl.tensor,
+    positions: tl.tensor,
+    layer: tl.tensor,
+    table: tl.tensor,
+    kv_head: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    log2_scale: tl.tensor,
+    value_offset: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Each row's highest score, the sum of its weights relative to that, and the sum of the weighted values, over the
+    keys at positions `first` to `end` of the request with the block table row `table`."""
+    dims = tl.arange(0, BLOCK_D)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in tl.range(first, end, BLOCK_N):
+        positions_of_keys = start + tl.arange(0, BLOCK_N)
+        own = positions_of_keys < end
+        pages = tl.load(table + positions_of_keys // PAGE_SIZE, mask=own, other=0)
+        # A pool may have more than 2**31 elements.
+        slots = pages.to(tl.int64) * PAGE_SIZE + positions_of_keys % PAGE_SIZE
+        places = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+        # What lies beyond the length may be NaN, and zero times NaN is NaN: such values are zeros, not only masked.
+        present = own[:, None] & (dims < HEAD_DIM)[None, :]
+        keys = tl.load(places, mask=present, other=0.0).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
+        seen = own[None, :] & (positions_of_keys[None, :] <= positions[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may have seen nothing so far
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(top - base)
+        values = tl.load(places + value_offset, mask=present, other=0.0).to(queries.dtype)
+        total = total * decay + tl.sum(weights, 1)
+        mixed = tl.dot(weights.to(queries.dtype), values, mixed * decay[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, mixed
+
+
 @triton.jit(do_not_specialize=["table_stride", "max_len", "num_splits"])  # type: ignore[untyped-decorator]  # triton has no types
 def attention_kernel(
     q: tl.tensor,
@@ -44,7 +92,6 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, splits, requests): neighbours read the heads of the same keys."""
-    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -64,35 +111,13 @@ def attention_kernel(
     real_rows = rows < WINDOW * GROUP
     real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
     q_places = q + request * request_stride + (tokens * token_stride + heads * head_stride)[:, None]
+    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     queries = tl.load(q_places + dims[None, :], mask=real, other=0.0).to(dot_type)
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(first, end, BLOCK_N):
-        positions_of_keys = start + tl.arange(0, BLOCK_N)
-        own = positions_of_keys < end
-        pages = tl.load(
-            block_tables + request * table_stride + positions_of_keys // PAGE_SIZE, mask=own, other=0
-        )
-        # A pool may have more than 2**31 elements.
-        slots = pages.to(tl.int64) * PAGE_SIZE + positions_of_keys % PAGE_SIZE
-        places = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-        # What lies beyond the length may be NaN, and zero times NaN is NaN: such values are zeros, not only masked.
-        present = own[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(places, mask=present, other=0.0).to(dot_type)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
-        seen = own[None, :] & (positions_of_keys[None, :] <= positions[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may have seen nothing so far
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
-        values = tl.load(places + value_offset, mask=present, other=0.0).to(dot_type)
-        total = total * decay + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(dot_type), values, mixed * decay[:, None], input_precision="ieee")
-        top = new_top
-
+    top, total, mixed = _attend(
+        queries, positions, layer, block_tables + request * table_stride, kv_head, first, end, log2_scale, value_offset,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     out_rows = (request * WINDOW + tokens) * (KV_HEADS * GROUP) + heads
     if SPLITS:

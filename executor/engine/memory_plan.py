@@ -13,13 +13,18 @@ from tllm_spec.models.eagle3 import Eagle3Head
 # On a CPU there is no memory set aside for serving; a pool of this size is plenty for the models that run there.
 CPU_POOL_BYTES = 1 << 30
 DUMMY_PAGES = 1
+# What the driver and the graph's nodes take, measured; activations of all graphs share one pool and count once.
+BYTES_A_GRAPH = 16 << 20
 
 ServedModel = CausalLM | Eagle3Head
 
 
-def plan_num_pages(args: LlmArgs, models: Sequence[ServedModel], max_len: int) -> int:
+def plan_num_pages(
+    args: LlmArgs, models: Sequence[ServedModel], max_len: int, reserved_bytes: int = 0
+) -> int:
     """Pages of each model's pool, the dummy page included: as many as `max_tokens` asks for, else as memory allows, and
-    never more than `max_batch_size` requests of `max_len` tokens can fill.
+    never more than `max_batch_size` requests of `max_len` tokens can fill. reserved_bytes: what will be allocated later
+    beside the pools and activations.
 
     Raises ValueError when not even one page is possible.
     """
@@ -34,7 +39,8 @@ def plan_num_pages(args: LlmArgs, models: Sequence[ServedModel], max_len: int) -
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
-        budget = int((free - _activation_bytes(args, models)) * args.kv_cache_config.free_gpu_memory_fraction)
+        free -= _activation_bytes(args, models) + reserved_bytes
+        budget = int(free * args.kv_cache_config.free_gpu_memory_fraction)
     else:
         budget = CPU_POOL_BYTES
     num_pages = min(budget // page_bytes, args.max_batch_size * -(-max_len // page_size))
