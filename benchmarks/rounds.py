@@ -3,9 +3,10 @@
     python benchmarks/rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--draft-len 3] [--output result.json]
 
 Rounds are driven one by one, without the server's thread. Round times are wall time of many rounds over their number;
-all other columns come from a profiler trace of 100 rounds: graph launches a round, waits of the host for the device other
-than for the event of a round's results, and the median time between two rounds in which the GPU does nothing.
-`llama-8b` has random weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60 tokens a round).
+all other columns come from a profiler trace of 100 rounds: graph launches a round, waits of the host for the device
+other than for the event of a round's results, and the median time between two rounds in which the GPU does nothing.
+`llama-8b` has random weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60 tokens a
+round).
 """
 
 import argparse

@@ -120,6 +120,8 @@ class _Builder:
         self.max_draft_len = self.spec.max_draft_len if self.spec else 0
         self.draft_plan = draft_model_of(self.spec)
         self.why_no_overlap = args.why_no_overlap
+        if self.why_no_overlap:
+            logger.info("rounds do not overlap: %s", self.why_no_overlap)
         self.page_size = args.kv_cache_config.tokens_per_block
         # Every generating request has at least one row in every round.
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
@@ -142,6 +144,17 @@ class _Builder:
     def max_len(self) -> int:
         return self.max_seq_len + self.overshoot + 1
 
+    def limits(self, kv: KVCacheManager) -> SchedulerLimits:
+        scheduling = self.args.scheduler_config
+        return SchedulerLimits(
+            max_num_tokens=self.args.max_num_tokens,
+            overshoot=self.overshoot,
+            extra_kv_tokens=kv.extra_kv_tokens,
+            chunked_prefill=self.args.enable_chunked_prefill,
+            may_preempt=scheduling.capacity_scheduler_policy == "MAX_UTILIZATION",
+            by_priority=scheduling.waiting_queue_policy == "priority",
+        )
+
     def capture_graphs(self, runner: RoundRunner, speculation: Speculation) -> None:
         """CUDA graphs of every generation round that can occur, where there can be graphs at all."""
         graphs = self.args.cuda_graph_config
@@ -160,7 +173,8 @@ class _Builder:
             runner.capture_graphs(keys, self.slots.dummy_slot, self.device)
 
     def _draft_lens(self, speculation: Speculation) -> Callable[[int], set[int]]:
-        """Draft lengths that rounds of a batch size can have: drafters outside the forward may come with fewer drafts."""
+        """Draft lengths that rounds of a batch size can have: drafters outside the forward may come with fewer
+        drafts."""
         spec = self.spec
         if spec is None:
             return lambda batch_size: {0}
@@ -191,7 +205,8 @@ class _Builder:
         )
 
     def reserved_bytes(self, draft: LoadedDraft | None) -> int:
-        """Of CUDA graphs, and of the distributions that rejection sampling on the target's pages keeps for every slot."""
+        """Of CUDA graphs, and of the distributions that rejection sampling on the target's pages keeps for every
+        slot."""
         num_bytes = 0
         if self.args.cuda_graph_config is not None:
             sizes = self.args.cuda_graph_config.sizes(self.slots.max_batch_size)
@@ -282,29 +297,20 @@ def build_executor(
     if draft is not None and layers is None:
         assert isinstance(draft.net, CausalLM)
         draft_engine = DraftEngine(*builder.engine(draft.net, num_pages)[:2])
-    around = Surroundings(slots, sampler, args.max_num_tokens, builder.slots.dummy_slot, draft_engine, layers)
+    dummy_slot = builder.slots.dummy_slot
+    around = Surroundings(slots, sampler, args.max_num_tokens, dummy_slot, draft_engine, layers)
     speculation = build_speculation(builder.spec, around)
-    if builder.why_no_overlap:
-        logger.info("rounds do not overlap: %s", builder.why_no_overlap)
 
     def blame() -> list[LlmRequest] | None:
         culprit = sampler.host_edits.take_culprit()
         return [culprit] if culprit is not None else speculation.blame()
 
-    limits = SchedulerLimits(
-        max_num_tokens=args.max_num_tokens,
-        overshoot=builder.overshoot,
-        extra_kv_tokens=kv.extra_kv_tokens,
-        chunked_prefill=args.enable_chunked_prefill,
-        may_preempt=args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION",
-        by_priority=args.scheduler_config.waiting_queue_policy == "priority",
-    )
     runner = RoundRunner(engine, sampler, speculation.round_end)
     builder.capture_graphs(runner, speculation)
     queue, resources = RequestQueue(), [*speculation.resources, kv, builder.slots]
     parts = ExecutorParts(
         queue=queue,
-        scheduler=Scheduler(limits, builder.slots, kv, resources),
+        scheduler=Scheduler(builder.limits(kv), builder.slots, kv, resources),
         kv=kv,
         resources=resources,
         slots=slots,

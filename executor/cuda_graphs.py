@@ -1,5 +1,5 @@
-"""Generation rounds as CUDA graphs: one for each padded batch size, draft length and way of sampling, so that a round is one
-launch and lengths of drafts can change from round to round.
+"""Generation rounds as CUDA graphs: one for each padded batch size, draft length and way of sampling, so that a round
+is one launch and lengths of drafts can change from round to round.
 
 A graph reads which slots take part from one buffer and everything else from the slots' own state. It does not know what
 a round does, nor requests.

@@ -149,8 +149,8 @@ class PyExecutor:
         return batch
 
     def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:
-        """What the host knows of the round before it has read it: contexts move on by their chunks, generations by one to
-        K + 1 tokens."""
+        """What the host knows of the round before it has read it: contexts move on by their chunks, generations by
+        one to K + 1 tokens."""
         for request in batch.context_requests:
             request.kv_len += request.context_chunk
             request.context_chunk = 0

@@ -14,8 +14,8 @@ from tllm_spec.executor.transfer import to_device
 
 class SlotState:
     """`kv_lens` `[S]`: tokens in the cache; `window` `[S, K+1]`: the bonus token followed by drafts, next round's
-    input; `num_drafts` `[S]`: how many of those drafts were really proposed; `previous_token` `[S]`: the token before the
-    bonus token (a draft model re-reads it after a full acceptance).
+    input; `num_drafts` `[S]`: how many of those drafts were really proposed; `previous_token` `[S]`: the token before
+    the bonus token (a draft model re-reads it after a full acceptance).
     """
 
     def __init__(self, slots: SeqSlotManager, max_draft_len: int, device: torch.device) -> None:

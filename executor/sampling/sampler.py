@@ -62,8 +62,8 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """Accepts drafts. logits `[B * (K+1), V]` float32; draft_probs `[B, K, V]`: what the drafts were drawn from, where
-        rejection sampling needs it. Writes the next round's inputs into the slot state."""
+        """Accepts drafts. logits `[B * (K+1), V]` float32; draft_probs `[B, K, V]`: what the drafts were drawn from,
+        where rejection sampling needs it. Writes the next round's inputs into the slot state."""
         first = self.slots.kv_lens.index_select(0, group.slots) + 1  # the bonus token stands at kv_lens
         sampled = self._sample(group, logits, first, draft_probs, logprobs)
         self.slots.advance(group.slots, sampled.new_tokens, sampled.new_lens)
@@ -152,7 +152,8 @@ class Sampler:
         return group.sampled.put(choose(logits), chosen)
 
     def _draw(self, group: RowGroup, logits: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """Tokens of the group's sampled rows `[M * W, V]`. The noise is kept: coupled drafts may have made it already."""
+        """Tokens of the group's sampled rows `[M * W, V]`. The noise is kept: coupled drafts may have made it
+        already."""
         assert group.sampled_parameters is not None
         return choose(self.scaled(group, logits, group.sampled_parameters) + self.noise(group, first))
 

@@ -1,5 +1,5 @@
-"""Synthetic acceptance: so many drafts are accepted as given rates say, whatever the tokens are. For benchmarks with dummy
-weights only: the text means nothing.
+"""Synthetic acceptance: so many drafts are accepted as given rates say, whatever the tokens are. For benchmarks with
+dummy weights only: the text means nothing.
 """
 
 import torch
@@ -21,10 +21,11 @@ class SyntheticAcceptance:
         seeds: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Emitted tokens `[B, K+1]` and their numbers `[B]`: drafts as far as they are accepted, then the target's token.
+        """Emitted tokens `[B, K+1]` and their numbers `[B]`: drafts as far as they are accepted, then the target's
+        token.
 
-        targets `[B, K+1]`; drafts `[B, K]`; num_drafts `[B]`: how many are real (None: K = 0); seeds, positions `[B]` of
-        the first token.
+        targets `[B, K+1]`; drafts `[B, K]`; num_drafts `[B]`: how many are real (None: K = 0); seeds, positions `[B]`
+        of the first token.
         """
         length = drafts.shape[1]
         if num_drafts is None:

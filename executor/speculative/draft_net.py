@@ -39,8 +39,8 @@ class DraftNet(ABC):
         context: ForwardContext,
         state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features for `compute_logits` and the state for the next step, both `[T, H]`. state `[T, H]` of the step before;
-        None after a forward of the target."""
+        """Features for `compute_logits` and the state for the next step, both `[T, H]`. state `[T, H]` of the step
+        before; None after a forward of the target."""
 
     @abstractmethod
     def compute_logits(self, features: torch.Tensor) -> torch.Tensor:

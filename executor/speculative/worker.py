@@ -1,5 +1,5 @@
-"""The drafter inside the target's forward (one-model path): after acceptance it reads the accepted tokens and writes the
-next window into the slots.
+"""The drafter inside the target's forward (one-model path): after acceptance it reads the accepted tokens and writes
+the next window into the slots.
 
 Its layers are extra layers of the target's pages: they share block table and page numbers, so pages, rewinds and prefix
 reuse need no second book-keeping. Draft rows of rejected tokens are overwritten by the next round. Everything is a
@@ -24,8 +24,8 @@ from tllm_spec.executor.transfer import to_device
 
 @dataclass(frozen=True)
 class ContextResult:
-    """What the target did with context chunks, one of each request. `following`: the prompt token behind each chunk, None behind the last
-    one of a context, where `sampled` `[C]` has it (None: no context ended)."""
+    """What the target did with context chunks, one of each request. `following`: the prompt token behind each chunk,
+    None behind the last one of a context, where `sampled` `[C]` has it (None: no context ended)."""
 
     requests: list[LlmRequest]
     chunks: list[ContextChunk]
@@ -51,7 +51,8 @@ class DraftLayers:
 
 
 class RoundEnd(Protocol):
-    """Who wants to know what came out of a round, right behind the sampling. `in_graph`: as a part of the round's graph."""
+    """Who wants to know what came out of a round, right behind the sampling. `in_graph`: as a part of the round's
+    graph."""
 
     in_graph: bool
 
