@@ -168,7 +168,10 @@ class _Builder:
         if self.spec is not None and self.spec.use_rejection_sampling and speculation.round_end is None:
             logger.info("no CUDA graphs: rejection sampling needs what a separate draft model drew from")
             return
-        keys = graph_keys(graphs.sizes(self.slots.max_batch_size), self._draft_lens(speculation))
+        # Where the schedule changes the draft length, a graph ends: batches below it need no padding beyond.
+        schedule = self.spec.draft_len_schedule if self.spec else None
+        also = [size - 1 for size in schedule or () if size > 1]
+        keys = graph_keys(graphs.sizes(self.slots.max_batch_size, also), self._draft_lens(speculation))
         with torch.inference_mode():
             runner.capture_graphs(keys, self.slots.dummy_slot, self.device)
 

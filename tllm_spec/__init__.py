@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tllm_spec.config import CudaGraphConfig as CudaGraphConfig
     from tllm_spec.config import KvCacheConfig as KvCacheConfig
     from tllm_spec.config import LlmArgs as LlmArgs
     from tllm_spec.config import SchedulerConfig as SchedulerConfig
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from tllm_spec.outputs import RequestOutput as RequestOutput
     from tllm_spec.sampling_params import SamplingParams as SamplingParams
     from tllm_spec.speculative_config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
+    from tllm_spec.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
     from tllm_spec.speculative_config import NGramDecodingConfig as NGramDecodingConfig
     from tllm_spec.speculative_config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
 
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "llm",
     "LlmArgs": "config",
+    "CudaGraphConfig": "config",
     "KvCacheConfig": "config",
     "SchedulerConfig": "config",
     "SamplingParams": "sampling_params",
@@ -30,6 +33,7 @@ _HOME = {
     "RequestOutput": "outputs",
     "NGramDecodingConfig": "speculative_config",
     "DraftTargetDecodingConfig": "speculative_config",
+    "Eagle3DecodingConfig": "speculative_config",
     "UserProvidedDecodingConfig": "speculative_config",
 }
 __all__ = sorted(_HOME)
