@@ -1,13 +1,19 @@
-"""Acceptance of a draft model on held-out text, computed exactly without a speculative engine.
+"""Acceptance of a draft model or an EAGLE-3 head on held-out text, computed exactly without a speculative engine.
 
-While a draft agrees with the target's greedy text, what it reads is that text itself. So its best tokens over
+While a draft model agrees with the target's greedy text, what it reads is that text itself. So its best tokens over
 the finished text, all positions in one forward pass, tell how far every chain of drafts would have come.
+
+What an EAGLE-3 head says of a token depends on where its chain started, too: from there on it reads its own outputs
+instead of the target's hidden states. So it drafts the chain of every position, all of them side by side.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from tllm_spec.zoo.eagle3 import Eagle3Head, target_states
 from tllm_spec.zoo.self_text import continuations
 from tllm_spec.zoo.token_data import TokenData
 
@@ -18,31 +24,61 @@ BATCH = 64
 def evaluate(
     target: Any, draft: Any, heldout: TokenData, prompts: int, new_tokens: int, draft_len: int
 ) -> dict[str, Any]:
-    """Greedy continuations of `prompts` held-out prompts of 256 tokens each."""
+    """Greedy continuations of `prompts` held-out prompts of 256 tokens each. `draft`: a model or an `Eagle3Head`."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
     all_prompts = torch.stack([heldout.tokens[start : start + prompt_len] for start in starts]).long()
     accepted: list[int] = []
     for batch in torch.split(all_prompts, BATCH):
         text = continuations(target, batch, new_tokens, do_sample=False)
-        drafts = draft(input_ids=text, use_cache=False).logits[:, :-1].argmax(-1)
-        matches = (drafts == text[:, 1:])[:, prompt_len - 1 :]
-        for row, written in zip(matches.tolist(), text[:, prompt_len:].tolist(), strict=True):
+        if isinstance(draft, Eagle3Head):
+            rows = head_matches(target, draft, text, draft_len)[:, prompt_len:]
+        else:
+            drafts = draft(input_ids=text, use_cache=False).logits[:, :-1].argmax(-1)
+            rows = (drafts == text[:, 1:])[:, prompt_len - 1 :]
+        rounds_of = chain_rounds if isinstance(draft, Eagle3Head) else rounds
+        for row, written in zip(rows.tolist(), text[:, prompt_len:].tolist(), strict=True):
             length = written.index(eos) if eos in written else new_tokens
-            accepted += rounds(row[:length], draft_len)
+            accepted += rounds_of(row[:length], draft_len)
     return summary(accepted, draft_len)
 
 
+def head_matches(target: Any, head: Eagle3Head, text: Tensor, draft_len: int) -> Tensor:
+    """`[B, T]` -> `[B, T]`: accepted drafts of the chain whose first draft stands for token i; 0 where the text is too
+    short for a whole chain, and for the first two tokens, of which a head never speaks.
+
+    Step k reads the head's own draft of step k-1, as it would with an engine.
+    """
+    features, _ = target_states(target, text)
+    chains = text.shape[1] - 1 - draft_len
+    hidden, cache = head.fuse(features[:, :chains]), None
+    tokens, drafts = text[:, 1 : chains + 1], []
+    for _ in range(draft_len):
+        hidden, cache = head(hidden, target.get_input_embeddings()(tokens), cache)
+        tokens = head.draft_ids[head.logits(hidden).argmax(-1)]
+        drafts.append(tokens)
+    matches = torch.stack(drafts, -1) == text[:, 2:].unfold(1, draft_len, 1)
+    return F.pad(matches.long().cumprod(-1).sum(-1), (2, draft_len - 1))
+
+
 def rounds(matches: list[bool], draft_len: int) -> list[int]:
+    """`chain_rounds` of a draft that says the same of a token from wherever its chain started.
+
+    `matches[i]`: the draft's best token at i is the target's token i.
+    """
+    chains = [[*matches[start : start + draft_len], False] for start in range(len(matches))]
+    return chain_rounds([chain.index(False) for chain in chains], draft_len)
+
+
+def chain_rounds(num_matches: list[int], draft_len: int) -> list[int]:
     """Accepted drafts of every whole round of one text.
 
-    `matches[i]`: the draft's best token at i is the target's token i. Token 0 comes with the prompt; a round
-    with `a` accepted drafts emits `a + 1` tokens.
+    `num_matches[i]`: accepted drafts of a chain whose first draft stands for token i. Token 0 comes with the prompt; a
+    round with `a` accepted drafts emits `a + 1` tokens.
     """
     accepted, position = [], 1
-    while position + draft_len < len(matches):
-        chain = matches[position : position + draft_len]
-        accepted.append(chain.index(False) if False in chain else draft_len)
+    while position + draft_len < len(num_matches):
+        accepted.append(num_matches[position])
         position += accepted[-1] + 1
     return accepted
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 ZOO_PREFIX = "zoo:"
 _ZOO = Path(__file__).parent
-_FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in ("llama", "llama-draft")}
+_FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in ("llama", "llama-draft", "llama-eagle3")}
 
 
 def resolve_model(path_or_name: str | Path) -> Path:

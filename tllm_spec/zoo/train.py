@@ -1,4 +1,4 @@
-"""Train and measure the zoo's models: `python -m tllm_spec.zoo.train target|draft|evaluate --help`.
+"""Train and measure the zoo's models: `python -m tllm_spec.zoo.train target|draft|eagle3|evaluate --help`.
 
 Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, no corpus. A GPU takes minutes; a CPU works, too.
 The shape of a model is the config.json that the zoo ships for it, or that of `--shape FOLDER`. The defaults
@@ -15,6 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tllm_spec.zoo.distill import draft_loss, draft_validation, target_loss, target_validation
+from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, is_eagle3, save_head
+from tllm_spec.zoo.eagle3_training import (
+    aligned_chains,
+    build_head,
+    draft_vocabulary,
+    eagle3_loss,
+    eagle3_validation,
+)
 from tllm_spec.zoo.evaluate import evaluate as acceptance
 from tllm_spec.zoo.registry import resolve_model
 from tllm_spec.zoo.self_text import write_self_text
@@ -23,13 +31,14 @@ from tllm_spec.zoo.trainer import Settings, build_model, train
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def training_options(
-    shape: str, minutes: float, learning_rate: float, dropout: float
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    shape: str, minutes: float, learning_rate: float, dropout: float, windows: int = 64
+) -> Decorator:
     """The options of every training run, as `Settings` names them."""
-    options = [
+    return all_of(
         click.option("--data", type=FOLDER, required=True, help="Folder with training.npz and heldout.npz."),
         click.option("--output", type=FOLDER, required=True, help="Folder for the best weights so far."),
         click.option("--shape", default=shape, show_default=True, help="Model whose config.json to use."),
@@ -37,15 +46,31 @@ def training_options(
         click.option("--seed", default=0, show_default=True),
         click.option("--minutes", default=minutes, show_default=True, help="Budget of time."),
         click.option("--steps", default=10**9, help="Budget of steps."),
-        click.option("--windows", default=64, show_default=True, help="Sequences a step."),
+        click.option("--windows", default=windows, show_default=True, help="Sequences a step."),
         click.option("--length", default=1024, show_default=True, help="Tokens a sequence."),
         click.option("--learning-rate", default=learning_rate, show_default=True),
         click.option("--weight-decay", default=0.1, show_default=True),
         click.option("--dropout", default=dropout, show_default=True),
         click.option("--warmup-steps", default=200, show_default=True),
         click.option("--compile/--no-compile", default=False, help="torch.compile the layers."),
-    ]
+    )
 
+
+def teacher_options() -> Decorator:
+    """The trained target, and the text that it writes for the draft."""
+    return all_of(
+        click.option(
+            "--target", "target_name", default="zoo:llama", show_default=True, help="The trained target."
+        ),
+        click.option(
+            "--self-text-minutes", default=0.8, show_default=True, help="How long the target writes text."
+        ),
+        click.option("--self-text-batch", default=4096, show_default=True),
+        click.option("--self-text-tokens", default=384, show_default=True, help="New tokens a text."),
+    )
+
+
+def all_of(*options: Decorator) -> Decorator:
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for option in reversed(options):
             command = option(command)
@@ -72,10 +97,7 @@ def target(data: Path, output: Path, shape: str, device: str, seed: int, **setti
 
 @main.command()
 @training_options("zoo:llama-draft", minutes=6.7, learning_rate=3e-3, dropout=0.0)
-@click.option("--target", "target_name", default="zoo:llama", show_default=True, help="The trained target.")
-@click.option("--self-text-minutes", default=0.8, show_default=True, help="How long the target writes text.")
-@click.option("--self-text-batch", default=4096, show_default=True)
-@click.option("--self-text-tokens", default=384, show_default=True, help="New tokens a text.")
+@teacher_options()
 def draft(
     data: Path,
     output: Path,
@@ -99,6 +121,37 @@ def draft(
 
 
 @main.command()
+@training_options("zoo:llama-eagle3", minutes=6.0, learning_rate=2e-3, dropout=0.0, windows=32)
+@teacher_options()
+@click.option("--unroll", default=5, show_default=True, help="Steps of a chain in training.")
+def eagle3(
+    data: Path,
+    output: Path,
+    shape: str,
+    device: str,
+    seed: int,
+    target_name: str,
+    self_text_minutes: float,
+    self_text_batch: int,
+    self_text_tokens: int,
+    unroll: int,
+    **settings: Any,
+) -> None:
+    """An EAGLE-3 head on the target's hidden states, from the same two kinds of text."""
+    torch.manual_seed(seed)
+    on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
+    training, heldout = (TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout"))
+    teacher = load_model(target_name, on)
+    head_shape = Eagle3Shape.read(folder)
+    head_shape.check_target(teacher.config)
+    aligned_chains(run.length, unroll)  # refuses windows without a chain before the target writes
+    own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
+    head = build_head(head_shape, teacher, draft_vocabulary([training, own], head_shape), run)
+    loss = eagle3_loss(head, teacher, training, own, unroll)
+    train(head, loss, eagle3_validation(head, teacher, heldout, unroll), run, folder, output, save_head)
+
+
+@main.command()
 @click.option("--data", type=FOLDER, required=True, help="Folder with heldout.npz.")
 @click.option("--target", "target_name", default="zoo:llama", show_default=True)
 @click.option("--draft", "draft_name", default="zoo:llama-draft", show_default=True)
@@ -117,11 +170,13 @@ def evaluate(
     new_tokens: int,
     draft_len: int,
 ) -> None:
-    """Greedy acceptance length of the draft on continuations of held-out text."""
+    """Greedy acceptance length of the draft model or EAGLE-3 head on continuations of held-out text."""
     on = torch.device(device)
     heldout = TokenData.load(data / "heldout.npz", on)
-    models = load_model(target_name, on), load_model(draft_name, on)
-    figures = json.dumps(acceptance(*models, heldout, prompts, new_tokens, draft_len))
+    teacher = load_model(target_name, on)
+    figures = json.dumps(
+        acceptance(teacher, load_draft(draft_name, teacher, on), heldout, prompts, new_tokens, draft_len)
+    )
     print(figures)
     if output is not None:
         (output / "acceptance.json").write_text(figures + "\n", encoding="utf-8")
@@ -131,6 +186,16 @@ def load_model(name: str, device: torch.device) -> Any:
     """A trained model in fp32, for reading only."""
     model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32).to(device)
     return model.eval().requires_grad_(False)
+
+
+def load_draft(name: str, target: Any, device: torch.device) -> Any:
+    """A trained draft model or EAGLE-3 head, whichever the folder has."""
+    folder = resolve_model(name)
+    if not is_eagle3(folder):
+        return load_model(name, device)
+    head = Eagle3Head.from_pretrained(folder).to(device)
+    head.config.check_target(target.config)
+    return head.eval().requires_grad_(False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The training loop that target and draft share: AdamW, a cosine schedule over a budget, best weights saved.
+"""The training loop that all models of the zoo share: AdamW, a cosine schedule over a budget, best weights saved.
 
-Knows neither the loss nor the data: the caller passes both as functions.
+Knows neither the loss nor the data: the caller passes both as functions, and a third one that saves the weights if
+they are no model of transformers.
 """
 
 import json
@@ -42,11 +43,16 @@ def build_model(shape: Path, settings: Settings, device: torch.device) -> Any:
     config = AutoConfig.from_pretrained(shape, dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
     for layer in model.model.layers:
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            linear.register_forward_hook(_dropout(settings.dropout))
+        add_dropout(layer, settings.dropout)
         if settings.compile:  # layer by layer: all layers share one compilation
             layer.compile(dynamic=False)
     return model
+
+
+def add_dropout(layer: Any, probability: float) -> None:
+    """On both outputs that a Llama layer adds to the hidden states."""
+    for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        linear.register_forward_hook(_dropout(probability))
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
@@ -56,6 +62,16 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     return logits
 
 
+def save(model: Any, shape: Path, output: Path) -> None:
+    """bf16 weights as transformers writes them, beside the configuration files of `shape` as they are."""
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    del weights["lm_head.weight"]  # tied to the embedding, and no longer the same tensor once converted
+    model.save_pretrained(output, state_dict=weights)
+    # In place of those just written, which have the spelling of the installed version.
+    for name in ("config.json", "generation_config.json"):
+        shutil.copyfile(shape / name, output / name)
+
+
 def train(
     model: Any,
     loss_of: Callable[[int, int], Tensor],
@@ -63,8 +79,12 @@ def train(
     settings: Settings,
     shape: Path,
     output: Path,
+    save_weights: Callable[[Any, Path, Path], None] = save,
 ) -> None:
-    """`loss_of(windows, length)` samples a batch; `loss` of `validate()` decides which weights are kept."""
+    """`loss_of(windows, length)` samples a batch; `loss` of `validate()` decides which weights are kept.
+
+    `save_weights(model, shape, output)` keeps them.
+    """
     optimizer = _optimizer(model, settings)
     start = last_validation = time.monotonic()
     best, history, step, done = math.inf, [], 0, 0.0
@@ -89,19 +109,10 @@ def train(
             print({"train_loss": round(loss.item(), 4), **history[-1]}, flush=True)
             if figures["loss"] < best:
                 best = figures["loss"]
-                save(model, shape, output, {**history[-1], "history": history})
+                save_weights(model, shape, output)
+                metrics = json.dumps({**history[-1], "history": history}, indent=1)
+                (output / "metrics.json").write_text(metrics + "\n", encoding="utf-8")
             last_validation = time.monotonic()
-
-
-def save(model: Any, shape: Path, output: Path, metrics: dict[str, Any]) -> None:
-    """bf16 weights as transformers writes them, beside the configuration files of `shape` as they are."""
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    del weights["lm_head.weight"]  # tied to the embedding, and no longer the same tensor once converted
-    model.save_pretrained(output, state_dict=weights)
-    # In place of those just written, which have the spelling of the installed version.
-    for name in ("config.json", "generation_config.json"):
-        shutil.copyfile(shape / name, output / name)
-    (output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
 
 
 def _validation(model: Any, validate: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -1,0 +1,276 @@
+"""An EAGLE-3 head (arXiv 2503.01840) in plain torch with gradients, under the names of public checkpoints.
+
+Entry `j` of the head reads (hidden states of the target at token j, embedding of token j+1) at rotary position j and
+predicts token j+2. Where the target has not been yet, the head's own output of the entry before takes the place of the
+target's states. It knows neither losses nor text; the engine has a head of its own for inference.
+
+All chains of a text run at once. Chain `s` starts with the target's states of the tokens up to s; its entry at step k
+lies at position s+k. So it attends to the entries j <= s made from the target's states, the same for every step, and to
+its own entries of the steps 1..k, which no other chain sees.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tllm_spec.attention.spec_metadata import default_capture_layers
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+NUM_CAPTURED = 3
+# What the head here computes; a config.json that asks for something else is refused. A missing key means this.
+_FIXED = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rope_scaling": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "norm_output": False,
+}
+
+
+@dataclass(frozen=True)
+class Eagle3Shape:
+    """Keys of config.json under their own names."""
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+
+    @classmethod
+    def read(cls, folder: Path) -> "Eagle3Shape":
+        """Raises ValueError for a model that is not an EAGLE-3 head, or one that the zoo cannot train."""
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not is_eagle3(folder):
+            raise ValueError(
+                f"architectures in {folder} is {raw.get('architectures')}, not [{ARCHITECTURE!r}]"
+            )
+        for key, only in _FIXED.items():
+            if raw.get(key, only) != only:
+                raise ValueError(f"{key} in {folder} is {raw[key]!r}; the zoo's EAGLE-3 heads have {only!r}")
+        missing = [field.name for field in fields(cls) if field.name not in raw]
+        if missing:
+            raise ValueError(f"config.json in {folder} lacks {', '.join(missing)}")
+        return cls(**{field.name: raw[field.name] for field in fields(cls)})
+
+    def check_target(self, target: Any) -> None:
+        """Raises ValueError if the head cannot stand beside a target of this configuration."""
+        for key in ("hidden_size", "vocab_size"):
+            ours, theirs = getattr(self, key), getattr(target, key)
+            if ours != theirs:
+                raise ValueError(f"{key} of the EAGLE-3 head is {ours}; it must be the target's, {theirs}")
+
+
+def is_eagle3(folder: Path) -> bool:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(config.get("architectures") == [ARCHITECTURE])
+
+
+class Cache(NamedTuple):
+    """Keys and values that the chains have so far; `S` chains, `k` steps behind them without the first."""
+
+    keys: Tensor
+    """`[B, KV, S, D]`: entry j is made from the target's states of token j."""
+    values: Tensor
+    own_keys: Tensor
+    """`[B, KV, S, k, D]`: each chain's entries made from its own outputs."""
+    own_values: Tensor
+
+
+class RMSNorm(nn.Module):
+    """In fp32 also under autocast."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.float()
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        width, kv_width = (
+            count * shape.head_dim for count in (shape.num_attention_heads, shape.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(2 * shape.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
+
+    def forward(self, both: Tensor, rotary: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """`[B, S, 2H]` -> `[B, S, H]`; `rotary` is `[2, S, D]`."""
+        query, key, value = (
+            projection(both).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, rotary), rotate(key, rotary)
+        if cache is None:
+            none = key.unsqueeze(-2)[..., :0, :]
+            cache = Cache(key, value, none, none)
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        else:
+            own_keys = torch.cat((cache.own_keys, key.unsqueeze(-2)), -2)
+            own_values = torch.cat((cache.own_values, value.unsqueeze(-2)), -2)
+            cache = cache._replace(own_keys=own_keys, own_values=own_values)
+            mixed = attend(query, cache)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2)), cache
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
+
+
+class Layer(nn.Module):
+    """A Llama layer whose attention also reads the embedding."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor, rotary: Tensor, cache: Cache | None
+    ) -> tuple[Tensor, Cache]:
+        both = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(hidden)), -1)
+        attended, cache = self.self_attn(both, rotary, cache)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
+
+
+class Eagle3Head(nn.Module):
+    """Its `state_dict` is the checkpoint: `d2t` holds offsets, the target's id is `draft id + d2t[draft id]`."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, shape: Eagle3Shape, draft_ids: Tensor) -> None:
+        """`draft_ids`: `[draft_vocab_size]`, the target's id of each token of the head, ascending."""
+        super().__init__()
+        self.config = shape
+        self.fc = nn.Linear(NUM_CAPTURED * shape.hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = Layer(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        in_draft = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        in_draft[draft_ids] = True
+        self.register_buffer("d2t", draft_ids - torch.arange(shape.draft_vocab_size))
+        self.register_buffer("t2d", in_draft)
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> "Eagle3Head":
+        """In fp32, on the CPU."""
+        shape = Eagle3Shape.read(folder)
+        head = cls(shape, torch.arange(shape.draft_vocab_size))
+        head.load_state_dict(load_file(folder / "model.safetensors"))
+        return head
+
+    @property
+    def draft_ids(self) -> Tensor:
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """`[..., 3H]` of the target -> `[..., H]`; fp32 also under autocast, as all hidden states here."""
+        hidden: Tensor = self.fc(features).float()
+        return hidden
+
+    def forward(self, hidden: Tensor, embeddings: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
+        """The next step of all chains.
+
+        Args:
+            hidden: `[B, S, H]`, `fuse` of the target's states at first, then this function's own output.
+            embeddings: `[B, S, H]` of the token at `s + k + 1`, for chain s at step k.
+            cache: what the step before returned.
+
+        Returns:
+            `[B, S, H]`, before the final norm, and the cache with this step.
+        """
+        step = 0 if cache is None else cache.own_keys.shape[-2] + 1
+        positions = torch.arange(step, step + hidden.shape[1], device=hidden.device)
+        output: tuple[Tensor, Cache] = self.midlayer(
+            hidden, embeddings, rotary_rows(self.config, positions), cache
+        )
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` -> `[..., draft_vocab_size]`."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+def attend(query: Tensor, cache: Cache) -> Tensor:
+    """`[B, heads, S, D]`: chain s over the entries j <= s and its own. No fused kernel knows this pattern."""
+    batch, heads, chains, head_dim = query.shape
+    kv_heads = cache.keys.shape[1]
+    grouped = (batch, kv_heads, heads // kv_heads, chains, -1)
+    # The query heads of a KV head are more rows of one product: [B, KV, G*S, D] @ [B, KV, D, S].
+    rows = (query * head_dim**-0.5).reshape(batch, kv_heads, -1, head_dim)
+    future = torch.ones(chains, chains, dtype=torch.bool, device=query.device).triu(1)
+    shared = (rows @ cache.keys.mT).view(grouped).masked_fill(future, -torch.inf)
+    own = torch.einsum("bngsd,bnskd->bngsk", rows.view(grouped), cache.own_keys)
+    weights = torch.cat((shared, own), -1).softmax(-1)
+    # Converted after the cut, which packs the rows: a product over rows of S + k would be unaligned.
+    on_shared, on_own = weights[..., :chains].to(query.dtype), weights[..., chains:].to(query.dtype)
+    mixed = (on_shared.flatten(2, 3) @ cache.values).view(grouped)
+    mixed = mixed + torch.einsum("bngsk,bnskd->bngsd", on_own, cache.own_values)
+    return mixed.flatten(1, 2)
+
+
+def rotary_rows(shape: Eagle3Shape, positions: Tensor) -> Tensor:
+    """Cosines and sines `[2, S, D]` (RoFormer, arXiv 2104.09864), both halves alike as in Llama."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device).float() / shape.head_dim
+    angles = torch.outer(positions.float(), shape.rope_theta**-exponents).repeat(1, 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(heads: Tensor, rotary: Tensor) -> Tensor:
+    """`[B, heads, S, D]`, in the dtype that came in."""
+    low, high = heads.chunk(2, -1)
+    return (heads * rotary[0] + torch.cat((-high, low), -1) * rotary[1]).to(heads.dtype)
+
+
+def save_head(head: Eagle3Head, shape: Path, output: Path) -> None:
+    """bf16 weights and the draft vocabulary (int64 offsets, bool) beside the config.json of the folder `shape`."""
+    tensors = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(shape / "config.json", output / "config.json")
+
+
+def target_states(target: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B, T]` -> what the head reads, `[B, T, 3H]`, and the target's logits `[B, T, V]`, from one forward."""
+    output = target(input_ids=tokens, output_hidden_states=True, use_cache=False)
+    layers = default_capture_layers(target.config.num_hidden_layers)
+    # `hidden_states[0]` is the embedding: the output of layer i is `hidden_states[i + 1]`.
+    return torch.cat([output.hidden_states[layer + 1] for layer in layers], -1), output.logits

@@ -1,0 +1,151 @@
+"""Loss and validation of an EAGLE-3 head: its chains of drafts against the target's distribution, step by step.
+
+The head learns on its own outputs as it will draft from them ("training-time test" of the EAGLE-3 paper, arXiv
+2503.01840): every position of a text starts a chain of `unroll` steps, along the tokens of the text.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tllm_spec.zoo.distill import ARGMAX_SHARE, SELF_TEXT_SHARE, VALIDATION_LENGTH, VALIDATION_WINDOWS
+from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, target_states
+from tllm_spec.zoo.token_data import TokenData
+from tllm_spec.zoo.trainer import Settings, add_dropout
+
+STEP_DECAY = 0.9
+"""Weight of a step in the loss, against the step before: a late draft counts only if the early ones were right."""
+ALIGNMENT = 8
+"""Chains of a window are a multiple of this, or the products over them miss the GPU's tensor cores."""
+
+
+def draft_vocabulary(texts: list[TokenData], shape: Eagle3Shape) -> Tensor:
+    """`[draft_vocab_size]`: the most frequent token ids, ascending. Every text counts the same, whatever its size."""
+    counts = [torch.bincount(text.tokens.int(), minlength=shape.vocab_size).double() for text in texts]
+    shares = torch.stack([count / count.sum() for count in counts]).mean(0)
+    ids = shares.argsort(descending=True, stable=True)[: shape.draft_vocab_size].sort().values
+    print(f"the draft vocabulary covers {shares[ids].sum().item():.1%} of the texts", flush=True)
+    return ids
+
+
+def build_head(shape: Eagle3Shape, target: Any, draft_ids: Tensor, run: Settings) -> Eagle3Head:
+    """A fresh fp32 head that starts from the target's output layer."""
+    head = Eagle3Head(shape, draft_ids.cpu())
+    for matrix in (parameter for parameter in head.parameters() if parameter.dim() > 1):
+        torch.nn.init.normal_(matrix, std=0.02)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
+        head.norm.weight.copy_(target.model.norm.weight)
+    add_dropout(head.midlayer, run.dropout)
+    if run.compile:  # dynamic: else every step, and every length of windows, is a compilation of its own
+        head.midlayer.compile(dynamic=True)
+    return head.to(draft_ids.device)
+
+
+class Labels(NamedTuple):
+    """What the head should say at every position of a text, in its own vocabulary."""
+
+    wanted: Tensor
+    """`[B, T, D]`: weights of the draft tokens' log probabilities."""
+    floor: Tensor
+    """`[B, T]`: makes the KL part of a perfect head zero."""
+    best: Tensor
+    """`[B, T]`: the target's best token, an id of the target."""
+
+
+def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
+    """From `[B, T, V]`. With p the target's distribution and D the draft vocabulary, a position's loss is
+
+        (1 - a) * sum over D of p(v) * (log p(v)/p(D) - log draft(v))  +  a * (-log draft(best)),  a = ARGMAX_SHARE
+
+    The first part is the KL of the renormalised p, weighted by p(D): a token that the head cannot say costs nothing
+    and teaches nothing. The second part is left out where the target's best token is such a one.
+    """
+    logits = target_logits.float()
+    best, restricted = logits.argmax(-1), logits[..., draft_ids]
+    probabilities = (restricted - logits.logsumexp(-1, keepdim=True)).exp()
+    floor = (probabilities * restricted.log_softmax(-1)).sum(-1)
+    is_best = draft_ids == best.unsqueeze(-1)
+    wanted = (1 - ARGMAX_SHARE) * probabilities + ARGMAX_SHARE * is_best
+    return Labels(wanted, (1 - ARGMAX_SHARE) * floor, best)
+
+
+def chain_logits(head: Eagle3Head, features: Tensor, embeddings: Tensor, unroll: int) -> Iterator[Tensor]:
+    """The head's logits at steps 0..unroll-1 along the text, for all chains that end within it.
+
+    `features` `[B, T, 3H]` and `embeddings` `[B, T, H]` of the same tokens; each result is `[B, T - unroll, D]`. Row s
+    of step k speaks of the token at `s + k + 2`, as the target's logits at `s + k + 1` do.
+    """
+    chains = features.shape[1] - unroll
+    hidden, cache = head.fuse(features[:, :chains]), None
+    for step in range(unroll):
+        hidden, cache = head(hidden, embeddings[:, step + 1 : step + 1 + chains], cache)
+        yield head.logits(hidden)
+
+
+def unrolled(head: Eagle3Head, target: Any, tokens: Tensor, unroll: int) -> tuple[Tensor, Tensor]:
+    """Loss and share of the target's best tokens, each `[unroll]`, of `[B, T]` tokens."""
+    tokens = tokens[:, : aligned_chains(tokens.shape[1], unroll) + unroll]
+    with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
+        with torch.no_grad():
+            features, target_logits = target_states(target, tokens)
+            embeddings = target.get_input_embeddings()(tokens)
+            goal = labels(target_logits, head.draft_ids)
+        losses, agreements = [], []
+        for step, logits in enumerate(chain_logits(head, features, embeddings, unroll)):
+            rows = slice(step + 1, step + 1 + logits.shape[1])
+            wanted, floor, best = (part[:, rows] for part in goal)
+            spoken = F.log_softmax(logits.float(), -1)
+            losses.append((floor - (wanted * spoken).sum(-1)).mean())
+            agreements.append((head.draft_ids[logits.argmax(-1)] == best).float().mean())
+    return torch.stack(losses), torch.stack(agreements)
+
+
+def aligned_chains(length: int, unroll: int) -> int:
+    """How many chains a window of `length` tokens has. Raises ValueError if there is none."""
+    chains = (length - unroll) // ALIGNMENT * ALIGNMENT
+    if chains < 1:
+        raise ValueError(
+            f"--length is {length}; with --unroll {unroll} it must be {unroll + ALIGNMENT} or more"
+        )
+    return chains
+
+
+def weighted(losses: Tensor) -> Tensor:
+    """`[unroll]` -> their mean with weights 1, STEP_DECAY, STEP_DECAY^2, ..."""
+    weights = STEP_DECAY ** torch.arange(len(losses), device=losses.device)
+    return (weights * losses).sum() / weights.sum()
+
+
+def eagle3_loss(
+    head: Eagle3Head, target: Any, data: TokenData, self_text: TokenData, unroll: int
+) -> Callable[[int, int], Tensor]:
+    """Windows come from the training files and from what the target wrote itself."""
+
+    def loss(windows: int, length: int) -> Tensor:
+        own = int(windows * SELF_TEXT_SHARE)
+        tokens = torch.cat([data.sample(windows - own, length), self_text.sample(own, length)])
+        return weighted(unrolled(head, target, tokens, unroll)[0])
+
+    return loss
+
+
+def eagle3_validation(
+    head: Eagle3Head, target: Any, heldout: TokenData, unroll: int
+) -> Callable[[], dict[str, float]]:
+    """`agreement_k`: how often draft k along held-out text is the target's best token."""
+
+    def validate() -> dict[str, float]:
+        figures = [
+            torch.stack(unrolled(head, target, tokens, unroll))
+            for tokens in heldout.windows(VALIDATION_LENGTH, VALIDATION_WINDOWS)
+        ]
+        losses, agreements = torch.stack(figures).mean(0)
+        return {"loss": weighted(losses).item()} | {
+            f"agreement_{draft}": rate for draft, rate in enumerate(agreements.tolist(), start=1)
+        }
+
+    return validate
