@@ -172,6 +172,7 @@ class _Builder:
         schedule = self.spec.draft_len_schedule if self.spec else None
         also = [size - 1 for size in schedule or () if size > 1]
         keys = graph_keys(graphs.sizes(self.slots.max_batch_size, also), self._draft_lens(speculation))
+        keys = [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
         with torch.inference_mode():
             runner.capture_graphs(keys, self.slots.dummy_slot, self.device)
 
@@ -327,7 +328,7 @@ def build_executor(
         cpu_threads=_cpu_threads(target),
         stream_interval=args.stream_interval,
     )
-    patience = builder.spec.max_rejected_rounds if builder.spec else None
+    patience = builder.spec.max_rejected_rounds if builder.spec and not builder.spec.overlaps else None
     executor = PyExecutor(parts, respond)
     return BuiltExecutor(
         executor, queue, builder.config, builder.max_seq_len, builder.max_draft_len, patience

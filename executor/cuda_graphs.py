@@ -30,6 +30,10 @@ class GraphKey:
     draft_len: int
     sampled: bool
 
+    @property
+    def num_tokens(self) -> int:
+        return self.batch_size * (1 + self.draft_len)
+
 
 @dataclass(frozen=True)
 class _Captured:
@@ -60,7 +64,7 @@ class CudaGraphs:
         """
         wanted = sorted(keys, reverse=True)
         self._sizes = tuple(sorted({key.batch_size for key in wanted}))
-        self._slot_ids = torch.full((self._sizes[-1],), self._dummy_slot, device=self._device)
+        self._slot_ids = torch.full((max(self._sizes, default=0),), self._dummy_slot, device=self._device)
         start, (free, _) = monotonic(), torch.cuda.mem_get_info(self._device)
         pool = None
         for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):

@@ -4,7 +4,7 @@ Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2
 seed; the counter holds (token // 4, position, domain, 0) and token % 4 picks the output word. Because nothing is
 drawn from a stream, the noise of a position is the same on any device, in any batch, for any draft length.
 
-This file is the plain-torch twin: it defines the values. It knows nothing of logits, requests or batches.
+This file is the plain-torch twin, which defines the values. It knows nothing of logits, requests or batches.
 """
 
 from functools import cache
@@ -66,7 +66,12 @@ def gumbel_noise(
 ) -> torch.Tensor:
     """Standard Gumbel noise `[R, num_tokens]` float32: argmax(logits + noise) is a draw from softmax(logits).
 
-    The logarithms are taken in float64 and rounded once, so that devices agree on the float32 value.
+    The logarithms are taken in float64 and rounded once, so that devices agree on the float32 value. On CUDA a kernel
+    makes the same values in one pass.
     """
+    if seeds.is_cuda:
+        from tllm_spec.kernels.choose_token_triton import gumbel_noise_triton
+
+        return gumbel_noise_triton(seeds, positions, num_tokens, domain)
     bits = philox_bits(seeds, positions, num_tokens, domain)
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_().to(torch.float32)

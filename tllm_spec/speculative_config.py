@@ -57,6 +57,7 @@ class DecodingBaseConfig(ConfigModel):
 
     `max_rejected_rounds` (ours): a request whose drafts were all rejected in so many rounds in a row is not
     drafted for in the next ones, each pause twice as long as the last; an accepted draft ends that. None: never.
+    It has no effect, and is refused, where drafts are made inside the target's forward.
 
     `synthetic_acceptance_rates` (ours) is a benchmark device for dummy weights, whose drafts would never be
     accepted. **It changes the text, which then means nothing.** Entry i is the probability that draft i of a
@@ -127,6 +128,11 @@ class DecodingBaseConfig(ConfigModel):
             )
         if schedule and max(schedule.values()) > self.max_draft_len:
             raise ValueError(f"draft_len_schedule = {schedule} exceeds max_draft_len = {self.max_draft_len}")
+        if self.overlaps and "max_rejected_rounds" in self.model_fields_set and self.max_rejected_rounds:
+            raise ValueError(
+                f"max_rejected_rounds = {self.max_rejected_rounds} is refused: drafts that are made inside the target's "
+                "forward cost the same for a request that pauses; accepted: null"
+            )
         if self.use_rejection_sampling and self.draft_sampling == "greedy":
             raise ValueError(
                 "draft_sampling = 'greedy' contradicts use_rejection_sampling = True, which draws its drafts "

@@ -58,6 +58,8 @@ class DeferredDrafter(Drafter, RoundEnd):
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
         batch = scheduled_requests
+        if not any(request.num_drafts_wanted for request in batch.generation_requests):
+            batch.draft_len = 0
         pending, self._pending = self._pending, None
         if pending is not None:
             self._draft_from(pending, batch.draft_len)
