@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks
-DEMO_CONFIGS := yaml_examples/plain.yaml yaml_examples/ngram.yaml yaml_examples/draft_target.yaml
+DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
 .PHONY: install fmt lint type test test-gpu bench demo examples
 

@@ -16,6 +16,7 @@ DEV = [
     "types-PyYAML",
     "types-tqdm",
     "pre-commit>=3.7",
+    "triton>=3.2; platform_system == 'Linux'",  # the kernels' tests run under its interpreter
 ]
 
 setup(

@@ -6,6 +6,7 @@ Order: weights of target and draft, then the KV pools take what the memory plan 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -34,7 +35,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.sampling.synthetic import SyntheticAcceptance
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
-from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, load_head
+from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, draft_folder, load_head
 from tllm_spec.executor.speculative.modes import (
     DraftEngine,
     Speculation,
@@ -118,6 +119,10 @@ class _Builder:
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
         self.max_seq_len = _max_seq_len(args, self.config)
         self.max_draft_len = self.spec.max_draft_len if self.spec else 0
+        if self.max_draft_len >= self.max_seq_len:
+            raise ValueError(
+                f"max_draft_len = {self.max_draft_len} must be less than max_seq_len = {self.max_seq_len}"
+            )
         self.draft_plan = draft_model_of(self.spec)
         self.why_no_overlap = args.why_no_overlap
         if self.why_no_overlap:
@@ -174,7 +179,7 @@ class _Builder:
         keys = graph_keys(graphs.sizes(self.slots.max_batch_size, also), self._draft_lens(speculation))
         keys = [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
         with torch.inference_mode():
-            runner.capture_graphs(keys, self.slots.dummy_slot, self.device)
+            runner.capture_graphs(keys, self.slots.dummy_slot, self.device, pads=graphs.enable_padding)
 
     def _draft_lens(self, speculation: Speculation) -> Callable[[int], set[int]]:
         """Draft lengths that rounds of a batch size can have: drafters outside the forward may come with fewer
@@ -197,10 +202,10 @@ class _Builder:
             )
         return Sampler(slots, state, RowGroups(state), rejection=rejection, synthetic=synthetic)
 
-    def load(self, path: str, load_format: LoadFormat) -> CausalLM:
-        config = ModelConfig.from_pretrained(resolve_model(path))
+    def load(self, folder: Path, load_format: LoadFormat) -> CausalLM:
+        config = ModelConfig.from_pretrained(folder)
         return load_model(
-            resolve_model(path),
+            folder,
             dtype=pick_dtype(self.args.dtype, config.dtype, self.device),
             device=self.device,
             load_format=load_format,
@@ -224,7 +229,7 @@ class _Builder:
         plan = self.draft_plan
         assert plan is not None
         if not plan.is_head:
-            return LoadedDraft(plan, self.load(plan.path, plan.load_format), None)
+            return LoadedDraft(plan, self.load(draft_folder(plan), plan.load_format), None)
         return load_head(plan, target, max_positions=self.max_len, max_num_tokens=self.args.max_num_tokens)
 
     def pool(self, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int) -> KVPool:
@@ -288,7 +293,7 @@ def build_executor(
     plan = builder.draft_plan
     if plan is not None and tokenizer is not None and not plan.is_head:
         check_same_vocabulary(tokenizer, load_tokenizer(plan.path))
-    target = builder.load(args.model, args.load_format)
+    target = builder.load(resolve_model(args.model), args.load_format)
     draft = builder.load_draft(target) if plan is not None else None
     models = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(args, models, builder.max_len, builder.reserved_bytes(draft))

@@ -42,15 +42,19 @@ class _Captured:
 
 
 class CudaGraphs:
-    """`generate(slot_ids, draft_len, sampled)` is one round for the slots `[B]` on the device."""
+    """`generate(slot_ids, draft_len, sampled)` is one round for the slots `[B]` on the device. Without `pads` a batch
+    between two captured sizes has no graph."""
 
     def __init__(
         self,
         generate: Callable[[torch.Tensor, int, bool], SampledTokens],
         dummy_slot: int,
         device: torch.device,
+        *,
+        pads: bool = True,
     ) -> None:
         self._generate = generate
+        self._pads = pads
         self._dummy_slot = dummy_slot
         self._device = device
         self._graphs: dict[GraphKey, _Captured] = {}
@@ -85,7 +89,7 @@ class CudaGraphs:
         """The round of these slots, or None when no graph fits. The result is overwritten by the next replay."""
         size = next((size for size in self._sizes if size >= len(slots)), 0)
         captured = self._graphs.get(GraphKey(size, draft_len, sampled))
-        if captured is None:
+        if captured is None or not (self._pads or size == len(slots)):
             return None
         padded = slots + [self._dummy_slot] * (size - len(slots))
         self._slot_ids[:size].copy_(to_device(padded, self._device))

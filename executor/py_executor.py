@@ -128,9 +128,9 @@ class PyExecutor:
         generating = [r for r in self.scheduler.running if r.state is RequestState.GENERATION]
         draft_len = 0
         if generating and self._speculating:
-            longest = max(request.draft_limit for request in generating)
             room = self.parts.max_num_tokens // len(generating) - 1
-            draft_len = max(0, min(self.parts.draft_len_for(len(generating)), longest, room))
+            if any(request.draft_limit for request in generating):
+                draft_len = max(0, min(self.parts.draft_len_for(len(generating)), room))
         for request in generating:
             request.py_draft_tokens = [0] * draft_len
             request.py_num_draft_tokens = 0

@@ -64,7 +64,9 @@ class RoundRunner:
         num_drafts = [request.py_num_draft_tokens for request in batch.generation_requests]
         return LaunchedRound(batch, ended, num_drafts, ToHost([table, *logprobs.tensors]), logprobs)
 
-    def capture_graphs(self, keys: list[GraphKey], dummy_slot: int, device: torch.device) -> None:
+    def capture_graphs(
+        self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool
+    ) -> None:
         """From now on a round of generation windows that fits one of the keys is one graph launch."""
         max_kv_len = self.engine.rows.max_len
 
@@ -77,7 +79,7 @@ class RoundRunner:
                 group, drafting if in_graph else None, max_kv_len, draft_len, None, LogprobRows()
             )
 
-        graphs = CudaGraphs(generate, dummy_slot, device)
+        graphs = CudaGraphs(generate, dummy_slot, device, pads=pads)
         graphs.capture(keys)
         self.graphs = graphs
 

@@ -1,10 +1,10 @@
-"""Every file in yaml_examples is a complete set of options, speculates if it says so, and changes no text."""
+"""Every file in yaml_examples is a complete set of options, changes no text, and gets drafts accepted if it drafts."""
 
 from pathlib import Path
 
 import pytest
 
-from tllm_spec.config import read_yaml
+from tllm_spec.config import LlmArgs, read_yaml
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
@@ -15,17 +15,18 @@ PROMPTS = [
     "class Stack:\n    def push(self, item):\n        " + REPEATING * 3,
     "import os\nimport sys\n\n\ndef main(argv):\n    ",
 ]
+OVERLAPPING = {"plain", "eagle3_one_model", "draft_target_one_model"}
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def generate(llm: LLM) -> tuple[list[list[int]], int]:
-    """The token ids of every prompt, and how many drafts were proposed for them."""
+    """The token ids of every prompt, and how many drafts were accepted for them."""
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert isinstance(outputs, list)
     llm.check_integrity()
     stats = [output.speculative_decoding for output in outputs]
-    num_drafted = sum(one.num_drafted_tokens for one in stats if one is not None)
-    return [output.outputs[0].token_ids for output in outputs], num_drafted
+    num_accepted = sum(one.num_accepted_tokens for one in stats if one is not None)
+    return [output.outputs[0].token_ids for output in outputs], num_accepted
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,17 @@ def test_an_example_generates_what_plain_greedy_decoding_does(
     path: Path, plain_tokens: list[list[int]]
 ) -> None:
     with LLM("zoo:llama", **read_yaml(path)) as llm:
-        tokens, num_drafted = generate(llm)
+        tokens, num_accepted = generate(llm)
     assert tokens == plain_tokens and all(len(each) == 8 for each in tokens)
-    assert (num_drafted > 0) == (llm.args.speculative_config is not None)
+    assert (num_accepted > 0) == (llm.args.speculative_config is not None)
 
 
 def test_there_is_an_example_for_every_way_of_running() -> None:
-    ways = {"plain", "ngram", "draft_target", "user_provided"}
-    assert ways | {"max_utilization", "rejection_sampling", "schedule"} <= {path.stem for path in EXAMPLES}
+    two_model = {"ngram", "draft_target", "eagle3_two_model", "user_provided"}
+    variants = {"max_utilization", "rejection_sampling", "schedule", "no_overlap"}
+    assert OVERLAPPING | two_model | variants <= {path.stem for path in EXAMPLES}
+
+
+def test_rounds_overlap_in_the_examples_that_draft_inside_the_forward_or_not_at_all() -> None:
+    args = {path.stem: LlmArgs.from_yaml(path, model="zoo:llama") for path in EXAMPLES}
+    assert {name for name, each in args.items() if each.why_no_overlap is None} == OVERLAPPING

@@ -4,6 +4,7 @@ It knows models, not how they are driven.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
@@ -36,9 +37,17 @@ class LoadedDraft:
         return DraftLayers(net, backend, rows)
 
 
+def draft_folder(plan: DraftModel) -> Path:
+    """Raises ValueError, with the option's name, when there is no such folder."""
+    try:
+        return resolve_model(plan.path)
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_model: {error}") from None
+
+
 def load_head(plan: DraftModel, target: CausalLM, *, max_positions: int, max_num_tokens: int) -> LoadedDraft:
     """Raises ValueError for a head that does not fit the target, and for capture layers that it does not have."""
-    folder, num_layers = resolve_model(plan.path), target.config.num_layers
+    folder, num_layers = draft_folder(plan), target.config.num_layers
     layers = plan.capture_layers or Eagle3Config.from_pretrained(folder).capture_layers
     layers = layers or default_capture_layers(num_layers)
     outside = [layer for layer in layers if not 0 <= layer < num_layers]

@@ -71,6 +71,8 @@ class ModelDrafter(Drafter):
             return
         for request in drafting:
             request.py_num_draft_tokens = request.num_drafts_wanted
+        batch.draft_len = max(request.py_num_draft_tokens for request in drafting)
+        for request in drafting:
             request.draft_kv_len = request.num_tokens + batch.draft_len - 1
         group = self._groups.get(drafting, batch.window)
         self._draft(batch, group, max(request.num_tokens for request in drafting))

@@ -1,5 +1,7 @@
 """tllm_spec.bench.compare: the turns, the differences, the rows."""
 
+from typing import Any
+
 from tests.cli.fake_llm import FakeLLM, make_output
 from tllm_spec.bench.compare import Contestant, comparison, differences, first_difference, run_in_turn
 from tllm_spec.bench.dataset import BenchRequest
@@ -9,10 +11,10 @@ from tllm_spec.outputs import SpeculativeStats
 REQUESTS = [BenchRequest(3, [1, 2], 6), BenchRequest(5, [1, 2], 6)]
 
 
-def contestant(name: str, *seconds: float, stats: SpeculativeStats | None = None) -> Contestant:
+def contestant(name: str, *seconds: float, stats: SpeculativeStats | None = None, **llm: Any) -> Contestant:
     """Made of runs of two requests with 6 tokens each that took so many seconds."""
     runs = [Run([make_output(2, 6, stats=stats), make_output(2, 6, stats=stats)], each) for each in seconds]
-    return Contestant(name, FakeLLM("zoo:llama"), runs)
+    return Contestant(name, FakeLLM("zoo:llama", **llm), runs)
 
 
 def test_warm_up_runs_do_not_count() -> None:
@@ -29,6 +31,18 @@ def test_speeds_are_medians_and_the_speedup_is_their_ratio() -> None:
     assert rows[0]["acceptance_length"] is None and rows[0]["speedup"] == 1
     assert (rows[1]["acceptance_length"], rows[1]["draft_acceptance_rate"]) == (2.5, 0.75)
     assert rows[1]["per_position_acceptance"] == [1, 0.5]
+
+
+def test_a_row_says_how_it_speculated_since_its_name_is_only_that_of_a_file() -> None:
+    spec = {
+        "decoding_type": "Eagle3",
+        "max_draft_len": 3,
+        "speculative_model": "head",
+        "eagle3_one_model": False,
+    }
+    plain, drafted = comparison([contestant("a", 1), contestant("b", 1, speculative_config=spec)])
+    assert plain["speculation"] is None
+    assert spec.items() <= drafted["speculation"].items()
 
 
 def test_a_difference_names_its_first_place_once_however_often_it_shows() -> None:

@@ -1,5 +1,8 @@
 """The report's figures against numbers worked out by hand."""
 
+import json
+from typing import Any
+
 import pytest
 
 from tests.cli.fake_llm import make_output
@@ -19,6 +22,11 @@ from tllm_spec.outputs import SpeculativeStats
 # Prompt 10 and 30 tokens, output 20 and 5; the first token after 0.5 s, the end after 2 s and 1 s.
 OUTPUTS = [make_output(10, 20, latency_s=2.0), make_output(30, 5, latency_s=1.0)]
 RUN = Run(OUTPUTS, elapsed_s=2.5)
+
+
+def eagle3_args(**options: Any) -> LlmArgs:
+    spec = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "head"}
+    return LlmArgs.from_kwargs("zoo:llama", speculative_config=spec | options)
 
 
 def test_percentiles_are_interpolated_between_neighbours() -> None:
@@ -85,8 +93,33 @@ def test_a_report_has_a_section_only_for_what_happened() -> None:
     args = LlmArgs.from_kwargs("zoo:llama", speculative_config=spec)
     full = build_report("zoo:llama", args, RUN, streaming=True)
     assert full["decoding_stats"]["mode"] == "NGram"
-    assert full.keys() - plain.keys() == {"streaming_metrics", "decoding_stats"}
+    assert full.keys() - plain.keys() == {"streaming_metrics", "speculation", "decoding_stats"}
     assert full["dataset"]["osl_stats"]["average"] == 12.5
+
+
+@pytest.mark.parametrize("one_model", [True, False])
+def test_a_report_tells_the_two_paths_of_eagle3_apart(one_model: bool) -> None:
+    report = build_report("zoo:llama", eagle3_args(eagle3_one_model=one_model), RUN, streaming=False)
+    assert report["decoding_stats"]["mode"] == "Eagle3"
+    assert report["speculation"]["eagle3_one_model"] is one_model
+    assert report["world_info"]["rounds_overlap"] is one_model
+
+
+def test_plain_rounds_overlap_unless_that_is_disabled() -> None:
+    for disabled in (False, True):
+        args = LlmArgs(model="zoo:llama", disable_overlap_scheduler=disabled)
+        report = build_report("zoo:llama", args, RUN, streaming=False)
+        assert report["world_info"]["rounds_overlap"] is not disabled
+
+
+def test_synthetic_acceptance_is_printed_and_stored_beside_the_figures_that_it_made() -> None:
+    args = eagle3_args(synthetic_acceptance_rates=[0.73, 0.52, 0.35], draft_len_schedule={1: 3, 9: 0})
+    report = build_report("zoo:llama", args, RUN, streaming=False)
+    text = format_report(json.loads(json.dumps(report)))
+    lines = [line.split(maxsplit=1) for line in text.splitlines()]
+    assert ["synthetic_acceptance_rates", "(0.73, 0.52, 0.35)"] in lines
+    assert ["draft_len_schedule", "{1: 3, 9: 0}"] in lines
+    assert "max_concurrency" not in text, "an option without a value is left out"
 
 
 def test_the_printed_report_shows_every_section_and_figure() -> None:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.bench.report import total_stats
+from tllm_spec.bench.report import speculation_section, total_stats
 from tllm_spec.bench.runner import Run, run_requests
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -95,10 +95,12 @@ def comparison(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
     rows = []
     for contestant in contestants:
         speeds = contestant.output_tokens_per_s
+        config = contestant.llm.args.speculative_config
         stats = total_stats([output for run in contestant.runs for output in run.outputs])
         rows.append(
             {
                 "configuration": contestant.name,
+                "speculation": None if config is None else speculation_section(config),
                 "output_tokens_per_s": median(speeds),
                 "output_tokens_per_s_range": [min(speeds), max(speeds)],
                 "speedup": median(speeds) / baseline,

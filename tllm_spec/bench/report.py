@@ -15,12 +15,13 @@ from tllm_spec import __version__
 from tllm_spec.bench.runner import Run, num_output_tokens
 from tllm_spec.config import LlmArgs
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
+from tllm_spec.speculative_config import DecodingBaseConfig
 
 MS = 1000.0
 
 
 def build_report(model_name: str, args: LlmArgs, run: Run, streaming: bool) -> dict[str, Any]:
-    """Everything known about a run; `streaming_metrics` and `decoding_stats` only where they apply."""
+    """Everything known about a run; `streaming_metrics`, `speculation` and `decoding_stats` only where they apply."""
     report: dict[str, Any] = {
         "engine": engine_section(model_name, args),
         "machine": machine_section(args.device),
@@ -31,6 +32,7 @@ def build_report(model_name: str, args: LlmArgs, run: Run, streaming: bool) -> d
     if streaming:
         report["streaming_metrics"] = streaming_section(run.outputs)
     if args.speculative_config is not None:
+        report["speculation"] = speculation_section(args.speculative_config)
         report["decoding_stats"] = decoding_section(args.speculative_config.decoding_type, run.outputs)
     return report | {"dataset": dataset_section(run.outputs)}
 
@@ -97,6 +99,16 @@ def total_stats(outputs: Sequence[RequestOutput]) -> SpeculativeStats:
     return sum((output.speculative_decoding or SpeculativeStats() for output in outputs), SpeculativeStats())
 
 
+def speculation_section(config: DecodingBaseConfig) -> dict[str, Any]:
+    """Every option that has a value: the decoding type alone tells neither the path nor synthetic rates."""
+    options = {name: getattr(config, name) for name in type(config).model_fields}
+    return {
+        name: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in options.items()
+        if value is not None
+    }
+
+
 def decoding_section(mode: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Percentiles are over requests; the four last entries weigh every round and every draft alike."""
     each = [output.speculative_decoding for output in outputs]
@@ -150,6 +162,7 @@ def world_section(args: LlmArgs) -> dict[str, Any]:
         "max_num_tokens": args.max_num_tokens,
         "max_seq_len": args.max_seq_len,
         "scheduling_policy": args.scheduler_config.capacity_scheduler_policy,
+        "rounds_overlap": args.why_no_overlap is None,
         "kv_cache_percentage": args.kv_cache_config.free_gpu_memory_fraction * 100,
     }
 

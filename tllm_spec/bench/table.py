@@ -23,6 +23,7 @@ TITLES = {
     "request_info": "REQUESTS",
     "performance": "PERFORMANCE",
     "streaming_metrics": "STREAMING",
+    "speculation": "SPECULATION",
     "decoding_stats": "DECODING STATISTICS",
     "dataset": "DATA SET",
 }
