@@ -65,7 +65,7 @@ class Row:
     tokens_a_round: float
     launches_a_round: float
     waits_a_round: float
-    gap_us: float
+    gap_us: float | None  # None: without graphs there is no telling where a round ends
 
 
 class Rounds:
@@ -165,7 +165,7 @@ def gap_between_launches(events: list[dict[str, Any]]) -> float:
     for (_, end), (start, _) in pairwise(rounds):
         busy = sum(min(stop, start) - max(begin, end) for begin, stop in work if begin < start and stop > end)
         gaps.append(start - end - busy)
-    return statistics.median(gaps) if gaps else float("nan")
+    return statistics.median(gaps)
 
 
 def measure(path: str, model: str, batch_size: int, prompt_len: int, **options: Any) -> Row:
@@ -189,7 +189,7 @@ def measure(path: str, model: str, batch_size: int, prompt_len: int, **options: 
         tokens,
         calls["cudaGraphLaunch"] / TRACED_ROUNDS,
         waits / TRACED_ROUNDS,
-        gap_between_launches(events) if graph else float("nan"),
+        gap_between_launches(events) if graph else None,
     )
     print(table_line(row), flush=True)
     return row
@@ -199,7 +199,8 @@ def table_line(row: Row) -> str:
     how = f"{'graph' if row.graph else 'eager'} | {'overlap' if row.overlap else 'no overlap'}"
     tokens_a_second = row.batch_size * row.tokens_a_round / row.round_ms * 1e3
     figures = f"{row.round_ms:.2f} | {row.tokens_a_round:.2f} | {tokens_a_second:.0f}"
-    trace = f"{row.launches_a_round:.2f} | {row.waits_a_round:.2f} | {row.gap_us:.0f}"
+    gap = "–" if row.gap_us is None else f"{row.gap_us:.0f}"
+    trace = f"{row.launches_a_round:.2f} | {row.waits_a_round:.2f} | {gap}"
     return f"| {row.path} | {row.batch_size} | {how} | {figures} | {trace} |"
 
 

@@ -292,7 +292,7 @@ def build_executor(
     builder = _Builder(args)
     plan = builder.draft_plan
     if plan is not None and tokenizer is not None and not plan.is_head:
-        check_same_vocabulary(tokenizer, load_tokenizer(plan.path))
+        check_same_vocabulary(tokenizer, load_tokenizer(str(draft_folder(plan))))
     target = builder.load(resolve_model(args.model), args.load_format)
     draft = builder.load_draft(target) if plan is not None else None
     models = [target, *([draft.net] if draft else [])]
