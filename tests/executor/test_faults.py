@@ -38,10 +38,15 @@ def expected(model: Path) -> list[list[int]]:
         return tokens_of(generate(llm, GOOD, PARAMS))
 
 
-@pytest.fixture(params=["plain", "draft_target"])
+@pytest.fixture(params=["plain", "no_overlap", "draft_target", "one_model"])
 def llm(request: pytest.FixtureRequest, model: Path, tiny_draft: Path) -> Iterator[LLM]:
-    speculation = {"plain": {}, "draft_target": draft_target(tiny_draft)}[request.param]
-    with make_llm(model, **speculation) as llm:
+    options = {
+        "plain": {},
+        "no_overlap": {"disable_overlap_scheduler": True},
+        "draft_target": draft_target(tiny_draft),
+        "one_model": draft_target(tiny_draft, draft_target_one_model=True),
+    }[request.param]
+    with make_llm(model, **options) as llm:
         yield llm
         assert_clean(llm)
 

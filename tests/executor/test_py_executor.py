@@ -18,12 +18,15 @@ SMALL_POOL = {
 }
 
 
-@pytest.fixture(params=["plain", "ngram", "draft_target"])
+@pytest.fixture(params=["plain", "ngram", "draft_target", "one_model"])
 def speculation(request: pytest.FixtureRequest, tiny_draft: Path) -> dict[str, Any]:
     ngram = {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}
-    return {"plain": {}, "ngram": {"speculative_config": ngram}, "draft_target": draft_target(tiny_draft, 3)}[
-        request.param
-    ]
+    return {
+        "plain": {},
+        "ngram": {"speculative_config": ngram},
+        "draft_target": draft_target(tiny_draft, 3),
+        "one_model": draft_target(tiny_draft, 3, draft_target_one_model=True),
+    }[request.param]
 
 
 def submit_some(harness: Harness, random: Random, number: int) -> list[LlmRequest]:
@@ -65,7 +68,8 @@ def test_after_every_round_device_and_host_agree_and_only_kept_tokens_have_pages
         for request in harness.parts.scheduler.running:
             if request.state is RequestState.GENERATION:
                 assert_rows_are_true(harness, request)
-                assert harness.parts.kv.num_held(request) == harness.parts.kv.pages_for(request.kv_len)
+                kv = harness.parts.kv
+                assert kv.num_held(request) == kv.pages_for(request.kv_len + kv.extra_kv_tokens)
     assert harness.parts.scheduler.num_preemptions
     assert [(r.finish_reason, r.num_output_tokens) for r in requests] == [
         ("length", r.max_tokens) for r in requests

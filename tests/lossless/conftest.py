@@ -33,8 +33,10 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def plain_llm() -> Iterator[LLM]:
-    """Decoding with nothing that could go wrong: one request at a time, no speculation, no reuse, no chunks."""
-    with LLM("zoo:llama", max_batch_size=1, kv_cache_config={"enable_block_reuse": False}) as llm:
+    """Decoding with nothing that could go wrong: one request at a time, no speculation, no reuse, no chunks, and every
+    round is read before the next one starts."""
+    options = {"kv_cache_config": {"enable_block_reuse": False}, "disable_overlap_scheduler": True}
+    with LLM("zoo:llama", max_batch_size=1, **options) as llm:
         yield llm
 
 

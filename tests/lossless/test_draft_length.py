@@ -1,5 +1,6 @@
 """What decides on the draft length of a round changes windows, and never a text."""
 
+from itertools import cycle, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -8,11 +9,16 @@ import pytest
 
 from tests.executor.harness import Harness, draft_target, output_of, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
-from tllm_spec.executor.request import LlmRequest, RequestState
+from tests.lossless.engines import OVERLAPPING, tiny_engine, write_tiny_drafts
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.round_runner import LaunchedRound
 from tllm_spec.llm import LLM
+from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams, SpeculationParams
 
 MAX_DRAFT_LEN, NUM_REQUESTS = 4, 6
+WITH_DRAFT_WEIGHTS = ("draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model")
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +27,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("draft"), noise=0.15)
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="module")
+def draft(drafts: tuple[Path, Path]) -> Path:
+    return drafts[0]
 
 
 def submit_all(harness: Harness, **options: Any) -> list[LlmRequest]:
@@ -37,7 +48,7 @@ def submit_all(harness: Harness, **options: Any) -> list[LlmRequest]:
 
 @pytest.fixture(scope="module")
 def plain(tiny: Path) -> list[list[int]]:
-    harness = Harness(tiny)
+    harness = Harness(tiny, disable_overlap_scheduler=True)
     requests = submit_all(harness)
     harness.run()
     return list(map(output_of, requests))
@@ -46,14 +57,21 @@ def plain(tiny: Path) -> list[list[int]]:
 def windows_by_batch_size(harness: Harness) -> dict[int, set[int]]:
     """Runs to the end. The draft lengths of generation rounds, by how many requests were generating."""
     seen: dict[int, set[int]] = {}
-    while True:
-        generating = [r for r in harness.parts.scheduler.running if r.state is RequestState.GENERATION]
-        if not harness.round():
-            return seen
-        if generating:
-            seen.setdefault(len(generating), set()).add(len(generating[0].py_draft_tokens))
+    launch = harness.parts.runner.launch
+
+    def watched(batch: ScheduledBatch) -> LaunchedRound:
+        if batch.generation_requests:
+            seen.setdefault(len(batch.generation_requests), set()).add(
+                len(batch.generation_requests[0].py_draft_tokens)
+            )
+        return launch(batch)
+
+    harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    harness.run()
+    return seen
 
 
+@pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 @pytest.mark.parametrize(
     ("options", "lengths"),
     [
@@ -64,35 +82,69 @@ def windows_by_batch_size(harness: Harness) -> dict[int, set[int]]:
     ],
 )
 def test_a_schedule_and_a_concurrency_limit_choose_the_windows_and_not_the_text(
-    tiny: Path, draft: Path, plain: list[list[int]], options: dict[str, Any], lengths: dict[int, int]
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    plain: list[list[int]],
+    mode: str,
+    options: dict[str, Any],
+    lengths: dict[int, int],
 ) -> None:
-    harness = Harness(tiny, **draft_target(draft, MAX_DRAFT_LEN, **options))
+    harness = Harness(tiny, **tiny_engine(mode, drafts, MAX_DRAFT_LEN, **options))
     requests = submit_all(harness)
     assert windows_by_batch_size(harness) == {size: {length} for size, length in lengths.items()}
     assert list(map(output_of, requests)) == plain
 
 
+@pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 def test_a_draft_length_that_is_new_in_every_round_changes_no_text(
-    tiny: Path, draft: Path, plain: list[list[int]]
+    tiny: Path, drafts: tuple[Path, Path], plain: list[list[int]], mode: str
 ) -> None:
-    harness = Harness(tiny, **draft_target(draft, MAX_DRAFT_LEN))
-    random = Random(0)
-    harness.parts.draft_len_for = lambda batch_size: random.randrange(MAX_DRAFT_LEN + 1)
+    harness = Harness(tiny, **tiny_engine(mode, drafts, MAX_DRAFT_LEN))
+    random, chosen = Random(0), []
+
+    def draft_len_for(batch_size: int) -> int:
+        chosen.append(random.randrange(MAX_DRAFT_LEN + 1))
+        return chosen[-1]
+
+    harness.parts.draft_len_for = draft_len_for
     requests = submit_all(harness)
     harness.run()
     assert list(map(output_of, requests)) == plain
+    assert {(0, MAX_DRAFT_LEN), (MAX_DRAFT_LEN, 0)} <= set(pairwise(chosen))
 
 
-@pytest.mark.parametrize("host", [True, False], ids=["user_provided", "draft_target"])
-def test_requests_with_limits_of_their_own_share_rounds_with_others(
-    tiny: Path, draft: Path, plain: list[list[int]], host: bool
+@pytest.mark.parametrize("mode", OVERLAPPING[1:])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
+    tiny: Path, drafts: tuple[Path, Path], plain: list[list[int]], mode: str, overlap: bool
 ) -> None:
-    drafts = dict(enumerate(plain))
+    """A target that drafts for itself is never wrong, unless its draft cache has fallen behind."""
+    if mode == "draft_target_one_model":
+        drafts = (tiny, drafts[1])
+    options = tiny_engine(mode, drafts, MAX_DRAFT_LEN) | {"disable_overlap_scheduler": not overlap}
+    harness = Harness(tiny, **options)
+    lengths = cycle([4, 4, 0, 0, 1, 4, 0, 2, 3, 0, 0, 0])
+    harness.parts.draft_len_for = lambda batch_size: next(lengths)
+    requests = submit_all(harness)
+    harness.run()
+    assert list(map(output_of, requests)) == plain
+    stats = sum((request.counters.stats() for request in requests), SpeculativeStats())
+    assert stats.num_drafted_tokens > 50
+    if mode == "draft_target_one_model":
+        # Drafts of a request's last round may lie behind its end.
+        assert stats.num_drafted_tokens - stats.num_accepted_tokens <= NUM_REQUESTS * MAX_DRAFT_LEN
 
+
+@pytest.mark.parametrize("mode", ["user_provided", *WITH_DRAFT_WEIGHTS])
+def test_requests_with_limits_of_their_own_share_rounds_with_others(
+    tiny: Path, drafts: tuple[Path, Path], plain: list[list[int]], mode: str
+) -> None:
     def propose(request: LlmRequest) -> list[int]:
-        return drafts[request.tokens[0] - 1][request.num_output_tokens :][: request.num_drafts_wanted]
+        text = plain[request.tokens[0] - 1]
+        return text[request.num_output_tokens :][: request.num_drafts_wanted]
 
-    harness = Harness(tiny, **(user_provided(propose) if host else draft_target(draft, MAX_DRAFT_LEN)))
+    own = mode == "user_provided"
+    harness = Harness(tiny, **(user_provided(propose) if own else tiny_engine(mode, drafts, MAX_DRAFT_LEN)))
     requests = submit_all(harness)
     for request in requests:
         request.draft_limit = request.tokens[0] % 4
@@ -105,7 +157,10 @@ def test_requests_with_limits_of_their_own_share_rounds_with_others(
         ]
 
 
-def test_speculation_of_one_request_is_what_its_parameters_say(tiny: Path, draft: Path) -> None:
+@pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
+def test_speculation_of_one_request_is_what_its_parameters_say(
+    tiny: Path, drafts: tuple[Path, Path], mode: str
+) -> None:
     wishes: list[dict[str, Any]] = [
         {},
         {"enabled": False},
@@ -118,7 +173,8 @@ def test_speculation_of_one_request_is_what_its_parameters_say(tiny: Path, draft
         SamplingParams(max_tokens=40, temperature=0.9, seed=1, speculation=SpeculationParams(**wish))
         for wish in wishes
     ]
-    with LLM(tiny, skip_tokenizer_init=True, max_batch_size=8, **draft_target(draft, MAX_DRAFT_LEN)) as llm:
+    options = tiny_engine(mode, drafts, MAX_DRAFT_LEN)
+    with LLM(tiny, skip_tokenizer_init=True, max_batch_size=8, **options) as llm:
         outputs = llm.generate([[1, 2, 3]] * len(wishes), all_params, use_tqdm=False)
     assert isinstance(outputs, list)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1

@@ -1,9 +1,11 @@
-"""Every drafter, way of sampling, cache situation and batch size produces plain decoding's tokens.
+"""Every drafter, draft length, way of sampling, cache situation and batch size produces plain decoding's tokens,
+whether rounds overlap or not.
 
 The ways of sampling are mixed within the batches: a request's text must not depend on its neighbours either.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -11,110 +13,132 @@ import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
 from tests.lossless.drafters import AdversarialDrafter, expected_rounds
+from tests.lossless.engines import MODES, OVERLAPPING, engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 
-DRAFT_LEN = 4
-DRAFTERS = ("ngram", "draft_target", "user_provided")
+DRAFT_LENS = (1, 2, 3, 5, 7)
 NO_REUSE = {"enable_block_reuse": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "undisturbed": {"kv_cache_config": NO_REUSE},
-    # Room for eight windows and a few prompt tokens: prompts come in many pieces beside generating requests.
-    "chunked_prefill": {"kv_cache_config": NO_REUSE, "enable_chunked_prefill": True, "max_num_tokens": 50},
+    "chunked_prefill": {"kv_cache_config": NO_REUSE, "enable_chunked_prefill": True},
     "prefix_reuse": {"kv_cache_config": {"tokens_per_block": 16}},
     "prefix_reuse_and_chunks": {
         "kv_cache_config": {"tokens_per_block": 32},
         "enable_chunked_prefill": True,
-        "max_num_tokens": 12,
+        "max_num_tokens": 16,
     },
-    "preemption_of_3": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 560}},
-    "preemption_of_8": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 1200}},
+    "preemption_of_3": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 400}},
+    "preemption_of_8": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 900}},
 }
-# A request that is alone always fits, so it is never preempted; and what it finds in the cache and what it prefills in
-# pieces does not depend on others, so for it one run does both.
+# A request that is alone always fits, so it is never preempted.
 BATCH_SIZES = {
-    "undisturbed": (1, 3, 8),
+    "undisturbed": (8, 3, 1),
     "chunked_prefill": (3, 8),
-    "prefix_reuse": (3, 8),
-    "prefix_reuse_and_chunks": (1,),
+    "prefix_reuse": (8, 3),
+    "prefix_reuse_and_chunks": (1, 2),
     "preemption_of_3": (3,),
     "preemption_of_8": (8,),
 }
-RUNS = [
-    pytest.param(engine, batch_size, id=f"{'-'.join(engine)}-{batch_size}")
-    for engine in product(DRAFTERS, SETTINGS)
-    for batch_size in BATCH_SIZES[engine[1]]
-]
+# Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were right.
+FLOORS = {
+    "plain": 0.0,
+    "ngram": 1.02,
+    "draft_target": 1.3,
+    "user_provided": 1.3,
+    "draft_target_one_model": 1.3,
+    "eagle3": 1.3,
+    "eagle3_two_model": 1.3,
+}
 
 
-def speculative_config(drafter: str, known: AdversarialDrafter) -> dict[str, Any]:
-    own: dict[str, dict[str, Any]] = {
-        "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": 3},
-        "draft_target": {"decoding_type": "Draft_Target", "speculative_model": "zoo:llama-draft"},
-        "user_provided": {"decoding_type": "User_Provided", "drafter": known},
-    }
-    return own[drafter] | {"max_draft_len": DRAFT_LEN}
+@dataclass(frozen=True)
+class Run:
+    """One engine and how it is used."""
+
+    mode: str
+    setting: str
+    draft_len: int
+    batch_size: int
+    overlap: bool
+
+    def __str__(self) -> str:
+        rounds = "overlap" if self.overlap else "in_turn"
+        return f"{self.mode}-{self.setting}-K{self.draft_len}-{self.batch_size}-{rounds}"
 
 
-@pytest.fixture(scope="module")
-def llm(
-    request: pytest.FixtureRequest, cases: list[Case], known_texts: dict[tuple[int, ...], list[int]]
-) -> Iterator[LLM]:
-    drafter, setting = request.param
-    known = AdversarialDrafter(known_texts)
-    options = SETTINGS[setting] | {
-        "speculative_config": speculative_config(drafter, known),
-        "max_batch_size": 8,
-    }
-    if setting.startswith("preemption"):
+def covering_runs() -> list[Run]:
+    """Every mode in every setting, and every mode with every draft length; batch sizes and overlap change from one to
+    the next."""
+    runs = []
+    for (i, mode), (j, setting) in product(enumerate(FLOORS), enumerate(SETTINGS)):
+        sizes = BATCH_SIZES[setting]
+        overlap = mode in OVERLAPPING and (i + j) % 3 != 1
+        draft_len = 0 if mode == "plain" else DRAFT_LENS[(i + j) % len(DRAFT_LENS)]
+        runs.append(Run(mode, setting, draft_len, sizes[i % len(sizes)], overlap))
+    return runs
+
+
+def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
+    options = SETTINGS[run.setting] | {"max_batch_size": 8}
+    if run.mode in MODES:
+        options |= engine(run.mode, run.draft_len, overlap=run.overlap)
+    else:
+        own = {"decoding_type": "User_Provided", "drafter": known, "max_draft_len": run.draft_len}
+        options["speculative_config"] = own
+    if run.setting == "chunked_prefill":
+        # Room for all windows and a few prompt tokens: prompts come in many pieces beside generating requests.
+        options["max_num_tokens"] = run.batch_size * (run.draft_len + 1) + 10
+    if run.setting.startswith("preemption"):
         options["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
-    with LLM("zoo:llama", **options) as llm:
-        if setting.startswith("prefix_reuse"):
-            leave_prefixes(llm, cases)
-        yield llm
+    return LLM("zoo:llama", **options)
 
 
 def leave_prefixes(llm: LLM, cases: list[Case]) -> None:
     """Fills the cache with the prompts, all but their last twenty tokens: some whole pages and a part of one."""
-    first_token = SamplingParams(max_tokens=1)
-    llm.generate([[*case.prompt[:-20], 2] for case in cases], first_token, use_tqdm=False)
+    tokens = SamplingParams(
+        max_tokens=2
+    )  # what a head reads a round late is cached when there is such a round
+    llm.generate([[*case.prompt[:-20], 2] for case in cases], tokens, use_tqdm=False)
 
 
-@pytest.mark.parametrize(("llm", "batch_size"), RUNS, indirect=["llm"])
+@pytest.mark.parametrize("run", covering_runs(), ids=str)
 def test_the_text_is_plain_decodings(
-    request: pytest.FixtureRequest,
-    llm: LLM,
-    batch_size: int,
+    run: Run,
     cases: list[Case],
     plain: list[RequestOutput],
+    known_texts: dict[tuple[int, ...], list[int]],
     oracle: Callable[[], Oracle],
 ) -> None:
-    drafter, setting = request.node.callspec.params["llm"]
-    preemptions = llm._executor.scheduler.num_preemptions
-    outputs = generate(llm, cases, batch_size)
-    llm.check_integrity()
+    with make_llm(run, AdversarialDrafter(known_texts)) as llm:
+        assert llm._executor.parts.max_in_flight == run.overlap
+        if run.setting.startswith("prefix_reuse"):
+            leave_prefixes(llm, cases)
+        preemptions = llm._executor.scheduler.num_preemptions
+        outputs = generate(llm, cases, run.batch_size)
+        llm.check_integrity()
+        preempted = llm._executor.scheduler.num_preemptions > preemptions
     for case, output, expected in zip(cases, outputs, plain, strict=True):
         assert_same(case, output, expected, oracle)
     assert all(output.outputs[0].length == OUTPUT_LEN for output in outputs[:8])
-    preempted = llm._executor.scheduler.num_preemptions > preemptions
-    assert preempted == setting.startswith("preemption")
+    assert preempted == run.setting.startswith("preemption")
     found = [output.cached_tokens for output in outputs]
-    assert all(found) == any(found) == setting.startswith("prefix_reuse")
-    assert_speculated(drafter, outputs, plain, undisturbed=not preempted)
+    assert all(found) == any(found) == run.setting.startswith("prefix_reuse")
+    assert_speculated(run, outputs, plain, undisturbed=not preempted)
 
 
 def assert_speculated(
-    drafter: str, outputs: list[RequestOutput], plain: list[RequestOutput], *, undisturbed: bool
+    run: Run, outputs: list[RequestOutput], plain: list[RequestOutput], *, undisturbed: bool
 ) -> None:
     """There were drafts, and they were accepted as often as they were right."""
     total = sum((output.speculative_decoding or SpeculativeStats() for output in outputs), SpeculativeStats())
-    assert total.acceptance_length > {"ngram": 1.02, "draft_target": 1.5, "user_provided": 2.0}[drafter]
-    if drafter == "user_provided" and undisturbed:
+    assert total.acceptance_length >= FLOORS[run.mode]
+    if run.mode == "user_provided" and undisturbed:
         for output, expected in zip(outputs[:8], plain, strict=False):
             if output.outputs[0].token_ids == expected.outputs[0].token_ids:
                 stats = output.speculative_decoding
                 assert stats is not None
                 counted = (stats.rounds, stats.num_drafted_tokens, stats.num_accepted_tokens)
-                assert counted == expected_rounds(OUTPUT_LEN, DRAFT_LEN)
+                assert counted == expected_rounds(OUTPUT_LEN, run.draft_len)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lossless.engines import engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import Logprob, RequestOutput
@@ -18,17 +19,15 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0.9, "presence_penalty": 0.7, "logit_bias": {5: 2.0}},
     {"temperature": 1.2, "top_p": 0.9},
 ]
+CHUNKS: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_tokens": 40}
 ENGINES: dict[str, dict[str, Any]] = {
-    "ngram": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 4}},
-    "draft_target": {
-        "speculative_config": {
-            "decoding_type": "Draft_Target",
-            "speculative_model": "zoo:llama-draft",
-            "max_draft_len": 4,
-        },
-        "enable_chunked_prefill": True,
-        "max_num_tokens": 40,
-    },
+    "plain": engine("plain", 0) | CHUNKS,
+    "ngram": engine("ngram", 4),
+    "draft_target": engine("draft_target", 4) | CHUNKS,
+    "draft_target_one_model": engine("draft_target_one_model", 3),
+    "eagle3": engine("eagle3", 4) | CHUNKS,
+    "eagle3_in_turn": engine("eagle3", 4, overlap=False),
+    "eagle3_two_model": engine("eagle3_two_model", 2) | CHUNKS,
 }
 
 
@@ -61,11 +60,11 @@ def values(entries: list[Any]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ENGINES)
 def test_log_probabilities_are_plain_decodings(
-    engine: str, plain_outputs: list[RequestOutput], prompts: list[list[int]]
+    name: str, plain_outputs: list[RequestOutput], prompts: list[list[int]]
 ) -> None:
-    with LLM("zoo:llama", **ENGINES[engine]) as llm:
+    with LLM("zoo:llama", **ENGINES[name]) as llm:
         outputs = generate(llm, prompts[:3], batched=True)
         llm.check_integrity()
     for output, plain in zip(outputs, plain_outputs, strict=True):

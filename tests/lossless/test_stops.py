@@ -1,4 +1,5 @@
-"""A stop ends the text where plain decoding ends it, at whatever place of an accepted run it comes."""
+"""A stop ends the text where plain decoding ends it, at whatever place of an accepted run it comes, and also while the
+next round is in flight."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,22 +8,34 @@ import pytest
 
 from tests.executor.harness import user_provided
 from tests.lossless.cases import Case, assert_same, generate
+from tests.lossless.engines import engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.tokenizer import Tokenizer
+
+ENGINES = [("known", length) for length in (1, 2, 4, 6)] + [("itself", length) for length in (1, 3, 5, 7)]
 
 
-@pytest.fixture(scope="module", params=range(1, 7))
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda engine: f"{engine[0]}-K{engine[1]}")
 def llm(request: pytest.FixtureRequest, known_texts: dict[tuple[int, ...], list[int]]) -> Iterator[LLM]:
-    """Every draft is right, beyond the stop too: rounds of 2 to 7 tokens lie differently across it."""
+    """Every draft is right, beyond the stop too: rounds of 2 to 8 tokens lie differently across it. "known": drafts
+    from the host, without overlap; "itself": the target drafts for itself inside its forward, and rounds overlap."""
 
     def propose(request: LlmRequest) -> list[int]:
         text = known_texts[tuple(request.tokens[: request.prompt_len])]
         return text[request.num_output_tokens :][: request.num_drafts_wanted]
 
-    with LLM("zoo:llama", max_batch_size=2, **user_provided(propose, request.param)) as llm:
+    drafts, length = request.param
+    if drafts == "known":
+        options = user_provided(propose, length)
+    else:
+        options = engine("draft_target_one_model", length, speculative_model="zoo:llama")
+    with LLM("zoo:llama", max_batch_size=2, **options) as llm:
+        assert llm._executor.parts.max_in_flight == (drafts == "itself")
         yield llm
+        llm.check_integrity()
 
 
 def test_a_stop_inside_a_run_of_accepted_drafts_drops_the_rest_of_the_run(
@@ -45,6 +58,20 @@ def test_the_stop_itself_is_in_the_output_on_request_only(
     including = replace(case.params, include_stop_str_in_output=True)
     (output,) = generate(llm, [Case(case.name, case.prompt, including)], 1)
     assert output.outputs[0].text == text + stop and stop not in text
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_inside_a_token_cuts_the_text_at_its_very_end_or_beginning(
+    plain_llm: LLM, tokenizer: Tokenizer, cases: list[Case], plain: list[RequestOutput], include: bool
+) -> None:
+    text = plain[0].outputs[0].text
+    inside = [tokenizer.decode([token])[1:-1] for token in plain[0].outputs[0].token_ids]
+    stops = [stop for stop in dict.fromkeys(inside) if len(stop) > 1][:6]
+    assert len(stops) == 6
+    for stop in stops:
+        params = replace(cases[0].params, stop=stop, include_stop_str_in_output=include)
+        (output,) = generate(plain_llm, [Case(stop, cases[0].prompt, params)], 1)
+        assert output.outputs[0].text == text[: text.find(stop) + include * len(stop)]
 
 
 def test_a_stop_before_min_tokens_is_passed_over(

@@ -1,6 +1,5 @@
 """Requests that come and go in every round, from several threads, some of them cancelled: each gets its own text."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -9,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.tiny_llama import write_tiny_llama
+from tests.lossless.engines import MODES, OVERLAPPING, tiny_engine, write_tiny_drafts
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
-NGRAM = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}}
 BUSY: dict[str, Any] = {
     "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 120},
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -31,10 +30,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module")
-def engines(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    draft = write_tiny_llama(tmp_path_factory.mktemp("draft"), noise=0.15)
-    yield {"plain": {}, "ngram": NGRAM, "draft_target": draft_target(draft, 3)}
+@pytest.fixture(scope="module", params=[*MODES, *(f"{mode} in turn" for mode in OVERLAPPING)])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """ "in turn": where rounds would overlap, they do not."""
+    mode = request.param.removesuffix(" in turn")
+    drafts = write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
+    return tiny_engine(mode, drafts, 3) | {"disable_overlap_scheduler": mode != request.param}
 
 
 def sampling(number: int) -> dict[str, Any]:
@@ -57,17 +58,16 @@ def prompt(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> list[list[int]]:
-    harness = Harness(tiny)
+    harness = Harness(tiny, disable_overlap_scheduler=True)
     requests = [harness.submit(prompt(number), max_tokens=30, **sampling(number)) for number in range(60)]
     harness.run()
     return list(map(output_of, requests))
 
 
-@pytest.mark.parametrize("engine", ["plain", "ngram", "draft_target"])
 def test_one_joins_in_every_round_and_one_is_cancelled_in_every_third(
-    tiny: Path, engines: dict[str, dict[str, Any]], engine: str, expected: list[list[int]]
+    tiny: Path, engine: dict[str, Any], expected: list[list[int]]
 ) -> None:
-    harness, random = Harness(tiny, **BUSY, **engines[engine]), Random(3)
+    harness, random = Harness(tiny, **BUSY, **engine), Random(3)
     requests: list[LlmRequest] = []
     for number in range(60):
         requests.append(harness.submit(prompt(number), max_tokens=1 + number % 30, **sampling(number)))
@@ -84,9 +84,8 @@ def test_one_joins_in_every_round_and_one_is_cancelled_in_every_third(
     assert harness.parts.scheduler.num_preemptions and all_pages_are_back(harness.executor)
 
 
-@pytest.mark.parametrize("engine", ["plain", "ngram", "draft_target"])
 def test_threads_that_submit_stream_and_cancel_get_their_own_texts(
-    tiny: Path, engines: dict[str, dict[str, Any]], engine: str, expected: list[list[int]]
+    tiny: Path, engine: dict[str, Any], expected: list[list[int]]
 ) -> None:
     def one(number: int) -> None:
         sleep(Random(number).random() * 0.05)
@@ -101,7 +100,7 @@ def test_threads_that_submit_stream_and_cancel_get_their_own_texts(
         assert streamed == text == expected[number][: len(text)]
         assert (reason == "length" and len(text) == 30) or (reason == "cancelled" and number % 6 == 4)
 
-    with LLM(tiny, skip_tokenizer_init=True, **BUSY, **engines[engine]) as llm:
+    with LLM(tiny, skip_tokenizer_init=True, **BUSY, **engine) as llm:
         with ThreadPoolExecutor(12) as pool:
             list(pool.map(one, range(60)))
         llm.check_integrity()
