@@ -176,6 +176,7 @@ class _Builder:
         # Where the schedule changes the draft length, a graph ends: batches below it need no padding beyond.
         schedule = self.spec.draft_len_schedule if self.spec else None
         also = [size - 1 for size in schedule or () if size > 1]
+        also.append(self.args.max_num_tokens // (1 + self.max_draft_len))  # the largest that fits a round
         keys = graph_keys(graphs.sizes(self.slots.max_batch_size, also), self._draft_lens(speculation))
         keys = [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
         with torch.inference_mode():
@@ -189,6 +190,8 @@ class _Builder:
             return lambda batch_size: {0}
         if speculation.round_end is None:
             return lambda batch_size: set(range(spec.draft_len_for(batch_size) + 1))
+        if not speculation.round_end.in_graph:
+            return lambda batch_size: {0, spec.draft_len_for(batch_size)}
         return lambda batch_size: {spec.draft_len_for(batch_size)}
 
     def sampler(self, slots: SlotState, state: SamplingState) -> Sampler:

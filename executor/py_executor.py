@@ -125,7 +125,11 @@ class PyExecutor:
 
     def _prepare_draft_requests(self) -> None:
         """Placeholders, so that scheduling counts the drafts of the round before they exist."""
-        generating = [r for r in self.scheduler.running if r.state is RequestState.GENERATION]
+        generating = [
+            request
+            for request in self.scheduler.running
+            if request.state is RequestState.GENERATION and not request.will_finish
+        ]
         draft_len = 0
         if generating and self._speculating:
             room = self.parts.max_num_tokens // len(generating) - 1
@@ -246,7 +250,7 @@ class PyExecutor:
         for request in alive:
             if request.slot >= 0:
                 request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
-                self.parts.kv.rewind(request, request.kv_len)
+                self.parts.kv.rewind(request, request.kv_len + self.parts.kv.extra_kv_tokens)
                 self.parts.sampler.start(request)  # its token counts may have the round's tokens in them
 
     def check_integrity(self) -> None:

@@ -38,13 +38,19 @@ def expected(model: Path) -> list[list[int]]:
         return tokens_of(generate(llm, GOOD, PARAMS))
 
 
+@pytest.fixture(scope="module")
+def finite_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model that never proposes the token after which there are no numbers."""
+    return write_tiny_llama(tmp_path_factory.mktemp("finite"), vocab_size=NAN_TOKEN)
+
+
 @pytest.fixture(params=["plain", "no_overlap", "draft_target", "one_model"])
-def llm(request: pytest.FixtureRequest, model: Path, tiny_draft: Path) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, model: Path, tiny_draft: Path, finite_draft: Path) -> Iterator[LLM]:
     options = {
         "plain": {},
         "no_overlap": {"disable_overlap_scheduler": True},
         "draft_target": draft_target(tiny_draft),
-        "one_model": draft_target(tiny_draft, draft_target_one_model=True),
+        "one_model": draft_target(finite_draft, draft_target_one_model=True),
     }[request.param]
     with make_llm(model, **options) as llm:
         yield llm

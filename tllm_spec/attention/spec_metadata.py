@@ -12,9 +12,9 @@ def default_capture_layers(num_layers: int) -> tuple[int, ...]:
     Raises ValueError for a model that is too shallow to have three different ones.
     """
     layers = (1, num_layers // 2 - 1, num_layers - 4)
-    if num_layers < 6:
+    if num_layers < 7:
         raise ValueError(
-            f"a model of {num_layers} layers is too shallow for the default capture layers, which need 6; "
+            f"a model of {num_layers} layers is too shallow for the default capture layers, which need 7; "
             "set eagle3_layers_to_capture"
         )
     return layers

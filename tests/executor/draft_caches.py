@@ -1,0 +1,141 @@
+"""What a draft network on the target's pages should hold and propose: from one prefill of the true tokens, and a plain
+loop behind it. Shared by the tests of the one-model worker, the deferred drafter, graphs and overlap."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from tests.executor.harness import Harness, draft_target
+from tests.models.eagle3_runner import HeadRunner, captured_states
+from tests.models.helpers import PagedRunner
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.draft_net import CausalNet, Eagle3Net
+from tllm_spec.executor.speculative.worker import DraftWorker
+from tllm_spec.kernels.gumbel import gumbel_noise
+
+LAYERS = (0, 1)  # of the two-layer target, for a head with num_captured=2
+TOLERANCE = 1e-4
+HOT = 6.0  # a temperature at which noise decides often enough for any two networks to agree now and then
+SMALL_POOL = {
+    "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
+    "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    "max_batch_size": 4,
+    "max_num_tokens": 24,
+    "enable_chunked_prefill": True,
+}
+
+
+def eagle3(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
+    """Keyword arguments for EAGLE-3 decoding of a two-layer target."""
+    return {
+        "speculative_config": {
+            "decoding_type": "Eagle3",
+            "speculative_model": str(head),
+            "max_draft_len": draft_len,
+            "eagle3_layers_to_capture": LAYERS,
+            **options,
+        }
+    }
+
+
+def one_model(draft: Path, head: Path, mode: str, draft_len: int = 3, **options: Any) -> dict[str, Any]:
+    """Keyword arguments of a mode whose drafts share the target's pages, or `plain`."""
+    if mode == "plain":
+        return {}
+    if mode == "draft_target":
+        return draft_target(draft, draft_len, draft_target_one_model=True, **options)
+    return eagle3(head, draft_len, eagle3_one_model=mode == "eagle3", **options)
+
+
+def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmRequest]:
+    """Prompts with common beginnings; some are sampled, some have stop tokens, so that their end is a surprise."""
+    shared = [random.randrange(64) for _ in range(24)]
+    return [
+        harness.submit(
+            shared[: random.randrange(20)] + [random.randrange(64) for _ in range(random.randrange(1, 9))],
+            max_tokens=random.randrange(1, 26),
+            temperature=HOT if index % 3 else None,
+            stop_token_ids=[random.randrange(64) for _ in range(index % 4)],
+        )
+        for index in range(number)
+    ]
+
+
+def worker_of(harness: Harness) -> DraftWorker:
+    round_end = harness.parts.runner.round_end
+    worker = round_end._worker if isinstance(round_end, DeferredDrafter) else round_end
+    assert isinstance(worker, DraftWorker)
+    return worker
+
+
+def pools_of(harness: Harness) -> list[KVPool]:
+    """The target's, then the one of the layers that share its pages, if there are any."""
+    if harness.parts.runner.round_end is None:
+        return [harness.parts.kv.pool]
+    return [harness.parts.kv.pool, worker_of(harness)._layers.backend.pool]
+
+
+def spoil_free_pages(harness: Harness) -> None:
+    """Whoever reads a place that nobody has written since gets no numbers."""
+    free = harness.parts.kv.cache._free_pages
+    for pool in pools_of(harness):
+        pool.data[:, :, free] = torch.nan
+
+
+def entries(pool: KVPool, pages: list[int], num_entries: int) -> torch.Tensor:
+    """`[layers, 2, num_entries, kv_heads, head_dim]` of the first places of the pages."""
+    return pool.data[:, :, pages].flatten(2, 3)[:, :, :num_entries]
+
+
+def draft_entries(harness: Harness, request: LlmRequest, num_entries: int) -> torch.Tensor:
+    return entries(pools_of(harness)[1], harness.parts.kv.cache.pages(request.request_id), num_entries)
+
+
+class SlowDrafter:
+    """A request's draft network after one prefill of `tokens`, the last of which is the bonus token."""
+
+    def __init__(self, harness: Harness, tokens: list[int]) -> None:
+        net, target = worker_of(harness).net, harness.parts.runner.engine.model
+        self._num_tokens, self._vocab_size = len(tokens), harness.vocab_size
+        self._runner: HeadRunner | PagedRunner
+        if isinstance(net, Eagle3Net):
+            head: Any = net.head  # a runner takes whatever has a config and runs over pages
+            self._runner, self._map = HeadRunner(head), net.head.draft_to_target
+            hidden = net.head.fuse(captured_states(target, tokens[:-1], LAYERS))
+            logits, state = self._runner.draft(contexts={0: (tokens[1:], hidden)})[0]
+            self._logits, self._state = logits[-1], state[-1:]
+        else:
+            assert isinstance(net, CausalNet)
+            self._runner, self._map = PagedRunner(net._model), None
+            self._logits = self._runner.step({0: tokens})[0][-1]
+        self.num_entries = self._runner.lengths[0]
+
+    def entries(self) -> torch.Tensor:
+        """What the cache holds when nothing is missing, in the shape of `draft_entries`."""
+        return entries(self._runner.pool, self._runner.pages[0], self.num_entries).clone()
+
+    def drafts(self, num_drafts: int, temperature: float | None, seed: int) -> list[int]:
+        """Chosen one by one. With a temperature the noise is the target's at the same position."""
+        chosen: list[int] = []
+        for step in range(num_drafts):
+            if step:
+                self._read(chosen[-1])
+            scores = self._logits
+            if temperature is not None:
+                position = torch.tensor([self._num_tokens + step])
+                noise = gumbel_noise(torch.tensor([seed]), position, self._vocab_size)[0]
+                scores = scores / temperature + (noise if self._map is None else noise[self._map])
+            best = int(scores.argmax())
+            chosen.append(best if self._map is None else int(self._map[best]))
+        return chosen
+
+    def _read(self, token: int) -> None:
+        if isinstance(self._runner, HeadRunner):
+            logits, self._state = self._runner.draft(windows={0: ([token], self._state)})[0]
+            self._logits = logits[-1]
+        else:
+            self._logits = self._runner.step(windows={0: [token]})[0][-1]
