@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 _BLOCK = 1024  # tokens a program
 # Contraction of products and sums would change the logarithms' last bit with Triton's default, which is changing.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}

@@ -4,8 +4,8 @@ Lengths and block tables are read on the device, so a captured launch can be rep
 on shapes only: requests are cut into a number of splits chosen from the batch, the heads, the device and the width
 of the block table, and each split takes an equal share of what the request's length turns out to be.
 
-`window_attention` and `write_kv` run the Triton kernels where there are any and their plain-torch twins elsewhere.
-Neither knows requests, layers or plans: one layer of the pool, one launch.
+`window_attention` runs the Triton kernels where there are any and their plain-torch twin elsewhere. It does not know
+requests, layers or plans: one layer of the pool, one launch.
 """
 
 import functools
@@ -95,29 +95,6 @@ def window_attention(
     return _launch_attention(q, layer, block_tables, kv_lens, scale, workspace)
 
 
-def write_kv(kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor) -> None:
-    """Put the rows of kv `[T, 2, Hkv, D]` (any strides but the last) into slots `[T]` int64 of `layer`
-    `[2, pages, page_size, Hkv, D]` (contiguous)."""
-    if not has_kernels(kv.device):
-        plain_write_kv(kv, kv_slots, layer)
-        return
-    from tllm_spec.kernels.window_attention_triton import write_kernel
-
-    num_rows, _, kv_heads, head_dim = kv.shape
-    assert kv.stride(3) == 1 and kv_slots.stride(0) == 1 and layer.is_contiguous()
-    write_kernel[(num_rows, 2)](
-        kv,
-        kv_slots,
-        layer,
-        *kv.stride()[:3],
-        layer.stride(0),
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK=_power_of_two(kv_heads * head_dim),
-        num_warps=4,
-    )
-
-
 def _launch_attention(
     q: torch.Tensor,
     layer: torch.Tensor,
@@ -198,7 +175,8 @@ def plain_window_attention(
 
 
 def plain_write_kv(kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor) -> None:
-    """The twin of `write_kv`."""
+    """Put the rows of kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv, D]`; the kernel that
+    does so is `rotary_write`, which rotates the keys first."""
     layer.view(2, -1, *layer.shape[3:]).index_copy_(1, kv_slots, kv.transpose(0, 1))
 
 

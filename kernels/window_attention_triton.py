@@ -159,28 +159,3 @@ def reduction_kernel(
     total = tl.sum(weights, 0)
     result = tl.sum(outputs * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(output + row * HEAD_DIM + dims, result.to(output.dtype.element_ty), mask=real_dims)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def write_kernel(
-    kv: tl.tensor,
-    kv_slots: tl.tensor,
-    layer: tl.tensor,
-    row_stride: tl.tensor,
-    half_stride: tl.tensor,
-    head_stride: tl.tensor,
-    value_offset: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Grid (rows, keys or values): one program copies all KV heads of a token."""
-    row = tl.program_id(0).to(tl.int64)
-    half = tl.program_id(1).to(tl.int64)
-    slot = tl.load(kv_slots + row)
-    elements = tl.arange(0, BLOCK)
-    real = elements < KV_HEADS * HEAD_DIM
-    source = kv + row * row_stride + half * half_stride
-    source += elements // HEAD_DIM * head_stride + elements % HEAD_DIM
-    places = layer + half * value_offset + slot * (KV_HEADS * HEAD_DIM) + elements
-    tl.store(places, tl.load(source, mask=real), mask=real)

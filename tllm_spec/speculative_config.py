@@ -130,8 +130,8 @@ class DecodingBaseConfig(ConfigModel):
             raise ValueError(f"draft_len_schedule = {schedule} exceeds max_draft_len = {self.max_draft_len}")
         if self.overlaps and "max_rejected_rounds" in self.model_fields_set and self.max_rejected_rounds:
             raise ValueError(
-                f"max_rejected_rounds = {self.max_rejected_rounds} is refused: drafts that are made inside the target's "
-                "forward cost the same for a request that pauses; accepted: null"
+                f"max_rejected_rounds = {self.max_rejected_rounds} is refused: drafts that are made inside the "
+                "target's forward cost the same for a request that pauses; accepted: null"
             )
         if self.use_rejection_sampling and self.draft_sampling == "greedy":
             raise ValueError(

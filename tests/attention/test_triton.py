@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.window_attention import has_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -81,9 +82,12 @@ class Forward:
         )
         shape = (LAYERS, 2, self.num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
         self.pool_data = torch.randn(shape, generator=generator)
-        fused = torch.randn(len(slots), HEADS + 2 * KV_HEADS, HEAD_DIM, generator=generator).to(self.device)
-        self.q = fused[:, :HEADS]
-        self.kv = fused[:, HEADS:].view(-1, 2, KV_HEADS, HEAD_DIM)
+        self.qkv = torch.randn(len(slots), HEADS + 2 * KV_HEADS, HEAD_DIM, generator=generator).to(
+            self.device
+        )
+        angles = torch.rand(WIDTH * PAGE_SIZE, HEAD_DIM // 2, generator=generator).repeat(1, 2) * 7
+        sines = angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(HEAD_DIM // 2)
+        self.table = torch.stack((angles.cos(), sines), dim=1)[:, :, None].to(self.device)
 
     def backend(self, kind: type[AttentionBackend]) -> AttentionBackend:
         pool = KVPool(
@@ -95,14 +99,20 @@ class Forward:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that the device is given for a forward."""
         own = self.metadata
-        return self.q, self.kv, own.block_tables, own.kv_lens, own.positions, own.kv_slots
+        return self.qkv, self.table, own.block_tables, own.kv_lens, own.positions, own.kv_slots
+
+    def run(self, backend: AttentionBackend, plan: AttentionPlan | None = None) -> torch.Tensor:
+        plan = backend.plan(self.metadata) if plan is None else plan
+        rotary = Rotary(self.table, self.metadata.positions)
+        return backend.run(1, self.qkv.clone(), rotary, plan)  # its rotation is in place
 
     def check(self, output: torch.Tensor, pool: KVPool) -> None:
-        """VANILLA's output and VANILLA's pool, but for what padding writes to page 0."""
+        """VANILLA's output and VANILLA's pool, keys up to a rounding, but for what padding writes to page 0."""
         vanilla = self.backend(VanillaAttention)
-        expected = vanilla.run(1, self.q, self.kv, vanilla.plan(self.metadata))
+        expected = self.run(vanilla)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        assert torch.equal(pool.data[:, :, 1:], vanilla.pool.data[:, :, 1:])
+        torch.testing.assert_close(pool.data[:, 0, 1:], vanilla.pool.data[:, 0, 1:], rtol=2e-6, atol=2e-6)
+        assert torch.equal(pool.data[:, 1, 1:], vanilla.pool.data[:, 1, 1:])
 
 
 @on_each_device
@@ -112,7 +122,7 @@ def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
     assert has_kernels(torch.device(device)) == (INTERPRETED or device == "cuda")
     forward = Forward(BATCHES[name], device)
     backend = forward.backend(TritonAttention)
-    forward.check(backend.run(1, forward.q, forward.kv, backend.plan(forward.metadata)), backend.pool)
+    forward.check(forward.run(backend), backend.pool)
 
 
 CAPTURED = Batch(kv_lens=(4, 300, 17), window=3, padding=1)
@@ -127,7 +137,7 @@ def test_a_plan_follows_what_its_tensors_hold_when_it_runs(device: str) -> None:
     plan = backend.plan(planned.metadata)
     for mine, new in zip(planned.tensors(), other.tensors(), strict=True):
         mine.copy_(new)
-    other.check(backend.run(1, planned.q, planned.kv, plan), backend.pool)
+    other.check(planned.run(backend, plan), backend.pool)
 
 
 @pytest.mark.gpu
@@ -135,10 +145,10 @@ def test_a_plan_follows_what_its_tensors_hold_when_it_runs(device: str) -> None:
 def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
     captured, replayed = Forward(CAPTURED, "cuda"), Forward(REPLAYED, "cuda", seed=1)
     backend = replayed.backend(TritonAttention)
-    backend.run(1, captured.q, captured.kv, backend.plan(captured.metadata))  # compiles
+    captured.run(backend)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = backend.run(1, captured.q, captured.kv, backend.plan(captured.metadata))
+        output = captured.run(backend)
     for other in (replayed, Forward(CAPTURED, "cuda", seed=2)):
         backend.pool.data.copy_(other.pool_data)
         for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
@@ -152,10 +162,10 @@ def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
 def test_a_generation_forward_never_waits_for_the_device() -> None:
     forward = Forward(CAPTURED, "cuda")
     backend = forward.backend(TritonAttention)
-    backend.run(1, forward.q, forward.kv, backend.plan(forward.metadata))  # compiles
+    forward.run(backend)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        backend.run(1, forward.q, forward.kv, backend.plan(forward.metadata))
+        forward.run(backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -9,6 +9,7 @@ from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.rotary_write import Rotary
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 6, 2, 8, 4, 24
 GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)
@@ -31,6 +32,12 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.T
         mixed = sum(weight * value[group] for weight, value in zip(weights, values, strict=True))
         outputs.append(mixed / sum(weights))
     return torch.cat(outputs)
+
+
+def unrotated(num_rows: int) -> Rotary:
+    """Position 0: rotation by nothing."""
+    table = torch.stack((torch.ones(HEAD_DIM), torch.zeros(HEAD_DIM))).view(1, 2, 1, HEAD_DIM)
+    return Rotary(table, torch.zeros(num_rows, dtype=torch.int64))
 
 
 class Requests:
@@ -84,7 +91,8 @@ class Requests:
         )
         q = torch.cat([self.q[request][start:end] for request, start, end in spans])
         kv = torch.cat([self.kv[request][start:end] for request, start, end in spans])
-        output = backend.run(layer, q, kv, backend.plan(metadata))
+        qkv = torch.cat((q, kv.flatten(1, 2)), dim=1)
+        output = backend.run(layer, qkv, unrotated(len(qkv)), backend.plan(metadata))
         return dict(zip(counts, output.split(list(counts.values())), strict=True))
 
     def expected(self, request: int, count: int) -> torch.Tensor:

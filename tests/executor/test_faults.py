@@ -227,7 +227,9 @@ def test_a_users_resource_manager_that_raises_fails_the_round_and_not_the_execut
     options = user_provided(lambda request: [])
     options["speculative_config"]["resource_manager"] = Moody()
     with make_llm(model, **options) as llm:
-        assert {output.error for output in generate(llm, GOOD, PARAMS)} == {"RuntimeError: not now"}
+        errors = {output.error for output in generate(llm, GOOD, PARAMS)}
+        assert "RuntimeError: not now" in errors  # and None for a request that came after that round
+        assert errors <= {"RuntimeError: not now", None}
         assert tokens_of(generate(llm, GOOD, PARAMS)) == expected
         assert_clean(llm)
 

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -22,7 +21,6 @@ from tllm_spec.kernels.window_attention import (
     plain_window_attention,
     plain_write_kv,
     window_attention,
-    write_kv,
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -185,26 +183,17 @@ def test_partial_results_are_written_for_real_rows_only(device: str) -> None:
     assert workspace.log_sums[beyond:].isnan().all() and workspace.outputs[beyond:].isnan().all()
 
 
-def check_writing(write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], device: str) -> None:
+def test_rows_go_into_their_slots_and_nothing_else_changes() -> None:
     for head_dim, dtype in ((16, torch.float32), (80, torch.bfloat16)):
         generator = torch.Generator().manual_seed(1)
-        fused = torch.randn(5, 9, head_dim, generator=generator).to(device, dtype)
+        fused = torch.randn(5, 9, head_dim, generator=generator).to(dtype)
         kv = fused[:, 3:].view(5, 2, 3, head_dim)  # the rows of one projection: queries first
-        layer = torch.full((2, 4, 8, 3, head_dim), torch.nan, dtype=dtype, device=device)
+        layer = torch.full((2, 4, 8, 3, head_dim), torch.nan, dtype=dtype)
         expected, slots = layer.clone(), [31, 0, 9, 8, 17]
         for row, slot in enumerate(slots):
             expected[:, slot // 8, slot % 8] = kv[row]
-        write(kv, torch.tensor(slots, device=device), layer)
+        plain_write_kv(kv, torch.tensor(slots), layer)
         assert torch.equal(layer.nan_to_num(99), expected.nan_to_num(99))
-
-
-def test_the_twin_puts_rows_into_their_slots_and_changes_nothing_else() -> None:
-    check_writing(plain_write_kv, "cpu")
-
-
-@on_each_kernel_device
-def test_the_kernel_puts_rows_into_their_slots_and_changes_nothing_else(device: str) -> None:
-    check_writing(write_kv, device)
 
 
 def test_splits_fill_the_device_and_fit_the_workspace() -> None:
@@ -257,6 +246,6 @@ def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
     pool = torch.empty((2, first + shape[1], *shape[2:]), dtype=problem.layer.dtype, device="cuda")
     pool[:, first:] = torch.nan
     kv_slots = torch.arange(first * shape[2], pool.shape[1] * shape[2], device="cuda")
-    write_kv(problem.layer.view(2, -1, *shape[3:]).transpose(0, 1), kv_slots, pool)
+    plain_write_kv(problem.layer.view(2, -1, *shape[3:]).transpose(0, 1), kv_slots, pool)
     problem.layer, problem.block_tables = pool, problem.block_tables + first
     problem.check(problem.attend())

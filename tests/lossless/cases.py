@@ -17,7 +17,7 @@ from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import Tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
-OUTPUT_LEN = 120
+OUTPUT_LEN = 100
 # Rounding differs between batch shapes by about 1e-5; two candidates closer than this may change places.
 TOLERANCE = 1e-3
 

@@ -18,6 +18,7 @@ NO_REUSE = {"enable_block_reuse": False}
 MODES_HERE = tuple(mode for mode in MODES if mode != "plain")
 SITUATIONS: dict[str, dict[str, Any]] = {
     "prefix_hit": {"kv_cache_config": {"tokens_per_block": 16}},
+    "prefix_of_another": {"kv_cache_config": {"tokens_per_block": 16}},
     "chunked_prefill": {"kv_cache_config": NO_REUSE, "enable_chunked_prefill": True, "max_num_tokens": 40},
     "preemption": {
         "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 560},
@@ -27,6 +28,14 @@ SITUATIONS: dict[str, dict[str, Any]] = {
         "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 560, **NO_REUSE},
         "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
     },
+}
+
+
+# What was served before: whole prompts, and others that share all but their last tokens. A draft head's KV at the last
+# common place is another for another continuation.
+CACHED: dict[str, tuple[Callable[[list[int]], list[int]], ...]] = {
+    "prefix_hit": (list, lambda prompt: prompt[:-7] + [9] * 7),
+    "prefix_of_another": (lambda prompt: [*prompt[:-2], 9, 9],),
 }
 
 
@@ -71,11 +80,9 @@ def test_acceptance_is_what_it_is_undisturbed(
 ) -> None:
     options = SITUATIONS[situation] | engine(mode, DRAFT_LEN) | {"max_batch_size": 8}
     with LLM("zoo:llama", **options) as llm:
-        if situation == "prefix_hit":  # whole prompts, and others that share all but their last tokens
-            llm.generate(long_prompts, SamplingParams(max_tokens=2), use_tqdm=False)
-            llm.generate(
-                [p[:-7] + [9] * 7 for p in long_prompts], SamplingParams(max_tokens=2), use_tqdm=False
-            )
+        if situation in CACHED:
+            prompts = [prompt for before in CACHED[situation] for prompt in map(before, long_prompts)]
+            llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
         stats = speculate(llm, long_prompts)
         preempted = llm._executor.scheduler.num_preemptions
     assert bool(preempted) == situation.startswith("preemption")
@@ -88,6 +95,25 @@ def test_acceptance_is_what_it_is_undisturbed(
     if not preempted:
         # Cached pages hold what the same tokens would write, draft layers included: not one draft is another.
         assert stats == expected
+
+
+@pytest.mark.parametrize("mode", ["draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model"])
+def test_a_second_turn_is_drafted_for_as_if_it_were_the_first(
+    long_prompts: list[list[int]], mode: str
+) -> None:
+    """It finds the first one's prompt and output in the cache, up to the round that ended it."""
+    options, found = engine(mode, DRAFT_LEN) | {"max_batch_size": 8}, []
+    params = SamplingParams(max_tokens=21, ignore_eos=True)
+    turns: list[list[int]] = []
+    for reuse in (True, False):
+        cache = {"tokens_per_block": 16, "enable_block_reuse": reuse}
+        with LLM("zoo:llama", kv_cache_config=cache, **options) as llm:
+            if reuse:
+                outputs = llm.generate(long_prompts, params, use_tqdm=False)
+                assert isinstance(outputs, list)
+                turns = [each.prompt_token_ids + each.outputs[0].token_ids + [7, 8] for each in outputs]
+            found.append(speculate(llm, turns))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("mode", ["draft_target_one_model", "eagle3"])
@@ -110,14 +136,15 @@ def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
     assert 0 <= one.num_accepted_tokens - two.num_accepted_tokens <= last_rounds
 
 
-def test_the_head_of_the_zoo_is_worth_two_tokens_a_round(long_prompts: list[list[int]]) -> None:
+def test_the_head_of_the_zoo_is_worth_what_it_was_trained_for(long_prompts: list[list[int]]) -> None:
     with LLM("zoo:llama", max_batch_size=8, **engine("eagle3", DRAFT_LEN)) as llm:
         params = SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True)
         outputs = llm.generate(long_prompts, params, use_tqdm=False)
     assert isinstance(outputs, list)
     stats = sum((each.speculative_decoding or SpeculativeStats() for each in outputs), SpeculativeStats())
     print(f"greedy: length {stats.acceptance_length:.3f}, rate {stats.draft_acceptance_rate:.3f}")
-    assert stats.acceptance_length >= 2.0
+    # 2.82 when this was written, and 2.58 when each step is fed the target's state instead of the step's before.
+    assert stats.acceptance_length >= 2.7
 
 
 @pytest.mark.parametrize("mode", ["draft_target", "draft_target_one_model"])

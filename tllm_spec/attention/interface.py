@@ -14,6 +14,7 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 
 
 @dataclass
@@ -59,19 +60,34 @@ class AttentionBackend(ABC):
         self.geometry = geometry
         self.pool = pool
 
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of `[T, Hq + 2 * Hkv, D]`: q `[T, Hq, D]` and kv `[T, 2, Hkv, D]`."""
+        geometry = self.geometry
+        q, kv = qkv.split_with_sizes((geometry.num_heads, 2 * geometry.num_kv_heads), 1)
+        return q, kv.view(-1, 2, geometry.num_kv_heads, geometry.head_dim)
+
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
         """Masks and indices that all layers of one forward share."""
 
     @abstractmethod
-    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Write the rows' K and V into the pool, then attend causally to all that their requests have there.
+    def run(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        plan: AttentionPlan,
+        norm: HeadWeights | None = None,
+    ) -> torch.Tensor:
+        """Norm and rotate the rows' q and k, write their K and V into the pool, then attend causally to all that
+        their requests have there.
 
         Args:
             layer: index into the pool's layers.
-            q: `[T, Hq, D]`, rotary applied.
-            kv: `[T, 2, Hkv, D]`, rotary applied to the keys; may be a strided view.
+            qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, as projected; q and k are overwritten.
+            rotary: of this forward's positions.
             plan: of this forward.
+            norm: of each head of q and k, before the rotation; None: none.
 
         Returns:
             `[T, Hq * D]`.

@@ -14,7 +14,8 @@ from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
-from tllm_spec.kernels.window_attention import WindowWorkspace, window_attention, write_kv
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.window_attention import WindowWorkspace, window_attention
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,17 @@ class TritonAttention(VanillaAttention):
             windows = WindowPlan(first, batch, metadata.window, tables, kv_lens)
         return TritonPlan(metadata.kv_slots, contexts, None, windows)
 
-    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        plan: AttentionPlan,
+        norm: HeadWeights | None = None,
+    ) -> torch.Tensor:
         assert isinstance(plan, TritonPlan)
-        write_kv(kv, plan.kv_slots, self._layers[layer])
+        rotary_write(qkv, rotary, plan.kv_slots, self._layers[layer], norm)
+        q, kv = self.split(qkv)
         outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
         if plan.windows is not None:
             outputs.append(self._run_windows(layer, q, plan.windows))

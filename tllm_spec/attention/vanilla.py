@@ -17,6 +17,7 @@ from tllm_spec.attention.interface import (
     AttentionPlan,
 )
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,17 @@ class VanillaAttention(AttentionBackend):
         generation = self._plan_generation(metadata, row) if metadata.num_generations else None
         return VanillaPlan(metadata.kv_slots, tuple(contexts), generation)
 
-    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        plan: AttentionPlan,
+        norm: HeadWeights | None = None,
+    ) -> torch.Tensor:
         assert isinstance(plan, VanillaPlan)
+        plain_rotate(qkv[:, : -self.geometry.num_kv_heads], rotary, norm)
+        q, kv = self.split(qkv)
         self._slots[layer].index_copy_(1, plan.kv_slots, kv.transpose(0, 1))
         outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
         if plan.generation is not None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3_checkpoint import check_sizes, head_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -58,13 +59,12 @@ class Eagle3Layer(Module):
         self,
         embeddings: torch.Tensor,
         hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotary: Rotary,
         context: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's output and the running sum that it is not yet in, each `[T, H]`."""
         both = torch.cat((self.input_layernorm.forward(embeddings), self.hidden_norm.forward(hidden)), -1)
-        residual = self.self_attn.forward(both, cos, sin, context).add_(hidden)
+        residual = self.self_attn.forward(both, rotary, context).add_(hidden)
         return self.mlp.forward(self.post_attention_layernorm.forward(residual)), residual
 
 
@@ -135,12 +135,12 @@ class Eagle3Head(Module):
         Returns:
             `[T, H]` for `compute_logits`, and `[T, H]` for the next step; with `norm_output` they are one tensor.
         """
-        cos, sin = self.rotary.index_select(0, positions).unbind(1)
+        rotary = Rotary(self.rotary, positions)
         embeddings = self.borrowed.embed_tokens.forward(input_ids)
         first, *later = self.layers
-        output, residual = first.forward(embeddings, hidden, cos, sin, context)
+        output, residual = first.forward(embeddings, hidden, rotary, context)
         for layer in later:
-            output = layer.forward(output, residual, cos, sin, context)
+            output = layer.forward(output, residual, rotary, context)
         normed = self.norm.add(output, residual)
         return normed, normed if self.config.norm_output else residual
 

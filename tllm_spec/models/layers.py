@@ -1,10 +1,12 @@
-"""Embedding, norms and activation in as few ops as torch allows. Nothing here knows sequences or caches."""
+"""Embedding and norms in as few ops as torch allows. Nothing here knows sequences or caches."""
 
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
+from tllm_spec.kernels.add_rms_norm import add_rms_norm, rms_norm
+from tllm_spec.kernels.rotary_write import HeadWeights
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
 
@@ -31,12 +33,14 @@ class RMSNorm(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.scaled_weight is None:
-            return F.rms_norm(x, (self.size,), self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_eps)
         return torch.mul(x, self.scaled_weight).div_(root)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place, then normalise the sum."""
+        if self.scaled_weight is None:
+            return add_rms_norm(x, residual, self.weight, self.eps)
         return self.forward(residual.add_(x))
 
     def specialize_for_cpu(self) -> None:
@@ -47,7 +51,7 @@ class RMSNorm(Module):
 
 
 class HeadNorm(Module):
-    """RMSNorm over each head of q and k, `[T, Hq + Hkv, D]`, in place; q's and k's weights side by side."""
+    """RMSNorm over each head of q and k, which attention applies; q's and k's weights side by side."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement
@@ -55,21 +59,10 @@ class HeadNorm(Module):
         super().__init__()
         self.num_heads = num_heads
         self.weight = placement.parameter(num_heads + num_kv_heads, head_dim)
-        self.eps = torch.tensor(eps, dtype=torch.float32, device=placement.device)
-
-    def forward(self, heads: torch.Tensor) -> None:
-        norm = torch.linalg.vector_norm(heads, 2, -1, True, dtype=torch.float32)
-        inverse_rms = torch.addcmul(self.eps, norm, norm, value=1 / heads.shape[-1]).rsqrt_()
-        heads.mul_(inverse_rms).mul_(self.weight)
+        self.head_weights = HeadWeights(self.weight, eps)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """One `[D]` tensor of the checkpoint fills the rows of all its heads."""
         shape = (self.weight.shape[1],)
         yield f"{sibling(path, 'q_norm')}.weight", WeightSlot(self.weight[: self.num_heads], shape)
         yield f"{sibling(path, 'k_norm')}.weight", WeightSlot(self.weight[self.num_heads :], shape)
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of the fused `[T, 2 * I]`."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm, silu_and_mul
+from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, RowLinear
 from tllm_spec.models.module import Module, Placement
-from tllm_spec.models.rotary import apply_rotary_, rotary_table
+from tllm_spec.models.rotary import rotary_table
 
 
 class Attention(Module):
@@ -39,18 +41,10 @@ class Attention(Module):
         )
         self.o_proj = RowLinear(q_size, config.hidden_size, bias=config.o_bias, placement=placement)
 
-    def forward(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        heads = self.qkv_proj.forward(hidden).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
-        q_and_k = heads[:, : num_heads + num_kv_heads]
-        if self.qk_norm is not None:
-            self.qk_norm.forward(q_and_k)
-        apply_rotary_(q_and_k, cos, sin)
-        q, kv = heads.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
-        kv = kv.view(-1, 2, num_kv_heads, self.head_dim)
-        return self.o_proj.forward(context.backend.run(self.layer, q, kv, context.plan))
+    def forward(self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
+        qkv = self.qkv_proj.forward(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        norm = None if self.qk_norm is None else self.qk_norm.head_weights
+        return self.o_proj.forward(context.backend.run(self.layer, qkv, rotary, context.plan, norm))
 
 
 class MLP(Module):
@@ -82,12 +76,11 @@ class DecoderLayer(Module):
         self,
         hidden: torch.Tensor,
         residual: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotary: Rotary,
         context: ForwardContext,
     ) -> torch.Tensor:
         hidden = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn.forward(hidden, cos, sin, context)
+        hidden = self.self_attn.forward(hidden, rotary, context)
         hidden = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp.forward(hidden)
 
@@ -109,11 +102,11 @@ class LlamaModel(Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        cos, sin = self.rotary.index_select(0, positions).unbind(1)
+        rotary = Rotary(self.rotary, positions)
         residual = self.embed_tokens.forward(input_ids)
         hidden = torch.zeros_like(residual)
         for layer_id, layer in enumerate(self.layers):
-            hidden = layer.forward(hidden, residual, cos, sin, context)
+            hidden = layer.forward(hidden, residual, rotary, context)
             if context.spec is not None:
                 context.spec.maybe_capture_hidden_states(layer_id, hidden, residual)
         return self.norm.add(hidden, residual)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: a table made once, its rows gathered once per forward, applied in every layer.
+"""The table of the rotary position embedding, made once. `kernels/rotary_write.py` applies it.
 
 Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv 2306.15595),
 YaRN (arXiv 2309.00071) and Meta's Llama 3.1 scaling; each as transformers reads its configuration.
@@ -23,12 +23,6 @@ def rotary_table(
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
     return table[:, :, None].to(device, dtype)
-
-
-def apply_rotary_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate `[T, heads, D]` in place by the table's rows `cos` and `sin`, each `[T, 1, D]`."""
-    rolled = heads.roll(heads.shape[-1] // 2, -1)
-    heads.mul_(cos).addcmul_(rolled, sin)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

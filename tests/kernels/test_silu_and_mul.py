@@ -1,0 +1,117 @@
+"""The activation's kernel against its twin and the formula in float64."""
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import (
+    ROUNDING,
+    check_like_the_twin,
+    check_under_the_interpreter,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+)
+from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul, silu_and_mul
+from tllm_spec.kernels.window_attention import has_kernels
+
+SHAPES = [(1, 14336), (3, 192), (5, 100), (2, 1), (4, 1025), (0, 64)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALLEST = {torch.float32: 1e-30, torch.float16: 6e-8, torch.bfloat16: 1e-30}  # float16 has denormal results
+on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def gate_and_up(
+    shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu", seed: int = 0
+) -> torch.Tensor:
+    """`[T, 2 * I]`; gates of -12 to 12 and more."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape[0], 2 * shape[1], generator=generator) * 4).to(device, dtype)
+
+
+def expected(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.double().chunk(2, -1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+def check(output: torch.Tensor, gate_up: torch.Tensor) -> None:
+    dtype = gate_up.dtype
+    assert output.dtype == dtype and output.is_contiguous()
+    # One rounding of the result, and a little for the exponential and the quotient before it.
+    torch.testing.assert_close(
+        output.double(), expected(gate_up), rtol=ROUNDING[dtype] + 2e-6, atol=SMALLEST[dtype]
+    )
+
+
+@on_each_shape
+@on_each_dtype
+def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up = gate_and_up(shape, dtype)
+    check(plain_silu_and_mul(gate_up), gate_up)
+
+
+@on_each_kernel_device
+@on_each_shape
+@on_each_dtype
+def test_the_kernel_equals_the_formula_and_its_twin(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    assert has_kernels(torch.device(device))
+    gate_up = gate_and_up(shape, dtype, device)
+    before = gate_up.clone()
+    output = silu_and_mul(gate_up)
+    check(output, gate_up)
+    assert torch.equal(gate_up, before)
+    check_like_the_twin(output, plain_silu_and_mul(gate_up))
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extreme_gates_overflow_to_what_torch_makes_of_them(dtype: torch.dtype, device: str) -> None:
+    gates = torch.tensor([-87.0, -89.0, -1e4, -3e38, 0.0, 88.0, 3e38, torch.inf, torch.nan])
+    gate_up = torch.stack((gates, torch.full_like(gates, 0.5)), 0).flatten()[None].to(device, dtype)
+    output, plain = silu_and_mul(gate_up), plain_silu_and_mul(gate_up)
+    torch.testing.assert_close(output, plain, rtol=0.02, atol=1e-36, equal_nan=True)
+    assert output[0, -1].isnan() and output[0, :-1].isnan().sum() == 0
+
+
+@on_each_kernel_device
+@on_each_dtype
+def test_rows_may_be_a_view(dtype: torch.dtype, device: str) -> None:
+    wide = gate_and_up((5, 300), dtype, device)
+    view = wide[1::2, 7:407]
+    check(silu_and_mul(view), view)
+
+
+@only_outside_the_interpreter
+def test_the_kernel_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
+    check_under_the_interpreter(__file__, 23)
+
+
+@only_outside_the_interpreter
+def test_a_tensor_on_the_cpu_runs_the_twin() -> None:
+    gate_up = gate_and_up((3, 100), torch.bfloat16)
+    assert torch.equal(silu_and_mul(gate_up), plain_silu_and_mul(gate_up))
+
+
+@pytest.mark.gpu
+@on_each_dtype
+def test_a_captured_graph_activates_what_its_tensor_holds_at_the_replay(dtype: torch.dtype) -> None:
+    static = gate_and_up((6, 14336), dtype, "cuda")
+    silu_and_mul(static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = silu_and_mul(static)
+    for seed in (1, 2):
+        static.copy_(gate_and_up((6, 14336), dtype, seed=seed))
+        graph.replay()
+        check(output, static)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_to_the_31_elements_are_read_on_the_device() -> None:
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GB of free device memory")
+    memory = torch.zeros((1 << 31) + 200, dtype=torch.bfloat16, device="cuda")
+    gate_up = memory.as_strided((3, 200), (1 << 30, 1))
+    gate_up.copy_(gate_and_up((3, 100), torch.bfloat16))
+    check(silu_and_mul(gate_up), gate_up)

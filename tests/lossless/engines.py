@@ -1,0 +1,47 @@
+"""The ways of decoding that the suite compares with plain decoding, as keyword arguments of `LLM` and of `Harness`."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+
+DRAFT_MODEL, HEAD = "zoo:llama-draft", "zoo:llama-eagle3"
+MODES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": 3},
+    "draft_target": {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL},
+    "draft_target_one_model": {
+        "decoding_type": "Draft_Target",
+        "speculative_model": DRAFT_MODEL,
+        "draft_target_one_model": True,
+    },
+    "eagle3": {"decoding_type": "Eagle3", "speculative_model": HEAD},
+    "eagle3_two_model": {"decoding_type": "Eagle3", "speculative_model": HEAD, "eagle3_one_model": False},
+}
+OVERLAPPING = ("plain", "draft_target_one_model", "eagle3")
+
+
+def engine(mode: str, draft_len: int, *, overlap: bool = True, **speculation: Any) -> dict[str, Any]:
+    """A mode of the zoo's models; `overlap` says nothing where the mode has none."""
+    own = MODES[mode]
+    config = None if own is None else own | {"max_draft_len": draft_len} | speculation
+    return {"speculative_config": config, "disable_overlap_scheduler": not overlap}
+
+
+def write_tiny_drafts(root: Path) -> tuple[Path, Path]:
+    """A draft model and a head for the target of `write_tiny_llama`: the model is right in every second place, the
+    head, which has three quarters of the tokens, hardly ever."""
+    head = write_tiny_eagle3(root / "head", num_captured=2)
+    return write_tiny_llama(root / "draft", noise=0.15), head
+
+
+def tiny_engine(mode: str, drafts: tuple[Path, Path], draft_len: int, **speculation: Any) -> dict[str, Any]:
+    """The same mode with the drafts of `write_tiny_drafts`."""
+    draft, head = drafts
+    own: dict[str, Any] = {}
+    if mode.startswith("draft_target"):
+        own = {"speculative_model": str(draft)}
+    elif mode.startswith("eagle3"):
+        own = {"speculative_model": str(head), "eagle3_layers_to_capture": [0, 1]}
+    return engine(mode, draft_len, **own, **speculation)
