@@ -60,7 +60,7 @@ def cases(tokenizer: Tokenizer, prompts: list[list[int]], unstopped: list[list[i
     stop = border_crossing_stop(tokenizer, unstopped[0], OUTPUT_LEN // 3)
     by_string = replace(STOPPING, stop=[stop, "never to be found"])
     by_token = replace(
-        STOPPING, stop_token_ids=[latest_new_token(unstopped[1])], include_stop_str_in_output=True
+        STOPPING, stop_token_ids=[latest_new_token(unstopped[1][:-10])], include_stop_str_in_output=True
     )
     return [
         *fixed_length_cases(tokenizer, prompts[:8]),
