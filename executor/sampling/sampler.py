@@ -80,7 +80,9 @@ class Sampler:
         """One group; first `[N]`: the position of the token that each request's first row samples."""
         width = group.window
         drafts = self.slots.window.index_select(0, group.slots)[:, 1:width]
-        num_drafts = self.slots.num_drafts.index_select(0, group.slots) if width > 1 else None
+        num_drafts = None
+        if width > 1:  # there may be more drafts than this round verifies
+            num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(width - 1)
         raw = group.with_logprobs.take(logits).log_softmax(-1) if group.with_logprobs else None
         logits = self._edit(group, logits, first, drafts)
         if self.rejection:
