@@ -101,6 +101,13 @@ def test_endless_invalid_bytes_do_not_wait_for_ever() -> None:
     assert "".join(pieces) == REPLACEMENT * (3 * MAX_PENDING_TOKENS)
 
 
+def test_a_long_run_that_ends_inside_a_character_leaves_it_for_the_next() -> None:
+    token_ids = byte_level().encode("ab" * 3 * MAX_PENDING_TOKENS + "😀")
+    assert len(token_ids) > MAX_PENDING_TOKENS + 1
+    pieces = pieces_of(byte_level(), [token_ids[:-1], token_ids[-1:]])
+    assert REPLACEMENT not in "".join(pieces) and pieces[1] == "😀"
+
+
 def test_special_tokens_are_left_out_unless_wanted() -> None:
     assert pieces_of(byte_level(), [[1], byte_level().encode("hi"), [2]]) == ["", "hi", "", ""]
     assert IncrementalDetokenizer(byte_level(), skip_special_tokens=False).feed([1]) == "<|endoftext|>"

@@ -365,7 +365,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         np.savez(root / f"{name}.npz", tokens=np.arange(4096, dtype=np.uint16) % 12, num_bytes=8192)
     sizes = {"hidden_size": 32, "head_dim": 16, "num_attention_heads": 2, "intermediate_size": 32}
     sizes |= {"vocab_size": 64}
-    for name, more in (("llama", {"num_hidden_layers": 6}), ("llama-eagle3", {"draft_vocab_size": 16})):
+    for name, more in (("llama", {"num_hidden_layers": 7}), ("llama-eagle3", {"draft_vocab_size": 16})):
         (root / f"{name}-shape").mkdir()
         config = read_json(resolve_model(f"zoo:{name}") / "config.json") | sizes | more
         (root / f"{name}-shape" / "config.json").write_text(json.dumps(config))

@@ -144,7 +144,9 @@ class RequestHandle(RequestOutput):
         if response.prompt_logprobs is not None:
             output.prompt_logprobs = response.prompt_logprobs
         text = self._texts[response.index]
-        if text is not None:
+        if (
+            text is not None and response.stop_match is None
+        ):  # a stop may lie inside a token: `_finish` has the text
             output.text += text.feed(response.token_ids[: max(kept, 0)])
         if response.finish_reason is not None:
             self._finish(output, response, text, time)

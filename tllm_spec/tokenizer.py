@@ -83,15 +83,17 @@ class IncrementalDetokenizer:
         self._window: list[int] = []  # tokens that go before the new ones, then those with unfinished text
         self._num_before = 0  # how many of them go before
         self._num_returned = 0  # characters of the window's text that have been returned
+        self._num_waiting = 0  # tokens since there was a piece, before the latest call
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that is complete after `token_ids`, without what earlier calls have returned."""
         self._window += token_ids
         text = self._decode()
-        waited_enough = len(self._window) - self._num_before > MAX_PENDING_TOKENS
+        waited_enough = self._num_waiting >= MAX_PENDING_TOKENS
         num_complete = len(text) if waited_enough else len(text.rstrip(REPLACEMENT))
         piece = text[self._num_returned : num_complete]
         self._num_returned = max(self._num_returned, num_complete)
+        self._num_waiting = 0 if piece else self._num_waiting + len(token_ids)
         if waited_enough or (piece and num_complete == len(text)):
             self._window = self._window[self._num_before :]
             self._num_before = len(self._window)
