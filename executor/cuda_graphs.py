@@ -60,6 +60,7 @@ class CudaGraphs:
         self._graphs: dict[GraphKey, _Captured] = {}
         self._sizes: tuple[int, ...] = ()
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._stream: torch.cuda.Stream | None = None
 
     def capture(self, keys: Iterable[GraphKey]) -> None:
         """Largest first, into one memory pool that the smaller ones then fit in.
@@ -81,7 +82,7 @@ class CudaGraphs:
                     "captured; lower cuda_graph_config.max_batch_size, max_draft_len or "
                     "kv_cache_config.free_gpu_memory_fraction, or set cuda_graph_config to null"
                 ) from error
-
+        torch.cuda.empty_cache()
         used = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info("%d CUDA graphs took %.1f s and %d MiB", len(wanted), monotonic() - start, used >> 20)
 
@@ -99,7 +100,11 @@ class CudaGraphs:
 
     def _capture(self, key: GraphKey, pool: Any) -> _Captured:
         slot_ids = self._slot_ids[: key.batch_size]
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has no annotation
+        if (
+            self._stream is None
+        ):  # one for all: what a warm-up allocates is kept for the stream that it ran on
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has no annotation
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
