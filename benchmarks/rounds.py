@@ -3,10 +3,10 @@
     python benchmarks/rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--draft-len 3] [--output result.json]
 
 Rounds are driven one by one, without the server's thread. Round times are wall time of many rounds over their number;
-all other columns come from a profiler trace of 100 rounds: graph launches a round, waits of the host for the device
-other than for the event of a round's results, and the median time between two rounds in which the GPU does nothing.
-`llama-8b` has random weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60 tokens a
-round).
+all other columns come from a profiler trace of 100 rounds: graph launches a round, calls in which the host waits for
+the device (one a round is for the event of its results), and the median time between two rounds in which the GPU does
+nothing. `llama-8b` has random weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60 tokens
+a round).
 """
 
 import argparse
@@ -50,6 +50,7 @@ HEAD_8B = LLAMA_8B | {
     "num_hidden_layers": 1,
     "draft_vocab_size": 32000,
 }
+SPAN = "rounds"  # the trace's own beginning and end wait for the device, too
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaEventSynchronize")
 
 
@@ -135,7 +136,8 @@ class Rounds:
         """The trace of some rounds, as Chrome reads it."""
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            self.run(TRACED_ROUNDS)
+            with torch.profiler.record_function(SPAN):
+                self.run(TRACED_ROUNDS)
             torch.cuda.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "trace.json")
@@ -176,10 +178,12 @@ def measure(path: str, model: str, batch_size: int, prompt_len: int, **options: 
     if graph and overlap:
         rounds.never_waits()
     events = rounds.traced()
-    calls = Counter(event["name"] for event in events if event.get("cat") == "cuda_runtime")
-    waits = (
-        sum(calls[name] for name in WAITS) - TRACED_ROUNDS - 1
-    )  # the results' event, and our own wait at the end
+    span = next(e for e in events if e.get("name") == SPAN and e.get("cat") == "user_annotation")
+    calls = Counter(
+        event["name"]
+        for event in events
+        if event.get("cat") == "cuda_runtime" and 0 <= event["ts"] - span["ts"] <= span["dur"]
+    )
     row = Row(
         path,
         batch_size,
@@ -188,7 +192,7 @@ def measure(path: str, model: str, batch_size: int, prompt_len: int, **options: 
         round_ms,
         tokens,
         calls["cudaGraphLaunch"] / TRACED_ROUNDS,
-        waits / TRACED_ROUNDS,
+        sum(calls[name] for name in WAITS) / TRACED_ROUNDS,
         gap_between_launches(events) if graph else None,
     )
     print(table_line(row), flush=True)
@@ -237,7 +241,7 @@ def main() -> None:
         sys.exit("rounds.py needs a CUDA device")
     rows: list[Row] = []
     print(
-        "| path | batch | launch | loop | round ms | tokens/round | tok/s | graph launches | other waits | gap µs |"
+        "| path | batch | launch | loop | round ms | tokens/round | tok/s | graph launches | waits | gap µs |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:

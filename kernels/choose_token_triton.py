@@ -4,8 +4,8 @@ What is exact. The Philox words are integers and equal the twin's. Division and 
 operations (`div_rn`; Triton's `/` is an approximation), so a sum equals the twin's wherever the noise does. The two
 logarithms are the device's float64 ones (libdevice; numpy's under Triton's interpreter) and may differ from the twin's
 in the last float64 bit. After the rounding to float32 that shows only where a rounding boundary lies between the two
-(expected for about one word in 2**28; of all 2**32 words one differed, by one float32 step, between an H200 and
-PyTorch's x86 logarithm), and it changes a token only where the two best sums are neighbouring float32 numbers.
+(expected for about one word in 2**28), and it changes a token only where the two best sums are neighbouring float32
+numbers.
 
 Work, for R rows of V tokens: 4 R V bytes of logits read once; 16 R V / 1024 bytes of parts written and read. A token
 takes about 240 instructions, 63 of them float64 (two logarithms). Predicted on an H200 (132 SMs, each with 64 float64

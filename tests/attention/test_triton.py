@@ -162,12 +162,13 @@ def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
 def test_a_generation_forward_never_waits_for_the_device() -> None:
     forward = Forward(CAPTURED, "cuda")
     backend = forward.backend(TritonAttention)
-    forward.run(backend)  # compiles
+    expected = forward.run(backend)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        forward.run(backend)
+        output = forward.run(backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(output, expected)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")

@@ -36,7 +36,3 @@ class KVPool:
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in all layers (a partly matching prefix block gets its own copy to write on)."""
         self.data[:, :, destination].copy_(self.data[:, :, source])
-
-    def clear_pages(self, pages: list[int]) -> None:
-        """Zero pages in all layers: nothing of a request that failed may reach their next owner."""
-        self.data.index_fill_(2, torch.tensor(pages, dtype=torch.int64, device=self.data.device), 0)
