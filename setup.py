@@ -16,7 +16,9 @@ DEV = [
     "types-PyYAML",
     "types-tqdm",
     "pre-commit>=3.7",
-    "triton>=3.2; platform_system == 'Linux'",  # the kernels' tests run under its interpreter
+    "triton>=3.3; platform_system == 'Linux'",  # the kernels' tests run under its interpreter
+    "cuda-bindings>=12.8; platform_system == 'Linux'",  # and CUDA sources are compiled, which needs no GPU
+    "nvidia-cuda-nvrtc; platform_system == 'Linux'",
 ]
 
 setup(

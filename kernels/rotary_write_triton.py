@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
+
 _PAIRS = (
     1024  # a program: 4 warps with one 16-byte load of 2-byte elements a thread for each half of the heads
 )
@@ -56,6 +59,7 @@ def rotary_write_triton(
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         num_warps=4,
+        **early_launch(qkv.device),
     )
 
 
@@ -75,8 +79,10 @@ def rotary_write_kernel(
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid (rows, blocks of heads). Tiles are `[heads, half of a head]`, one for each half."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     position, slot = tl.load(positions + row), tl.load(kv_slots + row)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]

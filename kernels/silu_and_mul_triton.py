@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
+
 _BLOCK = 1024  # columns a program: one 16-byte load of 2-byte elements a thread for each operand
 
 
@@ -22,16 +25,28 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     assert width == 2 * size and gate_up.stride(1) == 1
     output = gate_up.new_empty(num_rows, size)
     silu_and_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-        gate_up, gate_up.stride(0), output, SIZE=size, BLOCK=_BLOCK, num_warps=4
+        gate_up,
+        gate_up.stride(0),
+        output,
+        SIZE=size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **early_launch(gate_up.device),
     )
     return output
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def silu_and_mul_kernel(
-    gate_up: tl.tensor, row_stride: tl.tensor, output: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    gate_up: tl.tensor,
+    row_stride: tl.tensor,
+    output: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid (rows, blocks of columns)."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < SIZE

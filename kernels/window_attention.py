@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.early_launch import early_launch
+
 # More than a multiprocessor holds at once (3 to 5 of an 8B Llama's), so that requests of different lengths even out.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 # Below this a split's fixed costs (its query rows, its partial result) outweigh reading its keys.
@@ -112,7 +114,7 @@ def _launch_attention(
     num_tiles = kv_heads * -(-window * group // block_m)
     num_splits = workspace.num_splits(batch * num_tiles, batch * window * heads, max_len)
     output = q.new_empty(batch, window, heads * head_dim)
-    sizes = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "BLOCK_D": block_d}
+    sizes = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "BLOCK_D": block_d} | early_launch(q.device)
     attention_kernel[(num_tiles, num_splits, batch)](
         q,
         layer,

@@ -9,6 +9,8 @@ their log-sums (as in Dao et al., "Flash-Decoding for long-context inference", 2
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.early_launch_triton import begin
+
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _keys_per_split(length: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
@@ -90,10 +92,11 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, splits, requests): neighbours read the heads of the same keys."""
-    kv_head = tl.program_id(0) % KV_HEADS
-    split = tl.program_id(1)
+    begin(EARLY)
+    kv_head, split = tl.program_id(0) % KV_HEADS, tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + request)
     length = tl.minimum(kv_len, max_len)
@@ -105,8 +108,7 @@ def attention_kernel(
 
     rows = tl.program_id(0) // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    tokens = rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
+    tokens, heads = rows // GROUP, kv_head * GROUP + rows % GROUP
     positions = kv_len - WINDOW + tokens
     real_rows = rows < WINDOW * GROUP
     real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
@@ -140,9 +142,11 @@ def reduction_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One output row (a query head of a token) a program. Reads only the splits that had keys: the others' places
     hold what an earlier launch left there."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(kv_lens + row // ROWS), max_len)
     num_used = tl.cdiv(length, _keys_per_split(length, num_splits, BLOCK_N))

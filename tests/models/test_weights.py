@@ -139,8 +139,13 @@ def test_the_shards_of_a_layer_sum_up_to_the_whole(tmp_path: Path) -> None:
 
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     full, halves = layer(0, 1), [layer(0, 2), layer(1, 2)]
-    expected = full.mlp.forward(hidden)
-    torch.testing.assert_close(sum(half.mlp.forward(hidden) for half in halves), expected)
+
+    def added_by_mlp(layer: DecoderLayer) -> torch.Tensor:
+        total = hidden.clone()
+        layer.mlp.add_to(total, layer.post_attention_layernorm)
+        return total - hidden
+
+    torch.testing.assert_close(sum(added_by_mlp(half) for half in halves), added_by_mlp(full))
     heads = [half.self_attn.qkv_proj.forward(hidden).view(3, -1, 16) for half in halves]
     q, k, v = full.self_attn.qkv_proj.forward(hidden).view(3, -1, 16).split((4, 2, 2), 1)
     torch.testing.assert_close(heads[1], torch.cat((q[:, 2:], k[:, 1:], v[:, 1:]), 1))

@@ -37,14 +37,11 @@ class SpecMetadata:
             layer: slice(index * hidden_size, (index + 1) * hidden_size) for index, layer in enumerate(layers)
         }
 
-    def maybe_capture_hidden_states(
-        self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor
-    ) -> None:
-        """Called after every layer with its output in two parts, each `[T, H]`; their sum is kept for the wanted
-        layers."""
+    def maybe_capture_hidden_states(self, layer_id: int, hidden: torch.Tensor) -> None:
+        """Called after every layer with its output, `[T, H]`, residual included; it is kept for the wanted layers."""
         columns = self._columns.get(layer_id)
         if columns is not None:
-            torch.add(hidden, residual, out=self._buffer[: hidden.shape[0], columns])
+            self._buffer[: hidden.shape[0], columns].copy_(hidden)
 
     def captured(self, num_rows: int) -> torch.Tensor:
         """What the latest forward left, `[T, n * H]`: a view that the next forward overwrites."""

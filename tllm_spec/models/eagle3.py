@@ -61,11 +61,13 @@ class Eagle3Layer(Module):
         hidden: torch.Tensor,
         rotary: Rotary,
         context: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's output and the running sum that it is not yet in, each `[T, H]`."""
+    ) -> torch.Tensor:
+        """The running sum behind the block, `[T, H]`."""
         both = torch.cat((self.input_layernorm.forward(embeddings), self.hidden_norm.forward(hidden)), -1)
-        residual = self.self_attn.forward(both, rotary, context).add_(hidden)
-        return self.mlp.forward(self.post_attention_layernorm.forward(residual)), residual
+        total = hidden.clone()
+        self.self_attn.o_proj.add_to(total, self.self_attn.forward(both, None, rotary, context))
+        self.mlp.add_to(total, self.post_attention_layernorm)
+        return total
 
 
 class Eagle3Head(Module):
@@ -138,11 +140,11 @@ class Eagle3Head(Module):
         rotary = Rotary(self.rotary, positions)
         embeddings = self.borrowed.embed_tokens.forward(input_ids)
         first, *later = self.layers
-        output, residual = first.forward(embeddings, hidden, rotary, context)
+        total = first.forward(embeddings, hidden, rotary, context)
         for layer in later:
-            output = layer.forward(output, residual, rotary, context)
-        normed = self.norm.add(output, residual)
-        return normed, normed if self.config.norm_output else residual
+            layer.forward(total, rotary, context)
+        normed = self.norm.forward(total)
+        return normed, normed if self.config.norm_output else total
 
     def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
         """`[R, H]` to `[R, V_draft]` in float32."""

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.kernels.add_rms_norm import add_rms_norm, rms_norm
+from tllm_spec.kernels.few_row_linear import NormWeight
+from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import HeadWeights
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
@@ -29,6 +30,7 @@ class RMSNorm(Module):
         self.weight = placement.parameter(size)
         self.size = size
         self.eps = eps
+        self.kernel_weight = NormWeight(self.weight, eps)
         self.scaled_weight: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,12 +38,6 @@ class RMSNorm(Module):
             return rms_norm(x, self.weight, self.eps)
         root = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.root_eps)
         return torch.mul(x, self.scaled_weight).div_(root)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Add `x` to `residual` in place, then normalise the sum."""
-        if self.scaled_weight is None:
-            return add_rms_norm(x, residual, self.weight, self.eps)
-        return self.forward(residual.add_(x))
 
     def specialize_for_cpu(self) -> None:
         """F.rms_norm is a chain of eight ops there; with n = size these four do it in half the time:

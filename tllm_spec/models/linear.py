@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from tllm_spec.kernels.few_row_linear import few_row_linear, serves
+from tllm_spec.kernels.silu_and_mul import silu_and_mul
+from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
 # Below this size oneDNN's cost of a call, about 20 µs, is more than it saves.
@@ -17,7 +20,7 @@ PACKED_ROWS_HINT = 8
 
 
 class Linear(Module):
-    """`y = x W^T + b`.
+    """`y = x W^T + b`, and its forms fused with what stands around it in a decoder.
 
     On a CPU a wide weight is stored column by column, which streams up to twice as fast for a single row,
     and `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is 1.5 to 4 times faster than the
@@ -43,7 +46,29 @@ class Linear(Module):
         self.matrix = self.weight.t()
         self.packed: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """Of `norm(x)`, where there is a norm. `[T, K]` -> `[T, N]`."""
+        if serves(x, self.weight):
+            weight = None if norm is None else norm.kernel_weight
+            return few_row_linear(x, self.weight, bias=self.bias, norm=weight)
+        return self._product(x if norm is None else norm.forward(x))
+
+    def gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """SwiGLU of `norm(x)`: the SiLU of the first half of the outputs times the second. `[T, K]` -> `[T, N / 2]`."""
+        if serves(x, self.weight):
+            return few_row_linear(x, self.weight, bias=self.bias, norm=norm.kernel_weight, gated=True)
+        return silu_and_mul(self._product(norm.forward(x)))
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the outputs for x to `total` `[T, N]` in place, rounded once on CUDA."""
+        if serves(x, self.weight):
+            few_row_linear(x, self.weight, bias=self.bias, add_to=total)
+        elif total.is_cuda and self.bias is None:
+            total.addmm_(x, self.matrix)
+        else:
+            total.add_(self._product(x))
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and x.shape[0] > 1:
             output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.packed, self.bias, "none", [], ""

@@ -8,7 +8,6 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
@@ -18,8 +17,8 @@ from tllm_spec.models.rotary import rotary_table
 
 
 class Attention(Module):
-    """q/k/v projection, optional q/k norm, rotary, attention, output projection. `input_size`: where it is not
-    the hidden size."""
+    """q/k/v projection, optional q/k norm, rotary and attention. The output projection is applied by the layer, which
+    has the running sum. `input_size`: where it is not the hidden size."""
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -41,10 +40,14 @@ class Attention(Module):
         )
         self.o_proj = RowLinear(q_size, config.hidden_size, bias=config.o_bias, placement=placement)
 
-    def forward(self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext) -> torch.Tensor:
-        qkv = self.qkv_proj.forward(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        norm = None if self.qk_norm is None else self.qk_norm.head_weights
-        return self.o_proj.forward(context.backend.run(self.layer, qkv, rotary, context.plan, norm))
+    def forward(
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        """What `o_proj` reads, `[T, Hq * D]`; hidden `[T, input_size]`, to be normed first where there is a norm."""
+        qkv = self.qkv_proj.forward(hidden, norm)
+        heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        head_weights = None if self.qk_norm is None else self.qk_norm.head_weights
+        return context.backend.run(self.layer, heads, rotary, context.plan, head_weights)
 
 
 class MLP(Module):
@@ -57,13 +60,13 @@ class MLP(Module):
         self.gate_up_proj = ColumnLinear(hidden, parts, bias=bias, placement=placement)
         self.down_proj = RowLinear(inner, hidden, bias=bias, placement=placement)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(hidden)))
+    def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
+        """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
+        self.down_proj.add_to(hidden, self.gate_up_proj.gated(hidden, norm))
 
 
 class DecoderLayer(Module):
-    """Pre-norm block on a running sum: `hidden` is the last block's output, not yet in `residual`, which is
-    updated in place."""
+    """Pre-norm block, in place on the running sum."""
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
@@ -72,17 +75,11 @@ class DecoderLayer(Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.mlp = MLP(config, placement)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor,
-        rotary: Rotary,
-        context: ForwardContext,
-    ) -> torch.Tensor:
-        hidden = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn.forward(hidden, rotary, context)
-        hidden = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp.forward(hidden)
+    def forward(self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext) -> None:
+        """hidden: `[T, H]`, all that was added so far; the block adds its own."""
+        attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
+        self.self_attn.o_proj.add_to(hidden, attended)
+        self.mlp.add_to(hidden, self.post_attention_layernorm)
 
 
 class LlamaModel(Module):
@@ -103,13 +100,12 @@ class LlamaModel(Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         rotary = Rotary(self.rotary, positions)
-        residual = self.embed_tokens.forward(input_ids)
-        hidden = torch.zeros_like(residual)
+        hidden = self.embed_tokens.forward(input_ids)
         for layer_id, layer in enumerate(self.layers):
-            hidden = layer.forward(hidden, residual, rotary, context)
+            layer.forward(hidden, rotary, context)
             if context.spec is not None:
-                context.spec.maybe_capture_hidden_states(layer_id, hidden, residual)
-        return self.norm.add(hidden, residual)
+                context.spec.maybe_capture_hidden_states(layer_id, hidden)
+        return self.norm.forward(hidden)
 
 
 class LlamaForCausalLM(CausalLM):

@@ -13,7 +13,7 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     stored,
 )
-from tllm_spec.kernels.add_rms_norm import add_rms_norm, plain_add_rms_norm, plain_rms_norm, rms_norm
+from tllm_spec.kernels.rms_norm import plain_rms_norm, rms_norm
 from tllm_spec.kernels.window_attention import has_kernels
 
 EPS = 1e-5
@@ -25,13 +25,13 @@ on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def arguments(
     shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu", seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, residual and weight; rows of very different sizes."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and weight; rows of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-3, 1, shape[0])[:, None]
-    x, residual = (torch.randn(2, *shape, generator=generator) * sizes).to(device, dtype)
+    x = (torch.randn(*shape, generator=generator) * sizes).to(device, dtype)
     weight = torch.rand(shape[1], generator=generator) + 0.5
-    return x, residual, weight.to(device, dtype)
+    return x, weight.to(device, dtype)
 
 
 def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -46,32 +46,26 @@ def check(output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     torch.testing.assert_close(output.double(), expected(x, weight), rtol=ROUNDING[x.dtype] + 6e-7, atol=1e-7)
 
 
-def summed(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    return stored(residual.float() + x.float(), x.dtype)
-
-
 @on_each_shape
 @on_each_dtype
-def test_the_twin_adds_in_place_and_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, residual, weight = arguments(shape, dtype)
-    total = summed(x, residual)
-    check(plain_add_rms_norm(x, residual, weight, EPS), total, weight)
-    assert torch.equal(residual, total)
+def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight = arguments(shape, dtype)
+    check(plain_rms_norm(x, weight, EPS), x, weight)
 
 
 @on_each_kernel_device
 @on_each_shape
 @on_each_dtype
-def test_the_kernel_adds_in_place_and_equals_the_formula_and_its_twin(
+def test_the_kernel_equals_the_formula_and_its_twin(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     assert has_kernels(torch.device(device))
-    x, residual, weight = arguments(shape, dtype, device)
-    before, total = x.clone(), summed(x, residual)
-    output = add_rms_norm(x, residual, weight, EPS)
-    assert torch.equal(residual, total) and torch.equal(x, before)
-    check(output, total, weight)
-    check_like_the_twin(output, plain_rms_norm(total, weight, EPS))
+    x, weight = arguments(shape, dtype, device)
+    before = x.clone()
+    output = rms_norm(x, weight, EPS)
+    assert torch.equal(x, before)
+    check(output, x, weight)
+    check_like_the_twin(output, plain_rms_norm(x, weight, EPS))
 
 
 @on_each_kernel_device
@@ -81,44 +75,37 @@ def test_the_kernel_has_the_bits_of_torch_where_the_sum_of_squares_is_exact(
     dtype: torch.dtype, size: int, device: str
 ) -> None:
     generator = torch.Generator().manual_seed(size)
-    x, residual = torch.randint(-20, 21, (2, 4, size), generator=generator).to(device, dtype)
-    _, _, weight = arguments((4, size), dtype, device)
-    total = residual + x  # integers of up to 40: the sum of squares is below 2**24
-    output = add_rms_norm(x, residual, weight, EPS)
-    wanted = F.rms_norm(total, (size,), weight, EPS)
+    x = torch.randint(-40, 41, (4, size), generator=generator).to(
+        device, dtype
+    )  # a sum of squares below 2**24
+    _, weight = arguments((4, size), dtype, device)
+    wanted = F.rms_norm(x, (size,), weight, EPS)
     if INTERPRETED:
-        wanted = stored(F.rms_norm(total.float(), (size,), weight.float(), EPS), dtype)
-    assert torch.equal(residual, total) and torch.equal(output, wanted)
-    assert torch.equal(rms_norm(total, weight, EPS), output)
+        wanted = stored(F.rms_norm(x.float(), (size,), weight.float(), EPS), dtype)
+    assert torch.equal(rms_norm(x, weight, EPS), wanted)
 
 
 @on_each_kernel_device
 @on_each_dtype
-def test_rows_may_be_views_and_nothing_beside_them_is_written(dtype: torch.dtype, device: str) -> None:
-    x, residual, weight = arguments((5, 3 * 192), dtype, device)
-    before = residual.clone()
+def test_rows_may_be_views(dtype: torch.dtype, device: str) -> None:
+    x, weight = arguments((5, 3 * 192), dtype, device)
     columns = slice(192, 384)
-    output = add_rms_norm(x[::2, columns], residual[::2, columns], weight[columns], EPS)
-    wanted = before.clone()
-    wanted[::2, columns] = summed(x[::2, columns], before[::2, columns])
-    assert torch.equal(residual, wanted)
-    check(output, wanted[::2, columns], weight[columns])
     check(rms_norm(x[::2, columns], weight[columns], EPS), x[::2, columns], weight[columns])
 
 
 @on_each_kernel_device
 def test_only_the_row_of_a_nan_is_nan_and_zeros_stay_zeros(device: str) -> None:
-    x, residual, weight = arguments((4, 192), torch.bfloat16, device)
+    x, weight = arguments((4, 192), torch.bfloat16, device)
     x[1, 7] = torch.nan
-    x[2], residual[2] = 0, 0
-    output = add_rms_norm(x, residual, weight, EPS)
+    x[2] = 0
+    output = rms_norm(x, weight, EPS)
     assert output.isnan().any(-1).tolist() == [False, True, False, False]
     assert output[2].count_nonzero() == 0
 
 
 @on_each_kernel_device
 def test_epsilon_counts(device: str) -> None:
-    x, _, weight = arguments((1, 64), torch.float32, device)
+    x, weight = arguments((1, 64), torch.float32, device)
     large = rms_norm(x, weight, 3.0)
     torch.testing.assert_close(large, plain_rms_norm(x, weight, 3.0))
     assert (large - rms_norm(x, weight, EPS)).abs().max() > 0.1 * large.abs().max()
@@ -131,37 +118,30 @@ def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> N
 
 @only_outside_the_interpreter
 def test_a_tensor_on_the_cpu_runs_the_twin() -> None:
-    x, residual, weight = arguments((3, 192), torch.float32)
-    wanted = plain_add_rms_norm(x, residual.clone(), weight, EPS)
-    assert torch.equal(add_rms_norm(x, residual, weight, EPS), wanted)
-    assert torch.equal(rms_norm(residual, weight, EPS), wanted)
+    x, weight = arguments((3, 192), torch.float32)
+    assert torch.equal(rms_norm(x, weight, EPS), plain_rms_norm(x, weight, EPS))
 
 
 @pytest.mark.gpu
 @on_each_dtype
-def test_a_captured_graph_adds_and_norms_what_its_tensors_hold_at_the_replay(dtype: torch.dtype) -> None:
+def test_a_captured_graph_norms_what_its_tensors_hold_at_the_replay(dtype: torch.dtype) -> None:
     static = arguments((6, 4096), dtype, "cuda")
-    add_rms_norm(*static, EPS)  # compiles
+    rms_norm(*static, EPS)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = add_rms_norm(*static, EPS)
+        output = rms_norm(*static, EPS)
     for seed in (1, 2):
         for mine, new in zip(static, arguments((6, 4096), dtype, seed=seed), strict=True):
             mine.copy_(new)
-        total = summed(*static[:2])
         graph.replay()
-        assert torch.equal(static[1], total)
-        check(output, total, static[2])
+        check(output, *static)
 
 
 @pytest.mark.gpu
 def test_rows_beyond_two_to_the_31_elements_are_read_on_the_device() -> None:
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GB of free device memory")
-    residual = torch.zeros((1 << 31) + 192, dtype=torch.bfloat16, device="cuda").as_strided(
-        (3, 192), (1 << 30, 1)
-    )
-    x, start, weight = arguments((3, 192), torch.bfloat16, "cuda")
-    residual.copy_(start)
-    check(add_rms_norm(x, residual, weight, EPS), start + x, weight)
-    assert torch.equal(residual, start + x)
+    x = torch.zeros((1 << 31) + 192, dtype=torch.bfloat16, device="cuda").as_strided((3, 192), (1 << 30, 1))
+    start, weight = arguments((3, 192), torch.bfloat16, "cuda")
+    x.copy_(start)
+    check(rms_norm(x, weight, EPS), start, weight)

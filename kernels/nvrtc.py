@@ -1,0 +1,122 @@
+"""CUDA C++ sources of this folder, compiled by NVRTC and launched through cuda-python.
+
+It knows nothing of what a kernel computes. Compilation needs no GPU; a kernel is loaded into the context that torch
+made current, and launched on the stream that it is given, so that torch's graph capture sees it.
+"""
+
+import ctypes
+import functools
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What a launch passes: a pointer, an integer or a float.
+Argument = int | float
+
+
+@functools.cache
+def is_installed() -> bool:
+    """Whether cuda-python is there (the extra `cuda`)."""
+    return (
+        importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+    )
+
+
+def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, int], ...] = ()) -> bytes:
+    """The machine code of `name` in this folder.
+
+    Args:
+        name: file name, `few_row_linear.cu`.
+        architecture: `sm_90`.
+        definitions: macros and their values.
+
+    Raises:
+        RuntimeError: the source does not compile; the message has the compiler's log.
+    """
+    from cuda.bindings import nvrtc
+
+    source = Path(__file__).with_name(name).read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        *(f"-D{key}={int(value)}" for key, value in definitions),
+    ]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if error.value:
+        log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"{name} does not compile for {architecture} with {definitions}:\n{log.decode()}")
+    cubin = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return cubin
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The shape of a launch: CTAs, threads of each, CTAs of a cluster, dynamic shared memory of each CTA."""
+
+    grid: int
+    block: int
+    cluster: int
+    shared_bytes: int
+
+
+class Kernel:
+    """One loaded kernel."""
+
+    def __init__(self, cubin: bytes, name: str, max_shared_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        self._module = _checked(driver.cuModuleLoadData(cubin))
+        self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, attribute, max_shared_bytes))
+
+    def max_clusters(self, launch: Launch) -> int:
+        """How many clusters of this shape the device holds at once."""
+        from cuda.bindings import driver
+
+        return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, self._config(launch, 0))))
+
+    def launch(
+        self, launch: Launch, stream: int, arguments: tuple[Argument, ...], types: tuple[Any, ...]
+    ) -> None:
+        """Start the kernel as soon as all CTAs of the kernel before it have said that it may (programmatic dependent
+        launch): it has to wait itself before it touches what others write. types: of ctypes, one an argument."""
+        from cuda.bindings import driver
+
+        _checked(driver.cuLaunchKernelEx(self._config(launch, stream), self._function, (arguments, types), 0))
+
+    def _config(self, launch: Launch, stream: int) -> Any:
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
+        config.sharedMemBytes = launch.shared_bytes
+        config.hStream = stream
+        early, cluster = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = (
+            launch.cluster,
+            1,
+            1,
+        )
+        config.attrs, config.numAttrs = [early, cluster], 2
+        return config
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call of cuda-python returns besides its error code. Raises RuntimeError for an error."""
+    error, *values = result
+    if error.value:
+        raise RuntimeError(f"{type(error).__name__}: {error.name}")
+    return values[0] if values else None
+
+
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float

@@ -1,0 +1,61 @@
+"""The Triton kernel behind rms_norm.py, which says what goes in and comes out. Importing this file imports Triton.
+
+It takes the same steps as F.rms_norm (float32 squares, one division by H, rsqrt, two products, one rounding), so it has
+F.rms_norm's bits wherever the sum of squares has; that sum is taken in another order. Where they differ, float32
+results are a few steps apart, and bfloat16 or float16 results are neighbours where a rounding boundary lies between the
+two.
+
+Bytes: 2 T H elements and the weight. H = 4096 in bfloat16: 16 KiB a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
+
+_ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements a thread
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `rms_norm`."""
+    num_rows, size = x.shape
+    assert weight.is_contiguous() and (x.stride(1) == 1 or size == 1)
+    output = x.new_empty(num_rows, size)
+    block = triton.next_power_of_2(size)
+    rms_norm_kernel[(num_rows,)](
+        x,
+        x.stride(0),
+        weight,
+        output,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        **early_launch(x.device),
+        num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
+    )
+    return output
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def rms_norm_kernel(
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    weight: tl.tensor,
+    output: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One row a program, all of it in registers."""
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    real = columns < SIZE
+    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+    values = tl.load(x + row * x_stride + columns, mask=real, other=0.0).to(tl.float32)
+    mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
+    normed = values * tl.rsqrt(mean_square + eps) * weights
+    tl.store(output + row * SIZE + columns, normed.to(output.dtype.element_ty), mask=real)

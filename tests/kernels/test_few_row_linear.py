@@ -1,0 +1,204 @@
+"""The linear layer for few rows: its twin against the formula, its source compiled, its kernel against both."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tllm_spec.kernels import few_row_linear as module
+from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.few_row_linear import (
+    MAX_ROWS,
+    NormWeight,
+    few_row_linear,
+    plain_few_row_linear,
+    serves,
+)
+
+EPS = 1e-5
+# norm, gated, added to a sum, bias
+FORMS = [
+    pytest.param(*form, id=name)
+    for name, form in {
+        "plain": (False, False, False, False),
+        "norm and bias": (True, False, False, True),
+        "sum": (False, False, True, False),
+        "norm and gate": (True, True, False, False),
+        "gate and bias": (False, True, False, True),
+        "everything": (True, True, True, True),
+    }.items()
+]
+on_each_form = pytest.mark.parametrize(("norm", "gated", "adds", "has_bias"), FORMS)
+
+
+class Case:
+    """Operands of one call, and the formula in float64."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        form: tuple[bool, bool, bool, bool],
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        (rows, in_features, out_features), (norm, gated, adds, has_bias) = sizes, form
+        generator = torch.Generator().manual_seed(rows + in_features + out_features)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        self.x = random(rows, 2 * in_features)[:, in_features:]
+        self.weight = random(out_features, in_features) / in_features**0.5
+        self.bias = random(out_features) if has_bias else None
+        self.norm = NormWeight(random(in_features), EPS) if norm else None
+        self.gated = gated
+        features = out_features // 2 if gated else out_features
+        self.total = random(rows, 3 * features)[:, features : 2 * features] if adds else None
+
+    def expected(self) -> torch.Tensor:
+        x = self.x.double()
+        if self.norm is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * self.norm.weight.double()
+        output = F.linear(x, self.weight.double(), None if self.bias is None else self.bias.double())
+        if self.gated:
+            gate, up = output.chunk(2, -1)
+            output = F.silu(gate) * up
+        return output if self.total is None else output + self.total.double()
+
+    def run(self, function: object = few_row_linear) -> torch.Tensor:
+        assert callable(function)
+        options = {"bias": self.bias, "norm": self.norm, "gated": self.gated, "add_to": self.total}
+        output = function(self.x, self.weight, **options)
+        assert isinstance(output, torch.Tensor)
+        assert self.total is None or output is self.total
+        return output
+
+
+def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output.double() - expected).norm() / expected.norm())
+
+
+@on_each_form
+@pytest.mark.parametrize("sizes", [(1, 64, 48), (3, 192, 1000), (8, 320, 36)], ids=str)
+def test_the_twin_equals_the_formula_and_adds_in_place(
+    sizes: tuple[int, int, int], norm: bool, gated: bool, adds: bool, has_bias: bool
+) -> None:
+    case = Case(sizes, (norm, gated, adds, has_bias), torch.float32, "cpu")
+    expected = case.expected()
+    assert not serves(case.x, case.weight)
+    assert relative_error(case.run(), expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_groups", "norm", "gated"),
+    [
+        (torch.bfloat16, 4, False, False),
+        (torch.bfloat16, 4, True, True),
+        (torch.bfloat16, 2, True, False),
+        (torch.float16, 1, False, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_the_source_compiles(
+    dtype: torch.dtype, row_groups: int, norm: bool, gated: bool, architecture: str
+) -> None:
+    macros = module.definitions(dtype, row_groups, module.MAX_DEPTH, norm, gated)
+    assert nvrtc.compile_source("few_row_linear.cu", architecture, macros).startswith(b"\x7fELF")
+
+
+def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -> None:
+    with pytest.raises(RuntimeError, match=r"few_row_linear\.cu does not compile for sm_90.*\n.*ROW_GROUPS"):
+        nvrtc.compile_source("few_row_linear.cu", "sm_90")
+
+
+@pytest.mark.parametrize("in_features", [64, 2048, 4096, 8192, 12288, 14336])
+@pytest.mark.parametrize("rows", [1, 4, MAX_ROWS])
+def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(rows: int, in_features: int) -> None:
+    fitting = module._splits_that_fit(rows, in_features)
+    assert fitting
+    for splits in fitting:
+        depth = module._depth(rows, in_features, splits)
+        assert module.MIN_DEPTH <= depth <= module.MAX_DEPTH
+        assert module._shared_bytes(rows, in_features, splits, depth) <= module.SHARED_BYTES
+
+
+def test_widths_that_do_not_fit_are_left_to_torch() -> None:
+    assert module._splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
+    assert module._splits_that_fit(1, 100) == ()  # no whole steps
+
+
+@pytest.mark.gpu
+@on_each_form
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("in_features", "out_features"),
+    [(4096, 6144), (14336, 4096), (12288, 4096), (64, 48), (192, 1000), (128, 50258), (320, 512)],
+)
+def test_the_kernel_equals_the_formula_as_closely_as_its_twin(
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    norm: bool,
+    gated: bool,
+    adds: bool,
+    has_bias: bool,
+) -> None:
+    for rows in (1, 2, 5, 8):
+        sizes, form = (rows, in_features, out_features), (norm, gated, adds, has_bias)
+        case, again = Case(sizes, form, dtype, "cuda"), Case(sizes, form, dtype, "cuda")
+        expected = case.expected()
+        assert serves(case.x, case.weight)
+        error, of_twin = (
+            relative_error(case.run(), expected),
+            relative_error(again.run(plain_few_row_linear), expected),
+        )
+        assert error < 1.5 * of_twin + 1e-4
+
+
+@pytest.mark.gpu
+def test_nothing_beside_the_running_sum_is_written() -> None:
+    case = Case((3, 256, 512), (True, False, True, False), torch.bfloat16, "cuda")
+    assert case.total is not None
+    whole = case.total._base if case.total._base is not None else case.total
+    before = whole.clone()
+    case.run()
+    assert torch.equal(whole[:, :512], before[:, :512]) and torch.equal(whole[:, 1024:], before[:, 1024:])
+    assert not torch.equal(whole[:, 512:1024], before[:, 512:1024])
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    case = Case((8, 4096, 4096), (True, False, False, False), torch.bfloat16, "cuda")
+    together = case.run()
+    for rows in range(1, 8):
+        alone = few_row_linear(case.x[:rows], case.weight, norm=case.norm)
+        assert torch.equal(alone, together[:rows])
+
+
+@pytest.mark.gpu
+def test_kernels_launched_early_wait_for_what_they_read() -> None:
+    """A chain in which each product reads what the one before it wrote, with and without pauses between."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = [
+        torch.randn(4096, 4096, generator=generator, device="cuda", dtype=torch.bfloat16) / 64
+        for _ in range(24)
+    ]
+    norm = NormWeight(torch.ones(4096, device="cuda", dtype=torch.bfloat16), EPS)
+    start = torch.randn(4, 4096, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    def chain(pause: bool) -> torch.Tensor:
+        total = start.clone()
+        for weight in weights:
+            few_row_linear(few_row_linear(total, weight, norm=norm), weight, add_to=total)
+            if pause:
+                torch.cuda.synchronize()
+        return total
+
+    expected = chain(pause=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = chain(pause=False)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(output, expected)
+        assert torch.equal(chain(pause=False), expected)
