@@ -198,9 +198,8 @@ def _serve(
         start = time.perf_counter()
         streams = asyncio.run(_all_streams(llm, chosen, scale.serving_output_len, at_a_time))
         rate = total * scale.serving_output_len / (time.perf_counter() - start)
-        load = f"{total} at once" if at_a_time == total and total > 1 else f"{at_a_time} at a time"
         details = {"requests": float(total), **serving_details(streams)}
-        report(Figure(5, f"{name}, {load}, {shape}", "tok/s", rate, details=details))
+        report(Figure(5, f"{name}, {at_a_time} at a time, {shape}", "tok/s", rate, details=details))
 
 
 async def _all_streams(llm: LLM, prompts: list[Prompt], max_tokens: int, at_a_time: int) -> list[Stream]:

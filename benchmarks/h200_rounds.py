@@ -4,20 +4,17 @@ Each function is one job: it builds its engines, reports figures, and lets go of
 """
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
-from driven_rounds import Rounds, Timed, gap_between_launches, release
+from driven_rounds import Rounds, gap_between_launches, release
 from h200_figures import Figure
 from h200_setup import Report, Setup
 from model_shapes import MATMUL_FLOPS, prefill_flops, read_ms, round_bytes
 
-# Of all linears of the 8B shape with 256 rows by cuBLAS in one graph, measured; weights alone would take 3.4 ms.
-LINEARS_MS_OF_256 = 7.14
-ROUNDS_AROUND_A_PROMPT = 10
-
-Floor = Callable[[float], float]
-"""From the tokens of context of all requests to milliseconds."""
+# Of all linears of the 8B shape with so many rows by cuBLAS in one graph, measured, where that is far above the time
+# to read their weights, which is 3.4 ms.
+LINEARS_MS = {256: 7.14}
+ROUNDS_AROUND_A_PROMPT, DELAYS = 10, 5
 
 
 def plain_rounds(setup: Setup, report: Report) -> None:
@@ -28,18 +25,21 @@ def plain_rounds(setup: Setup, report: Report) -> None:
     for batch_size in scale.batch_sizes:
         rounds.start(batch_size, scale.prompt_len)
         if 1 in setup.points:
-            name = f"plain round, batch {batch_size}"
-            report(_round_figure(setup, 1, name, rounds, lambda context: read_ms(round_bytes(context))))
-        _host_and_gpu(setup, report, "plain", rounds)
+            report(_round_figure(setup, 1, f"plain round, batch {batch_size}", rounds))
+    _host(setup, report, "plain", rounds)
     if 1 in setup.points:
         rounds.start(scale.large_batch, scale.large_prompt_len)
         name = f"plain round, batch {scale.large_batch}, {scale.large_prompt_len} context"
-        report(_round_figure(setup, 1, name, rounds, _floor_of_256))
+        report(_round_figure(setup, 1, name, rounds))
+    _traces(setup, report, "plain", rounds)
 
 
-def _floor_of_256(context: float) -> float:
-    """The linears as cuBLAS does them, and the KV's bytes beside them."""
-    return LINEARS_MS_OF_256 + read_ms(round_bytes(context) - round_bytes(0))
+def floor_ms(batch_size: int, context: float, draft: str | None = None, draft_len: int = 0) -> float:
+    """Reading weights and KV; for numbers of rows whose linears take longer than their weights, the linears and the
+    other bytes."""
+    num_bytes = round_bytes(batch_size * context, draft, draft_len)
+    linears = LINEARS_MS.get(batch_size * (1 + draft_len))
+    return read_ms(num_bytes) if linears is None else linears + read_ms(num_bytes - round_bytes(0))
 
 
 def eagle3_rounds(setup: Setup, report: Report) -> None:
@@ -51,8 +51,9 @@ def eagle3_rounds(setup: Setup, report: Report) -> None:
         rounds.start(batch_size, scale.prompt_len)
         if 2 in setup.points:
             figure = f"{name} round, batch {batch_size}"
-            report(_round_figure(setup, 2, figure, rounds, _drafting_floor("eagle3", scale.draft_len)))
-        _host_and_gpu(setup, report, name, rounds)
+            report(_round_figure(setup, 2, figure, rounds, "eagle3"))
+    _host(setup, report, name, rounds)
+    _traces(setup, report, name, rounds)
 
 
 def other_rounds(setup: Setup, report: Report) -> None:
@@ -81,14 +82,9 @@ def _drafting_rounds(
     setup: Setup, report: Report, name: str, sizes: tuple[int, ...], draft: str, config: dict[str, Any]
 ) -> None:
     rounds = _build(setup, sizes, speculative_config=config)
-    floor = _drafting_floor(draft, config["max_draft_len"])
     for batch_size in sizes:
         rounds.start(batch_size, setup.scale.prompt_len)
-        report(_round_figure(setup, 2, f"{name} round, batch {batch_size}", rounds, floor))
-
-
-def _drafting_floor(draft: str, draft_len: int) -> Floor:
-    return lambda context: read_ms(round_bytes(context, draft, draft_len))
+        report(_round_figure(setup, 2, f"{name} round, batch {batch_size}", rounds, draft))
 
 
 def prefill(setup: Setup, report: Report) -> None:
@@ -129,56 +125,53 @@ def _build(setup: Setup, sizes: tuple[int, ...], **options: Any) -> Rounds:
     )
 
 
-def _round_figure(setup: Setup, point: int, name: str, rounds: Rounds, floor: Floor) -> Figure:
+def _round_figure(setup: Setup, point: int, name: str, rounds: Rounds, draft: str | None = None) -> Figure:
     """The median of three timings of the requests that run."""
     timings = [rounds.timed(setup.scale.rounds) for _ in range(3)]
     timed = sorted(timings, key=lambda each: each.round_ms)[1]
     tokens = statistics.mean(each.tokens_a_round for each in timings)
     batch_size = len(rounds.requests)
     details = {"tok/s": batch_size * tokens / timed.round_ms * 1e3, "context": timed.context}
-    if rounds.built.max_draft_len:
+    draft_len = rounds.built.max_draft_len
+    if draft_len:
         details["tokens a round"] = tokens
-    return Figure(point, name, "ms", timed.round_ms, _floor_ms(setup, timed, batch_size, floor), details)
+    floor = floor_ms(batch_size, timed.context, draft, draft_len) if setup.is_8b else None
+    return Figure(point, name, "ms", timed.round_ms, floor, details)
 
 
-def _floor_ms(setup: Setup, timed: Timed, batch_size: int, floor: Floor) -> float | None:
-    return floor(batch_size * timed.context) if setup.is_8b else None
-
-
-def _host_and_gpu(setup: Setup, report: Report, name: str, rounds: Rounds) -> None:
-    """Point 4 for the smallest and the largest batch, point 5's delay for the largest."""
-    scale, batch_size = setup.scale, len(rounds.requests)
-    is_largest = batch_size == scale.batch_sizes[-1]
-    where = f"{name}, batch {batch_size}"
-    if 4 in setup.points and is_largest:
-        host = rounds.host_time(2 * scale.rounds)
-        report(
-            Figure(
-                4,
-                f"host time, {where}",
-                "ms",
-                host.median,
-                details={"p99": host.p99, "of it graph launch": host.launch},
-            )
-        )
-    has_graphs = rounds.executor.parts.runner.graphs is not None
-    if 4 in setup.points and has_graphs and (is_largest or batch_size == scale.batch_sizes[0]):
-        gap = gap_between_launches(rounds.traced(scale.traced_rounds))
-        report(Figure(4, f"GPU idle between rounds, {where}", "µs", gap))
-    if 5 in setup.points and is_largest:
+def _host(setup: Setup, report: Report, name: str, rounds: Rounds) -> None:
+    """Of the requests that run: point 4's host time, point 5's delay."""
+    where = f"{name}, batch {len(rounds.requests)}"
+    if 4 in setup.points:
+        host = rounds.host_time(2 * setup.scale.rounds)
+        details = {"p99": host.p99, "of it graph launch": host.launch}
+        report(Figure(4, f"host time, {where}", "ms", host.median, details=details))
+    if 5 in setup.points:
         report(_delay(setup, where, rounds))
+
+
+def _traces(setup: Setup, report: Report, name: str, rounds: Rounds) -> None:
+    """Point 4's idle GPU, for the smallest and the largest batch. A job's last: once a profiler has run in a process,
+    its launches stay slower."""
+    scale = setup.scale
+    if 4 not in setup.points or rounds.executor.parts.runner.graphs is None:
+        return
+    for batch_size in (scale.batch_sizes[0], scale.batch_sizes[-1]):
+        rounds.start(batch_size, scale.prompt_len)
+        gap = gap_between_launches(rounds.traced(scale.traced_rounds))
+        report(Figure(4, f"GPU idle between rounds, {name}, batch {batch_size}", "µs", gap))
 
 
 def _delay(setup: Setup, where: str, rounds: Rounds) -> Figure:
     """How much longer the running requests' next rounds take when a prompt joins, beside the prompt alone."""
     prompt_len, delays = setup.scale.prompt_len, []
-    for _ in range(1 + setup.scale.repeats):
+    for _ in range(1 + DELAYS):
         undisturbed = rounds.timed(ROUNDS_AROUND_A_PROMPT)
         rounds.put(1, prompt_len, 1)
         disturbed = rounds.timed(ROUNDS_AROUND_A_PROMPT)
         delays.append((disturbed.round_ms - undisturbed.round_ms) * ROUNDS_AROUND_A_PROMPT)
     rounds.stop()
-    alone = [rounds.seconds_of_prompts(1, prompt_len) * 1e3 for _ in range(1 + setup.scale.repeats)]
+    alone = [rounds.seconds_of_prompts(1, prompt_len) * 1e3 for _ in range(1 + DELAYS)]
     delay, own = statistics.median(delays[1:]), statistics.median(alone[1:])
     details = {"delay ms": delay, "alone ms": own, "tokens of the prompt": float(prompt_len)}
     return Figure(5, f"a prompt's delay of others / its own time, {where}", "x", delay / own, details=details)
