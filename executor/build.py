@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
+from tllm_spec.attention.choice import choose_backend, create_backend
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.attention.triton import TritonAttention
-from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.executor.cuda_graphs import graph_keys
@@ -53,7 +52,6 @@ from tllm_spec.zoo.registry import resolve_model
 logger = logging.getLogger(__name__)
 
 SINGLE_THREAD_BYTES = 32 << 20
-BACKENDS: dict[str, type[AttentionBackend]] = {"VANILLA": VanillaAttention, "TRITON": TritonAttention}
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,8 @@ class _Builder:
                 f"max_draft_len = {self.max_draft_len} must be less than max_seq_len = {self.max_seq_len}"
             )
         self.draft_plan = draft_model_of(self.spec)
+        dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
+        self.attention = choose_backend(args.attn_backend, self.device, dtype)
         self.why_no_overlap = args.why_no_overlap
         if self.why_no_overlap:
             logger.info("rounds do not overlap: %s", self.why_no_overlap)
@@ -217,9 +217,11 @@ class _Builder:
         )
 
     def reserved_bytes(self, draft: LoadedDraft | None) -> int:
-        """Of CUDA graphs, and of the distributions that rejection sampling on the target's pages keeps for every
-        slot."""
-        num_bytes = 0
+        """Of attention's workspaces, of CUDA graphs, and of the distributions that rejection sampling on the target's
+        pages keeps for every slot."""
+        configs = [self.config, *([draft.net.config] if draft else [])]
+        geometries = [config.attention_geometry(self.mapping) for config in configs]
+        num_bytes = sum(map(self.attention.workspace_bytes, geometries))
         if self.args.cuda_graph_config is not None:
             sizes = self.args.cuda_graph_config.sizes(self.slots.max_batch_size)
             num_bytes += 2 * len(sizes) * (1 + self.max_draft_len) * BYTES_A_GRAPH
@@ -241,10 +243,7 @@ class _Builder:
         )
 
     def backend(self, geometry: AttentionGeometry, pool: KVPool) -> AttentionBackend:
-        name = self.args.attn_backend
-        if name == "auto":
-            name = "TRITON" if self.device.type == "cuda" else "VANILLA"
-        return BACKENDS[name](geometry, pool)
+        return create_backend(self.attention, geometry, pool)
 
     def rows(self) -> RowBuilder:
         table = BlockTable(self.slots, -(-self.max_len // self.page_size), self.device)

@@ -115,7 +115,7 @@ def test_every_option_not_served_takes_its_off_values_and_refuses_others_with_th
             {"scheduler_config": {"waiting_queue_policy": "x"}},
             ["scheduler_config.waiting_queue_policy", "'fcfs'"],
         ),
-        ({"attn_backend": "FLASHINFER"}, ["attn_backend = 'FLASHINFER'", "'auto' or 'VANILLA' or 'TRITON'"]),
+        ({"attn_backend": "TRTLLM"}, ["attn_backend = 'TRTLLM'", "'TRITON' or 'FLASHINFER'"]),
         (speculate({"decoding_type": "MTP"}), ["decoding_type = 'MTP'", "not served yet", "Eagle3"]),
         (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
         (speculate({"max_draft_len": 4}), ["decoding_type = None", "NGram"]),

@@ -35,7 +35,9 @@ DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
 
 NOT_SERVED: Mapping[str, NotServed] = {
     "allreduce_strategy": NotServed(("AUTO",), ONE_GPU),
-    "attn_backend": NotServed(("auto", "VANILLA", "TRITON"), "the other attention kernels are not served"),
+    "attn_backend": NotServed(
+        ("auto", "VANILLA", "TRITON", "FLASHINFER"), "the other attention kernels are not served"
+    ),
     "backend": NotServed((None, "pytorch"), "there is one backend"),
     "batch_wait_max_tokens_ratio": NotServed((0, 0.0), NO_BATCH_WAIT),
     "batch_wait_timeout_iters": NotServed((0,), NO_BATCH_WAIT),
@@ -193,7 +195,8 @@ def _default_sizes(largest: int, enable_padding: bool) -> list[int]:
 class LlmArgs(ConfigModel):
     """Everything that `LLM(model, **kwargs)` takes.
 
-    `attn_backend`: `auto` is TRITON on CUDA and VANILLA on a CPU. `cuda_graph_config`: None runs without graphs.
+    `attn_backend`: `auto` is VANILLA on a CPU; on CUDA FLASHINFER where it can be had, else TRITON.
+    `cuda_graph_config`: None runs without graphs.
     """
 
     model: PathText
@@ -202,7 +205,7 @@ class LlmArgs(ConfigModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    attn_backend: Literal["auto", "VANILLA", "TRITON"] = "auto"
+    attn_backend: Literal["auto", "VANILLA", "TRITON", "FLASHINFER"] = "auto"
 
     max_batch_size: PositiveInt = 2048
     max_num_tokens: PositiveInt = 8192

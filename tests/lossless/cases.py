@@ -111,9 +111,13 @@ def generate(llm: LLM, cases: Iterable[Case], batch_size: int) -> list[RequestOu
 
 
 def assert_same(
-    case: Case, output: RequestOutput, plain: RequestOutput, oracle: Callable[[], Oracle]
+    case: Case,
+    output: RequestOutput,
+    plain: RequestOutput,
+    oracle: Callable[[], Oracle],
+    tolerance: float = TOLERANCE,
 ) -> None:
-    """Equal tokens, text and reasons. Where two candidates are closer than TOLERANCE, the text may part there
+    """Equal tokens, text and reasons. Where two candidates are closer than `tolerance`, the text may part there
     (NearTie)."""
     assert output.error is None, f"{case.name}: {output.error}"
     ours, theirs = output.outputs[0], plain.outputs[0]
@@ -127,5 +131,5 @@ def assert_same(
     candidates = (ours.token_ids[place], theirs.token_ids[place])
     gap = oracle().gap(case.params, case.prompt, theirs.token_ids[:place], candidates)
     message = f"{case.name}: token {place} is {candidates[0]} instead of {candidates[1]}, {gap:.1e} apart"
-    assert gap < TOLERANCE, message
+    assert gap < tolerance, message
     warnings.warn(message, NearTie, stacklevel=2)

@@ -60,6 +60,11 @@ class AttentionBackend(ABC):
         self.geometry = geometry
         self.pool = pool
 
+    @classmethod
+    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
+        """Device memory that each instance allocates beside the pool, for memory planning."""
+        return 0
+
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of `[T, Hq + 2 * Hkv, D]`: q `[T, Hq, D]` and kv `[T, 2, Hkv, D]`."""
         geometry = self.geometry

@@ -15,7 +15,7 @@ from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.window_attention import WindowWorkspace, window_attention
+from tllm_spec.kernels.window_attention import MAX_PARTIAL_ROWS, WindowWorkspace, window_attention
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,13 @@ class TritonAttention(VanillaAttention):
         self._layers = pool.data.unbind(0)
         self._workspace = WindowWorkspace.allocate(geometry.head_dim, pool.data.device)
 
+    @classmethod
+    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
+        return MAX_PARTIAL_ROWS * (geometry.head_dim + 1) * torch.float32.itemsize
+
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
         contexts = super().plan(replace(metadata, num_generations=0)).contexts
-        windows, batch = None, metadata.num_generations
-        if batch:
-            first = sum(metadata.context_lens)
-            tables, kv_lens = metadata.block_tables[-batch:], metadata.kv_lens[-batch:]
-            windows = WindowPlan(first, batch, metadata.window, tables, kv_lens)
-        return TritonPlan(metadata.kv_slots, contexts, None, windows)
+        return TritonPlan(metadata.kv_slots, contexts, None, self._plan_windows(metadata))
 
     def run(
         self,
@@ -72,6 +71,14 @@ class TritonAttention(VanillaAttention):
         if plan.windows is not None:
             outputs.append(self._run_windows(layer, q, plan.windows))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _plan_windows(self, metadata: AttentionMetadata) -> WindowPlan | None:
+        batch = metadata.num_generations
+        if not batch:
+            return None
+        first = sum(metadata.context_lens)
+        tables, kv_lens = metadata.block_tables[-batch:], metadata.kv_lens[-batch:]
+        return WindowPlan(first, batch, metadata.window, tables, kv_lens)
 
     def _run_windows(self, layer: int, q: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
         output = window_attention(

@@ -1,0 +1,138 @@
+"""Which attention runs, and that the reason is said."""
+
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tllm_spec.attention.choice import choose_backend, create_backend
+from tllm_spec.attention.flashinfer import FlashInferAttention
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.build import build_executor
+from tllm_spec.kernels.paged_prefill import PagedPrefill
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be imported."""
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+
+
+@pytest.fixture
+def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "kind"),
+    [
+        ("auto", CPU, torch.float32, VanillaAttention),
+        ("auto", CPU, torch.bfloat16, VanillaAttention),
+        ("auto", CUDA, torch.bfloat16, FlashInferAttention),
+        ("auto", CUDA, torch.float16, FlashInferAttention),
+        ("auto", CUDA, torch.float32, TritonAttention),
+        ("FLASHINFER", CUDA, torch.bfloat16, FlashInferAttention),
+        ("TRITON", CUDA, torch.bfloat16, TritonAttention),
+        ("TRITON", CPU, torch.float32, TritonAttention),
+        ("VANILLA", CUDA, torch.bfloat16, VanillaAttention),
+    ],
+)
+def test_the_backend_follows_from_name_device_and_dtype_and_one_line_says_so(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    kind: type[AttentionBackend],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose_backend(name, device, dtype) is kind
+    (line,) = caplog.messages
+    assert line.startswith(f"attention: {kind.__name__.removesuffix('Attention').upper()}")
+
+
+@pytest.mark.usefixtures("no_flashinfer")
+def test_without_flashinfer_a_warning_says_that_prefill_is_slower_and_how_to_get_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert choose_backend("auto", CUDA, torch.bfloat16) is TritonAttention
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for part in (
+        "TRITON",
+        "prefill is slower",
+        "flashinfer cannot be imported",
+        "pip install flashinfer-python",
+    ):
+        assert part in record.getMessage()
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [
+        (CPU, torch.bfloat16, "it needs a CUDA device, and device is 'cpu'"),
+        (CUDA, torch.float32, "the model runs in float32"),
+    ],
+)
+def test_flashinfer_by_name_is_refused_with_the_reason(
+    device: torch.device, dtype: torch.dtype, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=r"attn_backend = 'FLASHINFER': .*; use 'auto'") as refusal:
+        choose_backend("FLASHINFER", device, dtype)
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.usefixtures("no_flashinfer")
+def test_flashinfer_by_name_is_refused_where_it_is_not_installed() -> None:
+    with pytest.raises(ValueError, match=r"'FLASHINFER': flashinfer cannot be imported .* pip install"):
+        choose_backend("FLASHINFER", CUDA, torch.bfloat16)
+
+
+def test_an_engine_refuses_it_before_it_loads_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,'
+        ' "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}'
+    )
+    args = LlmArgs.from_kwargs(tmp_path, device="cpu", attn_backend="FLASHINFER")
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        build_executor(args, None, lambda responses: None)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "error", "reason"),
+    [
+        (32, torch.bfloat16, None, "no kernels of head_dim 32 in bfloat16"),
+        (64, torch.float32, None, "no kernels of head_dim 64 in float32"),
+        (64, torch.bfloat16, RuntimeError("Could not find nvcc"), "cannot be compiled: Could not find nvcc"),
+        (64, torch.bfloat16, FileNotFoundError("ninja"), "cannot be compiled: ninja"),
+    ],
+)
+def test_a_pool_that_flashinfer_has_no_kernels_for_gets_tritons_contexts_and_a_warning(
+    head_dim: int,
+    dtype: torch.dtype,
+    error: Exception | None,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: object) -> None:
+        assert error is not None, "nobody should ask FlashInfer"
+        raise error
+
+    monkeypatch.setattr(PagedPrefill, "__init__", fail)
+    geometry = AttentionGeometry(2, 4, 2, head_dim, 0.1)
+    pool = KVPool(geometry, num_pages=2, page_size=4, dtype=dtype, device=CPU)
+    assert type(create_backend(FlashInferAttention, geometry, pool)) is TritonAttention
+    (message,) = caplog.messages
+    assert reason in message and "2 layers with 4 heads" in message

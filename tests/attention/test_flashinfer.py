@@ -1,0 +1,254 @@
+"""FLASHINFER against VANILLA: with the plain-torch twin of FlashInfer's prefill here, with FlashInfer on a CUDA device
+(`-m gpu`)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tllm_spec.attention.flashinfer import FlashInferAttention
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.paged_prefill import NUM_PLANS, PrefillRows, plain_paged_prefill
+from tllm_spec.kernels.rotary_write import Rotary
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
+LAYERS, LAYER = 2, 1
+SHAPES = [(8, 2, 128), (6, 6, 64), (8, 2, 64)]  # query heads, KV heads, head_dim
+ERROR = {"cpu": 1e-5, "cuda": 1e-2}  # of float32 and bfloat16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Chunks as (cached tokens, new tokens), then windows by their lengths."""
+
+    chunks: tuple[tuple[int, int], ...]
+    kv_lens: tuple[int, ...] = ()
+    window: int = 1
+
+
+BATCHES = {
+    "one token": Batch(((0, 1),)),
+    "a prompt": Batch(((0, 129),)),
+    "a short chunk behind a long prefix": Batch(((500, 7),)),
+    "three requests": Batch(((0, 129), (300, 7), (64, 1))),
+    "page ends": Batch(((31, 1), (32, 32), (0, 64), (63, 65))),
+    "chunks and windows": Batch(((0, 7), (250, 129)), (40, 5, 200), window=4),
+    "a chunk and single tokens": Batch(((33, 5),), (64, 65)),
+}
+
+
+class PlainPrefill:
+    """The twin in the place of `PagedPrefill`."""
+
+    def __init__(self, geometry: AttentionGeometry) -> None:
+        self.scale = geometry.scale
+
+    def plan(self, rows: PrefillRows) -> PrefillRows:
+        return rows
+
+    def run(self, plan: PrefillRows, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None:
+        plain_paged_prefill(q, layer, plan, self.scale, out)
+
+
+class Forward:
+    """One batch on shuffled pages of a pool of random numbers; what no request has written is NaN."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        device: str,
+        shape: tuple[int, int, int] = SHAPES[0],
+        page_size: int = 32,
+        seed: int = 0,
+    ) -> None:
+        self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        heads, kv_heads, head_dim = shape
+        self.geometry, self.page_size = AttentionGeometry(LAYERS, *shape, 0.7 * head_dim**-0.5), page_size
+        lengths = [sum(chunk) for chunk in batch.chunks] + list(batch.kv_lens)
+        new = [count for _, count in batch.chunks] + [batch.window] * len(batch.kv_lens)
+        width = -(-max(lengths) // page_size) + 1
+        self.num_pages = len(lengths) * width + 1
+        tables = (torch.randperm(self.num_pages - 1, generator=generator) + 1).view(-1, width)
+        slots = [
+            [int(table[i // page_size]) * page_size + i % page_size for i in range(length)]
+            for table, length in zip(tables, lengths, strict=True)
+        ]
+        ends = list(zip(slots, lengths, new, strict=True))
+        self.pool_data = torch.full((LAYERS, 2, self.num_pages * page_size, kv_heads, head_dim), torch.nan)
+        for own, length, count in ends:
+            self.pool_data[:, :, own[: length - count]] = torch.randn(
+                LAYERS, 2, length - count, kv_heads, head_dim, generator=generator
+            )
+        self.metadata = AttentionMetadata(
+            context_lens=tuple(new[: len(batch.chunks)]),
+            context_kv_lens=tuple(lengths[: len(batch.chunks)]),
+            num_generations=len(batch.kv_lens),
+            window=batch.window,
+            block_tables=tables.to(self.device, torch.int32),
+            kv_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            positions=torch.tensor([i for _, n, c in ends for i in range(n - c, n)], device=self.device),
+            kv_slots=torch.tensor([s for own, n, c in ends for s in own[n - c :]], device=self.device),
+            max_kv_len=max(batch.kv_lens, default=0),
+        )
+        self.qkv = torch.randn(sum(new), heads + 2 * kv_heads, head_dim, generator=generator)
+        self.qkv = self.qkv.to(self.device, self.dtype)
+        angles = torch.rand(max(lengths), head_dim // 2, generator=generator).repeat(1, 2) * 7
+        sines = angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2)
+        table = torch.stack((angles.cos(), sines), dim=1)[:, :, None].to(self.device)
+        self.rotary = Rotary(table, self.metadata.positions)
+
+    def pool(self) -> KVPool:
+        pool = KVPool(
+            self.geometry,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        pool.data.copy_(self.pool_data.view_as(pool.data))
+        return pool
+
+    def backend(self) -> FlashInferAttention:
+        prefill = PlainPrefill(self.geometry) if self.device.type == "cpu" else None
+        return FlashInferAttention(self.geometry, self.pool(), prefill)
+
+    def run(self, backend: AttentionBackend, plan: Any = None) -> torch.Tensor:
+        plan = backend.plan(self.metadata) if plan is None else plan
+        return backend.run(LAYER, self.qkv.clone(), self.rotary, plan)  # its rotation is in place
+
+    def check(self, output: torch.Tensor) -> None:
+        """VANILLA's output, row by row."""
+        expected = self.run(VanillaAttention(self.geometry, self.pool()))
+        assert output.shape == expected.shape
+        error = (output.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
+        assert float(error.max()) < ERROR[self.device.type], error  # NaN fails, too
+
+
+@on_each_device
+@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", BATCHES)
+@torch.inference_mode()
+def test_every_kind_of_batch_equals_vanilla(
+    name: str, shape: tuple[int, int, int], page_size: int, device: str
+) -> None:
+    forward = Forward(BATCHES[name], device, shape, page_size)
+    backend = forward.backend()
+    forward.check(forward.run(backend))
+    vanilla = VanillaAttention(forward.geometry, forward.pool())
+    forward.run(vanilla)
+    torch.testing.assert_close(
+        backend.pool.data, vanilla.pool.data, equal_nan=True, rtol=1e-2, atol=1e-3
+    )  # keys up to a rounding
+
+
+@on_each_device
+@torch.inference_mode()
+def test_target_and_draft_layers_take_turns_each_with_its_own_heads(device: str) -> None:
+    batch = BATCHES["chunks and windows"]
+    target, draft = Forward(batch, device, (8, 2, 128)), Forward(batch, device, (6, 6, 64), seed=1)
+    backends = target.backend(), draft.backend()
+    plans = [b.plan(f.metadata) for b, f in zip(backends, (target, draft), strict=True)]
+    for _ in range(2):
+        for forward, backend, plan in zip((target, draft), backends, plans, strict=True):
+            forward.check(forward.run(backend, plan))
+
+
+class NoPrefill(PlainPrefill):
+    def plan(self, rows: PrefillRows) -> PrefillRows:
+        raise AssertionError("there are no contexts")
+
+
+@torch.inference_mode()
+def test_a_forward_of_windows_only_is_tritons() -> None:
+    forward = Forward(Batch((), (40, 5, 200), window=4), "cpu")
+    backend = FlashInferAttention(forward.geometry, forward.pool(), NoPrefill(forward.geometry))
+    forward.check(forward.run(backend))
+    assert backend.supports_graphs
+
+
+FLIGHT = (
+    BATCHES["three requests"],
+    Batch(((90, 40), (0, 200), (7, 2), (0, 130))),
+    BATCHES["chunks and windows"],
+)
+
+
+def sharing_one_prefill(forwards: list[Forward]) -> list[FlashInferAttention]:
+    """Each with a pool of its own, as one backend's forwards with time between them."""
+    backends = [forward.backend() for forward in forwards]
+    for backend in backends:
+        backend._prefill = backends[0]._prefill
+    return backends
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_plans_in_flight_do_not_disturb_each_other_and_two_of_them_never_wait() -> None:
+    forwards = [Forward(batch, "cuda", seed=i) for i, batch in enumerate(FLIGHT)]
+    backends = sharing_one_prefill(forwards)
+    for forward, backend in zip(forwards, backends, strict=True):
+        forward.run(backend)  # compiles, and fills the caches of device and pinned memory
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+    awake = torch.cuda.Event()
+    awake.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = [forwards[i].run(backends[i]) for i in range(NUM_PLANS)]
+        assert not awake.query(), "the host waited"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    outputs.append(forwards[NUM_PLANS].run(backends[NUM_PLANS]))
+    for forward, output in zip(forwards, outputs, strict=True):
+        forward.check(output)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_plans_made_before_the_first_one_runs_keep_their_own_rows() -> None:
+    forwards = [Forward(batch, "cuda", seed=i) for i, batch in enumerate(FLIGHT[:NUM_PLANS])]
+    backends = sharing_one_prefill(forwards)
+    plans = [b.plan(f.metadata) for b, f in zip(backends, forwards, strict=True)]
+    for forward, backend, plan in zip(forwards, backends, plans, strict=True):
+        forward.check(forward.run(backend, plan))
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_row_does_not_depend_on_the_batch_or_the_chunks_around_it() -> None:
+    """Bit by bit: keys are never split, and each row meets its keys in the same order."""
+    together = Forward(BATCHES["three requests"], "cuda")
+    output = together.run(together.backend())
+    first = AttentionMetadata(
+        context_lens=together.metadata.context_lens[:1],
+        context_kv_lens=together.metadata.context_kv_lens[:1],
+        num_generations=0,
+        window=1,
+        block_tables=together.metadata.block_tables[:1],
+        kv_lens=together.metadata.kv_lens[:1],
+        positions=together.metadata.positions[:129],
+        kv_slots=together.metadata.kv_slots[:129],
+        max_kv_len=0,
+    )
+    backend = together.backend()
+    rotary = Rotary(together.rotary.table, first.positions)
+    alone = backend.run(LAYER, together.qkv[:129].clone(), rotary, backend.plan(first))
+    assert torch.equal(alone, output[:129])
+
+
+@pytest.mark.gpu
+def test_memory_planning_knows_what_the_backend_allocates() -> None:
+    forward = Forward(BATCHES["a prompt"], "cuda")
+    pool = forward.pool()
+    forward.run(FlashInferAttention(forward.geometry, pool))  # what is made once for all
+    before = torch.cuda.memory_allocated()
+    backend = FlashInferAttention(forward.geometry, pool)
+    allocated = torch.cuda.memory_allocated() - before
+    assert allocated == pytest.approx(backend.workspace_bytes(forward.geometry), rel=0.01)

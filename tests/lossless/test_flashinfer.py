@@ -1,0 +1,80 @@
+"""Texts with FLASHINFER are those with TRITON, up to near ties of bfloat16; and the models that show it are the zoo's."""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lossless.cases import assert_same, fixed_length_cases, generate, heldout_prompts
+from tests.lossless.oracle import Oracle
+from tests.lossless.wide_zoo import write_wide
+from tllm_spec.llm import LLM
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import Tokenizer
+
+# bfloat16 numbers between 8 and 16, where the best logits are, are 1/16 apart; sampling divides them by 0.7.
+TOLERANCE = 0.25
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole prompts": {},
+    "chunks beside windows": {"enable_chunked_prefill": True, "max_num_tokens": 70},
+    "speculation": {"speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 3}},
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Target and head."""
+    folder = tmp_path_factory.mktemp("wide")
+    return write_wide("zoo:llama", folder / "target"), write_wide("zoo:llama-eagle3", folder / "head")
+
+
+def test_a_model_with_wider_heads_is_the_same_model(tokenizer: Tokenizer, wide: tuple[Path, Path]) -> None:
+    prompts, params = heldout_prompts(tokenizer, 2, 60), SamplingParams(max_tokens=40, ignore_eos=True)
+    texts, lengths = [], []
+    for target, head in ((Path("zoo:llama"), "zoo:llama-eagle3"), (wide[0], str(wide[1]))):
+        config = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": head}
+        with LLM(str(target), dtype="float32", device="cpu", speculative_config=config) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert isinstance(outputs, list)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        lengths.append([output.speculative_decoding.acceptance_length for output in outputs])
+    assert texts[0] == texts[1]
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.1) and min(lengths[0]) > 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_texts_are_those_of_triton(
+    setting: str,
+    tokenizer: Tokenizer,
+    wide: tuple[Path, Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = dict(SETTINGS[setting])
+    if "speculative_config" in options:
+        options["speculative_config"] = options["speculative_config"] | {"speculative_model": str(wide[1])}
+    prompts = heldout_prompts(tokenizer, 8, 150)
+    cases = fixed_length_cases(tokenizer, [*prompts[:7], prompts[0][:100] + prompts[7]])  # a prefix hit
+    found = {}
+    for backend in ("TRITON", "FLASHINFER"):
+        with LLM(str(wide[0]), attn_backend=backend, max_batch_size=3, **options) as llm:
+            found[backend] = generate(llm, cases, 3)
+            llm.check_integrity()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.messages
+    for case, output, plain in zip(cases, found["FLASHINFER"], found["TRITON"], strict=True):
+        assert_same(case, output, plain, wide_oracle(wide[0]), TOLERANCE)
+
+
+@cache
+def wide_oracle(folder: Path) -> Callable[[], Oracle]:
+    from transformers import AutoModelForCausalLM
+
+    @cache
+    def get() -> Oracle:
+        return Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    return get

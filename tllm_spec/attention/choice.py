@@ -1,0 +1,73 @@
+"""Which attention backend runs: what `attn_backend` means for a device and a dtype, and what is said about it."""
+
+import logging
+from importlib import import_module
+
+import torch
+
+from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+
+logger = logging.getLogger(__name__)
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "VANILLA": VanillaAttention,
+    "TRITON": TritonAttention,
+    "FLASHINFER": FlashInferAttention,
+}
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
+    """What `attn_backend` = `name` means here. Raises ValueError for a FLASHINFER that cannot be had."""
+    if name == "auto" and device.type != "cuda":
+        name = "VANILLA"
+    elif name in ("auto", "FLASHINFER"):
+        reason = _why_no_flashinfer(device, dtype)
+        if reason is not None and name == "FLASHINFER":
+            raise ValueError(f"attn_backend = 'FLASHINFER': {reason}; use 'auto', 'TRITON' or 'VANILLA'")
+        name = "FLASHINFER" if reason is None else "TRITON"
+        if reason is not None:
+            logger.warning("attention: TRITON; prefill is slower than with FLASHINFER: %s", reason)
+            return BACKENDS[name]
+    logger.info("attention: %s", name)
+    return BACKENDS[name]
+
+
+def create_backend(
+    kind: type[AttentionBackend], geometry: AttentionGeometry, pool: KVPool
+) -> AttentionBackend:
+    """The backend of one pool; TRITON with a warning where FlashInfer has no kernels for its heads."""
+    if kind is not FlashInferAttention:
+        return kind(geometry, pool)
+    dtype = str(pool.data.dtype).removeprefix("torch.")
+    reason = f"FlashInfer has no kernels of head_dim {geometry.head_dim} in {dtype}"
+    if geometry.head_dim in HEAD_DIMS and pool.data.dtype in DTYPES:
+        try:
+            return FlashInferAttention(geometry, pool)
+        except (RuntimeError, OSError, ImportError) as error:
+            reason = f"{reason} ready, and they cannot be compiled: {error}"
+    logger.warning(
+        "contexts of %d layers with %d heads run as TRITON's, which is slower: %s",
+        geometry.num_layers,
+        geometry.num_heads,
+        reason,
+    )
+    return TritonAttention(geometry, pool)
+
+
+def _why_no_flashinfer(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, and device is {device.type!r}"
+    if dtype not in DTYPES:
+        return (
+            f"it has bfloat16 and float16 kernels, and the model runs in {str(dtype).removeprefix('torch.')}"
+        )
+    try:
+        import_module("flashinfer")
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"flashinfer cannot be imported ({error}); pip install flashinfer-python, or tllm_spec[cuda]"
+    return None

@@ -1,0 +1,76 @@
+"""FLASHINFER: context chunks through FlashInfer's paged prefill, generation windows as TRITON runs them.
+
+A forward without chunks is TRITON's, so CUDA graphs hold the same kernels. Contexts are planned once per forward from
+lengths on the host; page numbers stay on the device.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.triton import TritonAttention, TritonPlan
+from tllm_spec.kernels.paged_prefill import NUM_PLANS, PLAN_BYTES, PagedPrefill, PrefillRows
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+
+HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Prefill(Protocol):
+    """`PagedPrefill`, or its twin in tests."""
+
+    def plan(self, rows: PrefillRows) -> Any: ...
+    def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class FlashInferPlan(TritonPlan):
+    """The chunks in the first `num_rows` rows, in the place of TRITON's; at least one."""
+
+    num_rows: int
+    prefill: Any
+
+
+class FlashInferAttention(TritonAttention):
+    """Raises what `PagedPrefill` raises where its kernels cannot be had. `prefill`: in their place."""
+
+    def __init__(self, geometry: AttentionGeometry, pool: KVPool, prefill: Prefill | None = None) -> None:
+        super().__init__(geometry, pool)
+        self._prefill = prefill or PagedPrefill(self._layers[0], geometry.num_heads, geometry.scale)
+
+    @classmethod
+    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
+        return super().workspace_bytes(geometry) + NUM_PLANS * PLAN_BYTES
+
+    def plan(self, metadata: AttentionMetadata) -> TritonPlan:
+        if not metadata.context_lens:
+            return super().plan(metadata)
+        rows = PrefillRows.build(
+            metadata.context_lens, metadata.context_kv_lens, metadata.block_tables, self.pool.page_size
+        )
+        windows = self._plan_windows(metadata)
+        return FlashInferPlan(metadata.kv_slots, (), None, windows, rows.num_rows, self._prefill.plan(rows))
+
+    def run(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        plan: AttentionPlan,
+        norm: HeadWeights | None = None,
+    ) -> torch.Tensor:
+        if not isinstance(plan, FlashInferPlan):
+            return super().run(layer, qkv, rotary, plan, norm)
+        rotary_write(qkv, rotary, plan.kv_slots, self._layers[layer], norm)
+        q, _ = self.split(qkv)
+        output = q.new_empty(q.shape)
+        num_rows = plan.num_rows
+        self._prefill.run(plan.prefill, q[:num_rows], self._layers[layer], output[:num_rows])
+        output = output.flatten(1)
+        if plan.windows is not None:
+            output[num_rows:] = self._run_windows(layer, q, plan.windows)
+        return output
