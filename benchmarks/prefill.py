@@ -5,7 +5,8 @@
 Both engines stand side by side, with random weights of Llama-3.1-8B's shape in bfloat16, and take turns. Seconds are
 wall time from putting requests of one output token into the queue until the host has all their tokens: the median of
 the repeats. The share of 790 TFLOP/s (a large bfloat16 matrix product's rate on an H200) counts the linear layers and
-the causal half of attention. The last table is a profiler's, of one prompt of 8k with FLASHINFER.
+the causal half of attention. The last tables are a profiler's, of one run each with FLASHINFER; its own cost is in the
+wall time that they name.
 """
 
 import argparse
@@ -90,8 +91,8 @@ class Engine:
         )
         self.num_requests = 0
 
-    def run(self, prompts: list[list[int]]) -> float:
-        """Seconds until all prompts have a token."""
+    def run(self, prompts: list[list[int]], cached: int = 0) -> float:
+        """Seconds until all prompts have a token. Of each, `cached` tokens must be found in the cache."""
         rules = DecodingRules.from_params(
             SamplingParams(max_tokens=1, ignore_eos=True),
             vocab_size=self.built.model_config.vocab_size,
@@ -118,10 +119,13 @@ class Engine:
         self.built.queue.put(requests)
         while not all(request.is_finished for request in requests):
             self.built.executor.step()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        assert all(request.cached_tokens == cached for request in requests)
+        return seconds
 
-    def prompts(self, case: Case, random: Random) -> list[list[int]]:
+    def prompts(self, case: Case, repeat: int) -> list[list[int]]:
         """New ones, of which `cached` tokens are put into the cache first."""
+        random = Random(f"{case.name} {repeat}")
         vocab_size = self.built.model_config.vocab_size
         prompts = [random.choices(range(vocab_size), k=case.prompt_len) for _ in range(case.num_prompts)]
         if case.cached:
@@ -143,8 +147,8 @@ def measure(engines: dict[str, Engine], case: Case, repeats: int) -> list[Row]:
     seconds = defaultdict(list)
     for repeat in range(-1, repeats):  # the first is not counted
         for backend, engine in engines.items():
-            prompts = engine.prompts(case, Random(repeat))
-            taken = engine.run(prompts)
+            prompts = engine.prompts(case, repeat)
+            taken = engine.run(prompts, case.cached)
             if repeat >= 0:
                 seconds[backend].append(taken)
     rows = []
@@ -161,15 +165,22 @@ def measure(engines: dict[str, Engine], case: Case, repeats: int) -> list[Row]:
     return rows
 
 
-def kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
-    """Milliseconds and calls of each kernel of one run, the longest first."""
-    prompts = engine.prompts(case, Random(99))
+def kernels(engine: Engine, case: Case, repeat: int) -> list[dict[str, Any]]:
+    """Milliseconds and calls of each kernel of one run, the longest first; prints the first ones."""
+    prompts = engine.prompts(case, repeat)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.run(prompts)
+        seconds = engine.run(prompts)
         torch.cuda.synchronize()
     events = [event for event in profile.key_averages() if event.self_device_time_total > 0]
     events.sort(key=lambda event: -event.self_device_time_total)
-    return [{"kernel": e.key, "ms": e.self_device_time_total / 1e3, "calls": e.count} for e in events]
+    found = [{"kernel": e.key, "ms": e.self_device_time_total / 1e3, "calls": e.count} for e in events]
+    total = sum(kernel["ms"] for kernel in found)
+    print(f"\n| {case.name}: kernels {total:.1f} of {seconds * 1e3:.1f} ms | ms | calls | share |")
+    print("|---|---|---|---|")
+    for kernel in found[:TOP_KERNELS]:
+        share = kernel["ms"] / total
+        print(f"| {kernel['kernel'][:60]} | {kernel['ms']:.2f} | {kernel['calls']} | {share:.1%} |")
+    return found
 
 
 def main() -> None:
@@ -189,12 +200,7 @@ def main() -> None:
     with torch.inference_mode():
         for case in CASES:
             rows += measure(engines, case, args.repeats)
-        found = kernels(engines["FLASHINFER"], CASES[1])
-    total = sum(kernel["ms"] for kernel in found)
-    print(f"\n| kernel of {CASES[1].name}: {total:.1f} ms in all | ms | calls | share |\n|---|---|---|---|")
-    for kernel in found[:TOP_KERNELS]:
-        share = kernel["ms"] / total
-        print(f"| {kernel['kernel'][:100]} | {kernel['ms']:.2f} | {kernel['calls']} | {share:.1%} |")
+        found = {case.name: kernels(engines["FLASHINFER"], case, args.repeats) for case in CASES if case.bar}
     if args.output is not None:
         result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": args.shape}
         table = {"rows": [asdict(row) for row in rows], "kernels": found}

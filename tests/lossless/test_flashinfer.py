@@ -16,7 +16,7 @@ from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import Tokenizer
 
 # bfloat16 numbers between 8 and 16, where the best logits are, are 1/16 apart; sampling divides them by 0.7.
-TOLERANCE = 0.25
+TOLERANCE = 0.1
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {},
     "chunks beside windows": {"enable_chunked_prefill": True, "max_num_tokens": 70},
@@ -70,6 +70,7 @@ def test_texts_are_those_of_triton(
         with LLM(str(wide[0]), attn_backend=backend, max_batch_size=3, **options) as llm:
             found[backend] = generate(llm, cases, 3)
             llm.check_integrity()
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.messages
+    ours = [record for record in caplog.records if record.name.startswith("tllm_spec")]
+    assert not [record for record in ours if record.levelno >= logging.WARNING], "FlashInfer runs all layers"
     for case, output, plain in zip(cases, found["FLASHINFER"], found["TRITON"], strict=True):
         assert_same(case, output, plain, lambda: oracle_of(wide[0]), TOLERANCE)
