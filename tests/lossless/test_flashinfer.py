@@ -60,6 +60,7 @@ def test_texts_are_those_of_triton(
     wide: tuple[Path, Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    pytest.importorskip("flashinfer")
     options = dict(SETTINGS[setting])
     if "speculative_config" in options:
         options["speculative_config"] = options["speculative_config"] | {"speculative_model": str(wide[1])}
