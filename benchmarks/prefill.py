@@ -165,22 +165,22 @@ def measure(engines: dict[str, Engine], case: Case, repeats: int) -> list[Row]:
     return rows
 
 
-def kernels(engine: Engine, case: Case, repeat: int) -> list[dict[str, Any]]:
-    """Milliseconds and calls of each kernel of one run, the longest first; prints the first ones."""
+def profiled(engine: Engine, case: Case, repeat: int) -> dict[str, Any]:
+    """Milliseconds of one run and of its kernels, and the longest of these."""
     prompts = engine.prompts(case, repeat)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         seconds = engine.run(prompts)
         torch.cuda.synchronize()
     events = [event for event in profile.key_averages() if event.self_device_time_total > 0]
     events.sort(key=lambda event: -event.self_device_time_total)
-    found = [{"kernel": e.key, "ms": e.self_device_time_total / 1e3, "calls": e.count} for e in events]
+    found = [{"kernel": e.key[:60], "ms": e.self_device_time_total / 1e3, "calls": e.count} for e in events]
     total = sum(kernel["ms"] for kernel in found)
     print(f"\n| {case.name}: kernels {total:.1f} of {seconds * 1e3:.1f} ms | ms | calls | share |")
     print("|---|---|---|---|")
     for kernel in found[:TOP_KERNELS]:
         share = kernel["ms"] / total
-        print(f"| {kernel['kernel'][:60]} | {kernel['ms']:.2f} | {kernel['calls']} | {share:.1%} |")
-    return found
+        print(f"| {kernel['kernel']} | {kernel['ms']:.2f} | {kernel['calls']} | {share:.1%} |")
+    return {"case": case.name, "ms": seconds * 1e3, "kernel_ms": total, "longest": found[:TOP_KERNELS]}
 
 
 def main() -> None:
@@ -200,10 +200,10 @@ def main() -> None:
     with torch.inference_mode():
         for case in CASES:
             rows += measure(engines, case, args.repeats)
-        found = {case.name: kernels(engines["FLASHINFER"], case, args.repeats) for case in CASES if case.bar}
+        profiles = [profiled(engines["FLASHINFER"], case, args.repeats) for case in CASES if case.bar]
     if args.output is not None:
         result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": args.shape}
-        table = {"rows": [asdict(row) for row in rows], "kernels": found}
+        table = {"rows": [asdict(row) for row in rows], "profiles": profiles}
         args.output.write_text(json.dumps(result | table, indent=1) + "\n")
 
 
