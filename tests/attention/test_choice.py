@@ -16,8 +16,8 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.build import build_executor
-from tllm_spec.kernels.paged_prefill import PagedPrefill
+from tllm_spec.executor.build import _Builder, build_executor
+from tllm_spec.kernels.paged_prefill import NUM_PLANS, PLAN_BYTES, PagedPrefill
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -99,14 +99,31 @@ def test_flashinfer_by_name_is_refused_where_it_is_not_installed() -> None:
         choose_backend("FLASHINFER", CUDA, torch.bfloat16)
 
 
-def test_an_engine_refuses_it_before_it_loads_weights(tmp_path: Path) -> None:
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    """A model without weights."""
     (tmp_path / "config.json").write_text(
         '{"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,'
         ' "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}'
     )
-    args = LlmArgs.from_kwargs(tmp_path, device="cpu", attn_backend="FLASHINFER")
+    return tmp_path
+
+
+def test_an_engine_refuses_it_before_it_loads_weights(shape: Path) -> None:
+    args = LlmArgs.from_kwargs(shape, device="cpu", attn_backend="FLASHINFER")
     with pytest.raises(ValueError, match="needs a CUDA device"):
         build_executor(args, None, lambda responses: None)
+
+
+def test_memory_planning_counts_the_workspace(shape: Path) -> None:
+    planned = [
+        _Builder(LlmArgs.from_kwargs(shape, device="cpu", attn_backend=name)).reserved_bytes(None)
+        for name in ("VANILLA", "TRITON")
+    ]
+    geometry = AttentionGeometry(1, 1, 1, 8, 1.0)
+    assert planned[1] - planned[0] == TritonAttention.workspace_bytes(geometry) > 0
+    more = FlashInferAttention.workspace_bytes(geometry) - TritonAttention.workspace_bytes(geometry)
+    assert more == NUM_PLANS * PLAN_BYTES
 
 
 @pytest.mark.parametrize(
