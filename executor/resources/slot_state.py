@@ -30,7 +30,8 @@ class SlotState:
 
     def start(self, request: LlmRequest) -> None:
         """The request was given a slot (again, after a preemption)."""
-        self._draft_limits[request.slot] = request.draft_limit
+        # Assigning a number to one element copies it from pageable memory, for which the host waits.
+        self._draft_limits[request.slot].fill_(request.draft_limit)
 
     def write_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
         """drafts `[B, K]` for the next windows of the slots `[B]`; a request's own limit may be lower than K."""
