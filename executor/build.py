@@ -32,7 +32,6 @@ from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
-from tllm_spec.executor.sampling.synthetic import SyntheticAcceptance
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, draft_folder, load_head
 from tllm_spec.executor.speculative.modes import (
@@ -195,15 +194,14 @@ class _Builder:
         return lambda batch_size: {spec.draft_len_for(batch_size)}
 
     def sampler(self, slots: SlotState, state: SamplingState) -> Sampler:
-        rejection, synthetic = False, None
+        rejection, rates = False, None
         if self.spec is not None:
             rejection, rates = self.spec.use_rejection_sampling, self.spec.synthetic_acceptance_rates
-            synthetic = SyntheticAcceptance(rates, self.device) if rates is not None else None
-        if synthetic is not None:
+        if rates is not None:
             logger.warning(
                 "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means nothing"
             )
-        return Sampler(slots, state, RowGroups(state), rejection=rejection, synthetic=synthetic)
+        return Sampler(slots, state, RowGroups(state), rejection=rejection, synthetic_rates=rates)
 
     def load(self, folder: Path, load_format: LoadFormat) -> CausalLM:
         config = ModelConfig.from_pretrained(folder)

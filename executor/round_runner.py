@@ -73,11 +73,9 @@ class RoundRunner:
         def generate(slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> SampledTokens:
             self._slots.reset_dummy()
             group = self._groups.of_slots(slot_ids, 1 + draft_len, sampled=is_sampled)
-            drafting = self._groups.of_slots(slot_ids, 1, sampled=is_sampled)
             in_graph = self.round_end is not None and self.round_end.in_graph
-            return self._generate(
-                group, drafting if in_graph else None, max_kv_len, draft_len, None, LogprobRows()
-            )
+            drafting = group.one_row_each() if in_graph else None
+            return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
 
         graphs = CudaGraphs(generate, dummy_slot, device, pads=pads)
         graphs.capture(keys)

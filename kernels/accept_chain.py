@@ -1,6 +1,7 @@
 """Chain acceptance: how many of a request's draft tokens equal the tokens that the target chose at their positions.
 
-This file is the plain-torch twin. It knows nothing of how the target chose.
+Plain torch; `slot_windows` has it in a kernel, of which this is a part of the twin. It knows nothing of how the target
+chose.
 """
 
 import torch
@@ -19,3 +20,23 @@ def accept_chain(
     if num_drafts is not None:
         matches &= torch.arange(drafts.shape[1], device=drafts.device) < num_drafts.unsqueeze(1)
     return matches.cumprod(dim=1).sum(dim=1) + 1
+
+
+def accept_by_rates(
+    targets: torch.Tensor,
+    drafts: torch.Tensor,
+    num_drafts: torch.Tensor,
+    rates: torch.Tensor,
+    coins: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Acceptance by chance instead: emitted tokens `[B, K+1]`, drafts as far as they are accepted and then the target's
+    token, and their numbers `[B]`.
+
+    rates `[>= K]` float64: the probability that drafts 0..i are all accepted; coins `[B]` float64 in (0, 1), one for a
+    whole round: draft i is accepted when the coin is below its rate, and rates do not rise.
+    """
+    length = drafts.shape[1]
+    accepted = torch.minimum((coins.unsqueeze(1) < rates[:length]).sum(dim=1), num_drafts)
+    is_draft = torch.arange(length, device=drafts.device) < accepted.unsqueeze(1)
+    tokens = torch.cat((torch.where(is_draft, drafts, targets[:, :-1]), targets[:, -1:]), dim=1)
+    return tokens, accepted + 1

@@ -1,7 +1,8 @@
 """The token of every row: argmax of logits / temperature + Gumbel noise, or plain argmax where the temperature is 0.
 
-One call is the whole choice of DESIGN section 5 for rows without filters. Rows that were already scaled and filtered
-come with temperature 1, which changes nothing (x / 1 = x). On CUDA it is one fused Triton kernel (and a small one to
+One call is the whole choice of DESIGN section 5. Logits may have the model's own dtype: they become float32 in the
+registers of the kernel that reads them, which is exact, so no float32 copy of a window's logits is ever written. What
+filters exclude comes as one number a row (`filter_cut`). On CUDA it is one fused Triton kernel (and a small one to
 reduce its parts), elsewhere the plain-torch twin, which is its definition.
 
 This file knows nothing of requests, windows or acceptance.
@@ -18,16 +19,49 @@ def choose_token(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     domain: int = TARGET_DOMAIN,
+    cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """logits `[R, V]` float32, temperature `[R]` float32, seeds and positions `[R]` int64. Returns `[R]` int64.
+    """logits `[R, V]` float32, bfloat16 or float16, temperature `[R]` float32, seeds and positions `[R]` int64, cut
+    `[R]` float32: of a row with a temperature, logits / temperature below it are -inf. Returns `[R]` int64.
 
     Equal values, infinite ones too, go to the lowest token id. -1 where the row holds a NaN or nothing but -inf.
     """
     if not logits.is_cuda:
-        return choose_token_twin(logits, temperature, seeds, positions, domain)
+        return choose_token_twin(logits, temperature, seeds, positions, domain, cut)
     from tllm_spec.kernels.choose_token_triton import choose_token_triton
 
-    return choose_token_triton(logits, temperature, seeds, positions, domain)
+    return choose_token_triton(logits, temperature, seeds, positions, domain, cut)
+
+
+def choose_best(logits: torch.Tensor) -> torch.Tensor:
+    """`choose_token` where every temperature is 0."""
+    if not logits.is_cuda:
+        return choose_best_twin(logits)
+    from tllm_spec.kernels.choose_token_triton import choose_token_triton
+
+    return choose_token_triton(logits)
+
+
+def choose_draft(
+    logits: torch.Tensor,
+    token_map: torch.Tensor | None,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    cut: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`choose_token` for a draft model, or `choose_best` without a temperature. token_map `[V]` int64: the target's id
+    of each column, which keys its noise and is returned; None: the column itself.
+
+    Equal values go to the first column, and so do rows without any choice: a draft is always a token.
+    """
+    if not logits.is_cuda:
+        return choose_draft_twin(logits, token_map, temperature, seeds, positions, cut)
+    from tllm_spec.kernels.choose_token_triton import choose_token_triton
+
+    return choose_token_triton(
+        logits, temperature, seeds, positions, TARGET_DOMAIN, cut, token_map, drafting=True
+    )
 
 
 def choose_token_twin(
@@ -36,11 +70,46 @@ def choose_token_twin(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     domain: int = TARGET_DOMAIN,
+    cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Arguments and result of `choose_token`. A division and an addition in float32, each rounded once."""
-    greedy = (temperature == 0).unsqueeze(1)
-    noise = gumbel_noise(seeds, positions, logits.shape[1], domain)
-    values = torch.where(greedy, logits, logits / temperature.unsqueeze(1) + noise)
-    # torch.max documents the first index for ties, and a NaN for rows that hold one.
-    best, tokens = values.max(dim=-1)
+    """Arguments and result of `choose_token`."""
+    return _choose(logits, temperature, gumbel_noise(seeds, positions, logits.shape[1], domain), cut)
+
+
+def choose_best_twin(logits: torch.Tensor) -> torch.Tensor:
+    """torch.max documents the first index for ties, and a NaN for rows that hold one."""
+    best, tokens = logits.max(dim=-1)
     return torch.where(best > -torch.inf, tokens, -1)
+
+
+def choose_draft_twin(
+    logits: torch.Tensor,
+    token_map: torch.Tensor | None,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    cut: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Arguments and result of `choose_draft`."""
+    if temperature is None:
+        columns = choose_best_twin(logits)
+    else:
+        assert seeds is not None and positions is not None
+        num_tokens = logits.shape[1] if token_map is None else int(token_map.max()) + 1
+        noise = gumbel_noise(seeds, positions, num_tokens)
+        if token_map is not None:
+            noise = noise.index_select(1, token_map)
+        columns = _choose(logits, temperature, noise, cut)
+    columns = columns.clamp_min(0)
+    return columns if token_map is None else token_map.index_select(0, columns)
+
+
+def _choose(
+    logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor, cut: torch.Tensor | None
+) -> torch.Tensor:
+    """A division and an addition in float32, each rounded once."""
+    logits = logits.to(torch.float32)
+    scaled = logits / temperature.unsqueeze(1)
+    if cut is not None:
+        scaled = scaled.masked_fill(scaled < cut.unsqueeze(1), -torch.inf)
+    return choose_best_twin(torch.where((temperature == 0).unsqueeze(1), logits, scaled + noise))

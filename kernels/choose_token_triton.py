@@ -18,22 +18,29 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024  # tokens a program
+_BLOCK = 1024  # tokens a program where noise is made
+_LONG_BLOCK = 4096  # where it is not and there are rows enough to fill the device
 # Contraction of products and sums would change the logarithms' last bit with Triton's default, which is changing.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def choose_token_triton(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     domain: int = 0,
+    cut: torch.Tensor | None = None,
+    token_map: torch.Tensor | None = None,
+    *,
+    drafting: bool = False,
 ) -> torch.Tensor:
-    """See `choose_token`. Every argument may have a stride between rows (a column of a table, a slice of logits)."""
-    assert logits.dtype == temperature.dtype == torch.float32 and logits.stride(1) == 1
+    """See `choose_token`; without a temperature `choose_best`, and `choose_draft` where `drafting`. Every argument may
+    have a stride between rows (a column of a table, a slice of logits)."""
+    assert logits.stride(1) == 1
     (num_rows, vocab_size), device = logits.shape, logits.device
-    num_parts = triton.cdiv(vocab_size, _BLOCK)
+    block = _BLOCK if temperature is not None or num_rows <= 16 else _LONG_BLOCK
+    num_parts = triton.cdiv(vocab_size, block)
     part_values = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
     part_tokens = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
     chosen = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -41,21 +48,29 @@ def choose_token_triton(
         logits,
         logits.stride(0),
         temperature,
-        temperature.stride(0),
+        _stride(temperature),
         seeds,
-        seeds.stride(0),
+        _stride(seeds),
         positions,
-        positions.stride(0),
+        _stride(positions),
+        cut,
+        token_map,
         part_values,
         part_tokens,
         vocab_size,
         domain,
-        _BLOCK,
+        block,
         **_OPTIONS,
     )
     width = triton.next_power_of_2(num_parts)
-    _choose_among_parts[(num_rows,)](part_values, part_tokens, chosen, num_parts, width, num_warps=1)
+    _choose_among_parts[(num_rows,)](
+        part_values, part_tokens, token_map, chosen, num_parts, width, 0 if drafting else -1, num_warps=1
+    )
     return chosen
+
+
+def _stride(column: torch.Tensor | None) -> int:
+    return 0 if column is None else column.stride(0)
 
 
 def gumbel_noise_triton(
@@ -86,7 +101,22 @@ def _noise(
     zeros = tl.zeros_like(quads)
     # tl.philox is Philox4x32-10 and takes the key's low word from the seed's low half, as the twin does.
     word0, word1, word2, word3 = tl.philox(seed, quads, zeros + position.to(tl.int32), zeros + domain, zeros)
-    words = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+    return _gumbel(tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _noise_at(seed: tl.tensor, position: tl.tensor, tokens: tl.tensor, domain: tl.constexpr) -> tl.tensor:
+    """The same for any token ids `[block]`: Philox runs for each of them."""
+    quads, place = (tokens // 4).to(tl.int32), tokens % 4
+    zeros = tl.zeros_like(quads)
+    word0, word1, word2, word3 = tl.philox(seed, quads, zeros + position.to(tl.int32), zeros + domain, zeros)
+    return _gumbel(
+        tl.where(place < 2, tl.where(place == 0, word0, word1), tl.where(place == 2, word2, word3))
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _gumbel(words: tl.tensor) -> tl.tensor:
     uniform = (words.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)  # exact: 33 bits
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
@@ -101,6 +131,8 @@ def _choose_part(
     seeds_stride: tl.tensor,
     positions: tl.tensor,
     positions_stride: tl.tensor,
+    cuts: tl.tensor,
+    token_map: tl.tensor,
     part_values: tl.tensor,
     part_tokens: tl.tensor,
     vocab_size: tl.tensor,
@@ -111,11 +143,19 @@ def _choose_part(
     wins over everything, by the rule for ties too."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
-    values = tl.load(logits + row * logits_stride + tokens, mask=tokens < vocab_size, other=float("-inf"))
-    temperature = tl.load(temperatures + row * temperatures_stride)
-    if temperature != 0:
-        seed, position = tl.load(seeds + row * seeds_stride), tl.load(positions + row * positions_stride)
-        values = tl.div_rn(values, temperature) + _noise(seed, position, part, domain, block)
+    exists = tokens < vocab_size
+    values = tl.load(logits + row * logits_stride + tokens, mask=exists, other=float("-inf")).to(tl.float32)
+    if temperatures is not None:
+        temperature = tl.load(temperatures + row * temperatures_stride)
+        if temperature != 0:
+            seed, position = tl.load(seeds + row * seeds_stride), tl.load(positions + row * positions_stride)
+            values = tl.div_rn(values, temperature)
+            if cuts is not None:
+                values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
+            if token_map is None:
+                values += _noise(seed, position, part, domain, block)
+            else:
+                values += _noise_at(seed, position, tl.load(token_map + tokens, mask=exists, other=0), domain)
     is_nan = values != values
     values = tl.where(is_nan, float("inf"), values)
     best = tl.max(values, axis=0)
@@ -129,18 +169,25 @@ def _choose_part(
 def _choose_among_parts(
     part_values: tl.tensor,
     part_tokens: tl.tensor,
+    token_map: tl.tensor,
     chosen: tl.tensor,
     num_parts: tl.tensor,
     width: tl.constexpr,
+    nothing: tl.constexpr,
 ) -> None:
-    """The best of a row's parts; -1 where it is a NaN or -inf."""
+    """The best of a row's parts, as an id of `token_map`; `nothing` where it is a NaN or -inf."""
     row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, width)
     exists = parts < num_parts
     values = tl.load(part_values + row * num_parts + parts, mask=exists, other=float("-inf"))
     tokens = tl.load(part_tokens + row * num_parts + parts, mask=exists, other=2147483647)
     best = tl.max(values, axis=0)
     token = tl.min(tl.where(values == best, tokens, 2147483647), axis=0)
-    tl.store(chosen + row, tl.where(best > float("-inf"), token, -1).to(tl.int64))
+    token = tl.where(best > float("-inf"), token, nothing)
+    token = tl.maximum(token, nothing)  # the id of a NaN is -1
+    if token_map is not None:
+        tl.store(chosen + row, tl.load(token_map + token))
+    else:
+        tl.store(chosen + row, token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["seeds_stride", "positions_stride"])  # type: ignore[untyped-decorator]  # triton has no types

@@ -43,5 +43,5 @@ class ModelEngine:
         return self.model.forward(token_ids, metadata.positions, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` -> `[R, V]` float32."""
+        """`[R, H]` -> `[R, V]` in the model's dtype."""
         return self.model.compute_logits(hidden)

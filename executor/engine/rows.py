@@ -11,6 +11,7 @@ import torch
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.transfer import to_device
+from tllm_spec.kernels.window_rows import window_rows
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,19 @@ class RowBuilder:
 
     def _window_metadata(self, windows: Windows) -> tuple[AttentionMetadata, torch.Tensor]:
         width = windows.token_ids.shape[1]
-        positions = windows.first.unsqueeze(1) + torch.arange(width, device=self.device)
-        block_tables = self.table.rows(windows.slots, -(-windows.max_kv_len // self.page_size))
+        num_pages = -(-windows.max_kv_len // self.page_size)
+        rows = window_rows(
+            self.table.device_rows, windows.slots, windows.first, width, num_pages, self.page_size
+        )
         metadata = AttentionMetadata(
             context_lens=(),
             context_kv_lens=(),
             num_generations=windows.slots.shape[0],
             window=width,
-            block_tables=block_tables,
-            kv_lens=(windows.first + width).to(torch.int32),
-            positions=positions.flatten(),
-            kv_slots=self._kv_slots(block_tables, positions).flatten(),
+            block_tables=rows.block_tables,
+            kv_lens=rows.kv_lens,
+            positions=rows.positions,
+            kv_slots=rows.kv_slots,
             max_kv_len=windows.max_kv_len,
         )
         return metadata, windows.token_ids.flatten()

@@ -10,6 +10,8 @@ import torch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.transfer import to_device
+from tllm_spec.kernels import slot_windows
+from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 
 
 class SlotState:
@@ -27,6 +29,7 @@ class SlotState:
         self.num_drafts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.previous_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._draft_limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
 
     def start(self, request: LlmRequest) -> None:
         """The request was given a slot (again, after a preemption)."""
@@ -35,9 +38,7 @@ class SlotState:
 
     def write_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
         """drafts `[B, K]` for the next windows of the slots `[B]`; a request's own limit may be lower than K."""
-        length = drafts.shape[1]
-        self.window[slot_ids, 1 : 1 + length] = drafts
-        self.num_drafts[slot_ids] = self._draft_limits.index_select(0, slot_ids).clamp_max(length)
+        slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits)
 
     def reset_dummy(self) -> None:
         """The dummy slot takes part in padded rounds and must not grow."""
@@ -52,21 +53,25 @@ class SlotState:
         self.num_drafts.index_fill_(0, slot_ids, 0)
         self.previous_token[slot_ids] = context_tail
 
-    def advance(self, slot_ids: torch.Tensor, new_tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
-        """After acceptance: new_tokens `[B, K+1]`, new_lens `[B]` of generating slots `[B]`. Device work only.
+    def accept(
+        self,
+        slot_ids: torch.Tensor,
+        kv_lens: torch.Tensor,
+        targets: torch.Tensor,
+        synthetic: SyntheticRates | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `accept_windows`: kv_lens `[B]`, targets `[B, W]` of generating slots `[B]`. Device work only."""
+        return slot_windows.accept_windows(self._tables, slot_ids, kv_lens, targets, synthetic)
 
-        The window holds ids that the embedding has, whatever was sampled: the next round may be launched before the
-        host has seen that a token is none (-1). No draft is valid until a drafter writes one.
-        """
-        last = (new_lens - 1).unsqueeze(1)
-        bonus = self.window[slot_ids, 0]
-        tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(
-            1, torch.cat((last, last + 1), dim=1)
-        )
-        self.previous_token[slot_ids] = tail[:, 0]
-        self.window[slot_ids, 0] = tail[:, 1].clamp_min(0)
-        self.num_drafts.index_fill_(0, slot_ids, 0)
-        self.kv_lens[slot_ids] += new_lens
+    def advance(
+        self,
+        slot_ids: torch.Tensor,
+        kv_lens: torch.Tensor,
+        new_tokens: torch.Tensor,
+        new_lens: torch.Tensor,
+    ) -> None:
+        """After an acceptance of another kind: new_tokens `[B, W]`, new_lens `[B]`."""
+        slot_windows.advance(self._tables, slot_ids, kv_lens, new_tokens, new_lens)
 
 
 class BlockTable:

@@ -7,9 +7,9 @@ distribution.
 
 import torch
 
-from tllm_spec.executor.sampling.logits import choose
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.kernels.choose_token import choose_best, choose_draft
 from tllm_spec.kernels.gumbel import DRAFT_DOMAIN
 
 
@@ -42,19 +42,42 @@ class DraftSampling:
         logits = logits[:, : self._vocab_size]
         if self.keeps_probs:
             # A draft model's NaN is no fault of the request: drafts at random, then.
-            logits = logits.nan_to_num()
+            logits = logits.to(torch.float32).nan_to_num()
+        elif logits.is_cuda:
+            return self._choose_fused(group, step, logits, first), None
         if group.sampled is None or self._mode == "greedy":
-            tokens = choose(logits).clamp_min(0)
+            tokens = choose_best(logits).clamp_min(0)
             return self._target_ids(tokens), _one_hot(tokens, logits) if self.keeps_probs else None
         scaled = self._scaled(group, logits)
-        drawn = choose(scaled + self._noise(group, step, first, logits.shape[1]))
-        tokens = group.sampled.put_requests(choose(logits), drawn).clamp_min(0)
+        drawn = choose_best(scaled + self._noise(group, step, first, logits.shape[1]))
+        tokens = group.sampled.put_requests(choose_best(logits), drawn).clamp_min(0)
         if not self.keeps_probs:
             return self._target_ids(tokens), None
         probs = group.sampled.put_requests(_one_hot(tokens, logits), scaled.softmax(-1))
         if group.mixed:
             probs = torch.where(self._sampler.is_greedy(group), _one_hot(tokens, logits), probs)
         return self._target_ids(tokens), probs
+
+    def _choose_fused(
+        self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
+    ) -> torch.Tensor:
+        """The same in kernels that make noise for the draft's own ids only, and write none of it to memory."""
+        if group.sampled is None or self._mode == "greedy":
+            return choose_draft(logits, self._token_map)
+        assert group.sampled_parameters is not None
+        parameters = group.sampled_parameters.every(group.window)
+        rows = group.sampled.take_requests(logits)
+        drawn = choose_draft(
+            rows,
+            self._token_map,
+            parameters.column("temperature").squeeze(1),
+            parameters.integer("seed"),
+            group.sampled.take_requests(first) + step,
+            self._sampler.cut(group, rows, parameters),
+        )
+        if group.sampled.requests is None:
+            return drawn
+        return group.sampled.put_requests(choose_draft(logits, self._token_map), drawn)
 
     def spread(self, probs: torch.Tensor) -> torch.Tensor:
         """`[..., width]` -> `[..., V]`: over the target's ids."""

@@ -30,7 +30,7 @@ def collect_prompt_logprobs(
             continue
         # A token is predicted by the row before it, and the chunk's rows begin at kv_len.
         shift = start - request.kv_len - 1
-        rows = compute_logits(hidden[shift + first : shift + last]).log_softmax(-1)
+        rows = compute_logits(hidden[shift + first : shift + last]).log_softmax(-1, dtype=torch.float32)
         targets = torch.tensor(request.tokens[first:last], device=hidden.device)
         values, ids = token_logprobs(rows, targets, num_best)
         known += [logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)]

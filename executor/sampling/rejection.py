@@ -7,7 +7,7 @@ came about.
 
 import torch
 
-from tllm_spec.executor.sampling.logits import choose
+from tllm_spec.kernels.choose_token import choose_best
 from tllm_spec.kernels.gumbel import COIN_DOMAIN, RESIDUAL_DOMAIN, gumbel_noise, uniform
 
 
@@ -43,7 +43,7 @@ def reject_chain(
             final,
         )
     position = positions.gather(1, accepted.unsqueeze(1)).squeeze(1)
-    last = choose(final.log() + gumbel_noise(seeds, position, final.shape[1], RESIDUAL_DOMAIN))
+    last = choose_best(final.log() + gumbel_noise(seeds, position, final.shape[1], RESIDUAL_DOMAIN))
     tokens = torch.cat((drafts, last.unsqueeze(1)), dim=1).scatter_(
         1, accepted.unsqueeze(1), last.unsqueeze(1)
     )

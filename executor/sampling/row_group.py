@@ -5,7 +5,7 @@ A group is N requests with W rows each: the generation windows of a round (W = K
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,6 +60,11 @@ class RowGroup:
         False  # a graph's group: it samples every row, and a temperature of 0 says that one is greedy
     )
     memo: dict[str, torch.Tensor] = field(default_factory=dict)  # of this round only
+
+    def one_row_each(self) -> "RowGroup":
+        """The same requests of a graph's group with one row each: those that drafts are drawn for."""
+        parameters = self.sampled_parameters and self.sampled_parameters.every(self.window)
+        return replace(self, window=1, sampled_parameters=parameters, memo={})
 
 
 class RowGroups:

@@ -11,19 +11,24 @@ from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.host_edits import HostEdits
-from tllm_spec.executor.sampling.logits import apply_penalties, choose, filter_logits, mask_stop_ids
+from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
-from tllm_spec.executor.sampling.synthetic import SyntheticAcceptance
-from tllm_spec.kernels.accept_chain import accept_chain
-from tllm_spec.kernels.choose_token import choose_token
+from tllm_spec.kernels.choose_token import choose_best, choose_token
+from tllm_spec.kernels.filter_cut import filter_cut
 from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
+from tllm_spec.kernels.slot_tables import SyntheticRates
 
 
 class Sampler:
-    """One for the target model. `groups` is shared with the draft sampling, which reads the same noise."""
+    """One for the target model. `groups` is shared with the draft sampling, which reads the same noise.
+    `synthetic_rates`: drafts are accepted by chance (`accept_by_rates`), and the text means nothing.
+
+    Logits have the model's dtype until something computes with them. Greedy rows, and sampled ones on CUDA, never
+    become float32 in memory.
+    """
 
     def __init__(
         self,
@@ -32,9 +37,13 @@ class Sampler:
         groups: RowGroups,
         *,
         rejection: bool,
-        synthetic: SyntheticAcceptance | None = None,
+        synthetic_rates: tuple[float, ...] | None = None,
     ) -> None:
-        self._synthetic = synthetic
+        self._synthetic = None
+        if synthetic_rates is not None:
+            rates = torch.tensor(synthetic_rates, dtype=torch.float64, device=state.device)
+            seeds = RowParameters(state.floats, state.integers).integer("seed")
+            self._synthetic = SyntheticRates(rates, seeds)
         self.slots = slots
         self.state = state
         self.groups = groups
@@ -49,9 +58,10 @@ class Sampler:
     def sample_contexts(
         self, group: RowGroup, logits: torch.Tensor, tails: torch.Tensor, logprobs: LogprobRows
     ) -> SampledTokens:
-        """The first token of contexts that ended. logits `[C, V]` float32, one row each; tails `[C]`: the last context
-        tokens. Writes the next round's inputs into the slot state, whose `kv_lens` has the contexts already."""
-        sampled = self._sample(group, logits, self.slots.kv_lens.index_select(0, group.slots), None, logprobs)
+        """The first token of contexts that ended. logits `[C, V]`, one row each; tails `[C]`: the last context tokens.
+        Writes the next round's inputs into the slot state, whose `kv_lens` has the contexts already."""
+        kv_lens = self.slots.kv_lens.index_select(0, group.slots)
+        sampled = self._sample(group, logits, kv_lens, 0, None, logprobs)
         self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
         return sampled
 
@@ -62,38 +72,36 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """Accepts drafts. logits `[B * (K+1), V]` float32; draft_probs `[B, K, V]`: what the drafts were drawn from,
-        where rejection sampling needs it. Writes the next round's inputs into the slot state."""
-        first = self.slots.kv_lens.index_select(0, group.slots) + 1  # the bonus token stands at kv_lens
-        sampled = self._sample(group, logits, first, draft_probs, logprobs)
-        self.slots.advance(group.slots, sampled.new_tokens, sampled.new_lens)
-        return sampled
+        """Accepts drafts. logits `[B * (K+1), V]`; draft_probs `[B, K, V]`: what the drafts were drawn from, where
+        rejection sampling needs it. Writes the next round's inputs into the slot state."""
+        kv_lens = self.slots.kv_lens.index_select(0, group.slots)
+        return self._sample(group, logits, kv_lens, 1, draft_probs, logprobs)
 
     def _sample(
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        first: torch.Tensor,
+        kv_lens: torch.Tensor,
+        ahead: int,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """One group; first `[N]`: the position of the token that each request's first row samples."""
-        width = group.window
-        drafts = self.slots.window.index_select(0, group.slots)[:, 1:width]
-        num_drafts = None
-        if width > 1:  # there may be more drafts than this round verifies
-            num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(width - 1)
-        raw = group.with_logprobs.take(logits).log_softmax(-1) if group.with_logprobs else None
-        logits = self._edit(group, logits, first, drafts)
+        """One group. The token that each request's first row samples stands at kv_lens `[N]` + `ahead`: 0 behind
+        contexts, 1 in windows, whose bonus token is at kv_lens; the slots of windows advance."""
+        raw = None
+        if group.with_logprobs:
+            raw = group.with_logprobs.take(logits).log_softmax(-1, dtype=torch.float32)
+        logits = self._edit(group, logits, kv_lens, ahead)
         if self.rejection:
-            tokens, lens = self._reject(group, logits, first, drafts, num_drafts, draft_probs)
+            tokens, lens = self._reject(group, logits, kv_lens, ahead, draft_probs)
+            if ahead:
+                self.slots.advance(group.slots, kv_lens, tokens, lens)
         else:
-            tokens = self._choose(group, logits, first).view(-1, width)
-            if self._synthetic is None:
-                lens = accept_chain(tokens, drafts, num_drafts)
+            tokens = self._choose(group, logits, kv_lens, ahead).view(-1, group.window)
+            if ahead:
+                tokens, lens = self.slots.accept(group.slots, kv_lens, tokens, self._synthetic)
             else:
-                seeds = self.state.gather(group.slots).integer("seed")
-                tokens, lens = self._synthetic.accept(tokens, drafts, num_drafts, seeds, first)
+                lens = torch.ones_like(kv_lens)
         if group.penalised:
             self._count(group, group.penalised, tokens, lens)
         if raw is not None:
@@ -101,36 +109,39 @@ class Sampler:
             logprobs.add(group, raw, group.with_logprobs.take_requests(tokens))
         return SampledTokens(tokens, lens)
 
-    def _edit(
-        self, group: RowGroup, logits: torch.Tensor, first: torch.Tensor, drafts: torch.Tensor
-    ) -> torch.Tensor:
+    def _drafts(self, group: RowGroup) -> torch.Tensor:
+        """`[N, W-1]`, as long as the slots have not advanced."""
+        return self.slots.window.index_select(0, group.slots)[:, 1 : group.window]
+
+    def _edit(self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int) -> torch.Tensor:
         """Everything that changes logits before temperature, at each position as if it were decoded alone."""
+        if not (group.penalised or group.bias or group.early or group.edited):
+            return logits
+        logits = logits.to(torch.float32)
         if group.penalised:
-            logits = group.penalised.put(logits, self._penalise(group, group.penalised, logits, drafts))
+            logits = group.penalised.put(logits, self._penalise(group, group.penalised, logits))
         if group.bias is not None:
             rows, tokens, values = group.bias
             logits = logits.index_put((rows, tokens), values, accumulate=True)
         if group.early:
             rows_logits = group.early.take(logits)
             slots = group.early.take_requests(group.slots).repeat_interleave(group.window)
-            positions = window_positions(group.early.take_requests(first), group.window)
+            positions = window_positions(group.early.take_requests(kv_lens), group.window, ahead)
             too_early = positions < self.state.gather(slots).integer("min_position")
             mask_stop_ids(rows_logits, self.state.stop_ids.index_select(0, slots), too_early)
             logits = group.early.put(logits, rows_logits)
         if group.edited:
-            logits = self.host_edits.apply(group, logits, drafts)
+            logits = self.host_edits.apply(group, logits, self._drafts(group))
         return logits
 
-    def _penalise(
-        self, group: RowGroup, subset: Subset, logits: torch.Tensor, drafts: torch.Tensor
-    ) -> torch.Tensor:
+    def _penalise(self, group: RowGroup, subset: Subset, logits: torch.Tensor) -> torch.Tensor:
         """A window's row j sees the drafts before it as if they were output already."""
         counts, width = self.state.counts, group.window
         rows = counts.row_of_slot[subset.take_requests(group.slots)]
         output = counts.output[rows].unsqueeze(1).repeat(1, width, 1)  # [M, W, V]
         if width > 1:
             seen = torch.zeros_like(output)
-            tokens = subset.take_requests(drafts).unsqueeze(2)
+            tokens = subset.take_requests(self._drafts(group)).unsqueeze(2)
             seen[:, 1:].scatter_(2, tokens, 1)
             output += seen.cumsum(dim=1)
         assert group.penalties is not None
@@ -143,49 +154,62 @@ class Sampler:
             group.penalties.column("frequency"),
         )
 
-    def _choose(self, group: RowGroup, logits: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    def _choose(
+        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
+    ) -> torch.Tensor:
         """The target's token of every row, `[N * W]`."""
         if group.sampled is None:
-            return choose(logits)
-        rows = group.sampled.take(logits)
-        chosen = self._draw_fused(group, rows, first) if rows.is_cuda else self._draw(group, rows, first)
+            return choose_best(logits)
+        draw = self._draw_fused if logits.is_cuda else self._draw
+        chosen = draw(group, group.sampled.take(logits), kv_lens, ahead)
         if group.sampled.rows is None:
             return chosen
-        return group.sampled.put(choose(logits), chosen)
+        return group.sampled.put(choose_best(logits), chosen)
 
-    def _draw(self, group: RowGroup, logits: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    def _draw(self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int) -> torch.Tensor:
         """Tokens of the group's sampled rows `[M * W, V]`. The noise is kept: coupled drafts may have made it
         already."""
         assert group.sampled_parameters is not None
-        return choose(self.scaled(group, logits, group.sampled_parameters) + self.noise(group, first))
+        scaled = self.scaled(group, logits, group.sampled_parameters)
+        return choose_best(scaled + self.noise(group, kv_lens, ahead))
 
-    def _draw_fused(self, group: RowGroup, logits: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """The same in one kernel that writes no noise to memory."""
+    def _draw_fused(
+        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
+    ) -> torch.Tensor:
+        """The same in kernels that write neither noise nor logits to memory."""
         assert group.sampled is not None and group.sampled_parameters is not None
         parameters = group.sampled_parameters
-        temperature = parameters.column("temperature").squeeze(1)
-        if group.filtered:
-            logits = self.scaled(group, logits, parameters)
-            temperature = (temperature > 0).to(torch.float32)
-        positions = window_positions(group.sampled.take_requests(first), group.window)
-        return choose_token(logits, temperature, parameters.integer("seed"), positions)
+        return choose_token(
+            logits,
+            parameters.column("temperature").squeeze(1),
+            parameters.integer("seed"),
+            window_positions(group.sampled.take_requests(kv_lens), group.window, ahead),
+            cut=self.cut(group, logits, parameters),
+        )
+
+    def cut(self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters) -> torch.Tensor | None:
+        """Below which logits / temperature the filters of rows `[R, V]` with these parameters exclude tokens, `[R]`."""
+        if not group.filtered:
+            return None
+        floats = (parameters.column(name).squeeze(1) for name in ("temperature", "top_p", "min_p"))
+        temperature, top_p, min_p = floats
+        return filter_cut(logits, temperature, parameters.integer("top_k"), top_p, min_p)
 
     def scaled(self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters) -> torch.Tensor:
-        """Temperature and filters on rows `[R, V]` of sampled requests with the parameters of those rows."""
+        """Temperature and filters on rows `[R, V]` of sampled requests with the parameters of those rows: float32."""
         temperature = parameters.column("temperature")
         if group.mixed:
             temperature = torch.where(temperature > 0, temperature, 1.0)
-        logits = logits / temperature
-        if not group.filtered:
-            return logits
-        top_k = parameters.integer("top_k").unsqueeze(1).clamp_max(logits.shape[1])
-        return filter_logits(logits, top_k, parameters.column("top_p"), parameters.column("min_p"))
+        values = logits.to(torch.float32) / temperature
+        cut = self.cut(group, logits, parameters)
+        return values if cut is None else values.masked_fill(values < cut.unsqueeze(1), -torch.inf)
 
-    def noise(self, group: RowGroup, first: torch.Tensor) -> torch.Tensor:
-        """Noise of the group's sampled rows `[M * W, V]`; made once a round, since coupled drafts use the same."""
+    def noise(self, group: RowGroup, first: torch.Tensor, ahead: int = 0) -> torch.Tensor:
+        """Noise of the group's sampled rows `[M * W, V]`, whose first positions are first `[N]` + `ahead`; made once a
+        round, since coupled drafts use the same."""
         if "noise" not in group.memo:
             assert group.sampled is not None and group.sampled_parameters is not None
-            positions = window_positions(group.sampled.take_requests(first), group.window)
+            positions = window_positions(group.sampled.take_requests(first), group.window, ahead)
             seeds = group.sampled_parameters.integer("seed")
             noise = gumbel_noise(seeds, positions, self.state.vocab_size)
             if group.mixed:
@@ -210,9 +234,8 @@ class Sampler:
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        first: torch.Tensor,
-        drafts: torch.Tensor,
-        num_drafts: torch.Tensor | None,
+        kv_lens: torch.Tensor,
+        ahead: int,
         draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Classical rejection sampling; a greedy request's distribution has all its mass on one token."""
@@ -223,6 +246,9 @@ class Sampler:
             if group.mixed:
                 sampled = torch.where(group.sampled_parameters.column("temperature") > 0, sampled, probs)
             probs = group.sampled.put(probs, sampled)
+        drafts, num_drafts = self._drafts(group), None
+        if group.window > 1:  # there may be more drafts than this round verifies
+            num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(group.window - 1)
         shape = (len(drafts), group.window, -1)
         return reject_chain(
             probs.view(shape),
@@ -230,7 +256,7 @@ class Sampler:
             drafts,
             num_drafts,
             self.state.integers.index_select(0, group.slots)[:, 0],
-            window_positions(first, group.window).view(shape[:2]),
+            window_positions(kv_lens, group.window, ahead).view(shape[:2]),
         )
 
     def _count(self, group: RowGroup, subset: Subset, tokens: torch.Tensor, lens: torch.Tensor) -> None:
@@ -239,12 +265,14 @@ class Sampler:
         self.state.counts.add(subset.take_requests(group.slots), emitted, valid)
 
 
-def window_positions(first: torch.Tensor, window: int) -> torch.Tensor:
-    """Sequence positions of the tokens that W consecutive rows sample, flattened: `[N]` -> `[N * W]`."""
-    return (first.unsqueeze(1) + torch.arange(window, device=first.device)).flatten()
+def window_positions(first: torch.Tensor, window: int, ahead: int = 0) -> torch.Tensor:
+    """Sequence positions of the tokens that W consecutive rows sample, from first + `ahead` on, flattened: `[N]` ->
+    `[N * W]`."""
+    return (first.unsqueeze(1) + torch.arange(ahead, ahead + window, device=first.device)).flatten()
 
 
 def _one_hot_of_best(logits: torch.Tensor) -> torch.Tensor:
-    best = choose(logits)
-    probs = torch.zeros_like(logits).scatter_(1, best.clamp_min(0).unsqueeze(1), 1.0)
+    best = choose_best(logits)
+    probs = torch.zeros_like(logits, dtype=torch.float32)
+    probs.scatter_(1, best.clamp_min(0).unsqueeze(1), 1.0)
     return probs.masked_fill_((best < 0).unsqueeze(1), torch.nan)

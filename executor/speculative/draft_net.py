@@ -44,7 +44,7 @@ class DraftNet(ABC):
 
     @abstractmethod
     def compute_logits(self, features: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` -> `[R, vocab_size]` float32."""
+        """`[R, H]` -> `[R, vocab_size]` in the network's dtype."""
 
 
 class Eagle3Net(DraftNet):

@@ -96,15 +96,16 @@ class DraftWorker(RoundEnd):
         if not num_drafts or not len(group.slots):
             return
         kv_lens = self._slots.kv_lens.index_select(0, group.slots)
+        places = kv_lens + torch.arange(num_drafts + 1, device=kv_lens.device).unsqueeze(1)  # [K + 1, N]
         drafts: list[torch.Tensor] = []
         for step in range(num_drafts):
             if step:
                 # The draft before stands at kv_lens + step; see DraftNet.shift for its place in the cache.
-                first = kv_lens + (step - 1 + self.net.shift)
+                first = places[step - 1 + self.net.shift]
                 window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
                 features, state = self._forward([], window, state)
             logits = self.net.compute_logits(features)
-            tokens, probs = self._sampling.choose(group, step, logits, kv_lens + 1)
+            tokens, probs = self._sampling.choose(group, step, logits, places[1])
             drafts.append(tokens)
             if probs is not None:
                 assert self._probs is not None
@@ -129,19 +130,21 @@ class DraftWorker(RoundEnd):
             target, sampled = windows.windows, windows.sampled
             shifted = replace(
                 target,
-                first=target.first + self.net.shift,
+                first=target.first + self.net.shift if self.net.shift else target.first,
                 token_ids=sampled.new_tokens.clamp_min(0),
                 max_kv_len=target.max_kv_len + self.net.shift,
             )
             bound = max(bound, shifted.max_kv_len)
             batch, width = sampled.new_tokens.shape
-            starts = torch.arange(batch, device=self._slots.device) * width + num_rows
-            rows.append(starts + sampled.new_lens - 1)
+            before = num_rows - 1  # the row before each window's first
+            starts = torch.arange(before, before + batch * width, width, device=self._slots.device)
+            rows.append(starts + sampled.new_lens)
         features, state = self._forward(chunks, shifted, None, patched)
         if not rows:
             return features[:0], state[:0], bound
         wanted = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return features.index_select(0, wanted), state.index_select(0, wanted), bound
+        of_rows = features.index_select(0, wanted)
+        return of_rows, of_rows if state is features else state.index_select(0, wanted), bound
 
     def _chunks(
         self, contexts: ContextResult | None

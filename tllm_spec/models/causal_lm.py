@@ -31,4 +31,4 @@ class CausalLM(Module, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` to `[R, vocab_size]` in float32."""
+        """`[R, H]` to `[R, vocab_size]`, in the model's dtype: who computes with them makes them float32."""

@@ -147,9 +147,9 @@ class Eagle3Head(Module):
         return normed, normed if self.config.norm_output else total
 
     def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` to `[R, V_draft]` in float32."""
+        """`[R, H]` to `[R, V_draft]`."""
         lm_head = self.borrowed.lm_head if self.lm_head is None else self.lm_head
-        return lm_head.forward(normed).float()
+        return lm_head.forward(normed)
 
 
 def load_eagle3_head(

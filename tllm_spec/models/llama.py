@@ -129,4 +129,4 @@ class LlamaForCausalLM(CausalLM):
         return self.model.forward(input_ids, positions, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head.forward(hidden).float()
+        return self.lm_head.forward(hidden)

@@ -2,7 +2,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tllm_spec.executor.sampling.logits import apply_penalties, choose, filter_logits, mask_stop_ids
+from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
+from tllm_spec.kernels.choose_token import choose_best
+from tllm_spec.kernels.filter_cut import filter_cut
 
 INF = float("inf")
 
@@ -42,7 +44,16 @@ def test_choose_takes_the_best_and_says_minus_one_where_there_is_none() -> None:
     rows = torch.tensor(
         [[0.0, 2.0, 1.0], [0.0, torch.nan, 9.0], [-INF, -INF, -INF], [-INF, -5.0, -INF], [0, INF, 0]]
     )
-    assert choose(rows).tolist() == [1, -1, -1, 1, 1]
+    assert choose_best(rows).tolist() == [1, -1, -1, 1, 1]
+
+
+def filter_logits(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Parameters `[R, 1]`; what the filters exclude is -inf."""
+    parameters = (column.squeeze(1) for column in (top_k, top_p, min_p))
+    cut = filter_cut(logits, torch.ones(len(logits)), *parameters)
+    return logits.masked_fill(logits < cut.unsqueeze(1), -INF)
 
 
 def kept_by_the_rules(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:

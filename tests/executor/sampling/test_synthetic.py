@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.executor.harness import Harness, draft_target, output_of
-from tllm_spec.executor.sampling.synthetic import SyntheticAcceptance
+from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
+from tllm_spec.kernels.slot_windows import accept_windows_twin
 
-CPU = torch.device("cpu")
 NUM_ROWS = 20_000
 RATES = (0.8, 0.5, 0.5, 0.1, 0.0)
 TARGETS, DRAFTS = 100, 200  # tokens at position i are these plus i
@@ -18,13 +18,16 @@ TARGETS, DRAFTS = 100, 200  # tokens at position i are these plus i
 def accept(
     rates: tuple[float, ...], num_drafts: torch.Tensor | None, seed: int = 7
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Many rounds of one request: every position is the beginning of a round."""
+    """Many rounds of one request: every slot is one of them, and begins at another position."""
     length = len(rates) if num_drafts is not None else 0
-    positions = torch.arange(NUM_ROWS)
+    slots = torch.arange(NUM_ROWS)
     targets = (TARGETS + torch.arange(length + 1)).repeat(NUM_ROWS, 1)
-    drafts = (DRAFTS + torch.arange(length)).repeat(NUM_ROWS, 1)
-    seeds = torch.full((NUM_ROWS,), seed)
-    return SyntheticAcceptance(rates, CPU).accept(targets, drafts, num_drafts, seeds, positions)
+    window = torch.zeros((NUM_ROWS, length + 1), dtype=torch.int64)
+    window[:, 1:] = DRAFTS + torch.arange(length)
+    counts = torch.zeros_like(slots) if num_drafts is None else num_drafts.clone()
+    tables = SlotTables(slots.clone(), window, counts, torch.zeros_like(slots))
+    synthetic = SyntheticRates(torch.tensor(rates, dtype=torch.float64), torch.full((NUM_ROWS,), seed))
+    return accept_windows_twin(tables, slots, slots - 1, targets, synthetic)
 
 
 def assert_rate(num_hits: int, num_trials: int, rate: float) -> None:

@@ -1,0 +1,221 @@
+"""`filter_cut` for 16-bit logits as two Triton kernels. Importing this file imports Triton.
+
+There are 65,536 different 16-bit logits, so how often each occurs says everything about a row: the first kernel counts
+them, over all of the device; the second, one program a row, walks the counts from the greatest value down, 4,096 at
+a time, until it has the k-th value, and once more until it has the mass of top_p. Dividing by the temperature may make
+different logits equal, but keeps their order, and then the cut is the same as if they had been counted together: the
+lowest of equal values is kept if and only if the first of them is.
+
+Work for R rows of V tokens: 2 R V bytes of logits read, R * 256 KiB of counts cleared, R V atomic additions to them.
+Rows whose filters are off, or that are greedy, are not read.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024  # tokens a program
+_NUM_KEYS = 65536
+_WALK = 4096  # keys a step
+_OPTIONS = {"enable_fp_fusion": False}
+
+
+def filter_cut_triton(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """See `filter_cut`. Every argument may have a stride between rows."""
+    assert logits.stride(1) == 1 and logits.element_size() == 2
+    num_rows, vocab_size = logits.shape
+    # Behind the counts of all rows stands the greatest key of each.
+    counts = torch.zeros(num_rows * (_NUM_KEYS + 1), dtype=torch.int32, device=logits.device)
+    cut = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    parameters = [item for x in (temperature, top_k, top_p, min_p) for item in (x, x.stride(0))]
+    bits = logits.view(torch.int16)
+    grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
+    _count_keys[grid](bits, bits.stride(0), *parameters, counts, vocab_size, _BLOCK, _NUM_KEYS)
+    _find_cut[(num_rows,)](
+        *parameters,
+        counts,
+        cut,
+        vocab_size,
+        logits.dtype == torch.bfloat16,
+        _WALK,
+        _NUM_KEYS,
+        num_warps=8,
+        **_OPTIONS,
+    )
+    return cut
+
+
+_UNSPECIALIZED = ["temperatures_stride", "top_ks_stride", "top_ps_stride", "min_ps_stride"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)  # type: ignore[untyped-decorator]  # triton has no types
+def _count_keys(
+    bits: tl.tensor,
+    bits_stride: tl.tensor,
+    temperatures: tl.tensor,
+    temperatures_stride: tl.tensor,
+    top_ks: tl.tensor,
+    top_ks_stride: tl.tensor,
+    top_ps: tl.tensor,
+    top_ps_stride: tl.tensor,
+    min_ps: tl.tensor,
+    min_ps_stride: tl.tensor,
+    counts: tl.tensor,
+    vocab_size: tl.tensor,
+    block: tl.constexpr,
+    num_keys: tl.constexpr,
+) -> None:
+    """A key orders logits as an unsigned integer: the sign bit flipped, or all bits of a negative number."""
+    row = tl.program_id(0).to(tl.int64)
+    filters = tl.load(top_ks + row * top_ks_stride) < vocab_size
+    filters |= tl.load(top_ps + row * top_ps_stride) < 1
+    filters |= tl.load(min_ps + row * min_ps_stride) > 0
+    if filters & (tl.load(temperatures + row * temperatures_stride) > 0):
+        tokens = tl.program_id(1) * block + tl.arange(0, block)
+        exists = tokens < vocab_size
+        word = tl.load(bits + row * bits_stride + tokens, mask=exists, other=0).to(tl.int32) & 0xFFFF
+        keys = tl.where(word >= 0x8000, 0xFFFF - word, word + 0x8000)
+        tl.atomic_add(counts + row * num_keys + keys, 1, mask=exists, sem="relaxed")
+        greatest = tl.max(tl.where(exists, keys, 0), axis=0)
+        tl.atomic_max(counts + tl.num_programs(0).to(tl.int64) * num_keys + row, greatest, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)  # type: ignore[untyped-decorator]  # triton has no types
+def _find_cut(
+    temperatures: tl.tensor,
+    temperatures_stride: tl.tensor,
+    top_ks: tl.tensor,
+    top_ks_stride: tl.tensor,
+    top_ps: tl.tensor,
+    top_ps_stride: tl.tensor,
+    min_ps: tl.tensor,
+    min_ps_stride: tl.tensor,
+    counts: tl.tensor,
+    cuts: tl.tensor,
+    vocab_size: tl.tensor,
+    is_bfloat16: tl.constexpr,
+    walk: tl.constexpr,
+    num_keys: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row * temperatures_stride)
+    top_k = tl.load(top_ks + row * top_ks_stride)
+    top_p = tl.load(top_ps + row * top_ps_stride)
+    min_p = tl.load(min_ps + row * min_ps_stride)
+    cut = tl.full([], float("-inf"), tl.float32)
+    if (temperature > 0) & ((top_k < vocab_size) | (top_p < 1) | (min_p > 0)):
+        greatest = tl.load(counts + tl.num_programs(0).to(tl.int64) * num_keys + row)
+        counts += row * num_keys
+        best = _value(greatest, temperature, is_bfloat16)
+        if min_p > 0:
+            cut = best + tl.log(min_p.to(tl.float64)).to(tl.float32)
+        if top_k < vocab_size:
+            key = _kth_key(counts, greatest, top_k.to(tl.int32), walk)
+            kth = _value(key, temperature, is_bfloat16)
+            cut = tl.where(kth > cut, kth, cut)
+        if top_p < 1:
+            total = _mass(counts, greatest, best, cut, temperature, is_bfloat16, walk)
+            target = top_p.to(tl.float64) * total.to(tl.float64)
+            cut = _nucleus(counts, greatest, best, cut, target, temperature, is_bfloat16, walk)
+    tl.store(cuts + row, cut)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _kth_key(counts: tl.tensor, greatest: tl.tensor, top_k: tl.tensor, walk: tl.constexpr) -> tl.tensor:
+    """The key of the `top_k`-th greatest logit."""
+    above, first, found = top_k * 0, greatest, top_k * 0
+    while (above < top_k) & (first >= 0):
+        keys = first - tl.arange(0, walk)
+        number = tl.load(counts + keys, mask=keys >= 0, other=0)
+        reached = above + tl.cumsum(number, axis=0) >= top_k
+        found = tl.max(tl.where(reached, keys, 0), axis=0)
+        above += tl.sum(number, axis=0)
+        first -= walk
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _mass(
+    counts: tl.tensor,
+    greatest: tl.tensor,
+    best: tl.tensor,
+    cut: tl.tensor,
+    temperature: tl.tensor,
+    is_bfloat16: tl.constexpr,
+    walk: tl.constexpr,
+) -> tl.tensor:
+    """What all tokens not below `cut` weigh."""
+    total, first, goes_on = tl.full([], 0, tl.int64), greatest, greatest >= 0
+    while goes_on:
+        keys = first - tl.arange(0, walk)
+        values = _value(tl.maximum(keys, 0), temperature, is_bfloat16)
+        number = tl.load(counts + keys, mask=(keys >= 0) & (values >= cut), other=0)
+        total += tl.sum(number.to(tl.int64) * _weights(values, best), axis=0)
+        first -= walk
+        # Below the cut, or where the first of them weighs nothing, there is no more to come.
+        value = _value(tl.maximum(first, 0), temperature, is_bfloat16)
+        goes_on = (first >= 0) & (value >= cut) & ((value == best) | (value - best > -30.0))
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _nucleus(
+    counts: tl.tensor,
+    greatest: tl.tensor,
+    best: tl.tensor,
+    cut: tl.tensor,
+    target: tl.tensor,
+    temperature: tl.tensor,
+    is_bfloat16: tl.constexpr,
+    walk: tl.constexpr,
+) -> tl.tensor:
+    """The smallest value not below `cut` whose strictly greater ones weigh less than `target`, `best` at least."""
+    above, first, found, goes_on = tl.full([], 0, tl.int64), greatest, best, greatest >= 0
+    while goes_on:
+        keys = first - tl.arange(0, walk)
+        values = _value(tl.maximum(keys, 0), temperature, is_bfloat16)
+        number = tl.load(counts + keys, mask=(keys >= 0) & (values >= cut), other=0)
+        mass = number.to(tl.int64) * _weights(values, best)
+        kept = (number > 0) & ((above + tl.cumsum(mass, axis=0) - mass).to(tl.float64) < target)
+        lowest = tl.min(tl.where(kept, values, float("inf")), axis=0)
+        found = tl.where(lowest < found, lowest, found)
+        above += tl.sum(mass, axis=0)
+        first -= walk
+        value = _value(tl.maximum(first, 0), temperature, is_bfloat16)
+        goes_on = (first >= 0) & (value >= cut) & (above.to(tl.float64) < target)
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _value(keys: tl.tensor, temperature: tl.tensor, is_bfloat16: tl.constexpr) -> tl.tensor:
+    """logits / temperature of keys, float32."""
+    word = tl.where(keys >= 0x8000, keys - 0x8000, 0xFFFF - keys)
+    if is_bfloat16:
+        logits = (word << 16).to(tl.float32, bitcast=True)
+    else:
+        logits = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.div_rn(logits, temperature)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _weights(values: tl.tensor, best: tl.tensor) -> tl.tensor:
+    """See `token_weights`: the same operations."""
+    x = tl.where(values == best, 0.0, values - best)
+    x = tl.where(x > -30.0, x, -30.0)
+    exponent = tl.floor(x * 1.44269504088896341 + 0.5)
+    x = x - exponent * 0.693359375
+    x = x - exponent * -2.12194440e-4
+    y = x * 1.9875691500e-4 + 1.3981999507e-3
+    y = y * x + 8.3334519073e-3
+    y = y * x + 4.1665795894e-2
+    y = y * x + 1.6666665459e-1
+    y = y * x + 5.0000001201e-1
+    y = y * (x * x) + x + 1.0
+    scale = ((exponent.to(tl.int32) + 167) << 23).to(tl.float32, bitcast=True)
+    return (y * scale).to(tl.int64)

@@ -1,0 +1,96 @@
+"""What happens to the windows in the slots between the choice of tokens and the next forward: drafts are accepted and
+the slots advance; new drafts are written. On CUDA one Triton kernel each, elsewhere the plain-torch twins.
+
+This file knows tables indexed by slot; neither requests nor how tokens were chosen.
+"""
+
+import torch
+
+from tllm_spec.kernels.accept_chain import accept_by_rates, accept_chain
+from tllm_spec.kernels.gumbel import COIN_DOMAIN, uniform
+from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
+from tllm_spec.kernels.window_attention import has_kernels
+
+
+def accept_windows(
+    tables: SlotTables,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    targets: torch.Tensor,
+    synthetic: SyntheticRates | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepts the drafts in the windows of slots `[B]` and advances these slots. kv_lens `[B]`: theirs, gathered
+    before; targets `[B, W]` contiguous: the target's token after each window position.
+
+    Returns emitted tokens `[B, W]` and their numbers `[B]`. Duplicates among the slots (padding) leave one of their
+    results.
+    """
+    if not has_kernels(slots.device):
+        return accept_windows_twin(tables, slots, kv_lens, targets, synthetic)
+    from tllm_spec.kernels.slot_windows_triton import accept_windows_triton
+
+    return accept_windows_triton(tables, slots, kv_lens, targets, synthetic)
+
+
+def write_drafts(
+    tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
+) -> None:
+    """drafts `[B, K]` into the windows of slots `[B]`; draft_limits `[S]` int64: how many of them count at most."""
+    if not has_kernels(slots.device):
+        write_drafts_twin(tables, slots, drafts, draft_limits)
+    else:
+        from tllm_spec.kernels.slot_windows_triton import write_drafts_triton
+
+        write_drafts_triton(tables, slots, drafts, draft_limits)
+
+
+def accept_windows_twin(
+    tables: SlotTables,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    targets: torch.Tensor,
+    synthetic: SyntheticRates | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and result of `accept_windows`."""
+    length = targets.shape[1] - 1
+    tokens = targets
+    drafts = tables.window.index_select(0, slots)[:, 1 : 1 + length]
+    # There may be more drafts than this round verifies.
+    num_drafts = tables.num_drafts.index_select(0, slots).clamp_max(length)
+    if synthetic is None:
+        lens = accept_chain(targets, drafts, num_drafts)
+    else:
+        coins = uniform(synthetic.seeds.index_select(0, slots), kv_lens + 1, COIN_DOMAIN)
+        tokens, lens = accept_by_rates(targets, drafts, num_drafts, synthetic.rates, coins)
+    advance(tables, slots, kv_lens, tokens, lens)
+    return tokens, lens
+
+
+def advance(
+    tables: SlotTables,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    new_tokens: torch.Tensor,
+    new_lens: torch.Tensor,
+) -> None:
+    """The second half of `accept_windows`: `new_lens` `[B]` of `new_tokens` `[B, W]` are emitted.
+
+    The window holds ids that the embedding has, whatever was sampled: the next round may be launched before the
+    host has seen that a token is none (-1). No draft is valid until a drafter writes one.
+    """
+    last = (new_lens - 1).unsqueeze(1)
+    bonus = tables.window[slots, 0]
+    tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(1, torch.cat((last, last + 1), dim=1))
+    tables.previous_token[slots] = tail[:, 0]
+    tables.window[slots, 0] = tail[:, 1].clamp_min(0)
+    tables.num_drafts.index_fill_(0, slots, 0)
+    tables.kv_lens[slots] = kv_lens + new_lens
+
+
+def write_drafts_twin(
+    tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
+) -> None:
+    """Arguments of `write_drafts`."""
+    length = drafts.shape[1]
+    tables.window[slots, 1 : 1 + length] = drafts
+    tables.num_drafts[slots] = draft_limits.index_select(0, slots).clamp_max(length)

@@ -1,0 +1,70 @@
+"""`window_rows` as a Triton kernel: a program copies up to 1,024 pages of one request's row, and the first of them
+works out the window's places, too. Importing this file imports Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+def window_rows_triton(
+    table: torch.Tensor, slots: torch.Tensor, first: torch.Tensor, width: int, num_pages: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `window_rows`."""
+    batch, device = len(slots), table.device
+    positions = torch.empty(batch * width, dtype=torch.int64, device=device)
+    kv_slots = torch.empty_like(positions)
+    kv_lens = torch.empty(batch, dtype=torch.int32, device=device)
+    block_tables = torch.empty((batch, num_pages), dtype=torch.int32, device=device)
+    block = min(_BLOCK, triton.next_power_of_2(num_pages))
+    _rows[(batch, triton.cdiv(num_pages, block))](
+        table,
+        table.stride(0),
+        slots,
+        first,
+        positions,
+        kv_slots,
+        kv_lens,
+        block_tables,
+        num_pages,
+        page_size,
+        width,
+        triton.next_power_of_2(width),
+        block,
+    )
+    return positions, kv_slots, kv_lens, block_tables
+
+
+@triton.jit(do_not_specialize=["num_pages"])  # type: ignore[untyped-decorator]  # triton has no types
+def _rows(
+    table: tl.tensor,
+    table_stride: tl.tensor,
+    slots: tl.tensor,
+    first: tl.tensor,
+    positions: tl.tensor,
+    kv_slots: tl.tensor,
+    kv_lens: tl.tensor,
+    block_tables: tl.tensor,
+    num_pages: tl.tensor,
+    page_size: tl.constexpr,
+    width: tl.constexpr,
+    padded_width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = table + tl.load(slots + request) * table_stride
+    index = part * block + tl.arange(0, block)
+    exists = index < num_pages
+    tl.store(
+        block_tables + request * num_pages + index, tl.load(row + index, mask=exists, other=0), mask=exists
+    )
+    if part == 0:
+        place = tl.arange(0, padded_width)
+        is_row = place < width
+        start = tl.load(first + request)
+        position = start + place
+        page = tl.load(row + position // page_size, mask=is_row, other=0).to(tl.int64)
+        tl.store(positions + request * width + place, position, mask=is_row)
+        tl.store(kv_slots + request * width + place, page * page_size + position % page_size, mask=is_row)
+        tl.store(kv_lens + request, (start + width).to(tl.int32))

@@ -1,0 +1,196 @@
+"""What top_k, top_p and min_p keep: the twin against exact arithmetic, the kernels against the twin, bit for bit."""
+
+import sys
+from fractions import Fraction
+from math import exp
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.interpreter import (
+    check_under_the_interpreter,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+)
+from tllm_spec.kernels.filter_cut import filter_cut, filter_cut_twin, token_weights
+
+INF, NAN = float("inf"), float("nan")
+Columns = tuple[torch.Tensor, ...]  # temperature, top_k, top_p, min_p
+
+
+def columns(rows: list[tuple[float, int, float, float]]) -> Columns:
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    return torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)
+
+
+def check(logits: torch.Tensor, parameters: Columns, device: str) -> torch.Tensor:
+    expected = filter_cut_twin(logits, *parameters)
+    found = filter_cut(logits.to(device), *(column.to(device) for column in parameters)).cpu()
+    assert torch.equal(found, expected), (found, expected)
+    return expected
+
+
+def kept_by_definition(values: list[float], top_k: int, top_p: float, min_p: float) -> set[float]:
+    """In exact arithmetic on the twin's own weights, without sorting: every value for itself."""
+    best = max(values)
+    floor = (torch.tensor(best) + torch.tensor(min_p).double().log().float()).item() if min_p > 0 else -INF
+    inside = [v for v in values if v >= floor and sum(w > v for w in values) < top_k]
+    if top_p >= 1:
+        return set(inside)
+    weights = dict(zip(values, token_weights(torch.tensor(values), torch.tensor(best)).tolist(), strict=True))
+    limit = Fraction(top_p) * sum(weights[v] for v in inside)
+    return {v for v in inside if v == best or sum(weights[w] for w in inside if w > v) < limit}
+
+
+PARAMETERS = st.tuples(
+    st.integers(1, 40),
+    st.sampled_from(
+        [0.0, 0.125, 0.5, 0.75, 0.875, 0.984375, 1.0]
+    ),  # sums of few bits: floats hold them exactly
+    st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(-6, 6), min_size=1, max_size=30), PARAMETERS, st.sampled_from([0.5, 1.0, 7.0]))
+def test_the_twin_keeps_what_the_definition_keeps_with_many_ties(
+    logits: list[int], parameters: tuple[int, float, float], spread: float
+) -> None:
+    values = [spread * logit for logit in logits]
+    top_k, top_p, min_p = parameters
+    cut = filter_cut_twin(torch.tensor([values]), *columns([(1.0, top_k, top_p, min_p)])).item()
+    assert {v for v in values if v >= cut} == kept_by_definition(values, top_k, top_p, min_p)
+
+
+def test_weights_are_exponentials_to_a_few_parts_in_ten_million() -> None:
+    x = -torch.linspace(0, 27, 20_001)
+    expected = torch.tensor([exp(value) for value in x.tolist()], dtype=torch.float64) * 2.0**40
+    found = token_weights(x, torch.zeros(()))
+    assert ((found - expected).abs() <= 1 + expected * 3e-7).all()
+    ends = token_weights(torch.tensor([5.0, -INF, -100.0]), torch.tensor(5.0))
+    assert ends.tolist() == [1 << 40, 0, 0]
+    assert token_weights(torch.tensor([INF, 3.0, -INF]), torch.tensor(INF)).tolist() == [1 << 40, 0, 0]
+
+
+def test_off_and_greedy_rows_have_no_cut() -> None:
+    rows = [(1.0, 9, 1.0, 0.0), (0.0, 1, 0.1, 0.9), (1.0, 1000, 1.0, 0.0)]
+    assert filter_cut_twin(torch.randn(3, 9), *columns(rows)).tolist() == [-INF] * 3
+
+
+def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.filter_cut_triton", None)  # its import fails
+    assert filter_cut(torch.ones(1, 5).bfloat16(), *columns([(1.0, 2, 1.0, 0.0)])).item() == 1.0
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [1, 5, 1024, 2051])
+def test_the_kernels_cut_where_the_twin_does(device: str, dtype: torch.dtype, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = [
+        (0.7, 3, 1.0, 0.0),
+        (1.3, vocab_size, 0.9, 0.0),
+        (1.0, vocab_size, 1.0, 0.05),
+        (0.9, 50, 0.8, 0.02),
+        (0.0, 1, 0.1, 0.5),
+        (1.0, 1, 1e-6, 0.0),
+        (4.0, vocab_size - 1 or 1, 0.999, 1e-9),
+        (1e-3, vocab_size, 0.999, 0.0),
+    ]
+    for scale in (0.05, 3.0, 30.0):
+        logits = (torch.randn(len(rows), vocab_size, generator=generator) * scale).to(dtype)
+        check(logits, columns(rows), device)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernels_cut_rows_of_ties_zeros_and_infinities(device: str, dtype: torch.dtype) -> None:
+    logits = torch.full((10, 1500), -2.0)
+    logits[0, ::3] = 1.0  # 500 ties
+    logits[1, 7], logits[1, 9] = 0.0, -0.0
+    logits[2, 100] = INF
+    logits[3, 5:9], logits[3, 20] = INF, 60000.0
+    logits[4] = -INF
+    logits[5], logits[5, 3] = -INF, -50.0
+    logits[6] = torch.linspace(-1e-7, 1e-7, 1500)
+    logits[7, 1], logits[7, 2] = 2.0, 1.0
+    logits[8] = torch.linspace(-100, 100, 1500)
+    logits[9, :700] = 2.0
+    for k, p, m in ((2, 1.0, 0.0), (1500, 0.4, 0.0), (1500, 0.999, 0.0), (700, 0.9, 0.1), (1, 0.0, 1.0)):
+        check(logits.to(dtype), columns([(0.8, k, p, m)] * 10), device)
+    # Divided by so little, different logits become the same: zeros, or infinities.
+    for temperature in (1e-38, 1e38):
+        for k, p in ((3, 1.0), (1500, 0.5), (800, 0.3)):
+            check(logits.to(dtype), columns([(temperature, k, p, 0.0)] * 10), device)
+
+
+@on_each_kernel_device
+def test_a_nan_is_never_below_the_cut(device: str) -> None:
+    logits = torch.randn(2, 1500).bfloat16()
+    logits[0, 3] = NAN
+    logits[1, 1200] = torch.tensor([-64], dtype=torch.int16).view(torch.bfloat16)  # a NaN with a sign
+    for row in ((1.0, 5, 0.9, 0.1), (1.0, 1500, 0.9, 0.0), (1.0, 1500, 1.0, 0.3)):
+        parameters = columns([row] * 2)
+        for cut in (
+            filter_cut(logits.to(device), *(column.to(device) for column in parameters)).cpu(),
+            filter_cut_twin(logits, *parameters),
+        ):
+            assert ((logits >= cut.unsqueeze(1)) | logits.isnan()).any(dim=1).all()
+            assert not (logits[logits.isnan()].float() < cut).any()
+
+
+@on_each_kernel_device
+def test_arguments_may_be_columns_and_slices_of_tables(device: str) -> None:
+    table = torch.randn(8, 1300).bfloat16()
+    floats = torch.tensor([[0.5, 0.9, 0.01], [1.5, 0.7, 0.0], [1.0, 1.0, 0.2], [0.7, 0.5, 0.1]])
+    integers = torch.tensor([[4, 1], [900, 2], [9000, 3], [7, 4]])
+    check(table[::2, 1:1101], (floats[:, 0], integers[:, 0], floats[:, 1], floats[:, 2]), device)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(-32768, 32767), min_size=1, max_size=60),
+    PARAMETERS,
+    st.sampled_from([0.3, 1.0, 2.5]),
+)
+@on_each_kernel_device
+def test_any_bits_are_cut_as_the_twin_cuts_them(
+    device: str, bits: list[int], parameters: tuple[int, float, float], temperature: float
+) -> None:
+    logits = torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
+    logits = logits.nan_to_num(nan=1.0, posinf=INF, neginf=-INF)
+    check(logits, columns([(temperature, *parameters)]), device)
+
+
+@pytest.mark.gpu
+def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_twin_cuts_them() -> None:
+    num_rows, vocab_size = 24, 128256
+    rows = [
+        (
+            0.5 + index / 20,
+            (50, vocab_size, 2000)[index % 3],
+            (0.9, 1.0, 0.5, 0.9999)[index % 4],
+            0.01 * (index % 2),
+        )
+        for index in range(num_rows)
+    ]
+    parameters = tuple(column.cuda() for column in columns(rows))
+    buffer = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16, device="cuda")
+    filter_cut(buffer, *parameters)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cut = filter_cut(buffer, *parameters)
+    for seed, scale in ((1, 0.3), (2, 3.0), (3, 10.0)):
+        logits = (
+            torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+        ).bfloat16()
+        buffer.copy_(logits)
+        graph.replay()
+        assert torch.equal(cut.cpu(), filter_cut_twin(logits, *columns(rows)))
+
+
+@only_outside_the_interpreter
+def test_the_kernels_run_under_the_interpreter() -> None:
+    check_under_the_interpreter(__file__, 13)

@@ -1,0 +1,136 @@
+"""Accepting and writing drafts in the slots: by hand, and the kernels against their twins, every table compared."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import (
+    check_under_the_interpreter,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+)
+from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
+from tllm_spec.kernels.slot_windows import (
+    accept_windows,
+    accept_windows_twin,
+    write_drafts,
+    write_drafts_twin,
+)
+
+NUM_SLOTS, MAX_DRAFT_LEN = 23, 6
+
+
+def random_tables(seed: int) -> SlotTables:
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(upper: int, *size: int) -> torch.Tensor:
+        return torch.randint(0, upper, size, generator=generator)
+
+    return SlotTables(
+        integers(5000, NUM_SLOTS),
+        integers(3, NUM_SLOTS, MAX_DRAFT_LEN + 1),
+        integers(MAX_DRAFT_LEN + 1, NUM_SLOTS),
+        integers(3, NUM_SLOTS),
+    )
+
+
+def moved(tables: SlotTables, device: str) -> SlotTables:
+    """A copy."""
+    return SlotTables(*(getattr(tables, each.name).clone().to(device) for each in fields(tables)))
+
+
+def assert_equal(found: SlotTables, expected: SlotTables) -> None:
+    for each in fields(found):
+        assert torch.equal(getattr(found, each.name).cpu(), getattr(expected, each.name)), each.name
+
+
+def one_slot(window: list[int], num_drafts: int) -> SlotTables:
+    return SlotTables(
+        torch.tensor([10]), torch.tensor([window]), torch.tensor([num_drafts]), torch.tensor([99])
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "targets", "num_new", "window", "previous"),
+    [
+        (3, [1, 2, 3, 4], 4, 4, 3),
+        (3, [1, 2, 9, 4], 3, 9, 2),
+        (3, [7, 2, 3, 4], 1, 7, 5),  # 5 is the bonus token
+        (1, [1, 2, 3, 4], 2, 2, 1),
+        (0, [1, 2, 3, 4], 1, 1, 5),
+        (3, [-1, 2, 3, 4], 1, 0, 5),  # no token at all: the embedding still has the id
+        (3, [1, 2], 2, 2, 1),  # fewer are verified than were drafted
+    ],
+)
+def test_a_slot_advances_by_what_was_accepted(
+    num_drafts: int, targets: list[int], num_new: int, window: int, previous: int
+) -> None:
+    tables = one_slot([5, 1, 2, 3], num_drafts)
+    slots = torch.tensor([0])
+    tokens, lens = accept_windows(tables, slots, tables.kv_lens.clone(), torch.tensor([targets]))
+    assert tokens.tolist() == [targets] and lens.tolist() == [num_new]
+    assert tables.kv_lens.tolist() == [10 + num_new] and tables.num_drafts.tolist() == [0]
+    assert tables.window.tolist() == [[window, 1, 2, 3]] and tables.previous_token.tolist() == [previous]
+
+
+def test_drafts_behind_a_requests_own_limit_do_not_count() -> None:
+    tables = one_slot([5, 0, 0, 0], 0)
+    write_drafts(tables, torch.tensor([0]), torch.tensor([[7, 8]]), torch.tensor([1]))
+    assert tables.window.tolist() == [[5, 7, 8, 0]] and tables.num_drafts.tolist() == [1]
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_the_kernel_accepts_and_advances_as_the_twin_does(device: str, width: int, synthetic: bool) -> None:
+    for seed in range(4):
+        tables, generator = random_tables(seed), torch.Generator().manual_seed(100 + seed)
+        slots = torch.randperm(NUM_SLOTS, generator=generator)[: 5 + 5 * seed]
+        targets = torch.randint(-1, 3, (len(slots), width), generator=generator)
+        agree = torch.rand(len(slots), width - 1, generator=generator) < 0.7
+        targets[:, : width - 1] = torch.where(agree, tables.window[slots, 1:width], targets[:, : width - 1])
+        seeds = torch.randint(-(2**63), 2**63 - 1, (NUM_SLOTS, 2), generator=generator)
+        rates = torch.tensor([0.9, 0.8, 0.5, 0.5, 0.2, 0.1], dtype=torch.float64)
+        there = moved(tables, device)
+        chance = SyntheticRates(rates, seeds[:, 0]) if synthetic else None
+        chance_there = SyntheticRates(rates.to(device), seeds.to(device)[:, 0]) if synthetic else None
+        kv_lens = tables.kv_lens[slots]
+        expected = accept_windows_twin(tables, slots, kv_lens, targets, chance)
+        found = accept_windows(there, slots.to(device), kv_lens.to(device), targets.to(device), chance_there)
+        assert len(set(expected[1].tolist())) >= min(width, 2)
+        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+        assert_equal(there, tables)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_the_kernel_writes_drafts_as_the_twin_does(device: str, length: int) -> None:
+    tables, generator = random_tables(1), torch.Generator().manual_seed(2)
+    there = moved(tables, device)
+    slots = torch.randperm(NUM_SLOTS, generator=generator)[:9]
+    drafts = torch.randint(0, 1000, (length, 9), generator=generator).T  # strided
+    limits = torch.randint(0, 7, (NUM_SLOTS,), generator=generator)
+    write_drafts_twin(tables, slots, drafts, limits)
+    write_drafts(there, slots.to(device), drafts.to(device), limits.to(device))
+    assert_equal(there, tables)
+
+
+@on_each_kernel_device
+def test_padding_that_shares_a_slot_harms_no_other(device: str) -> None:
+    tables = random_tables(5)
+    there = moved(tables, device)
+    slots = torch.tensor([3, 22, 22, 22, 8])
+    targets = torch.randint(0, 3, (5, 4), generator=torch.Generator().manual_seed(6))
+    kv_lens = tables.kv_lens[slots]
+    accept_windows_twin(tables, slots, kv_lens, targets)
+    accept_windows(there, slots.to(device), kv_lens.to(device), targets.to(device))
+    for each in fields(tables):
+        found, expected = getattr(there, each.name).cpu(), getattr(tables, each.name)
+        assert torch.equal(found[:22], expected[:22]), each.name
+    assert int(kv_lens[1]) < there.kv_lens[22] <= int(kv_lens[1]) + 4
+
+
+@only_outside_the_interpreter
+def test_the_kernels_run_under_the_interpreter() -> None:
+    check_under_the_interpreter(__file__, 12)
