@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tllm_spec.kernels.choose_token import choose_token, choose_token_twin
+from tllm_spec.kernels.choose_token import (
+    choose_best,
+    choose_draft,
+    choose_draft_twin,
+    choose_token,
+    choose_token_twin,
+)
 from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +31,8 @@ CHILD = """
 import pickle, sys
 from tllm_spec.kernels import choose_token_triton
 while True:
-    name, arguments = pickle.load(sys.stdin.buffer)
-    pickle.dump(getattr(choose_token_triton, name)(*arguments), sys.stdout.buffer)
+    name, arguments, options = pickle.load(sys.stdin.buffer)
+    pickle.dump(getattr(choose_token_triton, name)(*arguments, **options), sys.stdout.buffer)
     sys.stdout.buffer.flush()
 """
 
@@ -52,8 +58,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     pipe_in, pipe_out = child.stdin, child.stdout
     assert pipe_in is not None and pipe_out is not None
 
-    def run_in_child(name: str, *arguments: object) -> torch.Tensor:
-        pickle.dump((name, arguments), pipe_in)
+    def run_in_child(name: str, *arguments: object, **options: object) -> torch.Tensor:
+        pickle.dump((name, arguments, options), pipe_in)
         pipe_in.flush()
         result = pickle.load(pipe_out)
         assert isinstance(result, torch.Tensor)
@@ -65,11 +71,15 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         child.wait()
 
 
-def run_on_device(name: str, *arguments: object) -> torch.Tensor:
+def run_on_device(name: str, *arguments: object, **options: object) -> torch.Tensor:
     from tllm_spec.kernels import choose_token_triton
 
-    there = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
-    result = getattr(choose_token_triton, name)(*there)
+    def there(argument: object) -> object:
+        return argument.cuda() if isinstance(argument, torch.Tensor) else argument
+
+    result = getattr(choose_token_triton, name)(
+        *map(there, arguments), **{key: there(value) for key, value in options.items()}
+    )
     assert isinstance(result, torch.Tensor)
     return result.cpu()
 
@@ -206,6 +216,66 @@ def test_greedy_and_sampled_rows_of_one_batch_keep_to_themselves() -> None:
     assert not torch.equal(tokens[1::2], logits.argmax(-1)[1::2])
     noise = gumbel_noise(*keys(), 100)
     assert torch.equal(tokens[1::2], (logits / 2 + noise).argmax(-1)[1::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_sixteen_bits_are_chosen_from_as_their_float32_copies(run: Run, dtype: torch.dtype) -> None:
+    logits = random_logits(8, 2051).to(dtype)
+    temperature = torch.tensor([0.7, 0.0, 1e-3, 1.0, 0.3, 2.0, 100.0, 0.0])
+    expected = choose_token_twin(logits.float(), temperature, *keys())
+    assert torch.equal(choose_token_twin(logits, temperature, *keys()), expected)
+    assert torch.equal(run("choose_token_triton", logits, temperature, *keys()), expected)
+
+
+@pytest.mark.parametrize("num_rows", [8, 19])  # 19 rows take long blocks
+def test_the_best_tokens_are_those_of_temperature_zero(run: Run, num_rows: int) -> None:
+    logits = random_logits(num_rows, 4096 + 905).bfloat16()  # many ties
+    logits[0, 4500], logits[1], logits[2, 4999] = NAN, -INF, INF
+    nothing = torch.zeros(num_rows, dtype=torch.int64)
+    expected = choose_token_twin(logits.float(), nothing.float(), nothing, nothing)
+    assert expected[:3].tolist() == [-1, -1, 4999]
+    assert torch.equal(choose_best(logits), expected)
+    assert torch.equal(run("choose_token_triton", logits), expected)
+
+
+def test_what_is_below_a_rows_cut_is_not_chosen(run: Run) -> None:
+    logits, temperature = random_logits(8, 2051), torch.tensor([0.7, 0.0, 0.9, 1.0, 3.0, 2.0, 5.0, 9.0])
+    scaled = logits / temperature.unsqueeze(1)
+    cut = scaled.sort(descending=True).values[:, 3].contiguous()  # four tokens stay
+    cut[0], cut[2] = -INF, scaled[2].max()
+    expected = choose_token_twin(scaled.masked_fill(scaled < cut.unsqueeze(1), -INF), torch.ones(8), *keys())
+    expected[1] = logits[1].argmax()  # greedy rows have none
+    assert (choose_token_twin(logits, temperature, *keys())[4:] != expected[4:]).any()
+    assert torch.equal(choose_token_twin(logits, temperature, *keys(), TARGET_DOMAIN, cut), expected)
+    assert torch.equal(run("choose_token_triton", logits, temperature, *keys(), TARGET_DOMAIN, cut), expected)
+
+
+@pytest.mark.parametrize("width", [1, 1500])
+def test_drafts_of_a_reduced_vocabulary_are_drawn_with_the_targets_noise(run: Run, width: int) -> None:
+    logits = random_logits(8, width).bfloat16()
+    token_map = torch.randperm(5003, generator=torch.Generator().manual_seed(4))[:width].sort().values
+    temperature = torch.tensor([0.7, 0.0, 1.0, 3.0, 0.3, 2.0, 100.0, 0.0])
+    noise = gumbel_noise(*keys(), 5003)[:, token_map]
+    sums = torch.where(
+        temperature.unsqueeze(1) == 0, logits.float(), logits.float() / temperature.unsqueeze(1) + noise
+    )
+    expected = token_map[sums.argmax(1)]
+    assert torch.equal(choose_draft_twin(logits, token_map, temperature, *keys()), expected)
+    drawn = run(
+        "choose_token_triton", logits, temperature, *keys(), TARGET_DOMAIN, None, token_map, drafting=True
+    )
+    assert torch.equal(drawn, expected)
+
+
+def test_a_draft_is_always_a_token(run: Run) -> None:
+    logits = random_logits(3, 50)
+    logits[0, 7], logits[1] = NAN, -INF
+    token_map = torch.arange(50) * 2 + 9
+    best = int(logits[2].argmax())
+    for own, expected in ((None, [0, 0, best]), (token_map, [9, 9, best * 2 + 9])):
+        assert choose_draft(logits, own).tolist() == expected
+        found = run("choose_token_triton", logits, token_map=own, drafting=True)
+        assert found.tolist() == expected
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) ->
 
 @on_each_kernel_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab_size", [1, 5, 1024, 2051])
+@pytest.mark.parametrize("vocab_size", [1, 5, 2051])
 def test_the_kernels_cut_where_the_twin_does(device: str, dtype: torch.dtype, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     rows = [
@@ -149,7 +149,7 @@ def test_arguments_may_be_columns_and_slices_of_tables(device: str) -> None:
     check(table[::2, 1:1101], (floats[:, 0], integers[:, 0], floats[:, 1], floats[:, 2]), device)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.integers(-32768, 32767), min_size=1, max_size=60),
     PARAMETERS,
@@ -193,4 +193,4 @@ def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_twin_cuts_them() 
 
 @only_outside_the_interpreter
 def test_the_kernels_run_under_the_interpreter() -> None:
-    check_under_the_interpreter(__file__, 13)
+    check_under_the_interpreter(__file__, 11)
