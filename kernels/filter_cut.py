@@ -58,7 +58,8 @@ def filter_cut_twin(
     cut = torch.where(top_k < logits.shape[1], torch.maximum(cut, values.gather(1, last)), cut)
     weights = torch.where(values < cut, 0, token_weights(values, best))
     sums = weights.cumsum(dim=-1)
-    inside = (sums - weights).double() < top_p.double() * sums[:, -1:].double()
+    target = top_p.double() * sums[:, -1:].double()
+    inside = sums.sub_(weights).double() < target
     last = (inside.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     cut = torch.where(top_p < 1, torch.maximum(cut, values.gather(1, last)), cut)
     return torch.where(temperature > 0, cut, -torch.inf).squeeze(1)

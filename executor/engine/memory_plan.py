@@ -54,10 +54,11 @@ def plan_num_pages(
 
 def _activation_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     """A bound on what one forward of `max_num_tokens` rows needs beside weights and KV: per row the widest layer's
-    inputs and outputs a few times over, and float32 logits with their sorted copy where rows are sampled."""
+    inputs and outputs a few times over, and where rows are sampled float32 logits with their sorted copy and its 64-bit
+    weights."""
     rows = args.max_num_tokens
     drafts = args.speculative_config.max_draft_len if args.speculative_config else 0
     sampled_rows = min(rows, args.max_batch_size * (1 + drafts))
     config = models[0].config
     hidden = rows * (8 * config.hidden_size + 4 * config.intermediate_size) * 4
-    return int(hidden + 6 * sampled_rows * config.vocab_size * 4)
+    return int(hidden + 10 * sampled_rows * config.vocab_size * 4)

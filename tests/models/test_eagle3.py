@@ -183,7 +183,7 @@ def test_the_head_has_the_targets_dtype_and_device(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
     fused = head.fuse(captured_states(target, TOKENS, (0, 1, 2)))
     logits, recurrent = HeadRunner(head).draft({0: (TOKENS, fused)})[0]
-    assert (logits.dtype, recurrent.dtype) == (torch.float32, torch.bfloat16)
+    assert logits.dtype == recurrent.dtype == torch.bfloat16
 
 
 def test_only_float32_on_a_cpu_is_specialised(target: CausalLM, tmp_path: Path) -> None:
