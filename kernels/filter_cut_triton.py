@@ -158,9 +158,10 @@ def _mass(
         number = tl.load(counts + keys, mask=(keys >= 0) & (values >= cut), other=0)
         total += tl.sum(number.to(tl.int64) * _weights(values, best), axis=0)
         first -= walk
-        # Below the cut, or where the first of them weighs nothing, there is no more to come.
+        # Below the cut, or where the first of them weighs nothing, there is no more to come. (An infinite best token
+        # is NaN here; then infinities are all that weighs, and the cut is infinite whatever they weigh.)
         value = _value(tl.maximum(first, 0), temperature, is_bfloat16)
-        goes_on = (first >= 0) & (value >= cut) & ((value == best) | (value - best > -30.0))
+        goes_on = (first >= 0) & (value >= cut) & (value - best > -30.0)
     return total
 
 

@@ -127,6 +127,15 @@ def test_the_kernels_cut_rows_of_ties_zeros_and_infinities(device: str, dtype: t
 
 
 @on_each_kernel_device
+def test_a_walk_of_several_steps_counts_every_value_once(device: str) -> None:
+    """Neighbouring values from 8 down to 1e-28, three steps of them."""
+    logits = (0x4100 - torch.arange(12288)).to(torch.int16).view(torch.bfloat16)
+    rows = [(1.0, k, 1.0, 0.0) for k in (4096, 4097, 8192, 8193, 12288)]
+    rows += [(t, k, p, 0.0) for t, k, p in ((1.0, 99999, 0.9), (50.0, 99999, 0.7), (50.0, 9000, 0.9))]
+    check(logits.repeat(len(rows), 1), columns(rows), device)
+
+
+@on_each_kernel_device
 def test_a_nan_is_never_below_the_cut(device: str) -> None:
     logits = torch.randn(2, 1500).bfloat16()
     logits[0, 3] = NAN
@@ -193,4 +202,4 @@ def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_twin_cuts_them() 
 
 @only_outside_the_interpreter
 def test_the_kernels_run_under_the_interpreter() -> None:
-    check_under_the_interpreter(__file__, 11)
+    check_under_the_interpreter(__file__, 12)

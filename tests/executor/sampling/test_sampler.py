@@ -213,3 +213,25 @@ def test_under_rejection_sampling_a_greedy_request_still_takes_the_best_token(
     right = plain_texts["greedy"][start : start + 3]
     assert bench.window([[*right[:2], (right[2] + 1) % VOCAB]]) == [3]
     assert texts(bench)[0] == plain_texts["greedy"][: start + 3]
+
+
+class RoundedBench(Bench):
+    """Logits rounded to bfloat16, and given to the sampler as `dtype`."""
+
+    dtype = torch.float32
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        return super().logits(tokens).to(torch.bfloat16).to(self.dtype)
+
+
+def test_logits_in_a_models_dtype_give_what_their_float32_copies_give() -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        bench = RoundedBench(list(WAYS))
+        bench.dtype = dtype
+        bench.context()
+        for _ in range(30):
+            bench.plain()
+            bench.window([[1, 2]] * len(WAYS))
+        found.append((texts(bench), bench.found))
+    assert found[0] == found[1]
