@@ -37,11 +37,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.batch", "tllm_spec.executor.response", "tllm_spec.executor.request_queue"),
     ("tllm_spec.executor.request",),
     ("tllm_spec.executor.decoding_rules", "tllm_spec.executor.draft_pause", "tllm_spec.executor.transfer"),
+    ("tllm_spec.executor.speculative.request_mark",),
     ("tllm_spec.models",),
     ("tllm_spec.attention",),
     ("tllm_spec.kernels", "tllm_spec.distributed"),
     ("tllm_spec.config", "tllm_spec.tokenizer"),
     ("tllm_spec.speculative_config", "tllm_spec.sampling_params", "tllm_spec.outputs"),
+    ("tllm_spec.adaptive_config",),
     ("tllm_spec.config_base",),
     ("tllm_spec.option_checks", "tllm_spec.zoo.registry", "tllm_spec.zoo.corpus"),
 )

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from tllm_spec.cli import bench_options
+from tllm_spec.cli.bench_adaptive import adaptive_replay
 from tllm_spec.cli.bench_dataset import prepare_dataset
 from tllm_spec.cli.bench_options import EXISTING_FILE, NOT_NEGATIVE, POSITIVE, Model
 
@@ -31,17 +32,21 @@ class FriendlyGroup(click.Group):
 
 
 @click.group(cls=FriendlyGroup, context_settings={"show_default": True})
-@click.option("--model", "-m", required=True, help="A checkpoint's folder or a zoo model, such as zoo:llama.")
+@click.option("--model", "-m", help="A checkpoint's folder or a zoo model, such as zoo:llama.")
 @click.option("--model_path", help="The folder, if --model is only the name that the report shows.")
 @click.option("--log_level", type=LOG_LEVELS, default="warning")
 @click.pass_context
-def main(context: click.Context, model: str, model_path: str | None, log_level: str) -> None:
+def main(context: click.Context, model: str | None, model_path: str | None, log_level: str) -> None:
     """Measure a model, and what speculative decoding gains it."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    context.obj = Model(model, model_path or model)
+    if model is not None:
+        context.obj = Model(model, model_path or model)
+    elif context.invoked_subcommand != adaptive_replay.name:
+        raise click.UsageError("Missing option '--model' / '-m'.")
 
 
 main.add_command(prepare_dataset)
+main.add_command(adaptive_replay)
 
 
 @main.command()

@@ -1,0 +1,157 @@
+"""The adaptive draft length in a simulated engine, against every static draft length (0 = plain decoding).
+
+    python benchmarks/adaptive.py [--output result.json] [--seconds 20] [--seeds 3]
+
+Steady cells: batch size x acceptance, the worst of the seeds over the best static rate, from the first round on. Moving
+traffic: the same time under each policy, tokens per second over those of the best single static draft length. The
+policies are the cost model, with a ladder of 0 to 7, and `ema` with each preset. Round times are an example
+table (`example_round_times.json`), not a measurement; only the time of a decision is measured here.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.adaptive_simulator import (
+    GRAPH_BATCH_SIZES,
+    MAX_STEPS,
+    HeavyMix,
+    Simulator,
+    Traffic,
+    bursts,
+    example_round_times,
+    padded_times,
+    phases,
+    steady,
+)
+from tllm_spec.adaptive_config import PRESETS
+from tllm_spec.bench.break_even import expected_tokens
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+
+BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32, 64, 128), (0.2, 0.4, 0.6, 0.8, 0.9)
+COST_MODEL = "cost_model"
+POLICIES: dict[str, Any] = {
+    COST_MODEL: {"candidate_steps": list(range(MAX_STEPS + 1))},
+    **{preset: preset for preset in PRESETS},
+}
+MOVING: dict[str, Callable[[int], Traffic]] = {
+    "phases": lambda seed: phases(4.0),
+    "bursts": lambda seed: bursts(3.0),
+    "heavy mix": lambda seed: HeavyMix(seed, 20.0),
+}
+MIN_STEADY, MIN_MOVING = 0.98, 1.05
+MAX_DECISION_US = 20.0
+TIMES = example_round_times()
+TRUE_TIMES = padded_times(TIMES)
+
+
+def controller(policy: str) -> AdaptiveController:
+    return AdaptiveController.from_config(
+        POLICIES[policy], graph_batch_sizes=GRAPH_BATCH_SIZES, round_times=TIMES
+    )
+
+
+def static_rates(batch_size: int, acceptance: float) -> list[float]:
+    """Tokens per second of each draft length, exactly."""
+    lengths = range(MAX_STEPS + 1)
+    return [batch_size * expected_tokens(acceptance, k) / TRUE_TIMES(batch_size, k) for k in lengths]
+
+
+def steady_cell(policy: str, batch_size: int, acceptance: float, seconds: float, seed: int) -> float:
+    """The policy's rate over the best static one."""
+    simulator = Simulator(controller(policy), TRUE_TIMES, seed)
+    rate = simulator.run(steady(batch_size, acceptance), seconds).rate
+    return rate / max(static_rates(batch_size, acceptance))
+
+
+def moving_rates(kind: str, seconds: float, seed: int, policies: list[str]) -> tuple[list[float], dict[str, float]]:
+    """Tokens per second of each static draft length, and of each policy."""
+
+    def rate(controls: AdaptiveController) -> float:
+        return Simulator(controls, TRUE_TIMES, seed).run(MOVING[kind](seed), seconds).rate
+
+    statics = [rate(AdaptiveController.fixed(draft_len)) for draft_len in range(MAX_STEPS + 1)]
+    return statics, {policy: rate(controller(policy)) for policy in policies}
+
+
+def decision_us(batch_size: int, num_rounds: int = 3000) -> float:
+    """Median microseconds of `steps_for` and `observe` together."""
+    controls, spent = controller(COST_MODEL), []
+    num_accepted = [(3 * request) % 4 for request in range(batch_size)]
+    for _ in range(num_rounds):
+        start = time.perf_counter()
+        steps = controls.steps_for(batch_size)
+        controls.observe(batch_size, num_accepted, steps, 0.005)
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent) * 1e6
+
+
+def measure_steady(seconds: float, seeds: int) -> list[dict[str, Any]]:
+    rows = []
+    print(f"{'batch':>5} {'accept':>6} {'best K':>6} {'plain':>6}  " + "  ".join(f"{p:>12}" for p in POLICIES))
+    for batch_size in BATCH_SIZES:
+        for acceptance in ACCEPTANCES:
+            rates = static_rates(batch_size, acceptance)
+            best = rates.index(max(rates))
+            shares = {
+                policy: min(steady_cell(policy, batch_size, acceptance, seconds, seed) for seed in range(seeds))
+                for policy in POLICIES
+            }
+            row = {"batch_size": batch_size, "acceptance": acceptance, "best_draft_len": best}
+            rows.append({**row, "plain": rates[0] / rates[best], **shares})
+            cells = "  ".join(f"{share:12.3f}" for share in shares.values())
+            print(f"{batch_size:5} {acceptance:6} {best:6} {rates[0] / rates[best]:6.3f}  {cells}", flush=True)
+    return rows
+
+
+def measure_moving(seconds: float, seeds: int) -> list[dict[str, Any]]:
+    rows = []
+    print(f"{'traffic':>9} {'seed':>4} {'best K':>6} {'plain':>6}  " + "  ".join(f"{p:>12}" for p in POLICIES))
+    for kind in MOVING:
+        for seed in range(seeds):
+            statics, rates = moving_rates(kind, seconds, seed, list(POLICIES))
+            best = max(statics)
+            shares = {policy: rate / best for policy, rate in rates.items()}
+            plain, length = statics[0] / best, statics.index(best)
+            row = {"traffic": kind, "seed": seed, "best_draft_len": length, "plain": plain}
+            rows.append({**row, **shares})
+            cells = "  ".join(f"{share:12.3f}" for share in shares.values())
+            print(f"{kind:>9} {seed:4} {length:6} {plain:6.3f}  {cells}", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="where the rows go as JSON")
+    parser.add_argument("--seconds", type=float, default=20.0, help="simulated, of a steady cell")
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    steady_rows = measure_steady(args.seconds, args.seeds)
+    moving_rows = measure_moving(6 * args.seconds, args.seeds)
+    microseconds = {str(size): decision_us(size) for size in BATCH_SIZES}
+    worst, least = min(r[COST_MODEL] for r in steady_rows), min(r[COST_MODEL] for r in moving_rows)
+    print(f"worst steady cell {worst:.3f} (bar {MIN_STEADY}), moving traffic {least:.3f} (bar {MIN_MOVING})")
+    slowest = max(microseconds.values())
+    print(f"steps_for and observe: at most {slowest:.1f} us, 8 draft lengths (bar {MAX_DECISION_US:g} us each)")
+    report = {
+        "python": platform.python_version(),
+        "round_times": "example table, not measured",
+        "steady": steady_rows,
+        "moving": moving_rows,
+        "decision_us_by_batch_size": microseconds,
+    }
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if worst >= MIN_STEADY and least >= MIN_MOVING and slowest <= 2 * MAX_DECISION_US else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The draft length of every round: asked before drafting, told what came of it after verification.
+
+It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what was decided. It is pure
+Python and drives no device: what a draft length needs (graphs, buffers) is prepared elsewhere for all of `draft_lens`.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tllm_spec.adaptive_config import AdaptiveConfig, EmaOptions, MarkOptions
+from tllm_spec.executor.speculative.cost_model import CostModelSlot
+from tllm_spec.executor.speculative.decision_log import DecisionLog
+from tllm_spec.executor.speculative.draft_len_limits import DraftLenLimits
+from tllm_spec.executor.speculative.draft_len_policy import DraftLenPolicy, FixedSteps, ObservedRound
+from tllm_spec.executor.speculative.ema_policy import EmaSlot
+from tllm_spec.executor.speculative.request_mark import RequestMark
+from tllm_spec.executor.speculative.round_times import AssumedRoundTimes, CorrectedRoundTimes, RoundTimes
+
+
+class AdaptiveController:
+    """`slots` ascend by their lower bounds. A batch is padded to the next of `graph_batch_sizes`, then belongs to the
+    slot with the largest bound not above that, or to the first.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[DraftLenPolicy],
+        *,
+        draft_lens: Iterable[int],
+        graph_batch_sizes: Iterable[int] | None = None,
+        limits: DraftLenLimits | None = None,
+        marks: MarkOptions | None = None,
+        log: DecisionLog | None = None,
+        times: CorrectedRoundTimes | None = None,
+    ) -> None:
+        self._slots, self._bounds = slots, [slot.lower_bound for slot in slots]
+        self._graph_batch_sizes = sorted(graph_batch_sizes or ())
+        self._limits = limits or DraftLenLimits()
+        self._marks = marks or MarkOptions()
+        self._log, self._times = log or DecisionLog(), times
+        self.draft_lens = tuple(sorted({*draft_lens, *self._limits.reachable}))
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[Any, Any] | str | AdaptiveConfig,
+        *,
+        graph_batch_sizes: Iterable[int] | None = None,
+        initial_steps: int | None = None,
+        round_times: RoundTimes | None = None,
+        limits: DraftLenLimits | None = None,
+    ) -> "AdaptiveController":
+        """`initial_steps`: the draft length to begin with, where a slot's ladder has it (SGLang's launch value).
+        `round_times`: as measured at start-up, for the cost model. Raises ValueError for a bad configuration."""
+        if not isinstance(config, AdaptiveConfig):
+            config = AdaptiveConfig.parse(config)
+        if initial_steps is None:
+            initial_steps = config.launch_steps
+        log = DecisionLog()
+        source = round_times or AssumedRoundTimes(config.times.assumed_draft_cost)
+        times = CorrectedRoundTimes(source, config.draft_lens, config.times)
+        slots: list[DraftLenPolicy] = [
+            EmaSlot(low, options, log, initial_steps, config.compat)
+            if isinstance(options, EmaOptions)
+            else CostModelSlot(low, options, log, initial_steps, times)
+            for low, options in config.slots
+        ]
+        return cls(
+            slots,
+            draft_lens=config.draft_lens,
+            graph_batch_sizes=graph_batch_sizes,
+            limits=limits,
+            marks=config.marks,
+            log=log,
+            times=times,
+        )
+
+    @classmethod
+    def fixed(
+        cls, draft_len: int, *, limits: DraftLenLimits | None = None, marks: MarkOptions | None = None
+    ) -> "AdaptiveController":
+        """Without `adaptive`: one draft length, and the limits."""
+        return cls([FixedSteps(draft_len)], draft_lens=[draft_len], limits=limits, marks=marks)
+
+    def steps_for(self, batch_size: int) -> int:
+        """Drafts of each request in a round of `batch_size` generating requests; 0 = plain decoding."""
+        padded = self._padded(batch_size)
+        return self._slot(padded).steps_for(padded, self._limits.max_steps(batch_size))
+
+    def observe(
+        self,
+        batch_size: int,
+        num_accepted: Sequence[int],
+        num_steps: int | None = None,
+        seconds: float | None = None,
+    ) -> bool:
+        """What a round brought. Whether the draft length of the slot changed for this batch size.
+
+        `num_accepted`: accepted drafts of every request that was drafted for, which may be fewer than the batch.
+        `num_steps`: how many drafts were really verified, e.g. 0 in the round after plain decoding whose drafts did not
+        exist yet; None: the present length. `seconds`: the round's, if it had no context chunk."""
+        padded = self._padded(batch_size)
+        slot, max_steps = self._slot(padded), self._limits.max_steps(batch_size)
+        self._limits.observe(num_accepted, slot.steps_for(padded, max_steps) if num_steps is None else num_steps)
+        return slot.observe(ObservedRound(batch_size, padded, num_accepted, num_steps, seconds, max_steps))
+
+    def new_mark(self) -> RequestMark:
+        """For one request: it says from round to round whether drafting for that request is worth it."""
+        return RequestMark(self._marks)
+
+    def _padded(self, batch_size: int) -> int:
+        place = bisect_left(self._graph_batch_sizes, batch_size)
+        return self._graph_batch_sizes[place] if place < len(self._graph_batch_sizes) else batch_size
+
+    def _slot(self, padded: int) -> DraftLenPolicy:
+        return self._slots[max(0, bisect_right(self._bounds, padded) - 1)]
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decisions rest on, as plain values for /server_info."""
+        return {
+            "draft_lens": list(self.draft_lens),
+            "slots": {str(slot.lower_bound): slot.state() for slot in self._slots},
+            "limits": self._limits.state(),
+            "decisions": self._log.state(),
+            "round_ms": self._times.state() if self._times else {},
+        }

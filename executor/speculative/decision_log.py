@@ -1,0 +1,40 @@
+"""Switches of the draft length, with their reasons: one log line each, and the last ones for whoever asks."""
+
+import logging
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+NUM_KEPT = 32
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Switch:
+    slot: int  # smallest batch size of the slot
+    batch_size: int  # as padded to a graph
+    old_steps: int
+    new_steps: int
+    reason: str
+
+
+class DecisionLog:
+    def __init__(self) -> None:
+        self._last: deque[Switch] = deque(maxlen=NUM_KEPT)
+        self.num_switches = 0
+
+    def record(self, switch: Switch) -> None:
+        self.num_switches += 1
+        self._last.append(switch)
+        logger.info(
+            "draft length %d -> %d from batch size %d (slot %d): %s",
+            switch.old_steps,
+            switch.new_steps,
+            switch.batch_size,
+            switch.slot,
+            switch.reason,
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"num_switches": self.num_switches, "last": [asdict(switch) for switch in self._last]}

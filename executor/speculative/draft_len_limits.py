@@ -1,0 +1,86 @@
+"""What the user forbids: drafts above a number of requests, more than a schedule's drafts, drafts that are not accepted.
+
+A limit says how many drafts a round may have at most. Which length within it is best, it does not know.
+"""
+
+import sys
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NO_LIMIT = sys.maxsize
+CLOSED_WINDOWS = 99  # closed for so many windows of rounds, then open for one: drafts in 1% of the rounds
+
+
+class AcceptanceGate:
+    """`acceptance_rate_threshold` over `acceptance_rate_window_size`: closes when fewer of the drafts in the last
+    `window_size` drafted rounds were accepted. TensorRT-LLM never opens it again; here one window in 100 tries.
+    """
+
+    def __init__(self, threshold: float, window_size: int) -> None:
+        self._threshold, self._window_size = threshold, window_size
+        self._window: deque[tuple[int, int]] = deque(maxlen=window_size)
+        self._closed_rounds = 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed_rounds > 0
+
+    def observe(self, num_accepted: Sequence[int], num_steps: int) -> None:
+        """A round. Those without drafts say nothing, but a closed gate counts them."""
+        if self._closed_rounds:
+            self._closed_rounds -= 1  # one that was still in flight when the gate closed counts too
+        elif num_steps and num_accepted:
+            self._window.append((sum(num_accepted), num_steps * len(num_accepted)))
+            if len(self._window) == self._window_size and self.rate < self._threshold:
+                self._closed_rounds = CLOSED_WINDOWS * self._window_size
+                self._window.clear()
+
+    @property
+    def rate(self) -> float:
+        """Accepted drafts / drafts in the window; 0 when it is empty."""
+        return sum(accepted for accepted, _ in self._window) / max(1, sum(drafted for _, drafted in self._window))
+
+
+class DraftLenLimits:
+    """`schedule` maps batch sizes to draft lengths: the entry of the largest key not above the batch size holds, and
+    below all keys nothing is limited. `max_concurrency`: no drafts with more requests than that.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_concurrency: int | None = None,
+        schedule: Mapping[int, int] | None = None,
+        gate: AcceptanceGate | None = None,
+    ) -> None:
+        self._max_concurrency = NO_LIMIT if max_concurrency is None else max_concurrency
+        self._sizes = sorted(schedule or {})
+        self._schedule = dict(schedule or {})
+        self._gate = gate
+
+    def max_steps(self, batch_size: int) -> int:
+        """The most drafts of a round with `batch_size` generating requests."""
+        if batch_size > self._max_concurrency or (self._gate is not None and self._gate.is_closed):
+            return 0
+        place = bisect_right(self._sizes, batch_size)
+        return self._schedule[self._sizes[place - 1]] if place else NO_LIMIT
+
+    def observe(self, num_accepted: Sequence[int], num_steps: int) -> None:
+        if self._gate is not None:
+            self._gate.observe(num_accepted, num_steps)
+
+    @property
+    def reachable(self) -> tuple[int, ...]:
+        """Lengths that a limit may ask for although no ladder has them."""
+        may_be_off = self._gate is not None or self._max_concurrency != NO_LIMIT
+        return tuple(sorted({*self._schedule.values(), *([0] if may_be_off else [])}))
+
+    def state(self) -> dict[str, Any]:
+        gate = self._gate and {"is_closed": self._gate.is_closed, "acceptance_rate": round(self._gate.rate, 4)}
+        return {
+            "max_concurrency": None if self._max_concurrency == NO_LIMIT else self._max_concurrency,
+            "draft_len_schedule": self._schedule or None,
+            "gate": gate,
+        }

@@ -1,0 +1,48 @@
+"""What a policy for the draft length is asked, and what it is told. It knows no policy."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class ObservedRound(NamedTuple):
+    """What came of a round in which every request had the same draft length."""
+
+    num_requests: int
+    batch_size: int  # padded to a graph: what the round's time depends on
+    num_accepted: Sequence[int]  # of every request that was drafted for
+    num_steps: int | None  # drafts that were really verified; None: as many as the policy says now
+    seconds: float | None
+    max_steps: int  # what limits allow at this batch size
+
+
+class DraftLenPolicy(Protocol):
+    """Chooses draft lengths for the batch sizes of one slot, from its `lower_bound` on."""
+
+    lower_bound: int
+
+    def steps_for(self, batch_size: int, max_steps: int) -> int:
+        """The draft length, at most `max_steps`; 0 = plain decoding. Asking changes no later answer."""
+
+    def observe(self, observed: ObservedRound) -> bool:
+        """Whether the draft length for this batch size changed."""
+
+    def state(self) -> dict[str, Any]:
+        """What the choice rests on, as plain values."""
+
+
+class FixedSteps:
+    """One draft length for every round, shortened by limits only."""
+
+    lower_bound = 1
+
+    def __init__(self, draft_len: int) -> None:
+        self._draft_len = draft_len
+
+    def steps_for(self, batch_size: int, max_steps: int) -> int:
+        return min(self._draft_len, max_steps)
+
+    def observe(self, observed: ObservedRound) -> bool:
+        return False
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._draft_len}

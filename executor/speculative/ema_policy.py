@@ -1,0 +1,108 @@
+"""`strategy: ema`: SGLang's rule for one batch-size slot, to the digit.
+
+The mean number of accepted drafts of a round is smoothed; every few rounds the draft length moves along the ladder until
+it is about one above that mean. It knows no costs and no batch sizes.
+"""
+
+from math import ceil
+from typing import Any
+
+from tllm_spec.adaptive_config import EmaOptions
+from tllm_spec.executor.speculative.decision_log import DecisionLog, Switch
+from tllm_spec.executor.speculative.draft_len_policy import ObservedRound
+
+
+class EmaSlot:
+    """`ema` starts at `steps - 1`; neither it nor the count of rounds is reset by a switch.
+
+    `compat`: an observation counts as if the present length had produced it, as in SGLang. Otherwise one from a
+    longer length is cut to what the present one would have shown, and one from a shorter length, which
+    cannot say that, does not count.
+    """
+
+    def __init__(
+        self, lower_bound: int, options: EmaOptions, log: DecisionLog, initial_steps: int | None, compat: bool
+    ) -> None:
+        ladder = options.candidate_steps
+        self.lower_bound, self._options, self._log, self._compat = lower_bound, options, log, compat
+        self._ladder = ladder
+        self._rung = ladder.index(initial_steps) if initial_steps in ladder else len(ladder) // 2
+        self.ema = float(self.steps - 1)
+        self.num_rounds = 0
+
+    @property
+    def steps(self) -> int:
+        return self._ladder[self._rung]
+
+    def steps_for(self, batch_size: int, max_steps: int) -> int:
+        """The present length, or the longest of the ladder within `max_steps`; 0 if none is."""
+        if self.steps <= max_steps:
+            return self.steps
+        return max((steps for steps in self._ladder if steps <= max_steps), default=0)
+
+    def observe(self, observed: ObservedRound) -> bool:
+        steps = self.steps
+        num_accepted, produced_by = observed.num_accepted, observed.num_steps
+        if produced_by is None or self._compat:
+            produced_by = steps
+        if not num_accepted or produced_by < steps:
+            return False
+        if produced_by > steps:
+            num_accepted = [min(num, steps) for num in num_accepted]
+        if steps > 0:
+            alpha = self._options.ema_alpha
+            self.ema = (1 - alpha) * self.ema + alpha * (sum(num_accepted) / len(num_accepted))
+        self.num_rounds += 1
+        num_counted = self.num_rounds - self._options.warmup_batches
+        if num_counted <= 0 or num_counted % self._options.update_interval:
+            return False
+        self._rung = self._target()
+        if self.steps == steps:
+            return False
+        reason = f"smoothed accepted drafts {self.ema:.2f}"
+        self._log.record(Switch(self.lower_bound, observed.batch_size, steps, self.steps, reason))
+        return True
+
+    def _target(self) -> int:
+        if self.steps == 0:
+            return self._up_from_zero()
+        rung = self._after_falls(self._rung)
+        if rung == self._rung:
+            rung = self._after_rises(rung)
+        return self._below_ceiling(rung)
+
+    def _up_from_zero(self) -> int:
+        """Without drafts nothing is learned, so the next rung is tried whatever the average says."""
+        rung = min(1, len(self._ladder) - 1)
+        if self._ladder[rung] > 0 and self.ema < 0:
+            self.ema = float(self._ladder[rung] - 1)
+        return rung
+
+    def _after_falls(self, rung: int) -> int:
+        while rung > 0:
+            lower = self._ladder[rung - 1]
+            threshold = (lower - 0.5 if lower > 0 else 0.5) + self._options.down_hysteresis
+            if self.ema > threshold:
+                break
+            rung -= 1
+        return rung
+
+    def _after_rises(self, rung: int) -> int:
+        """Compares with the rung that is left, not with the one that is entered."""
+        while rung < len(self._ladder) - 1:
+            if self.ema <= self._ladder[rung] - 0.5 + self._options.up_hysteresis:
+                break
+            rung += 1
+        return rung
+
+    def _below_ceiling(self, rung: int) -> int:
+        """A rise is never capped."""
+        if not self._options.ceiling_coeff or rung > self._rung:
+            return rung
+        cap = max(1, ceil(self.ema * self._options.ceiling_coeff))
+        while rung > 0 and self._ladder[rung] > cap:
+            rung -= 1
+        return rung
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.steps, "ema_accept_len": self.ema, "num_rounds": self.num_rounds}

@@ -1,0 +1,219 @@
+"""`speculative_config.adaptive`: what the user says about draft lengths that follow the traffic.
+
+A mapping, the name of a preset, or the path of a JSON file as SGLang takes it. Keys that are whole numbers are batch-size
+slots, by their smallest batch size; any other key holds for every slot that does not say otherwise. It knows nothing of
+how the strategies decide; `docs/adaptive.md` shows every key with its meaning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+
+from tllm_spec.config_base import ConfigError, ConfigModel
+from tllm_spec.option_checks import shown
+
+DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)  # of the cost model without a ladder of the user's
+
+
+def _ladder(steps: object) -> tuple[int, ...]:
+    """Sorted, without repetitions. Raises ValueError for anything but a list of integers of 0 or more."""
+    if not isinstance(steps, (list, tuple)) or not steps:
+        raise ValueError("a list of one or more draft lengths is needed, e.g. [0, 1, 3]")
+    wrong = [step for step in steps if type(step) is not int or step < 0]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is no draft length; accepted: integers of 0 or more")
+    return tuple(sorted(set(steps)))
+
+
+Ladder = Annotated[tuple[int, ...], BeforeValidator(_ladder)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Smoothing = Annotated[float, Field(gt=0, le=1)]
+
+
+class EmaOptions(ConfigModel):
+    """A slot of `strategy: ema`, with SGLang's names and defaults."""
+
+    candidate_steps: Ladder
+    ema_alpha: Smoothing = 0.2
+    update_interval: PositiveInt = 5
+    warmup_batches: NonNegativeInt = 10
+    down_hysteresis: Finite = -0.25
+    up_hysteresis: Finite = 0.0
+    ceiling_coeff: NotNegative = 0.0
+
+
+class CostModelOptions(ConfigModel):
+    """A slot of `strategy: cost_model`. Trials are drafts whose acceptance was seen, at one position of the window."""
+
+    candidate_steps: Ladder
+    prior_acceptance: Probability = 0.6  # of every draft before anything was seen
+    prior_weight: Positive = 8.0  # trials that the prior counts for; also what a stale estimate counts for
+    ratio_weight: Positive = 64.0  # trials that a position's ratio to the others counts for beyond that
+    window_trials: Positive = 256.0  # memory of an estimate, in trials ...
+    window_rounds: PositiveInt = 8  # ... and in rounds, whichever is longer
+    switch_margin: NotNegative = 0.01  # a length must promise so much more tokens per second to replace another
+    probe_round_share: Probability = 0.01  # rounds that may be probes
+    probe_time_share: Probability = 0.005  # time that probes may add
+    probe_trials: PositiveInt = 8  # requests that a probe should see, over its rounds ...
+    probe_rounds: PositiveInt = 4  # ... of which there are at most so many that count
+
+
+EMA_ONLY = EmaOptions.model_fields.keys() - CostModelOptions.model_fields.keys()
+Options = TypeVar("Options", bound=ConfigModel)
+
+
+class RoundTimeOptions(ConfigModel):
+    """How measured round times are corrected while serving (`strategy: cost_model`)."""
+
+    assumed_draft_cost: NotNegative = 0.06  # plain rounds that a draft costs, if no times were measured
+    time_smoothing: Smoothing = 0.05  # share of a new time in what all draft lengths of a batch size have in common
+    time_cell_smoothing: Smoothing = 0.01  # and in what is one draft length's own
+
+
+class MarkOptions(ConfigModel):
+    """When a single request is not worth drafting for."""
+
+    mark_below: Probability = 0.1  # share of its rounds with an accepted draft below which a request pauses
+    mark_patience: PositiveInt | None = 8  # rejected rounds that lead there from full acceptance; null: never
+    mark_max_pause: PositiveInt = 64  # rounds; the first pause has mark_patience, each next one twice as many
+
+
+@dataclass(frozen=True)
+class AdaptiveConfig:
+    """A checked configuration: slots by their smallest batch size, ascending."""
+
+    slots: tuple[tuple[int, EmaOptions | CostModelOptions], ...]
+    compat: bool  # `ema` ignores which draft length produced an observation, as SGLang does
+    times: RoundTimeOptions
+    marks: MarkOptions
+
+    @property
+    def draft_lens(self) -> tuple[int, ...]:
+        """Every draft length that some slot may choose, ascending."""
+        return tuple(sorted({steps for _, slot in self.slots for steps in slot.candidate_steps}))
+
+    @property
+    def launch_steps(self) -> int | None:
+        """The draft length to begin with when the user names none: the ladders' middle; None: the cost model's choice."""
+        if not isinstance(self.slots[0][1], EmaOptions):
+            return None
+        return self.draft_lens[len(self.draft_lens) // 2]
+
+    @classmethod
+    def parse(cls, adaptive: Mapping[Any, Any] | str) -> AdaptiveConfig:
+        """Raises ValueError, in sentences that name slot and key, for what cannot be meant."""
+        if isinstance(adaptive, str):
+            adaptive = PRESETS[adaptive] if adaptive in PRESETS else _read_sglang_file(adaptive)
+        if not isinstance(adaptive, Mapping):
+            accepted = f"a mapping, a path, or one of {', '.join(PRESETS)}"
+            raise ValueError(f"adaptive = {shown(adaptive)} is not accepted; accepted: {accepted}")
+        root, slots = _split(adaptive)
+        options = EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
+        compat = root.pop("compat", False)
+        if type(compat) is not bool or (compat and options is not EmaOptions):
+            accepted = "true or false" if options is EmaOptions else "false, unless strategy: ema"
+            raise ValueError(f"adaptive.compat = {shown(compat)} is refused; accepted: {accepted}")
+        marks = _taken_from(root, MarkOptions)
+        times = _taken_from(root, RoundTimeOptions) if options is CostModelOptions else {}
+        ladder = root.pop("candidate_steps", None)
+        if ladder is not None and slots:
+            raise ValueError(f"adaptive.candidate_steps = {shown(ladder)} is refused: each slot has its own")
+        if not slots and (ladder is not None or options is CostModelOptions):
+            slots = {1: {"candidate_steps": DEFAULT_STEPS if ladder is None else ladder}}
+        if not slots:
+            raise ValueError('adaptive has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}')
+        _checked(options, {**root, "candidate_steps": [0]}, "adaptive")  # global keys are at fault without a slot
+        checked = [(low, _slot(options, root, low, slots[low])) for low in sorted(slots)]
+        return cls(tuple(checked), compat, RoundTimeOptions(**times), MarkOptions(**marks))
+
+
+def _split(adaptive: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[int, Any]]:
+    """Global keys, and slots by their smallest batch size: a slot's key is an integer or a string of digits."""
+    root: dict[str, Any] = {}
+    slots: dict[int, Any] = {}
+    for key, value in adaptive.items():
+        if (type(key) is int and key >= 0) or (isinstance(key, str) and key.isascii() and key.isdigit()):
+            if int(key) in slots:
+                raise ValueError(f"adaptive has slot {int(key)} twice, as an integer and as a string")
+            slots[int(key)] = value
+        elif isinstance(key, str):
+            root[key] = value
+        else:
+            raise ValueError(f"adaptive has the key {key!r}; accepted: names, and batch sizes of 0 or more")
+    return root, slots
+
+
+def _strategy(root: dict[str, Any], slots: Mapping[int, Any]) -> str:
+    """Takes `strategy` out of `root`. Without it, SGLang's keys mean SGLang's strategy; else ours decides."""
+    levels = [root, *(slot for slot in slots.values() if isinstance(slot, Mapping))]
+    is_sglang = any(EMA_ONLY & level.keys() for level in levels)
+    strategy = root.pop("strategy", "ema" if is_sglang else "cost_model")
+    if strategy not in ("ema", "cost_model"):
+        raise ValueError(f"adaptive.strategy = {shown(strategy)} is refused; accepted: 'ema' or 'cost_model'")
+    return str(strategy)
+
+
+def _taken_from(root: dict[str, Any], kind: type[ConfigModel]) -> dict[str, Any]:
+    """Takes out of `root` what belongs to `kind`, and checks it."""
+    taken = {key: root.pop(key) for key in kind.model_fields if key in root}
+    _checked(kind, taken, "adaptive")
+    return taken
+
+
+def _checked(kind: type[Options], given: Mapping[str, Any], where: str) -> Options:
+    try:
+        return kind(**given)
+    except ConfigError as error:
+        raise ConfigError([f"{where}.{line}" for line in error.lines]) from None
+
+
+def _slot(options: type[Options], root: Mapping[str, Any], low: int, slot: object) -> Options:
+    """A slot's keys laid over the global ones."""
+    where = f"adaptive slot {low}"
+    if not isinstance(slot, Mapping):
+        raise ValueError(f"{where} = {shown(slot)} is no mapping; needed: e.g. {{candidate_steps: [1, 3]}}")
+    if "candidate_steps" not in slot:
+        raise ValueError(f"{where}.candidate_steps is missing: every slot has its own list of draft lengths")
+    named = {str(key): value for key, value in slot.items()}
+    return _checked(options, {**root, **named}, where)
+
+
+def _read_sglang_file(path: str) -> dict[str, Any]:
+    """SGLang's JSON file. It means `strategy: ema` where it does not say otherwise."""
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        known = ", ".join(PRESETS)
+        raise ValueError(f"adaptive = {path!r} is no preset ({known}) and cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"adaptive = {path!r}: the file must hold a JSON object, not {shown(tree)}")
+    return {"strategy": "ema", **tree}
+
+
+def _ema(*slots: tuple[int, list[int], float, float]) -> dict[Any, Any]:
+    """A preset, from (smallest batch size, candidate_steps, down_hysteresis, ceiling_coeff)."""
+    names = ("candidate_steps", "down_hysteresis", "ceiling_coeff")
+    return {"strategy": "ema"} | {low: dict(zip(names, slot, strict=True)) for low, *slot in slots}
+
+
+PRESETS: Mapping[str, Mapping[Any, Any]] = {
+    "conservative": _ema((1, [1, 3, 7], -0.25, 0.0), (8, [1, 3], 0.0, 0.0), (32, [1], 0.0, 0.0)),
+    "aggressive": _ema(
+        (1, [1, 3, 7], -0.25, 0.0),
+        (8, [1, 3, 7], -0.25, 3.0),
+        (64, [1, 3], -0.25, 1.67),
+        (128, [1, 3], -0.25, 1.2),
+    ),
+    "newest": _ema(
+        (1, [1, 3, 5, 7], -0.25, 0.0), (8, [0, 1, 3], 0.0, 0.0), (32, [0, 1], 0.0, 0.0), (64, [0], 0.0, 0.0)
+    ),
+}

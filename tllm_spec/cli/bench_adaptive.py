@@ -1,0 +1,53 @@
+"""`tllm-bench adaptive-replay`: the decisions of the adaptive draft length on recorded rounds, without any model."""
+
+import json
+from pathlib import Path
+
+import click
+
+from tllm_spec.cli.bench_options import EXISTING_FILE, NOT_NEGATIVE
+
+
+def sizes(context: click.Context, option: click.Parameter, value: str | None) -> list[int] | None:
+    if value is None:
+        return None
+    parts = value.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{value!r} is no list of batch sizes such as 1,2,4,8")
+    return [int(part) for part in parts]
+
+
+@click.command(name="adaptive-replay")
+@click.argument("trace", type=EXISTING_FILE)
+@click.option("--config", type=EXISTING_FILE, required=True, help="YAML with the keys of `adaptive`.")
+@click.option("--round_times", type=EXISTING_FILE, help="JSON of measured round times, for the cost model.")
+@click.option("--graph_batch_sizes", callback=sizes, help="Batches are padded to these, e.g. 1,2,4,8.")
+@click.option("--initial_steps", type=NOT_NEGATIVE, help="The draft length to begin with.")
+@click.option("--every_round", is_flag=True, help="Print every round, not only those after a change.")
+def adaptive_replay(
+    trace: Path,
+    config: Path,
+    round_times: Path | None,
+    graph_batch_sizes: list[int] | None,
+    initial_steps: int | None,
+    every_round: bool,
+) -> None:
+    """Show which draft lengths would have been chosen for the rounds in TRACE.
+
+    TRACE has one JSON object a line: batch_size, num_accepted (a list, one number a request), and optionally
+    num_steps (the draft length that was verified) and seconds (the round's time).
+    """
+    from tllm_spec.bench import adaptive_replay as replays
+    from tllm_spec.executor.speculative.adaptive import AdaptiveController
+
+    controller = AdaptiveController.from_config(
+        replays.read_config(config),
+        graph_batch_sizes=graph_batch_sizes,
+        initial_steps=initial_steps,
+        round_times=replays.read_round_times(round_times) if round_times else None,
+    )
+    with trace.open(encoding="utf-8") as lines:
+        for each in replays.replay(controller, replays.read_trace(lines)):
+            if every_round or each.changed:
+                click.echo(f"{each}{f' -> {controller.steps_for(each.batch_size)}' if each.changed else ''}")
+    click.echo(json.dumps(controller.state(), indent=2))
