@@ -1,6 +1,6 @@
 """The adaptive draft length in a simulated engine, against every static draft length (0 = plain decoding).
 
-    python benchmarks/adaptive.py [--output result.json] [--seconds 20] [--seeds 3]
+    python -m benchmarks.adaptive [--output result.json] [--seconds 20] [--seeds 3]
 
 Steady cells: batch size x acceptance, the worst of the seeds over the best static rate, from the first round on. Moving
 traffic: the same time under each policy, tokens per second over those of the best single static draft length. The
@@ -70,7 +70,9 @@ def steady_cell(policy: str, batch_size: int, acceptance: float, seconds: float,
     return rate / max(static_rates(batch_size, acceptance))
 
 
-def moving_rates(kind: str, seconds: float, seed: int, policies: list[str]) -> tuple[list[float], dict[str, float]]:
+def moving_rates(
+    kind: str, seconds: float, seed: int, policies: list[str]
+) -> tuple[list[float], dict[str, float]]:
     """Tokens per second of each static draft length, and of each policy."""
 
     def rate(controls: AdaptiveController) -> float:
@@ -94,25 +96,33 @@ def decision_us(batch_size: int, num_rounds: int = 3000) -> float:
 
 def measure_steady(seconds: float, seeds: int) -> list[dict[str, Any]]:
     rows = []
-    print(f"{'batch':>5} {'accept':>6} {'best K':>6} {'plain':>6}  " + "  ".join(f"{p:>12}" for p in POLICIES))
+    print(
+        f"{'batch':>5} {'accept':>6} {'best K':>6} {'plain':>6}  " + "  ".join(f"{p:>12}" for p in POLICIES)
+    )
     for batch_size in BATCH_SIZES:
         for acceptance in ACCEPTANCES:
             rates = static_rates(batch_size, acceptance)
             best = rates.index(max(rates))
             shares = {
-                policy: min(steady_cell(policy, batch_size, acceptance, seconds, seed) for seed in range(seeds))
+                policy: min(
+                    steady_cell(policy, batch_size, acceptance, seconds, seed) for seed in range(seeds)
+                )
                 for policy in POLICIES
             }
             row = {"batch_size": batch_size, "acceptance": acceptance, "best_draft_len": best}
             rows.append({**row, "plain": rates[0] / rates[best], **shares})
             cells = "  ".join(f"{share:12.3f}" for share in shares.values())
-            print(f"{batch_size:5} {acceptance:6} {best:6} {rates[0] / rates[best]:6.3f}  {cells}", flush=True)
+            print(
+                f"{batch_size:5} {acceptance:6} {best:6} {rates[0] / rates[best]:6.3f}  {cells}", flush=True
+            )
     return rows
 
 
 def measure_moving(seconds: float, seeds: int) -> list[dict[str, Any]]:
     rows = []
-    print(f"{'traffic':>9} {'seed':>4} {'best K':>6} {'plain':>6}  " + "  ".join(f"{p:>12}" for p in POLICIES))
+    print(
+        f"{'traffic':>9} {'seed':>4} {'best K':>6} {'plain':>6}  " + "  ".join(f"{p:>12}" for p in POLICIES)
+    )
     for kind in MOVING:
         for seed in range(seeds):
             statics, rates = moving_rates(kind, seconds, seed, list(POLICIES))
@@ -140,7 +150,9 @@ def main() -> int:
     worst, least = min(r[COST_MODEL] for r in steady_rows), min(r[COST_MODEL] for r in moving_rows)
     print(f"worst steady cell {worst:.3f} (bar {MIN_STEADY}), moving traffic {least:.3f} (bar {MIN_MOVING})")
     slowest = max(microseconds.values())
-    print(f"steps_for and observe: at most {slowest:.1f} us, 8 draft lengths (bar {MAX_DECISION_US:g} us each)")
+    print(
+        f"steps_for and observe: at most {slowest:.1f} us, 8 draft lengths (bar {MAX_DECISION_US:g} us each)"
+    )
     report = {
         "python": platform.python_version(),
         "round_times": "example table, not measured",

@@ -1,8 +1,8 @@
 """Rounds of a simulated engine under an `AdaptiveController`: acceptance is drawn, time comes from a table.
 
-It has the unkind parts of a real engine: results reach the controller one round late, a round's drafts were made in the
-round before (so after plain decoding the first round has none, and after a rise too few), and times are noisy. Tokens are
-counted by their expectation at the true acceptance, so that luck does not blur the comparison of two policies.
+It has the unkind parts of a real engine: results reach the controller one round late, a round's drafts were made in
+the round before (so after plain decoding the first round has none, and after a rise too few), and times are noisy.
+Tokens are counted by their expectation at the true acceptance, so that luck does not blur a comparison.
 """
 
 import json
@@ -141,7 +141,9 @@ class HeavyMix:
         num_new = wanted - len(self._ends)
         if num_new > 0:
             easy = 0.5 + 0.45 * np.sin(2 * np.pi * now / (1.7 * self._period))
-            kinds = self._rng.choice([0.92, 0.5, 0.1], size=num_new, p=[easy, 0.4 * (1 - easy), 0.6 * (1 - easy)])
+            kinds = self._rng.choice(
+                [0.92, 0.5, 0.1], size=num_new, p=[easy, 0.4 * (1 - easy), 0.6 * (1 - easy)]
+            )
             lives = np.minimum(0.5 * (1 + self._rng.pareto(1.5, size=num_new)), self._period / 4)
             self._acceptance = np.concatenate([self._acceptance, kinds])
             self._ends = np.concatenate([self._ends, now + lives])

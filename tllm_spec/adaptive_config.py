@@ -1,8 +1,8 @@
 """`speculative_config.adaptive`: what the user says about draft lengths that follow the traffic.
 
-A mapping, the name of a preset, or the path of a JSON file as SGLang takes it. Keys that are whole numbers are batch-size
-slots, by their smallest batch size; any other key holds for every slot that does not say otherwise. It knows nothing of
-how the strategies decide; `docs/adaptive.md` shows every key with its meaning.
+A mapping, the name of a preset, or the path of a JSON file as SGLang takes it. Keys that are whole numbers are
+batch-size slots, by their smallest batch size; any other key holds for every slot that does not say otherwise. It
+knows nothing of how the strategies decide; `docs/adaptive.md` shows every key with its meaning.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class CostModelOptions(ConfigModel):
     ratio_weight: Positive = 64.0  # trials that a position's ratio to the others counts for beyond that
     window_trials: Positive = 256.0  # memory of an estimate, in trials ...
     window_rounds: PositiveInt = 8  # ... and in rounds, whichever is longer
-    switch_margin: NotNegative = 0.01  # a length must promise so much more tokens per second to replace another
+    switch_margin: NotNegative = (
+        0.01  # a length must promise so much more tokens per second to replace another
+    )
     probe_round_share: Probability = 0.01  # rounds that may be probes
     probe_time_share: Probability = 0.005  # time that probes may add
     probe_trials: PositiveInt = 8  # requests that a probe should see, over its rounds ...
@@ -68,6 +70,7 @@ class CostModelOptions(ConfigModel):
 
 
 EMA_ONLY = EmaOptions.model_fields.keys() - CostModelOptions.model_fields.keys()
+SlotOptions = EmaOptions | CostModelOptions
 Options = TypeVar("Options", bound=ConfigModel)
 
 
@@ -75,7 +78,9 @@ class RoundTimeOptions(ConfigModel):
     """How measured round times are corrected while serving (`strategy: cost_model`)."""
 
     assumed_draft_cost: NotNegative = 0.06  # plain rounds that a draft costs, if no times were measured
-    time_smoothing: Smoothing = 0.05  # share of a new time in what all draft lengths of a batch size have in common
+    time_smoothing: Smoothing = (
+        0.05  # share of a new time in what all draft lengths of a batch size have in common
+    )
     time_cell_smoothing: Smoothing = 0.01  # and in what is one draft length's own
 
 
@@ -91,7 +96,7 @@ class MarkOptions(ConfigModel):
 class AdaptiveConfig:
     """A checked configuration: slots by their smallest batch size, ascending."""
 
-    slots: tuple[tuple[int, EmaOptions | CostModelOptions], ...]
+    slots: tuple[tuple[int, SlotOptions], ...]
     compat: bool  # `ema` ignores which draft length produced an observation, as SGLang does
     times: RoundTimeOptions
     marks: MarkOptions
@@ -103,13 +108,13 @@ class AdaptiveConfig:
 
     @property
     def launch_steps(self) -> int | None:
-        """The draft length to begin with when the user names none: the ladders' middle; None: the cost model's choice."""
+        """What to begin with when the user names none: the ladders' middle; None: what the cost model expects."""
         if not isinstance(self.slots[0][1], EmaOptions):
             return None
         return self.draft_lens[len(self.draft_lens) // 2]
 
     @classmethod
-    def parse(cls, adaptive: Mapping[Any, Any] | str) -> AdaptiveConfig:
+    def parse(cls, adaptive: object) -> AdaptiveConfig:
         """Raises ValueError, in sentences that name slot and key, for what cannot be meant."""
         if isinstance(adaptive, str):
             adaptive = PRESETS[adaptive] if adaptive in PRESETS else _read_sglang_file(adaptive)
@@ -117,7 +122,7 @@ class AdaptiveConfig:
             accepted = f"a mapping, a path, or one of {', '.join(PRESETS)}"
             raise ValueError(f"adaptive = {shown(adaptive)} is not accepted; accepted: {accepted}")
         root, slots = _split(adaptive)
-        options = EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
+        options: type[SlotOptions] = EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
         compat = root.pop("compat", False)
         if type(compat) is not bool or (compat and options is not EmaOptions):
             accepted = "true or false" if options is EmaOptions else "false, unless strategy: ema"
@@ -130,8 +135,12 @@ class AdaptiveConfig:
         if not slots and (ladder is not None or options is CostModelOptions):
             slots = {1: {"candidate_steps": DEFAULT_STEPS if ladder is None else ladder}}
         if not slots:
-            raise ValueError('adaptive has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}')
-        _checked(options, {**root, "candidate_steps": [0]}, "adaptive")  # global keys are at fault without a slot
+            raise ValueError(
+                'adaptive has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}'
+            )
+        _checked(
+            options, {**root, "candidate_steps": [0]}, "adaptive"
+        )  # global keys are at fault without a slot
         checked = [(low, _slot(options, root, low, slots[low])) for low in sorted(slots)]
         return cls(tuple(checked), compat, RoundTimeOptions(**times), MarkOptions(**marks))
 
@@ -176,7 +185,7 @@ def _checked(kind: type[Options], given: Mapping[str, Any], where: str) -> Optio
         raise ConfigError([f"{where}.{line}" for line in error.lines]) from None
 
 
-def _slot(options: type[Options], root: Mapping[str, Any], low: int, slot: object) -> Options:
+def _slot(options: type[SlotOptions], root: Mapping[str, Any], low: int, slot: object) -> SlotOptions:
     """A slot's keys laid over the global ones."""
     where = f"adaptive slot {low}"
     if not isinstance(slot, Mapping):

@@ -4,27 +4,31 @@ It knows accepted lengths and nothing of time or of decisions.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import mul
 
 from tllm_spec.adaptive_config import CostModelOptions
 
-MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain, so ratios stay finite
+MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain
 
 
 class AcceptanceEstimate:
     """A round of K drafts of which n are accepted shows positions 1 .. min(n + 1, K).
 
-    A position's weight is the trials that it remembers. Without new trials the weight fades down to the prior's,
-    and the estimate stays: what was bad is not tried again only because it was long ago, but one probe then moves
-    the estimate far. A position beyond the window is the level of those within it, times the ratio to that level that
-    it used to have (1 before it was ever seen), so that it moves with what is seen.
+    Two views of a position are weighed by their evidence: its own decayed count, and a model of the text, level x shape,
+    where the level moves all positions together and the shape is a position's ratio to it, 1 before it was
+    ever seen. So positions beyond the window follow what happens inside it.
+    Without new trials a count's weight fades down to the prior's, and its value stays: what was bad is not
+    tried again only because it was long ago, but one probe then moves it far.
     """
 
     def __init__(self, num_positions: int, options: CostModelOptions) -> None:
         self._options = options
-        self.rates = [options.prior_acceptance] * num_positions
+        self._counts = [options.prior_acceptance] * num_positions
         self._weights = [options.prior_weight] * num_positions
-        self._ratios = [1.0] * num_positions
+        self._shape = [1.0] * num_positions
+        self.rates = [options.prior_acceptance] * num_positions
+        self.expected_accepted = list(accumulate(accumulate(self.rates, mul), initial=0.0))  # by draft length
 
     def observe(self, num_requests: int, num_accepted: Sequence[int], num_steps: int) -> None:
         """A round of `num_steps` drafts a request; 0, or nobody drafted for: time passes and nothing is seen."""
@@ -33,38 +37,32 @@ class AcceptanceEstimate:
         floor = options.prior_weight
         self._weights = [weight if (weight := old * keep) > floor else floor for old in self._weights]
         if num_steps and num_accepted:
-            trials = self._count(num_accepted, num_steps)
-            self._extrapolate(trials)
+            level = self._learn(self._count(num_accepted, num_steps))
+            strength = options.ratio_weight
+            self.rates = [
+                min(MAX_RATE, (weight * count + strength * level * ratio) / (weight + strength))
+                for weight, count, ratio in zip(self._weights, self._counts, self._shape, strict=True)
+            ]
+            self.expected_accepted = list(accumulate(accumulate(self.rates, mul), initial=0.0))
 
     def _count(self, num_accepted: Sequence[int], num_steps: int) -> list[int]:
-        """Updates the positions of the window; how many trials each had."""
-        rates, weights = self.rates, self._weights
+        """Updates the counts of the window's positions; how many trials each had."""
+        counts, weights = self._counts, self._weights
         reached, trials = len(num_accepted), []
-        for position in range(min(num_steps, len(rates))):
+        for position in range(min(num_steps, len(counts))):
             trials.append(reached)
             accepted = reached - num_accepted.count(position)
-            weight = weights[position] = weights[position] + reached
-            rate = rates[position] + (accepted - reached * rates[position]) / weight
-            rates[position] = MIN_RATE if rate < MIN_RATE else MAX_RATE if rate > MAX_RATE else rate
+            weights[position] += reached
+            counts[position] += (accepted - reached * counts[position]) / weights[position]
             reached = accepted
         return trials
 
-    def _extrapolate(self, trials: list[int]) -> None:
-        """Moves the positions beyond the window with the level of those within it, and learns the latters' ratios."""
-        rates, weights, ratios = self.rates, self._weights, self._ratios
-        ratio_weight = self._options.ratio_weight
-        num_seen = len(trials)
-        level = sum(map(mul, rates, weights[:num_seen])) / sum(weights[:num_seen])
+    def _learn(self, trials: list[int]) -> float:
+        """The level of the window's positions, given their shape; then their shape, given the level."""
+        counts, weights, shape, strength = self._counts, self._weights, self._shape, self._options.ratio_weight
+        level = sum(map(mul, weights, counts[: len(trials)])) / sum(map(mul, weights, shape[: len(trials)]))
+        level = max(MIN_RATE, level)
         for position, reached in enumerate(trials):
-            surprise = rates[position] / level - ratios[position]
-            ratios[position] += surprise * reached / (ratio_weight + weights[position])
-        for position in range(num_seen, len(rates)):
-            rates[position] = min(max(level * ratios[position], MIN_RATE), MAX_RATE)
-
-    def expected_accepted(self) -> list[float]:
-        """Entry K: how many drafts of a window of K are accepted on average."""
-        sums, reach = [0.0], 1.0
-        for rate in self.rates:
-            reach *= rate
-            sums.append(sums[-1] + reach)
-        return sums
+            surprise = counts[position] / level - shape[position]
+            shape[position] += surprise * reached / (strength + weights[position])
+        return level

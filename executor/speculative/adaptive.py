@@ -1,7 +1,8 @@
 """The draft length of every round: asked before drafting, told what came of it after verification.
 
-It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what was decided. It is pure
-Python and drives no device: what a draft length needs (graphs, buffers) is prepared elsewhere for all of `draft_lens`.
+It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what was decided. It is
+pure Python and drives no device: what a draft length needs (graphs, buffers) is prepared elsewhere for all of
+`draft_lens`.
 """
 
 from bisect import bisect_left, bisect_right
@@ -102,7 +103,9 @@ class AdaptiveController:
         exist yet; None: the present length. `seconds`: the round's, if it had no context chunk."""
         padded = self._padded(batch_size)
         slot, max_steps = self._slot(padded), self._limits.max_steps(batch_size)
-        self._limits.observe(num_accepted, slot.steps_for(padded, max_steps) if num_steps is None else num_steps)
+        self._limits.observe(
+            num_accepted, slot.steps_for(padded, max_steps) if num_steps is None else num_steps
+        )
         return slot.observe(ObservedRound(batch_size, padded, num_accepted, num_steps, seconds, max_steps))
 
     def new_mark(self) -> RequestMark:

@@ -5,6 +5,7 @@ is not being played is learned by probes: rarely, a few rounds of the next longe
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from tllm_spec.executor.speculative.decision_log import DecisionLog, Switch
 from tllm_spec.executor.speculative.draft_len_policy import ObservedRound
 from tllm_spec.executor.speculative.round_times import CorrectedRoundTimes
 
+MAX_SAVED_TIME = 40  # rounds: what probes may add at once, e.g. five rounds of nine times the length
 SPARE_ROUNDS = 3  # of a probe: the first finds no drafts of its length, and what is in flight is seen late
 
 
@@ -27,14 +29,13 @@ class Tier(NamedTuple):
 
 @dataclass
 class Probe:
-    batch_size: int
     steps: int
     rounds_to_see: int  # that really had drafts of this length
     rounds_left: int  # of any kind
 
 
 class ProbeBudget:
-    """Earned by every round that is no probe, spent by those that are. It saves up for two probes, no more."""
+    """Earned by every round that is no probe, spent by those that are, and not saved up for ever."""
 
     def __init__(self, options: CostModelOptions) -> None:
         self._options = options
@@ -44,6 +45,7 @@ class ProbeBudget:
     def earn(self, seconds: float) -> None:
         if self.rounds < self._max_rounds:
             self.rounds += self._options.probe_round_share
+        if self.seconds < MAX_SAVED_TIME * seconds:
             self.seconds += self._options.probe_time_share * seconds
 
     def spend(self, extra_seconds: float) -> None:
@@ -64,9 +66,9 @@ class CostModelSlot:
     ) -> None:
         self.lower_bound, self._options, self._log, self._times = lower_bound, options, log, times
         self._ladder = options.candidate_steps
+        self._longer = dict(pairwise(self._ladder))
         self._initial_steps = initial_steps if initial_steps in self._ladder else None
         self._estimate = AcceptanceEstimate(self._ladder[-1], options)
-        self._expected = self._estimate.expected_accepted()
         self._drafted_share = 1.0  # of a batch's requests: those marked as not worth drafting gain nothing
         self._version = 0  # of all that decisions are made from
         self._tiers: dict[int, Tier] = {}
@@ -75,10 +77,12 @@ class CostModelSlot:
 
     def steps_for(self, batch_size: int, max_steps: int) -> int:
         """The draft length of a round. Asking changes nothing that a second question would notice."""
-        probe = self._probe
-        if probe is not None and probe.batch_size == batch_size and probe.steps <= max_steps:
-            return probe.steps
-        return self._tier(batch_size, max_steps)
+        tier = self._tier(batch_size, max_steps)
+        return self._probe.steps if self._probe and self._is_probed(tier, max_steps) else tier
+
+    def _is_probed(self, tier: int, max_steps: int) -> bool:
+        """A batch size takes part in the slot's probe where the probe is its next longer length, and allowed."""
+        return self._probe is not None and self._probe.steps == self._longer.get(tier, 0) <= max_steps
 
     def observe(self, observed: ObservedRound) -> bool:
         batch_size, max_steps = observed.batch_size, observed.max_steps
@@ -87,12 +91,11 @@ class CostModelSlot:
         if observed.seconds is not None:
             self._times.observe(batch_size, steps, observed.seconds)
         self._estimate.observe(observed.num_requests, observed.num_accepted, steps)
-        self._expected = self._estimate.expected_accepted()
         if steps:
             share = len(observed.num_accepted) / observed.num_requests
             self._drafted_share += (share - self._drafted_share) / self._options.window_rounds
         self._version += 1
-        self._book(batch_size, steps)
+        self._book(batch_size, steps, before)
         tier = self._tier(batch_size, max_steps)
         if self._probe is None:
             self._start_probe(batch_size, tier, max_steps)
@@ -114,7 +117,7 @@ class CostModelSlot:
             return Tier(0, self._version, max_steps)
         if self._version == 0 and self._initial_steps in allowed:
             return Tier(self._initial_steps, self._version, max_steps)
-        row, expected, share = self._times.row(batch_size), self._expected, self._drafted_share
+        row, expected, share = self._times.row(batch_size), self._estimate.expected_accepted, self._drafted_share
         rates = {steps: (1 + share * expected[steps]) / row[steps] for steps in allowed}
         best = max(rates, key=rates.__getitem__)
         if present is None:
@@ -124,41 +127,39 @@ class CostModelSlot:
             best = steps
         if best != steps:
             gain = f"{rates[best] / rates[steps] - 1:+.1%} tokens per second" if steps in rates else "a limit"
-            self._log.record(Switch(self.lower_bound, batch_size, steps, best, f"{gain}; {self._rates_text()}"))
+            self._log.record(
+                Switch(self.lower_bound, batch_size, steps, best, f"{gain}; {self._rates_text()}")
+            )
         return Tier(best, self._version, max_steps)
 
-    def _book(self, batch_size: int, steps: int) -> None:
+    def _book(self, batch_size: int, steps: int, asked_for: int) -> None:
         """Books a round, as part of a probe or not, and ends a probe that has seen enough or takes too long."""
-        row, probe = self._times.row(batch_size), self._probe
-        if probe is None or probe.batch_size != batch_size:
+        row, probe, tier = self._times.row(batch_size), self._probe, self._tiers[batch_size].steps
+        if probe is None or asked_for == tier:
             self._budget.earn(row.get(steps, 0.0))
-            if probe is not None:
-                self._probe = None  # the batch has changed: what was tried no longer runs
-            return
-        tier = self._tiers[batch_size].steps
-        self._budget.spend(max(0.0, row[probe.steps] - row.get(tier, 0.0)))
-        probe.rounds_left -= 1
-        probe.rounds_to_see -= steps == probe.steps
-        if not (probe.rounds_left and probe.rounds_to_see):
-            self._probe = None
+        else:
+            self._budget.spend(max(0.0, row[asked_for] - row.get(tier, 0.0)))
+        if probe is not None:
+            probe.rounds_left -= 1
+            probe.rounds_to_see -= steps == probe.steps
+            if not (probe.rounds_left and probe.rounds_to_see):
+                self._probe = None
 
     def _start_probe(self, batch_size: int, tier: int, max_steps: int) -> None:
         """The next longer length, if full acceptance of what it adds would make it better, and it can be paid."""
         options, budget = self._options, self._budget
+        longer = self._longer.get(tier)
         rounds_to_see = min(options.probe_rounds, ceil(options.probe_trials / batch_size))
-        if budget.rounds < rounds_to_see + 1:
+        if longer is None or longer > max_steps or budget.rounds < rounds_to_see + 1:
             return
-        row, expected = self._times.row(batch_size), self._expected
-        longer = next((steps for steps in self._ladder if tier < steps <= max_steps), None)
-        if longer is None or tier not in row:
-            return
+        row, expected, share = self._times.row(batch_size), self._estimate.expected_accepted, self._drafted_share
         if budget.seconds < (rounds_to_see + 1) * (row[longer] - row[tier]):
             return
         reach = expected[tier] - expected[tier - 1] if tier else 1.0
-        at_best = 1 + self._drafted_share * (expected[tier] + reach * (longer - tier))
-        now = 1 + self._drafted_share * expected[tier]
+        now = 1 + share * expected[tier]
+        at_best = 1 + expected[tier] + reach * (longer - tier)  # marked requests may have become worth it, too
         if at_best / row[longer] > now / row[tier] * (1 + options.switch_margin):
-            self._probe = Probe(batch_size, longer, rounds_to_see, rounds_to_see + SPARE_ROUNDS)
+            self._probe = Probe(longer, rounds_to_see, rounds_to_see + SPARE_ROUNDS)
 
     def _rates_text(self) -> str:
         return "acceptance by position " + " ".join(f"{rate:.2f}" for rate in self._estimate.rates)

@@ -1,4 +1,4 @@
-"""What the user forbids: drafts above a number of requests, more than a schedule's drafts, drafts that are not accepted.
+"""What the user forbids: drafts for many requests, more drafts than a schedule has, drafts that are not accepted.
 
 A limit says how many drafts a round may have at most. Which length within it is best, it does not know.
 """
@@ -40,7 +40,9 @@ class AcceptanceGate:
     @property
     def rate(self) -> float:
         """Accepted drafts / drafts in the window; 0 when it is empty."""
-        return sum(accepted for accepted, _ in self._window) / max(1, sum(drafted for _, drafted in self._window))
+        return sum(accepted for accepted, _ in self._window) / max(
+            1, sum(drafted for _, drafted in self._window)
+        )
 
 
 class DraftLenLimits:
@@ -78,7 +80,10 @@ class DraftLenLimits:
         return tuple(sorted({*self._schedule.values(), *([0] if may_be_off else [])}))
 
     def state(self) -> dict[str, Any]:
-        gate = self._gate and {"is_closed": self._gate.is_closed, "acceptance_rate": round(self._gate.rate, 4)}
+        gate = self._gate and {
+            "is_closed": self._gate.is_closed,
+            "acceptance_rate": round(self._gate.rate, 4),
+        }
         return {
             "max_concurrency": None if self._max_concurrency == NO_LIMIT else self._max_concurrency,
             "draft_len_schedule": self._schedule or None,

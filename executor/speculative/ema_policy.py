@@ -1,7 +1,7 @@
 """`strategy: ema`: SGLang's rule for one batch-size slot, to the digit.
 
-The mean number of accepted drafts of a round is smoothed; every few rounds the draft length moves along the ladder until
-it is about one above that mean. It knows no costs and no batch sizes.
+The mean number of accepted drafts of a round is smoothed; every few rounds the draft length moves along the ladder
+until it is about one above that mean. It knows no costs and no batch sizes.
 """
 
 from math import ceil

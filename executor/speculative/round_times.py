@@ -1,4 +1,4 @@
-"""How long a round takes, by batch size and draft length: measured at start-up, corrected by the rounds that are served.
+"""How long a round takes, by batch size and draft length: measured at start-up, corrected while serving.
 
 It knows nothing of tokens. Seconds are those of rounds that only generate; a context chunk in a round makes its
 time meaningless here.
@@ -60,7 +60,7 @@ def _on_line(points: list[tuple[int, float]], at: int) -> float:
     """Linear between neighbours; the last two points' line beyond them; the first value before them."""
     places = [place for place, _ in points]
     right = bisect_left(places, at)
-    if right < len(points) and places[right] == at or right == 0:
+    if right == 0 or (right < len(points) and places[right] == at):
         return points[right][1]
     if len(points) == 1:
         return points[0][1]

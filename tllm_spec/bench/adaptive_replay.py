@@ -4,8 +4,9 @@ A trace is JSON lines, one a round, in order:
 
     {"batch_size": 4, "num_accepted": [3, 0, 1, 2], "num_steps": 3, "seconds": 0.0051}
 
-`num_accepted`: accepted drafts of each request that was drafted for. `num_steps`: the draft length that was verified; without it,
-the round counts as one of the length that the controller asked for. `seconds`: the round's time, if it is known.
+`num_accepted`: accepted drafts of each request that was drafted for. `num_steps`: the draft length that was verified;
+without it, the round counts as one of the length that the controller asked for. `seconds`: the round's time, if it
+is known.
 The trace is what happened, so decisions do not change what comes after them.
 """
 

@@ -1,0 +1,244 @@
+"""`strategy: cost_model`: what it learns, when it switches, what it probes and at which cost."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tllm_spec.adaptive_config import CostModelOptions, RoundTimeOptions
+from tllm_spec.executor.speculative.acceptance_estimate import AcceptanceEstimate
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_len_limits import AcceptanceGate, DraftLenLimits
+from tllm_spec.executor.speculative.round_times import CorrectedRoundTimes, MeasuredRoundTimes
+
+LADDER = (0, 1, 2, 3)
+
+
+class LinearTimes:
+    """A plain round takes 10 ms, each draft `draft_ms` more."""
+
+    def __init__(self, draft_ms: float) -> None:
+        self.draft_ms = draft_ms
+
+    def round_time(self, batch_size: int, draft_len: int) -> float:
+        return (10 + self.draft_ms * draft_len) / 1e3
+
+
+def controller(
+    draft_ms: float = 1.0, limits: DraftLenLimits | None = None, **keys: Any
+) -> AdaptiveController:
+    config = {"strategy": "cost_model", "candidate_steps": list(LADDER), **keys}
+    return AdaptiveController.from_config(config, round_times=LinearTimes(draft_ms), limits=limits)
+
+
+def play(controls: AdaptiveController, rounds: int, num_accepted: int, batch_size: int = 1) -> list[int]:
+    """Every request's drafts are accepted up to `num_accepted`. The lengths that were asked for."""
+    asked = []
+    for _ in range(rounds):
+        steps = controls.steps_for(batch_size)
+        asked.append(steps)
+        controls.observe(batch_size, [min(steps, num_accepted)] * batch_size if steps else [], steps)
+    return asked
+
+
+def settled(controls: AdaptiveController) -> int:
+    return int(controls.state()["slots"]["1"]["steps"]["1"])
+
+
+@pytest.mark.parametrize(("num_accepted", "expected"), [(0, 0), (1, 1), (2, 2), (3, 3)])
+def test_the_length_settles_on_what_is_accepted(num_accepted: int, expected: int) -> None:
+    controls = controller()
+    play(controls, 600, num_accepted)
+    assert settled(controls) == expected
+
+
+def test_drafts_that_cost_more_than_they_can_bring_are_not_made() -> None:
+    dear = controller(draft_ms=11.0)  # even a sure draft brings 10 ms
+    assert set(play(dear, 3000, 3)[100:]) == {0}
+
+
+def test_a_longer_length_must_beat_the_present_one_by_the_margin() -> None:
+    def switches(margin: float) -> int:
+        controls = controller(draft_ms=5.0, switch_margin=margin, window_trials=8.0, probe_round_share=0.0)
+        for number in range(400):  # half of the first drafts: one draft brings as much as it costs
+            steps = controls.steps_for(1)
+            controls.observe(1, [number % 2 if steps else 0], max(steps, 1))
+        return int(controls.state()["decisions"]["num_switches"])
+
+    assert switches(0.3) < switches(0.0) / 4
+
+
+def test_a_window_shows_one_position_more_than_was_accepted() -> None:
+    options = CostModelOptions(candidate_steps=LADDER, prior_weight=1e-6, ratio_weight=1e-6)
+    estimate = AcceptanceEstimate(3, options)
+    estimate.observe(4, [0, 1, 1, 3], 3)
+    assert estimate.rates == pytest.approx([3 / 4, 1 / 3, 0.999], abs=1e-3)
+    assert estimate.expected_accepted == pytest.approx([0, 0.75, 1.0, 1.25], abs=2e-3)
+
+
+def test_positions_beyond_the_window_move_with_those_inside_it() -> None:
+    estimate = AcceptanceEstimate(3, CostModelOptions(candidate_steps=LADDER))
+    for _ in range(500):
+        estimate.observe(1, [1], 1)
+    assert estimate.rates[2] > 0.95
+    for _ in range(1000):
+        estimate.observe(1, [0], 1)
+    assert estimate.rates[2] < 0.1
+
+
+def test_a_position_that_is_always_worse_stays_so_when_it_is_no_longer_drafted() -> None:
+    estimate = AcceptanceEstimate(2, CostModelOptions(candidate_steps=(0, 2)))
+    for _ in range(500):
+        estimate.observe(1, [1], 2)  # the second draft is always wrong
+    for _ in range(2000):
+        estimate.observe(1, [1], 1)
+    assert estimate.rates[0] > 0.9 and estimate.rates[1] < 0.25
+
+
+def test_time_without_drafts_keeps_an_estimate_but_makes_it_easy_to_change() -> None:
+    def after_one_acceptance(idle_rounds: int) -> tuple[float, float]:
+        estimate = AcceptanceEstimate(1, CostModelOptions(candidate_steps=(0, 1)))
+        for _ in range(500):
+            estimate.observe(1, [0], 1)
+        for _ in range(idle_rounds):
+            estimate.observe(1, [], 0)
+        kept = estimate.rates[0]
+        estimate.observe(1, [1], 1)
+        return kept, estimate.rates[0]
+
+    (fresh_kept, fresh), (stale_kept, stale) = after_one_acceptance(0), after_one_acceptance(5000)
+    assert stale_kept == fresh_kept < 0.05 and stale > 0.1 > fresh
+
+
+def test_probes_cost_one_round_in_a_hundred_at_most() -> None:
+    asked = play(controller(), 20_000, 0)[1000:]
+    assert 0 < sum(steps > 0 for steps in asked) <= 0.011 * len(asked)
+
+
+def test_probes_are_rarer_where_a_round_of_them_adds_much_time() -> None:
+    rounds = 20_000
+    cheap, dear = (
+        sum(steps > 0 for steps in play(controller(draft_ms=ms), rounds, 0)[1000:]) for ms in (0.5, 9.0)
+    )
+    assert 0 < dear < 0.8 * cheap
+    assert dear * 9.0 <= 0.006 * rounds * 10  # milliseconds that probes added
+
+
+def test_after_plain_decoding_good_drafts_are_found_again_by_a_probe() -> None:
+    controls = controller()
+    play(controls, 2000, 0)
+    assert settled(controls) == 0
+    play(controls, 1100, 3)
+    assert settled(controls) == 3
+
+
+def test_a_probe_lasts_until_drafts_were_really_seen() -> None:
+    controls = controller()
+    play(controls, 2000, 0, batch_size=1)
+    asked, ready = [], 0
+    for _ in range(1200):  # the round after plain decoding finds no drafts
+        steps = controls.steps_for(1)
+        verified, ready = min(steps, ready), steps
+        asked.append(steps)
+        controls.observe(1, [0] if verified else [], verified)
+    lengths = [len(run) for run in "".join("p" if steps else " " for steps in asked).split()]
+    assert lengths and set(lengths) == {5}  # one without drafts, four that count
+
+
+def test_a_drafter_that_never_drafts_cannot_hold_a_probe_open() -> None:
+    controls = controller()
+    play(controls, 2000, 0)
+    probing = 0
+    for _ in range(1200):
+        probing += controls.steps_for(1) > 0
+        controls.observe(1, [], 0)
+    assert 0 < probing <= 3 * 7
+
+
+def test_asking_twice_gives_the_same_answer() -> None:
+    controls = controller()
+    for number in range(1500):
+        first = [controls.steps_for(size) for size in (1, 2, 8)]
+        assert first == [controls.steps_for(size) for size in (1, 2, 8)]
+        controls.observe(1, [number % 3 % (first[0] + 1)], first[0])
+
+
+def test_a_change_is_reported_once_and_kept_with_its_reason() -> None:
+    controls = controller()
+    reports = []
+    for _ in range(300):
+        before = controls.steps_for(1)
+        changed = controls.observe(1, [0] if before else [], before)
+        assert changed == (controls.steps_for(1) != before)
+        reports += [changed]
+    assert 0 < sum(reports) < 8
+    last = controls.state()["decisions"]["last"][-1]
+    assert last["new_steps"] == 0 and "acceptance by position" in last["reason"]
+
+
+def test_requests_that_are_not_drafted_for_lower_what_drafts_can_bring() -> None:
+    def length(num_drafted: int) -> int:
+        controls = controller(draft_ms=3.0)
+        for _ in range(300):
+            steps = controls.steps_for(8)
+            controls.observe(8, [steps] * num_drafted if steps else [], steps)
+        return int(controls.state()["slots"]["1"]["steps"]["8"])
+
+    assert (length(8), length(1)) == (3, 0)
+
+
+def test_the_first_rounds_have_the_length_that_was_asked_for() -> None:
+    config = {"candidate_steps": list(LADDER)}
+    assert [AdaptiveController.from_config(config, initial_steps=k).steps_for(4) for k in LADDER] == [0, 1, 2, 3]
+
+
+def test_longer_contexts_stretch_all_lengths_alike() -> None:
+    times = CorrectedRoundTimes(LinearTimes(1.0), LADDER, RoundTimeOptions())
+    for _ in range(500):
+        times.observe(1, 3, 0.026)  # twice what was measured
+    row = times.row(1)
+    assert row[3] / row[0] == pytest.approx(1.3, rel=0.02)
+    assert times.state()["1"]["0"] == pytest.approx(20, rel=0.02)
+
+
+def test_a_length_whose_time_was_measured_wrong_is_found_out_once_others_are_played_too() -> None:
+    times = CorrectedRoundTimes(LinearTimes(1.0), LADDER, RoundTimeOptions())
+    for _ in range(2000):
+        times.observe(1, 3, 0.0169)  # 1.3 times as long as measured
+        times.observe(1, 0, 0.010)
+    assert times.row(1)[3] / times.row(1)[0] == pytest.approx(1.69, rel=0.05)
+
+
+def test_one_round_that_took_a_second_does_not_change_the_times_much() -> None:
+    times = CorrectedRoundTimes(LinearTimes(1.0), LADDER, RoundTimeOptions())
+    for seconds in [*[0.013] * 100, 1.0]:
+        times.observe(1, 3, seconds)
+    assert times.state()["1"]["3"] == pytest.approx(13, rel=0.07)
+
+
+def test_times_between_measured_ones_lie_on_a_line() -> None:
+    times = MeasuredRoundTimes.from_json({"round_ms": {"4": {"0": 4, "2": 6}, "8": {"0": 8, "2": 14}}})
+    at: Sequence[tuple[int, int]] = [(4, 0), (4, 1), (6, 2), (1, 0), (16, 2)]
+    assert [times.round_time(*cell) * 1e3 for cell in at] == pytest.approx([4, 5, 10, 4, 30])
+
+
+@pytest.mark.parametrize("tree", [[], {}, {"round_ms": {}}, {"round_ms": {"1": 3}}, {"round_ms": {"1": {"0": 0}}}])
+def test_round_times_that_cannot_be_meant_are_refused(tree: object) -> None:
+    with pytest.raises(ValueError, match="round times"):
+        MeasuredRoundTimes.from_json(tree)
+
+
+def test_a_limit_leaves_the_best_of_the_shorter_lengths() -> None:
+    controls = controller(limits=DraftLenLimits(schedule={4: 2, 16: 0}))
+    play(controls, 300, 3)
+    assert [controls.steps_for(size) for size in (1, 3, 4, 15, 16)] == [3, 3, 2, 2, 0]
+    assert max(play(controls, 3000, 3, batch_size=4)) == 2
+    assert set(play(controls, 3000, 3, batch_size=16)) == {0}
+
+
+def test_a_closed_gate_ends_drafting_and_its_window_opens_it_again() -> None:
+    controls = controller(limits=DraftLenLimits(gate=AcceptanceGate(0.5, 4)), switch_margin=0.0)
+    play(controls, 100, 3)
+    closed = play(controls, 30, 0)
+    assert closed[0] == 3 and set(closed[12:]) == {0}
+    assert play(controls, 1000, 3)[-1] == 3

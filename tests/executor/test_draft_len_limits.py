@@ -1,0 +1,72 @@
+"""Limits over the draft length: concurrency, schedule, and the gate that opens again."""
+
+import pytest
+
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, AcceptanceGate, DraftLenLimits
+
+
+def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
+    limits = DraftLenLimits(schedule={8: 0, 2: 4, 4: 2})
+    assert [limits.max_steps(size) for size in (1, 2, 3, 4, 7, 8, 99)] == [NO_LIMIT, 4, 4, 2, 2, 0, 0]
+    assert limits.reachable == (0, 2, 4)
+
+
+def test_no_drafts_above_max_concurrency() -> None:
+    limits = DraftLenLimits(max_concurrency=4)
+    assert [limits.max_steps(size) for size in (4, 5)] == [NO_LIMIT, 0]
+    assert limits.reachable == (0,)
+
+
+def test_the_number_of_requests_is_compared_not_its_padding() -> None:
+    slots = {"strategy": "ema", 1: {"candidate_steps": [3]}}
+    controls = AdaptiveController.from_config(
+        slots, graph_batch_sizes=[8], limits=DraftLenLimits(max_concurrency=5)
+    )
+    assert [controls.steps_for(size) for size in (5, 6)] == [3, 0]
+
+
+def test_a_fixed_draft_length_is_shortened_by_limits_only() -> None:
+    controls = AdaptiveController.fixed(5, limits=DraftLenLimits(schedule={1: 4, 9: 0}))
+    assert not controls.observe(4, [0] * 4, 4)
+    assert [controls.steps_for(size) for size in (1, 8, 9)] == [4, 4, 0]
+    assert AdaptiveController.fixed(5).steps_for(500) == 5
+
+
+def test_a_ladder_without_a_length_within_the_limit_means_plain_decoding() -> None:
+    limits = DraftLenLimits(schedule={1: 4, 8: 2})
+    ladder = {"candidate_steps": [3, 7]}
+    for strategy in ("ema", "cost_model"):
+        controls = AdaptiveController.from_config({"strategy": strategy, 1: ladder}, limits=limits)
+        assert [controls.steps_for(size) for size in (1, 8)] == [3, 0], strategy
+    assert controls.draft_lens == (2, 3, 4, 7)
+
+
+def rounds(gate: AcceptanceGate, num_accepted: int, number: int) -> list[bool]:
+    """Whether the gate is closed after each of so many rounds of 4 drafts, none while it is closed."""
+    closed = []
+    for _ in range(number):
+        gate.observe([] if gate.is_closed else [num_accepted], 0 if gate.is_closed else 4)
+        closed.append(gate.is_closed)
+    return closed
+
+
+def test_the_gate_closes_after_a_full_window_below_the_threshold() -> None:
+    assert rounds(AcceptanceGate(0.5, 3), 1, 4) == [False, False, True, True]
+    assert not any(rounds(AcceptanceGate(0.5, 3), 2, 50))  # at the threshold is not below it
+
+
+def test_the_gate_weighs_every_draft_of_its_window_alike() -> None:
+    gate = AcceptanceGate(0.5, 2)
+    gate.observe([4, 4, 4, 4, 4, 4], 4)
+    gate.observe([0], 4)
+    assert not gate.is_closed and gate.rate == pytest.approx(24 / 28)
+
+
+def test_a_closed_gate_opens_for_one_window_in_a_hundred() -> None:
+    gate = AcceptanceGate(0.5, 3)
+    closed = rounds(gate, 0, 3000)
+    assert closed.count(False) == pytest.approx(0.01 * 3000, abs=4)
+    while gate.is_closed:
+        rounds(gate, 4, 1)
+    assert not any(rounds(gate, 4, 500))
