@@ -29,7 +29,12 @@ def test_a_slot_key_is_an_integer_or_a_string_of_digits() -> None:
 
 def test_a_slot_s_key_wins_over_the_global_one_which_wins_over_the_default() -> None:
     config = AdaptiveConfig.parse(
-        {"update_interval": 7, "up_hysteresis": 0.5, "1": SLOT, "4": {**SLOT, "up_hysteresis": 1, "ema_alpha": 1}}
+        {
+            "update_interval": 7,
+            "up_hysteresis": 0.5,
+            "1": SLOT,
+            "4": {**SLOT, "up_hysteresis": 1, "ema_alpha": 1},
+        }
     )
     assert dict(config.slots) == {
         1: EmaOptions(candidate_steps=(1, 3), update_interval=7, up_hysteresis=0.5),
@@ -113,12 +118,19 @@ def test_a_bad_configuration_is_refused_with_slot_and_key_named(given: Any, name
 
 
 def test_the_page_shows_every_key_with_its_default() -> None:
-    blocks = [block.split("```")[0] for block in DOCUMENTED.read_text(encoding="utf-8").split("```yaml\n")[1:]]
+    blocks = [
+        block.split("```")[0] for block in DOCUMENTED.read_text(encoding="utf-8").split("```yaml\n")[1:]
+    ]
     cost_model, ema = (yaml.safe_load(block)["adaptive"] for block in blocks)
     common = {"strategy", *MarkOptions.model_fields}
     assert cost_model.keys() == {*common, *CostModelOptions.model_fields, *RoundTimeOptions.model_fields}
     assert AdaptiveConfig.parse(cost_model) == AdaptiveConfig.parse({})
     assert AdaptiveConfig.parse(ema) == AdaptiveConfig.parse("conservative")
     assert {key for key in ema if isinstance(key, str)} >= {
-        "strategy", "compat", "ema_alpha", "update_interval", "warmup_batches", "up_hysteresis"
+        "strategy",
+        "compat",
+        "ema_alpha",
+        "update_interval",
+        "warmup_batches",
+        "up_hysteresis",
     }

@@ -37,13 +37,7 @@ class AcceptanceEstimate:
         floor = options.prior_weight
         self._weights = [weight if (weight := old * keep) > floor else floor for old in self._weights]
         if num_steps and num_accepted:
-            level = self._learn(self._count(num_accepted, num_steps))
-            strength = options.ratio_weight
-            self.rates = [
-                min(MAX_RATE, (weight * count + strength * level * ratio) / (weight + strength))
-                for weight, count, ratio in zip(self._weights, self._counts, self._shape, strict=True)
-            ]
-            self.expected_accepted = list(accumulate(accumulate(self.rates, mul), initial=0.0))
+            self._combine(self._learn(self._count(num_accepted, num_steps)))
 
     def _count(self, num_accepted: Sequence[int], num_steps: int) -> list[int]:
         """Updates the counts of the window's positions; how many trials each had."""
@@ -59,10 +53,25 @@ class AcceptanceEstimate:
 
     def _learn(self, trials: list[int]) -> float:
         """The level of the window's positions, given their shape; then their shape, given the level."""
-        counts, weights, shape, strength = self._counts, self._weights, self._shape, self._options.ratio_weight
+        counts, weights, shape, strength = (
+            self._counts,
+            self._weights,
+            self._shape,
+            self._options.ratio_weight,
+        )
         level = sum(map(mul, weights, counts[: len(trials)])) / sum(map(mul, weights, shape[: len(trials)]))
         level = max(MIN_RATE, level)
         for position, reached in enumerate(trials):
             surprise = counts[position] / level - shape[position]
             shape[position] += surprise * reached / (strength + weights[position])
         return level
+
+    def _combine(self, level: float) -> None:
+        strength, rates, expected = self._options.ratio_weight, self.rates, self.expected_accepted
+        reach, total, scaled = 1.0, 0.0, level * strength
+        for position, weight in enumerate(self._weights):
+            rate = (weight * self._counts[position] + scaled * self._shape[position]) / (weight + strength)
+            rates[position] = rate = rate if rate < MAX_RATE else MAX_RATE
+            reach *= rate
+            total += reach
+            expected[position + 1] = total

@@ -117,19 +117,25 @@ class CostModelSlot:
             return Tier(0, self._version, max_steps)
         if self._version == 0 and self._initial_steps in allowed:
             return Tier(self._initial_steps, self._version, max_steps)
-        row, expected, share = self._times.row(batch_size), self._estimate.expected_accepted, self._drafted_share
-        rates = {steps: (1 + share * expected[steps]) / row[steps] for steps in allowed}
-        best = max(rates, key=rates.__getitem__)
-        if present is None:
+        row, expected, share = (
+            self._times.row(batch_size),
+            self._estimate.expected_accepted,
+            self._drafted_share,
+        )
+        best, best_rate = -1, -1.0
+        for steps in allowed:
+            rate = (1 + share * expected[steps]) / row[steps]
+            if rate > best_rate:
+                best, best_rate = steps, rate
+        if present is None or best == present.steps:
             return Tier(best, self._version, max_steps)
-        steps = present.steps
-        if steps in rates and rates[best] <= rates[steps] * (1 + self._options.switch_margin):
-            best = steps
-        if best != steps:
-            gain = f"{rates[best] / rates[steps] - 1:+.1%} tokens per second" if steps in rates else "a limit"
-            self._log.record(
-                Switch(self.lower_bound, batch_size, steps, best, f"{gain}; {self._rates_text()}")
-            )
+        steps, gain = present.steps, "a limit"
+        if steps in allowed:
+            rate = (1 + share * expected[steps]) / row[steps]
+            if best_rate <= rate * (1 + self._options.switch_margin):
+                return Tier(steps, self._version, max_steps)
+            gain = f"{best_rate / rate - 1:+.1%} tokens per second"
+        self._log.record(Switch(self.lower_bound, batch_size, steps, best, f"{gain}; {self._rates_text()}"))
         return Tier(best, self._version, max_steps)
 
     def _book(self, batch_size: int, steps: int, asked_for: int) -> None:
@@ -152,12 +158,18 @@ class CostModelSlot:
         rounds_to_see = min(options.probe_rounds, ceil(options.probe_trials / batch_size))
         if longer is None or longer > max_steps or budget.rounds < rounds_to_see + 1:
             return
-        row, expected, share = self._times.row(batch_size), self._estimate.expected_accepted, self._drafted_share
+        row, expected, share = (
+            self._times.row(batch_size),
+            self._estimate.expected_accepted,
+            self._drafted_share,
+        )
         if budget.seconds < (rounds_to_see + 1) * (row[longer] - row[tier]):
             return
         reach = expected[tier] - expected[tier - 1] if tier else 1.0
         now = 1 + share * expected[tier]
-        at_best = 1 + expected[tier] + reach * (longer - tier)  # marked requests may have become worth it, too
+        at_best = (
+            1 + expected[tier] + reach * (longer - tier)
+        )  # marked requests may have become worth it, too
         if at_best / row[longer] > now / row[tier] * (1 + options.switch_margin):
             self._probe = Probe(longer, rounds_to_see, rounds_to_see + SPARE_ROUNDS)
 

@@ -189,7 +189,12 @@ def test_requests_that_are_not_drafted_for_lower_what_drafts_can_bring() -> None
 
 def test_the_first_rounds_have_the_length_that_was_asked_for() -> None:
     config = {"candidate_steps": list(LADDER)}
-    assert [AdaptiveController.from_config(config, initial_steps=k).steps_for(4) for k in LADDER] == [0, 1, 2, 3]
+    assert [AdaptiveController.from_config(config, initial_steps=k).steps_for(4) for k in LADDER] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_longer_contexts_stretch_all_lengths_alike() -> None:
@@ -222,7 +227,9 @@ def test_times_between_measured_ones_lie_on_a_line() -> None:
     assert [times.round_time(*cell) * 1e3 for cell in at] == pytest.approx([4, 5, 10, 4, 30])
 
 
-@pytest.mark.parametrize("tree", [[], {}, {"round_ms": {}}, {"round_ms": {"1": 3}}, {"round_ms": {"1": {"0": 0}}}])
+@pytest.mark.parametrize(
+    "tree", [[], {}, {"round_ms": {}}, {"round_ms": {"1": 3}}, {"round_ms": {"1": {"0": 0}}}]
+)
 def test_round_times_that_cannot_be_meant_are_refused(tree: object) -> None:
     with pytest.raises(ValueError, match="round times"):
         MeasuredRoundTimes.from_json(tree)

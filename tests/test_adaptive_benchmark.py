@@ -1,0 +1,44 @@
+"""The bars of `benchmarks/adaptive.py` with few rounds and a fixed seed."""
+
+import pytest
+
+from benchmarks import adaptive
+from benchmarks.adaptive_simulator import GRAPH_BATCH_SIZES, Simulator, steady
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+
+
+@pytest.mark.parametrize("batch_size", adaptive.BATCH_SIZES)
+def test_no_steady_traffic_is_served_worse_than_by_the_best_static_length(batch_size: int) -> None:
+    shares = {
+        acceptance: adaptive.steady_cell(adaptive.COST_MODEL, batch_size, acceptance, seconds=8.0, seed=7)
+        for acceptance in adaptive.ACCEPTANCES
+    }
+    assert min(shares.values()) >= adaptive.MIN_STEADY, shares
+
+
+@pytest.mark.parametrize("kind", adaptive.MOVING)
+def test_moving_traffic_is_served_better_than_by_any_static_length(kind: str) -> None:
+    statics, rates = adaptive.moving_rates(kind, seconds=40.0, seed=7, policies=[adaptive.COST_MODEL])
+    assert rates[adaptive.COST_MODEL] >= adaptive.MIN_MOVING * max(statics), (statics, rates)
+
+
+def test_the_simulator_counts_what_the_formula_says() -> None:
+    fixed = Simulator(AdaptiveController.fixed(3), adaptive.TRUE_TIMES, seed=7)
+    rate = fixed.run(steady(8, 0.6), seconds=2.0).rate
+    assert rate == pytest.approx(adaptive.static_rates(8, 0.6)[3], rel=0.002)
+
+
+def test_the_simulator_draws_what_it_counts() -> None:
+    controls = AdaptiveController.from_config(
+        {"candidate_steps": [3], "window_rounds": 1000},
+        graph_batch_sizes=GRAPH_BATCH_SIZES,
+        round_times=adaptive.TIMES,
+    )
+    Simulator(controls, adaptive.TRUE_TIMES, seed=7).run(steady(64, 0.7), seconds=8.0)
+    assert controls.state()["slots"]["1"]["acceptance"][:3] == pytest.approx([0.7] * 3, abs=0.03)
+
+
+def test_the_example_table_is_what_its_note_says() -> None:
+    # 128 requests, 3 drafts: 10 ms plain, linears of 512 rows instead of 128, three drafts.
+    assert adaptive.TRUE_TIMES(128, 3) * 1e3 == pytest.approx(10 + 2 * 7.14 - 4.79 + 0.75)
+    assert adaptive.TRUE_TIMES(3, 0) == adaptive.TRUE_TIMES(4, 0) == pytest.approx(0.0045)
