@@ -15,8 +15,8 @@ MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain
 class AcceptanceEstimate:
     """A round of K drafts of which n are accepted shows positions 1 .. min(n + 1, K).
 
-    Two views of a position are weighed by their evidence: its own decayed count, and a model of the text, level x shape,
-    where the level moves all positions together and the shape is a position's ratio to it, 1 before it was
+    Two views of a position are weighed by their evidence: its own decayed count, and a model of the text, level x
+    shape, where the level moves all positions together and the shape is a position's ratio to it, 1 before it was
     ever seen. So positions beyond the window follow what happens inside it.
     Without new trials a count's weight fades down to the prior's, and its value stays: what was bad is not
     tried again only because it was long ago, but one probe then moves it far.
@@ -60,7 +60,7 @@ class AcceptanceEstimate:
             self._options.ratio_weight,
         )
         level = sum(map(mul, weights, counts[: len(trials)])) / sum(map(mul, weights, shape[: len(trials)]))
-        level = max(MIN_RATE, level)
+        level = float(max(MIN_RATE, level))
         for position, reached in enumerate(trials):
             surprise = counts[position] / level - shape[position]
             shape[position] += surprise * reached / (strength + weights[position])
