@@ -17,6 +17,12 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.executor.cuda_graphs import graph_keys
+from tllm_spec.executor.draft_lens import (
+    EAGER_SIZES,
+    controller_for,
+    draft_lens_of_rounds,
+    measure_round_times,
+)
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import RowBuilder
@@ -33,6 +39,7 @@ from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, draft_folder, load_head
 from tllm_spec.executor.speculative.modes import (
     DraftEngine,
@@ -41,6 +48,7 @@ from tllm_spec.executor.speculative.modes import (
     build_speculation,
     draft_model_of,
 )
+from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.executor.speculative.worker import DraftLayers
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -62,7 +70,7 @@ class BuiltExecutor:
     model_config: ModelConfig
     max_seq_len: int
     max_draft_len: int
-    max_rejected_rounds: int | None
+    new_mark: Callable[[], RequestMark]
 
 
 def pick_device(name: str) -> torch.device:
@@ -88,10 +96,6 @@ def _cpu_threads(target: CausalLM) -> int | None:
         return None
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in target.parameters())
     return 1 if num_bytes <= SINGLE_THREAD_BYTES else None
-
-
-def _no_drafts(batch_size: int) -> int:
-    return 0
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
@@ -159,39 +163,47 @@ class _Builder:
             by_priority=scheduling.waiting_queue_policy == "priority",
         )
 
-    def capture_graphs(self, runner: RoundRunner, speculation: Speculation) -> None:
-        """CUDA graphs of every generation round that can occur, where there can be graphs at all."""
+    def controller(self, runner: RoundRunner, speculation: Speculation) -> AdaptiveController:
+        """Of the draft length. Captures the graphs that it may ask for, and times their rounds if it compares them."""
+        spec, device, dummy_slot = self.spec, self.device, self.slots.dummy_slot
+        controller = controller_for(spec)
+        sizes = self.graph_sizes(runner, speculation)
+        if sizes:
+            keys = graph_keys(sizes, draft_lens_of_rounds(controller, spec, speculation))
+            keys = [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
+            assert self.args.cuda_graph_config is not None
+            runner.capture_graphs(keys, dummy_slot, device, pads=self.args.cuda_graph_config.enable_padding)
+        if spec is None or spec.adaptive is None:
+            return controller
+        times = None
+        if controller.compares_times:
+            in_forward = speculation.round_end is not None and speculation.round_end.in_graph
+            draft_cost = (
+                0.0 if in_forward or self.draft_plan is None else spec.adaptive.times.assumed_draft_cost
+            )
+            room = min(self.slots.max_batch_size, self.args.max_num_tokens // (1 + self.max_draft_len))
+            timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
+            times = measure_round_times(runner, controller, timed, dummy_slot, device, draft_cost)
+        return controller_for(spec, graph_batch_sizes=sizes, round_times=times)
+
+    def graph_sizes(self, runner: RoundRunner, speculation: Speculation) -> tuple[int, ...]:
+        """Batch sizes of CUDA graphs; none where there can be no graphs."""
         graphs = self.args.cuda_graph_config
         if graphs is None or self.device.type != "cuda":
-            return
+            return ()
         if not runner.engine.backend.supports_graphs:
             logger.warning(
                 "no CUDA graphs: attn_backend %s needs lengths on the host", self.args.attn_backend
             )
-            return
+            return ()
         if self.spec is not None and self.spec.use_rejection_sampling and speculation.round_end is None:
             logger.info("no CUDA graphs: rejection sampling needs what a separate draft model drew from")
-            return
+            return ()
         # Where the schedule changes the draft length, a graph ends: batches below it need no padding beyond.
         schedule = self.spec.draft_len_schedule if self.spec else None
         also = [size - 1 for size in schedule or () if size > 1]
         also.append(self.args.max_num_tokens // (1 + self.max_draft_len))  # the largest that fits a round
-        keys = graph_keys(graphs.sizes(self.slots.max_batch_size, also), self._draft_lens(speculation))
-        keys = [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
-        with torch.inference_mode():
-            runner.capture_graphs(keys, self.slots.dummy_slot, self.device, pads=graphs.enable_padding)
-
-    def _draft_lens(self, speculation: Speculation) -> Callable[[int], set[int]]:
-        """Draft lengths that rounds of a batch size can have: drafters outside the forward may come with fewer
-        drafts."""
-        spec = self.spec
-        if spec is None:
-            return lambda batch_size: {0}
-        if speculation.round_end is None:
-            return lambda batch_size: set(range(spec.draft_len_for(batch_size) + 1))
-        if not speculation.round_end.in_graph:
-            return lambda batch_size: {0, spec.draft_len_for(batch_size)}
-        return lambda batch_size: {spec.draft_len_for(batch_size)}
+        return graphs.sizes(self.slots.max_batch_size, also)
 
     def sampler(self, slots: SlotState, state: SamplingState) -> Sampler:
         rejection, rates = False, None
@@ -315,7 +327,8 @@ def build_executor(
         return [culprit] if culprit is not None else speculation.blame()
 
     runner = RoundRunner(engine, sampler, speculation.round_end)
-    builder.capture_graphs(runner, speculation)
+    with torch.inference_mode():
+        controller = builder.controller(runner, speculation)
     queue, resources = RequestQueue(), [*speculation.resources, kv, builder.slots]
     parts = ExecutorParts(
         queue=queue,
@@ -326,15 +339,15 @@ def build_executor(
         runner=runner,
         drafter=speculation.drafter,
         sampler=sampler,
-        draft_len_for=builder.spec.draft_len_for if builder.spec else _no_drafts,
+        controller=controller,
+        draft_len_for=controller.steps_for,
         blame=blame,
         max_num_tokens=args.max_num_tokens,
         max_in_flight=0 if builder.why_no_overlap else 1,
         cpu_threads=_cpu_threads(target),
         stream_interval=args.stream_interval,
     )
-    patience = builder.spec.max_rejected_rounds if builder.spec and not builder.spec.overlaps else None
     executor = PyExecutor(parts, respond)
     return BuiltExecutor(
-        executor, queue, builder.config, builder.max_seq_len, builder.max_draft_len, patience
+        executor, queue, builder.config, builder.max_seq_len, builder.max_draft_len, controller.new_mark
     )

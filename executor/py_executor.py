@@ -22,9 +22,11 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response, response_of
+from tllm_spec.executor.round_clock import RoundClock
 from tllm_spec.executor.round_runner import LaunchedRound, RoundRunner
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafter import Drafter
 from tllm_spec.outputs import Logprob
 
@@ -43,7 +45,10 @@ class ExecutorParts:
     runner: RoundRunner
     drafter: Drafter
     sampler: Sampler
-    draft_len_for: Callable[[int], int]  # draft length of a round by its number of generating requests
+    controller: AdaptiveController  # of the draft length
+    draft_len_for: Callable[
+        [int], int
+    ]  # of a round, by its number of generating requests: the controller's answer
     blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
     max_num_tokens: int
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
@@ -62,6 +67,7 @@ class PyExecutor:
         self._speculating = parts.slots.max_draft_len > 0
         self._batch = ScheduledBatch()  # being launched or read
         self._in_flight: deque[LaunchedRound] = deque()
+        self._clock = RoundClock()
 
     def enter_thread(self) -> None:
         """Called once by the thread that will run the rounds."""
@@ -78,6 +84,8 @@ class PyExecutor:
         self._batch = batch = self._schedule()
         if batch:
             self._launch(batch)
+        else:
+            self._clock.stop()
         return self._complete_rounds(self.parts.max_in_flight if batch else 0) or bool(batch)
 
     def _launch(self, batch: ScheduledBatch) -> None:
@@ -170,6 +178,8 @@ class PyExecutor:
         """The host learns what was emitted. Requests that ended meanwhile took part for nothing."""
         batch, contexts = launched.batch, launched.ended_contexts
         table, found = launched.wait()
+        seconds = self._clock.lap()
+        accepted: list[int] = []  # by every request that was drafted for
         for request, (num_new, *tokens) in zip(contexts, table, strict=False):
             request.tokens_in_flight -= 1
             if not request.is_finished:
@@ -188,7 +198,17 @@ class PyExecutor:
                 request.counters.num_emitted_tokens += num_emitted
                 num_accepted = min(num_new - 1, num_emitted)
                 request.counters.record(num_drafts, num_accepted)
-                request.draft_pause.observe(num_drafts, num_accepted)
+                if request.draft_limit and not request.draft_mark.is_on:
+                    accepted.append(num_new - 1)
+                request.draft_mark.observe(num_drafts, num_accepted)
+        if self._speculating and batch.generation_requests:
+            num_steps = max(launched.num_drafts)
+            self.parts.controller.observe(
+                len(batch.generation_requests),
+                [min(num, num_steps) for num in accepted],
+                num_steps,
+                None if batch.context_requests else seconds,
+            )
 
     def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.draft_pause import DraftPause
+from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 
@@ -96,7 +96,7 @@ class LlmRequest:
     py_rewind_len: int = 0  # KV slots taken for this round and not kept
 
     counters: DraftCounters = field(default_factory=DraftCounters)
-    draft_pause: DraftPause = field(default_factory=lambda: DraftPause(None))
+    draft_mark: RequestMark = field(default_factory=RequestMark)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     num_responded: int = 0  # output tokens that the front end has
@@ -143,7 +143,7 @@ class LlmRequest:
     def num_drafts_wanted(self) -> int:
         """Drafts worth proposing in this round: as placeholders say, as the request allows, and no more than can be
         emitted (one token of every round is the target's own); none while its drafts keep being rejected."""
-        if self.draft_pause.is_on:
+        if self.draft_mark.is_on:
             return 0
         useful = self.max_tokens - self.num_output_tokens - 1
         return max(0, min(len(self.py_draft_tokens), self.draft_limit, useful))

@@ -5,6 +5,7 @@ read, the next round can be launched from the slot state alone (DESIGN section 4
 """
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -20,6 +21,9 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.transfer import ToHost, to_device
 from tllm_spec.outputs import Logprob
+
+TIMED_RUNS = 4  # the first may compile
+TIMED_KV_LEN = 512
 
 
 @dataclass(frozen=True)
@@ -68,18 +72,33 @@ class RoundRunner:
         self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool
     ) -> None:
         """From now on a round of generation windows that fits one of the keys is one graph launch."""
-        max_kv_len = self.engine.rows.max_len
-
-        def generate(slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> SampledTokens:
-            self._slots.reset_dummy()
-            group = self._groups.of_slots(slot_ids, 1 + draft_len, sampled=is_sampled)
-            in_graph = self.round_end is not None and self.round_end.in_graph
-            drafting = group.one_row_each() if in_graph else None
-            return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
-
-        graphs = CudaGraphs(generate, dummy_slot, device, pads=pads)
+        graphs = CudaGraphs(self._generate_for, dummy_slot, device, pads=pads)
         graphs.capture(keys)
         self.graphs = graphs
+
+    def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+        """How long the device takes for a generation round, best of a few, with nothing but dummies."""
+        if self.graphs is not None and key in self.graphs:
+            return min(self.graphs.seconds(key) for _ in range(TIMED_RUNS))
+        slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
+        times = []
+        for _ in range(TIMED_RUNS):
+            start = perf_counter()
+            self._generate_for(slot_ids, key.draft_len, key.sampled, TIMED_KV_LEN).new_lens.tolist()
+            times.append(perf_counter() - start)
+        return min(times)
+
+    def _generate_for(
+        self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool, max_kv_len: int | None = None
+    ) -> SampledTokens:
+        """A round from nothing but the slots. max_kv_len: of them; None: the longest that there can be."""
+        self._slots.reset_dummy()
+        group = self._groups.of_slots(slot_ids, 1 + draft_len, sampled=is_sampled)
+        in_graph = self.round_end is not None and self.round_end.in_graph
+        drafting = group.one_row_each() if in_graph else None
+        longest = self.engine.rows.max_len
+        max_kv_len = longest if max_kv_len is None else min(max_kv_len, longest)
+        return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
 
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
         requests = batch.generation_requests

@@ -206,16 +206,6 @@ def test_greedy_drafts_contradict_rejection_sampling() -> None:
         )
 
 
-def test_the_schedule_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
-    config = NGramDecodingConfig(max_draft_len=6, draft_len_schedule={16: 0, 2: 4, 4: 6})
-    assert [config.draft_len_for(size) for size in (1, 2, 3, 4, 15, 16, 500)] == [6, 4, 4, 6, 6, 0, 0]
-
-
-def test_speculation_is_off_above_max_concurrency() -> None:
-    config = NGramDecodingConfig(max_draft_len=3, max_concurrency=2)
-    assert [config.draft_len_for(size) for size in (1, 2, 3)] == [3, 3, 0]
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -114,8 +114,19 @@ class AdaptiveConfig:
         return self.draft_lens[len(self.draft_lens) // 2]
 
     @classmethod
-    def parse(cls, adaptive: object) -> AdaptiveConfig:
-        """Raises ValueError, in sentences that name slot and key, for what cannot be meant."""
+    def parse(cls, adaptive: object, max_draft_len: int | None = None) -> AdaptiveConfig:
+        """`max_draft_len`: the longest draft that a ladder may have; a ladder that the user did not write ends there.
+        Raises ValueError, in sentences that name slot and key, for what cannot be meant."""
+        config = adaptive if isinstance(adaptive, AdaptiveConfig) else cls._parse(adaptive, max_draft_len)
+        longest = config.draft_lens[-1]
+        if max_draft_len is not None and longest > max_draft_len:
+            raise ValueError(
+                f"candidate_steps has {longest}, and max_draft_len = {max_draft_len} is the most that there is room for"
+            )
+        return config
+
+    @classmethod
+    def _parse(cls, adaptive: object, max_draft_len: int | None) -> AdaptiveConfig:
         if isinstance(adaptive, str):
             adaptive = PRESETS[adaptive] if adaptive in PRESETS else _read_sglang_file(adaptive)
         if not isinstance(adaptive, Mapping):
@@ -133,7 +144,7 @@ class AdaptiveConfig:
         if ladder is not None and slots:
             raise ValueError(f"adaptive.candidate_steps = {shown(ladder)} is refused: each slot has its own")
         if not slots and (ladder is not None or options is CostModelOptions):
-            slots = {1: {"candidate_steps": DEFAULT_STEPS if ladder is None else ladder}}
+            slots = {1: {"candidate_steps": _default_ladder(max_draft_len) if ladder is None else ladder}}
         if not slots:
             raise ValueError(
                 'adaptive has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}'
@@ -143,6 +154,12 @@ class AdaptiveConfig:
         )  # global keys are at fault without a slot
         checked = [(low, _slot(options, root, low, slots[low])) for low in sorted(slots)]
         return cls(tuple(checked), compat, RoundTimeOptions(**times), MarkOptions(**marks))
+
+
+def _default_ladder(max_draft_len: int | None) -> tuple[int, ...]:
+    if max_draft_len is None:
+        return DEFAULT_STEPS
+    return (*(steps for steps in DEFAULT_STEPS if steps < max_draft_len), max_draft_len)
 
 
 def _split(adaptive: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[int, Any]]:

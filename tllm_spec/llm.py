@@ -14,7 +14,6 @@ from typing import Any, cast
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.draft_pause import DraftPause
 from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
@@ -40,7 +39,7 @@ class LLM:
         self.model_config = built.model_config
         self.max_seq_len = built.max_seq_len
         self._max_draft_len = built.max_draft_len
-        self._max_rejected_rounds = built.max_rejected_rounds
+        self._new_mark = built.new_mark
         self._queue = built.queue
         self._executor = built.executor
         self._results: dict[int, RequestHandle] = {}  # by executor request id
@@ -231,7 +230,7 @@ class LLM:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             draft_limit=limit if wish.enabled else 0,
             counters=DraftCounters(self._max_draft_len),
-            draft_pause=DraftPause(self._max_rejected_rounds),
+            draft_mark=self._new_mark(),
             stop_checker=self._stop_checker(params),
         )
 

@@ -18,10 +18,12 @@ from pydantic import (
     Field,
     PositiveInt,
     Strict,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from tllm_spec.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config_base import ConfigError, ConfigModel
 from tllm_spec.option_checks import NotServed
 
@@ -32,7 +34,7 @@ PathText = Annotated[
 logger = logging.getLogger(__name__)
 
 NO_TREE = "drafts are chains; a chain has max_draft_len tokens"
-NO_GATE = "speculation is not switched off by its acceptance yet; use max_concurrency or draft_len_schedule"
+NO_GATE = "TensorRT-LLM's older names; use acceptance_rate_threshold with acceptance_rate_window_size"
 NO_DRAFT_MODEL = "this decoding type has no draft model"
 NO_DRAFT_PROBABILITY = (
     "these drafts have no probabilities to accept against; equality with the target's token decides"
@@ -55,9 +57,16 @@ class DecodingBaseConfig(ConfigModel):
     reads the same mapping in two ways; its other reading (each key is the *upper* end of a range, and 0 above
     the largest key) is not available: for "4 drafts up to 8 requests, then none" write `{1: 4, 9: 0}`.
 
-    `max_rejected_rounds` (ours): a request whose drafts were all rejected in so many rounds in a row is not
+    `adaptive` (SGLang's) lets the draft length of each round follow acceptance and load; docs/adaptive.md has all
+    its keys. `max_draft_len` is then the longest that it may choose.
+
+    `acceptance_rate_threshold` with `acceptance_rate_window_size`: rounds have no drafts once fewer of the drafts of
+    so many rounds were accepted; one window of rounds in 100 tries again, where TensorRT-LLM never does.
+
+    `max_rejected_rounds` (ours): a request whose drafts were all rejected in about so many rounds is not
     drafted for in the next ones, each pause twice as long as the last; an accepted draft ends that. None: never.
-    It has no effect, and is refused, where drafts are made inside the target's forward.
+    It has no effect, and is refused, where drafts are made inside the target's forward. With `adaptive` its
+    `mark_patience` says the same.
 
     `synthetic_acceptance_rates` (ours) is a benchmark device for dummy weights, whose drafts would never be
     accepted. **It changes the text, which then means nothing.** Entry i is the probability that draft i of a
@@ -67,20 +76,20 @@ class DecodingBaseConfig(ConfigModel):
 
     decoding_type: str
     max_draft_len: PositiveInt
+    adaptive: AdaptiveConfig | None = None
     max_rejected_rounds: PositiveInt | None = 8
     max_concurrency: PositiveInt | None = None
     draft_len_schedule: dict[int, int] | None = None
+    acceptance_rate_threshold: Probability | None = None
+    acceptance_rate_window_size: PositiveInt | None = None
     use_rejection_sampling: bool = False
     draft_sampling: Literal["coupled", "greedy"] = "coupled"
     synthetic_acceptance_rates: Annotated[tuple[float, ...], BeforeValidator(_tuple_of)] | None = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
         "max_total_draft_tokens": NotServed((None,), NO_TREE),
-        "acceptance_rate_threshold": NotServed((None,), NO_GATE),
-        "acceptance_rate_window_size": NotServed((None, 0), NO_GATE),
         "acceptance_length_threshold": NotServed((None,), NO_GATE),
         "acceptance_window": NotServed((None, 0), NO_GATE),
-        "adaptive": NotServed((None,), "adaptive draft lengths are not served yet; use draft_len_schedule"),
         "allow_advanced_sampling": NotServed((True, False), "every sampling option works with speculation"),
         "enable_penalty": NotServed((True, False), "penalties always work with speculation"),
         "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
@@ -95,6 +104,13 @@ class DecodingBaseConfig(ConfigModel):
                 "plain decoding is speculative_config: null"
             )
         return max_draft_len
+
+    @field_validator("adaptive", mode="plain")
+    @classmethod
+    def _parse_adaptive(cls, adaptive: object, info: ValidationInfo) -> AdaptiveConfig | None:
+        if adaptive is None or "max_draft_len" not in info.data:
+            return None
+        return AdaptiveConfig.parse(adaptive, info.data["max_draft_len"])
 
     @field_validator("draft_len_schedule")
     @classmethod
@@ -133,6 +149,16 @@ class DecodingBaseConfig(ConfigModel):
                 f"max_rejected_rounds = {self.max_rejected_rounds} is refused: drafts that are made inside the "
                 "target's forward cost the same for a request that pauses; accepted: null"
             )
+        if self.adaptive and "max_rejected_rounds" in self.model_fields_set:
+            raise ValueError(
+                f"max_rejected_rounds = {self.max_rejected_rounds} and adaptive are exclusive; adaptive.mark_patience "
+                "says the first"
+            )
+        if (self.acceptance_rate_threshold is None) != (self.acceptance_rate_window_size is None):
+            raise ValueError(
+                f"acceptance_rate_threshold = {self.acceptance_rate_threshold} and acceptance_rate_window_size = "
+                f"{self.acceptance_rate_window_size} need each other"
+            )
         if self.use_rejection_sampling and self.draft_sampling == "greedy":
             raise ValueError(
                 "draft_sampling = 'greedy' contradicts use_rejection_sampling = True, which draws its drafts "
@@ -166,15 +192,6 @@ class DecodingBaseConfig(ConfigModel):
     def overlaps(self) -> bool:
         """Whether rounds may overlap with this way of drafting."""
         return self.why_no_overlap is None
-
-    def draft_len_for(self, batch_size: int) -> int:
-        """The draft length of a round with `batch_size` generating requests; 0 = plain decoding."""
-        if self.max_concurrency is not None and batch_size > self.max_concurrency:
-            return 0
-        if self.draft_len_schedule is None:
-            return self.max_draft_len
-        sizes = [size for size in self.draft_len_schedule if size <= batch_size]
-        return self.draft_len_schedule[sizes[-1]] if sizes else self.max_draft_len
 
 
 HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {

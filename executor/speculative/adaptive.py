@@ -51,9 +51,11 @@ class AdaptiveController:
         initial_steps: int | None = None,
         round_times: RoundTimes | None = None,
         limits: DraftLenLimits | None = None,
+        marks: MarkOptions | None = None,
     ) -> "AdaptiveController":
         """`initial_steps`: the draft length to begin with, where a slot's ladder has it (SGLang's launch value).
-        `round_times`: as measured at start-up, for the cost model. Raises ValueError for a bad configuration."""
+        `round_times`: as measured at start-up, for the cost model. `marks`: in the place of the configuration's.
+        Raises ValueError for a bad configuration."""
         if not isinstance(config, AdaptiveConfig):
             config = AdaptiveConfig.parse(config)
         if initial_steps is None:
@@ -72,7 +74,7 @@ class AdaptiveController:
             draft_lens=config.draft_lens,
             graph_batch_sizes=graph_batch_sizes,
             limits=limits,
-            marks=config.marks,
+            marks=marks or config.marks,
             log=log,
             times=times,
         )
@@ -88,6 +90,12 @@ class AdaptiveController:
         """Drafts of each request in a round of `batch_size` generating requests; 0 = plain decoding."""
         padded = self._padded(batch_size)
         return self._slot(padded).steps_for(padded, self._limits.max_steps(batch_size))
+
+    def draft_lens_at(self, batch_size: int) -> set[int]:
+        """All that `steps_for` may ever answer."""
+        slot = self._slot(self._padded(batch_size))
+        lengths = slot.reachable(self._limits.max_steps_open(batch_size))
+        return lengths | {0} if self._limits.has_gate else lengths
 
     def observe(
         self,
@@ -107,6 +115,11 @@ class AdaptiveController:
             num_accepted, slot.steps_for(padded, max_steps) if num_steps is None else num_steps
         )
         return slot.observe(ObservedRound(batch_size, padded, num_accepted, num_steps, seconds, max_steps))
+
+    @property
+    def compares_times(self) -> bool:
+        """Whether round times matter to what it decides."""
+        return any(isinstance(slot, CostModelSlot) for slot in self._slots)
 
     def new_mark(self) -> RequestMark:
         """For one request: it says from round to round whether drafting for that request is worth it."""

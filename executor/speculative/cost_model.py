@@ -84,6 +84,9 @@ class CostModelSlot:
         """A batch size takes part in the slot's probe where the probe is its next longer length, and allowed."""
         return self._probe is not None and self._probe.steps == self._longer.get(tier, 0) <= max_steps
 
+    def reachable(self, max_steps: int) -> set[int]:
+        return {steps for steps in self._ladder if steps <= max_steps} or {0}
+
     def observe(self, observed: ObservedRound) -> bool:
         batch_size, max_steps = observed.batch_size, observed.max_steps
         before = self.steps_for(batch_size, max_steps)

@@ -64,7 +64,13 @@ class DraftLenLimits:
 
     def max_steps(self, batch_size: int) -> int:
         """The most drafts of a round with `batch_size` generating requests."""
-        if batch_size > self._max_concurrency or (self._gate is not None and self._gate.is_closed):
+        if self._gate is not None and self._gate.is_closed:
+            return 0
+        return self.max_steps_open(batch_size)
+
+    def max_steps_open(self, batch_size: int) -> int:
+        """The same while the gate is open."""
+        if batch_size > self._max_concurrency:
             return 0
         place = bisect_right(self._sizes, batch_size)
         return self._schedule[self._sizes[place - 1]] if place else NO_LIMIT
@@ -72,6 +78,10 @@ class DraftLenLimits:
     def observe(self, num_accepted: Sequence[int], num_steps: int) -> None:
         if self._gate is not None:
             self._gate.observe(num_accepted, num_steps)
+
+    @property
+    def has_gate(self) -> bool:
+        return self._gate is not None
 
     @property
     def reachable(self) -> tuple[int, ...]:

@@ -23,6 +23,9 @@ class DraftLenPolicy(Protocol):
     def steps_for(self, batch_size: int, max_steps: int) -> int:
         """The draft length, at most `max_steps`; 0 = plain decoding. Asking changes no later answer."""
 
+    def reachable(self, max_steps: int) -> set[int]:
+        """All that `steps_for` may ever answer."""
+
     def observe(self, observed: ObservedRound) -> bool:
         """Whether the draft length for this batch size changed."""
 
@@ -40,6 +43,9 @@ class FixedSteps:
 
     def steps_for(self, batch_size: int, max_steps: int) -> int:
         return min(self._draft_len, max_steps)
+
+    def reachable(self, max_steps: int) -> set[int]:
+        return {min(self._draft_len, max_steps)}
 
     def observe(self, observed: ObservedRound) -> bool:
         return False

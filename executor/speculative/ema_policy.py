@@ -40,6 +40,9 @@ class EmaSlot:
             return self.steps
         return max((steps for steps in self._ladder if steps <= max_steps), default=0)
 
+    def reachable(self, max_steps: int) -> set[int]:
+        return {steps for steps in self._ladder if steps <= max_steps} or {0}
+
     def observe(self, observed: ObservedRound) -> bool:
         steps = self.steps
         num_accepted, produced_by = observed.num_accepted, observed.num_steps

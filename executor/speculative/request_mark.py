@@ -5,6 +5,8 @@ It knows one request's outcomes and nothing of costs or of the batch; a marked r
 
 from tllm_spec.adaptive_config import MarkOptions
 
+NEVER = MarkOptions(mark_patience=None)
+
 
 class RequestMark:
     """The share starts at 1 and falls below `mark_below` after exactly `mark_patience` rejected rounds in a row; one
@@ -13,7 +15,7 @@ class RequestMark:
     as before.
     """
 
-    def __init__(self, options: MarkOptions) -> None:
+    def __init__(self, options: MarkOptions = NEVER) -> None:
         self._options = options
         patience = options.mark_patience or 1
         # Just enough: the share is still above after patience - 1 rejections and below after patience.

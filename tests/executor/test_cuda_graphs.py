@@ -17,7 +17,9 @@ from tllm_spec.config import CudaGraphConfig, LlmArgs
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.build import _Builder
 from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured, graph_keys
+from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.drafter import NoDrafter
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.speculative_config import NGramDecodingConfig
 
@@ -50,16 +52,18 @@ def test_keys_are_exactly_the_combinations_that_batches_can_have(
     options: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
     spec = config(**options)
-    keys = graph_keys(sizes, lambda batch_size: {spec.draft_len_for(batch_size)})
+    keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
     padded = {n: min(size for size in sizes if size >= n) for n in range(1, 9)}
-    needed = {(padded[n], spec.draft_len_for(n), sampled) for n in padded for sampled in (False, True)}
+    needed = {
+        (padded[n], controller_for(spec).steps_for(n), sampled) for n in padded for sampled in (False, True)
+    }
     assert {(key.batch_size, key.draft_len, key.sampled) for key in keys} == needed
     assert len(keys) == len(needed)
 
 
 def test_drafters_that_may_come_with_fewer_drafts_have_a_graph_for_every_length() -> None:
     spec = config(draft_len_schedule={1: 3, 3: 1})
-    keys = graph_keys((2, 4), lambda batch_size: set(range(spec.draft_len_for(batch_size) + 1)))
+    keys = graph_keys((2, 4), draft_lens_of_rounds(controller_for(spec), spec, Speculation(NoDrafter())))
     lengths = {size: {key.draft_len for key in keys if key.batch_size == size} for size in (2, 4)}
     assert lengths == {2: {0, 1, 2, 3}, 4: {0, 1}}
 
@@ -68,7 +72,7 @@ def test_sizes_end_where_the_schedule_changes_so_that_no_batch_pads_beyond() -> 
     schedule = {1: 4, 6: 0}
     sizes = CudaGraphConfig(batch_sizes=(1, 8)).sizes(8, [size - 1 for size in schedule if size > 1])
     spec = config(draft_len_schedule=schedule)
-    keys = graph_keys(sizes, lambda batch_size: {spec.draft_len_for(batch_size)})
+    keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
     assert {(key.batch_size, key.draft_len) for key in keys} == {(1, 4), (5, 4), (8, 0)}
 
 
@@ -233,6 +237,10 @@ class KeyRecorder:
         assert (dummy_slot, device.type, pads) == (DUMMY, "cuda", True)
         self.keys = keys
 
+    def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+        assert key in self.keys
+        return 1.0
+
 
 def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
     """What the composition root would have captured on a CUDA device."""
@@ -240,7 +248,7 @@ def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
     builder = _Builder(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
     builder.device = torch.device("cuda")
     runner: Any = recorder
-    builder.capture_graphs(runner, Speculation(built.parts.drafter, round_end=built.parts.runner.round_end))
+    builder.controller(runner, Speculation(built.parts.drafter, round_end=built.parts.runner.round_end))
     return recorder.keys
 
 
@@ -343,3 +351,16 @@ def test_on_a_gpu_running_out_of_memory_while_capturing_says_which_options_to_lo
     monkeypatch.setattr(torch.cuda, "graph", fail)
     with pytest.raises(ValueError, match="out of memory while the CUDA graph of 8 requests with 0 drafts"):
         on_cuda(tiny, [1, 8])
+
+
+def test_an_adaptive_draft_length_has_a_graph_and_a_measured_round_for_all_that_it_may_choose(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    options = {"adaptive": {"candidate_steps": [0, 1, 3]}}
+    keys = keys_of_build(tiny, **speculate(tiny_draft, head, "eagle3", **options))
+    assert {(key.batch_size, key.draft_len) for key in keys} == {
+        (size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 3)
+    }
+    gate = {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}
+    keys = keys_of_build(tiny, **speculate(tiny_draft, head, "eagle3", **gate))
+    assert {key.draft_len for key in keys} == {0, 3}

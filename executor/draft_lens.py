@@ -1,0 +1,81 @@
+"""Draft lengths put together: the controller that a configuration asks for, the lengths that need CUDA graphs, and how
+long rounds of each take.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from tllm_spec.adaptive_config import MarkOptions
+from tllm_spec.executor.cuda_graphs import GraphKey
+from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_len_limits import AcceptanceGate, DraftLenLimits
+from tllm_spec.executor.speculative.modes import Speculation
+from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes, RoundTimes
+from tllm_spec.speculative_config import DecodingBaseConfig
+
+EAGER_SIZES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+)  # whose rounds are timed where there are no graphs; others are on a line with these
+
+
+def controller_for(
+    spec: DecodingBaseConfig | None,
+    *,
+    graph_batch_sizes: Iterable[int] | None = None,
+    round_times: RoundTimes | None = None,
+) -> AdaptiveController:
+    """Without speculation: of plain decoding."""
+    if spec is None:
+        return AdaptiveController.fixed(0)
+    gate = None
+    if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
+        gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
+    limits = DraftLenLimits(max_concurrency=spec.max_concurrency, schedule=spec.draft_len_schedule, gate=gate)
+    if spec.adaptive is None:
+        # Drafts that are made inside the forward cost the same for a request that pauses.
+        patience = None if spec.overlaps else spec.max_rejected_rounds
+        return AdaptiveController.fixed(
+            spec.max_draft_len, limits=limits, marks=MarkOptions(mark_patience=patience)
+        )
+    return AdaptiveController.from_config(
+        spec.adaptive,
+        graph_batch_sizes=graph_batch_sizes,
+        round_times=round_times,
+        limits=limits,
+        marks=MarkOptions(mark_patience=None) if spec.overlaps else None,
+    )
+
+
+def draft_lens_of_rounds(
+    controller: AdaptiveController, spec: DecodingBaseConfig | None, speculation: Speculation
+) -> Callable[[int], set[int]]:
+    """Draft lengths that rounds of a batch size can have: drafters outside the forward may come with fewer drafts."""
+    if spec is not None and speculation.round_end is None:
+        return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
+    if speculation.round_end is not None and not speculation.round_end.in_graph:
+        return lambda batch_size: {0} | controller.draft_lens_at(batch_size)
+    return controller.draft_lens_at
+
+
+def measure_round_times(
+    runner: RoundRunner,
+    controller: AdaptiveController,
+    sizes: Iterable[int],
+    dummy_slot: int,
+    device: torch.device,
+    draft_cost: float,
+) -> MeasuredRoundTimes:
+    """Greedy rounds of dummies, by batch size and draft length. `draft_cost`: what each draft takes outside the
+    target's forward, in plain rounds, where that cannot be timed with it."""
+    seconds: dict[int, dict[int, float]] = {}
+    for size in sizes:
+        lengths = sorted({0} | controller.draft_lens_at(size))
+        row = {steps: runner.seconds(GraphKey(size, steps, False), dummy_slot, device) for steps in lengths}
+        seconds[size] = {steps: time + steps * draft_cost * row[0] for steps, time in row.items()}
+    return MeasuredRoundTimes(seconds)
