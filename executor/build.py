@@ -14,6 +14,7 @@ from tllm_spec.attention.choice import choose_backend, create_backend
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.row_invariant import RowInvariantAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.executor.cuda_graphs import graph_keys
@@ -50,6 +51,7 @@ from tllm_spec.executor.speculative.modes import (
 )
 from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.executor.speculative.worker import DraftLayers
+from tllm_spec.kernels.window_attention import has_kernels
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model
@@ -116,6 +118,11 @@ class _Builder:
         self.args = args
         self.spec = args.speculative_config
         self.device = pick_device(args.device)
+        if args.deterministic and not has_kernels(self.device):
+            raise ValueError(
+                f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the libraries' sums depend on "
+                "the number of rows"
+            )
         self.mapping = Mapping()
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
         self.max_seq_len = _max_seq_len(args, self.config)
@@ -215,7 +222,7 @@ class _Builder:
             )
         return Sampler(slots, state, RowGroups(state), rejection=rejection, synthetic_rates=rates)
 
-    def load(self, folder: Path, load_format: LoadFormat) -> CausalLM:
+    def load(self, folder: Path, load_format: LoadFormat, *, row_invariant: bool = False) -> CausalLM:
         config = ModelConfig.from_pretrained(folder)
         return load_model(
             folder,
@@ -224,6 +231,7 @@ class _Builder:
             load_format=load_format,
             max_positions=self.max_len,
             mapping=self.mapping,
+            row_invariant=row_invariant,
         )
 
     def reserved_bytes(self, draft: LoadedDraft | None) -> int:
@@ -260,7 +268,12 @@ class _Builder:
         return RowBuilder(table, self.page_size, self.device)
 
     def engine(
-        self, model: CausalLM, num_pages: int, draft: LoadedDraft | None = None
+        self,
+        model: CausalLM,
+        num_pages: int,
+        draft: LoadedDraft | None = None,
+        *,
+        row_invariant: bool = False,
     ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
         """A model with a cache of `num_pages` pages; `draft` is what shares them."""
         geometry = model.config.attention_geometry(self.mapping)
@@ -293,7 +306,10 @@ class _Builder:
             extra_kv_tokens=self.extra_kv_tokens if layers else 0,
             waits_for_draft=draft is not None and draft.plan.follows_a_round_later,
         )
-        backend = self.backend(geometry, pools[0])
+        if row_invariant:
+            backend: AttentionBackend = RowInvariantAttention(geometry, pools[0])
+        else:
+            backend = self.backend(geometry, pools[0])
         return ModelEngine(model, backend, rows, self.config.vocab_size, spec), kv, layers
 
 
@@ -305,12 +321,13 @@ def build_executor(
     plan = builder.draft_plan
     if plan is not None and tokenizer is not None and not plan.is_head:
         check_same_vocabulary(tokenizer, load_tokenizer(str(draft_folder(plan))))
-    target = builder.load(resolve_model(args.model), args.load_format)
+    # Drafts only propose: they may depend on the batch, the text does not.
+    target = builder.load(resolve_model(args.model), args.load_format, row_invariant=args.deterministic)
     draft = builder.load_draft(target) if plan is not None else None
     models = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(args, models, builder.max_len, builder.reserved_bytes(draft))
 
-    engine, kv, layers = builder.engine(target, num_pages, draft)
+    engine, kv, layers = builder.engine(target, num_pages, draft, row_invariant=args.deterministic)
     slots = SlotState(builder.slots, builder.max_draft_len, builder.device)
     state = SamplingState(builder.slots, builder.config.vocab_size, builder.device)
     sampler = builder.sampler(slots, state)

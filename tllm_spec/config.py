@@ -197,6 +197,8 @@ class LlmArgs(ConfigModel):
 
     `attn_backend`: `auto` is VANILLA on a CPU; on CUDA FLASHINFER where it can be had, else TRITON.
     `cuda_graph_config`: None runs without graphs.
+    `deterministic`: kernels whose result for a token has the same bits whatever runs beside it, so that text (and log
+    probabilities, to the last bit) cannot depend on batch, draft length, chunks, prefix hits or preemption. CUDA only.
     """
 
     model: PathText
@@ -206,6 +208,7 @@ class LlmArgs(ConfigModel):
     load_format: Literal["auto", "dummy"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     attn_backend: Literal["auto", "VANILLA", "TRITON", "FLASHINFER"] = "auto"
+    deterministic: bool = False
 
     max_batch_size: PositiveInt = 2048
     max_num_tokens: PositiveInt = 8192
@@ -243,6 +246,20 @@ class LlmArgs(ConfigModel):
             raise ValueError(
                 f"max_num_tokens = {self.max_num_tokens} is too small: one request takes "
                 f"max_draft_len + 1 = {spec.max_draft_len + 1} tokens of a round"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_deterministic(self) -> LlmArgs:
+        if not self.deterministic:
+            return self
+        if self.attn_backend != "auto":
+            raise ValueError(
+                f"deterministic has its own attention kernels: attn_backend must be 'auto', not {self.attn_backend!r}"
+            )
+        if self.speculative_config is not None and self.speculative_config.use_rejection_sampling:
+            raise ValueError(
+                "deterministic and use_rejection_sampling exclude each other: its text depends on the drafts"
             )
         return self
 

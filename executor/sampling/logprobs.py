@@ -2,6 +2,7 @@
 filters)."""
 
 import torch
+import torch.nn.functional as F
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.row_group import RowGroup
@@ -38,20 +39,39 @@ class LogprobRows:
         return found
 
 
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Log-softmax in float32 of rows `[R, V]`; `[R, V']` with V' >= V, filled up with -inf.
+
+    torch's kernel adds a row's elements in an order that depends on whether the row begins at a multiple of 16 bytes:
+    here all rows do.
+    """
+    return F.pad(logits.float(), (0, -logits.shape[1] % 4), value=-torch.inf).log_softmax(-1)
+
+
 def token_logprobs(
     raw: torch.Tensor, tokens: torch.Tensor, num_best: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """values, ids `[R, 2 + k]`: the token's log probability, the k best ones, and in the last id column its rank.
 
-    raw `[R, V]` log-softmax; tokens `[R]`. The last value column is unused.
+    raw `[R, V]` log-softmax; tokens `[R]`. The last value column is unused. Of equal ones the lowest id is the best.
     """
     chosen = raw.gather(1, tokens.unsqueeze(1))
     rank = (raw > chosen).sum(dim=1, keepdim=True) + 1
-    best = raw.topk(min(num_best, raw.shape[1]), dim=1)
+    best = _best_ids(raw, min(num_best, raw.shape[1]))
     return (
-        torch.cat((chosen, best.values, chosen), dim=1),
-        torch.cat((tokens.unsqueeze(1), best.indices, rank), dim=1),
+        torch.cat((chosen, raw.gather(1, best), chosen), dim=1),
+        torch.cat((tokens.unsqueeze(1), best, rank), dim=1),
     )
+
+
+def _best_ids(raw: torch.Tensor, number: int) -> torch.Tensor:
+    """Of the largest entries of each row, ties by id: torch.topk leaves their order open, and on CUDA it depends on the
+    number of rows. So it gets keys that differ: the float's bits in an order of integers, then the id."""
+    bits = (raw + 0.0).view(torch.int32)  # -0 is 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    ids = torch.arange(raw.shape[1], device=raw.device)
+    keys = ordered * raw.shape[1] - ids
+    return -keys.topk(number, dim=1).values % raw.shape[1]
 
 
 def logprob_entry(values: list[float], ids: list[int], num_best: int) -> dict[int, Logprob]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.sampling.logprobs import logprob_entry, token_logprobs
+from tllm_spec.executor.sampling.logprobs import log_probabilities, logprob_entry, token_logprobs
 
 
 def collect_prompt_logprobs(
@@ -30,7 +30,7 @@ def collect_prompt_logprobs(
             continue
         # A token is predicted by the row before it, and the chunk's rows begin at kv_len.
         shift = start - request.kv_len - 1
-        rows = compute_logits(hidden[shift + first : shift + last]).log_softmax(-1, dtype=torch.float32)
+        rows = log_probabilities(compute_logits(hidden[shift + first : shift + last]))
         targets = torch.tensor(request.tokens[first:last], device=hidden.device)
         values, ids = token_logprobs(rows, targets, num_best)
         known += [logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)]

@@ -12,7 +12,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.host_edits import HostEdits
 from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
-from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
@@ -88,9 +88,7 @@ class Sampler:
     ) -> SampledTokens:
         """One group. The token that each request's first row samples stands at kv_lens `[N]` + `ahead`: 0 behind
         contexts, 1 in windows, whose bonus token is at kv_lens; the slots of windows advance."""
-        raw = None
-        if group.with_logprobs:
-            raw = group.with_logprobs.take(logits).log_softmax(-1, dtype=torch.float32)
+        raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
         logits = self._edit(group, logits, kv_lens, ahead)
         if self.rejection:
             tokens, lens = self._reject(group, logits, kv_lens, ahead, draft_probs)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.models.helpers import CPU, load, save_checkpoint
 from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.models import linear
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear
 from tllm_spec.models.module import Placement
@@ -59,3 +60,28 @@ def test_a_float32_model_on_a_cpu_is_specialized_and_another_is_not(tmp_path: Pa
     norms = [[m for m in model.modules() if isinstance(m, RMSNorm)] for model in (fast, plain)]
     assert all(norm.scaled_weight is not None for norm in norms[0])
     assert all(norm.scaled_weight is None for norm in norms[1])
+
+
+@pytest.mark.parametrize("row_invariant", [False, True])
+@torch.inference_mode()
+def test_a_row_invariant_layer_asks_the_kernel_for_its_product(
+    row_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def spy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        assert weight.is_contiguous()
+        asked.append(len(x))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(linear, "row_invariant_linear", spy)
+    placement = Placement(torch.float32, CPU, SINGLE_RANK, row_invariant)
+    layer = ColumnLinear(192, {"part": 512}, bias=True, placement=placement)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    layer.specialize_for_cpu()
+    for rows in (1, 9):
+        x = torch.randn(rows, 192)
+        expected = F.linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(layer.forward(x), expected, rtol=1e-4, atol=1e-4)
+    assert asked == ([1, 9] if row_invariant else [])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tllm_spec.kernels.few_row_linear import few_row_linear, serves
+from tllm_spec.kernels.row_invariant_linear import row_invariant_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
@@ -38,8 +39,10 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         self.mapping = placement.mapping
+        self.row_invariant = placement.row_invariant
         if weight is None:
-            wide = placement.device.type == "cpu" and out_features >= in_features
+            by_columns = placement.device.type == "cpu" and not placement.row_invariant
+            wide = by_columns and out_features >= in_features
             weight = placement.parameter(out_features, in_features, column_major=wide)
         self.weight = weight
         self.bias = placement.parameter(out_features) if bias else None
@@ -48,27 +51,32 @@ class Linear(Module):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """Of `norm(x)`, where there is a norm. `[T, K]` -> `[T, N]`."""
-        if serves(x, self.weight):
+        if self._is_fused(x):
             weight = None if norm is None else norm.kernel_weight
             return few_row_linear(x, self.weight, bias=self.bias, norm=weight)
         return self._product(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """SwiGLU of `norm(x)`: the SiLU of the first half of the outputs times the second. `[T, K]` -> `[T, N / 2]`."""
-        if serves(x, self.weight):
+        if self._is_fused(x):
             return few_row_linear(x, self.weight, bias=self.bias, norm=norm.kernel_weight, gated=True)
         return silu_and_mul(self._product(norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x to `total` `[T, N]` in place, rounded once on CUDA."""
-        if serves(x, self.weight):
+        if self._is_fused(x):
             few_row_linear(x, self.weight, bias=self.bias, add_to=total)
-        elif total.is_cuda and self.bias is None:
+        elif total.is_cuda and self.bias is None and not self.row_invariant:
             total.addmm_(x, self.matrix)
         else:
             total.add_(self._product(x))
 
+    def _is_fused(self, x: torch.Tensor) -> bool:
+        return not self.row_invariant and serves(x, self.weight)
+
     def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.row_invariant:
+            return row_invariant_linear(x, self.weight, self.bias)
         if self.packed is not None and x.shape[0] > 1:
             output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.packed, self.bias, "none", [], ""

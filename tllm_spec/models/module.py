@@ -17,6 +17,8 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     mapping: Mapping
+    row_invariant: bool = False
+    """Whether a linear layer's row must not depend, in any bit, on how many others there are."""
 
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
         """Uninitialised: loading fills it. `column_major` is a matter of strides, the shape is the same."""

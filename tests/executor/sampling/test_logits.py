@@ -1,8 +1,10 @@
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
+from tllm_spec.executor.sampling.logprobs import log_probabilities, token_logprobs
 from tllm_spec.kernels.choose_token import choose_best
 from tllm_spec.kernels.filter_cut import filter_cut
 
@@ -120,3 +122,28 @@ def test_tokens_excluded_before_stay_excluded() -> None:
     for top_k, top_p, min_p in ((4, 0.999, 0.0), (4, 1.0, 0.01), (3, 1.0, 0.0)):
         columns = torch.tensor([[top_k]]), torch.tensor([[top_p]]), torch.tensor([[min_p]])
         assert (filter_logits(logits, *columns) > -INF)[0].tolist() == [False, True, True, False]
+
+
+def test_a_nucleus_of_very_many_tokens_ends_where_exact_sums_end_it() -> None:
+    logits = torch.linspace(0, 1, 100_000)[None].flip(1)
+    probabilities = logits.double().softmax(-1)
+    found = filter_logits(logits, torch.tensor([[100_000]]), torch.tensor([[0.7]]), torch.tensor([[0.0]]))
+    expected = int((probabilities.cumsum(-1) - probabilities < float(torch.tensor(0.7))).sum())
+    assert abs(int((found > -INF).sum()) - expected) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [1000, 32001, 128256])
+def test_a_rows_filters_and_log_probabilities_do_not_depend_on_the_rows_beside_it(vocab_size: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(70, vocab_size, generator=generator, device="cuda").bfloat16().float() * 2
+    whole = torch.full((70, 1), vocab_size, device="cuda")
+    columns = whole, torch.full((70, 1), 0.95, device="cuda"), torch.zeros(70, 1, device="cuda")
+    tokens = torch.arange(70, device="cuda")
+    filtered = filter_logits(logits, *columns)
+    values, ids = token_logprobs(log_probabilities(logits), tokens, 20)
+    for rows in (slice(0, 1), slice(1, 2), slice(3, 8), slice(5, 69)):
+        own = [column[rows] for column in columns]
+        assert torch.equal(filter_logits(logits[rows], *own), filtered[rows])
+        alone = token_logprobs(log_probabilities(logits[rows]), tokens[rows], 20)
+        assert torch.equal(alone[0], values[rows]) and torch.equal(alone[1], ids[rows])

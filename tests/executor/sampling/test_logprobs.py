@@ -1,6 +1,8 @@
+from math import inf as INF
+
 import torch
 
-from tllm_spec.executor.sampling.logprobs import logprob_entry, token_logprobs
+from tllm_spec.executor.sampling.logprobs import log_probabilities, logprob_entry, token_logprobs
 from tllm_spec.outputs import Logprob
 
 RAW = torch.tensor([[1.0, 4.0, 3.0, 2.0], [0.0, 0.0, 5.0, 0.0]]).log_softmax(-1)
@@ -37,3 +39,18 @@ def test_more_best_tokens_than_the_vocabulary_has_are_all_of_them() -> None:
 def test_a_request_that_wants_fewer_than_its_neighbours_gets_fewer() -> None:
     values, ids = token_logprobs(RAW, torch.tensor([0, 0]), 3)
     assert list(logprob_entry(values[0].tolist(), ids[0].tolist(), 1)) == [0, 1]
+
+
+def test_of_tied_tokens_the_lowest_ids_are_the_best() -> None:
+    raw = torch.tensor([[-2.0, -1.0, -INF, -1.0, -2.0, -0.0, 0.0], [-3.0] * 7])
+    values, ids = token_logprobs(raw, torch.tensor([0, 0]), 6)
+    assert ids[:, 1:-1].tolist() == [[5, 6, 1, 3, 0, 4], [0, 1, 2, 3, 4, 5]]
+    assert torch.equal(values[:, 1:-1], raw.gather(1, ids[:, 1:-1]))
+
+
+def test_log_probabilities_of_any_number_of_tokens_fill_up_to_whole_words() -> None:
+    for vocab_size in (4, 5, 7):
+        logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
+        found = log_probabilities(logits)
+        assert found.shape[1] % 4 == 0 and (found[:, vocab_size:] == -INF).all()
+        torch.testing.assert_close(found[:, :vocab_size], logits.log_softmax(-1))

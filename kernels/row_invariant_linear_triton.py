@@ -1,0 +1,117 @@
+"""The Triton kernels behind row_invariant_linear.py, which says what goes in and comes out. Importing this file imports
+Triton.
+
+A tile is `[outputs, rows]`, W x^T: weights are the tensor cores' larger operand, so that a single row fills a sixteenth
+of a 64 x 16 tile and every number of rows is served by one instruction, on Hopper m64nNk16.
+
+Bytes: the weight once for every `rows` rows and x once for every `outputs` outputs.
+"""
+
+import triton
+import triton.language as tl
+
+ROW_TILES_TOGETHER = tl.constexpr(8)  # neighbouring programs share weights and rows in the second-level cache
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _sum_chunk(
+    x_rows: tl.tensor,
+    w_rows: tl.tensor,
+    first: tl.tensor,
+    num_inputs: tl.tensor,
+    IN: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+) -> tl.tensor:
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32: the products of inputs `first` to `first + CHUNK`, in this order."""
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), BLOCK_IN):
+        inputs = start + tl.arange(0, BLOCK_IN)
+        if IN % BLOCK_IN == 0:
+            w = tl.load(w_rows + inputs[None, :])
+            x = tl.load(x_rows + inputs[:, None])
+        else:
+            w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
+            x = tl.load(x_rows + inputs[:, None], mask=(inputs < IN)[:, None], other=0.0)
+        if WIDEN:
+            w, x = w.to(tl.float32), x.to(tl.float32)
+        total = tl.dot(w, x, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_inputs"])  # type: ignore[untyped-decorator]  # triton has no types
+def linear_kernel(
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    num_rows: tl.tensor,
+    num_inputs: tl.tensor,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    SPREADS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+) -> None:
+    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without a bias.
+
+    `num_inputs` is IN, but unknown to the compiler: a loop that is sure to run once it would make a product that begins
+    with the bias, which is another order.
+    """
+    row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(OUT, BLOCK_OUT)
+    together = ROW_TILES_TOGETHER * out_tiles
+    first_tile = tl.program_id(0) // together * ROW_TILES_TOGETHER
+    num_together = tl.minimum(row_tiles - first_tile, ROW_TILES_TOGETHER)
+    within = tl.program_id(0) % together
+    rows = (first_tile + within % num_together) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    outs = within // num_together * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    # What lies beyond an edge is computed from a real row again and not stored: loads need no masks.
+    x_rows = x + (rows % num_rows).to(tl.int64)[None, :] * x_stride
+    w_rows = weight + (outs % OUT).to(tl.int64)[:, None] * IN
+
+    if SPREADS:
+        first = tl.program_id(1) * CHUNK
+        total = _sum_chunk(
+            x_rows, w_rows, first, num_inputs, IN, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN
+        )
+        output += tl.program_id(1).to(tl.int64) * num_rows * OUT
+    else:
+        total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        for first in tl.range(0, num_inputs, CHUNK):
+            total += _sum_chunk(
+                x_rows, w_rows, first, num_inputs, IN, WIDEN, CHUNK, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN
+            )
+        if bias is not None:
+            total += tl.load(bias + outs, mask=outs < OUT, other=0.0).to(tl.float32)[:, None]
+    places = output + rows.to(tl.int64)[None, :] * OUT + outs[:, None]
+    real = (rows < num_rows)[None, :] & (outs < OUT)[:, None]
+    tl.store(places, total.to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # triton has no types
+def add_chunks_kernel(
+    parts: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    num_rows: tl.tensor,
+    OUT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (rows, blocks of outputs): the chunks from the first to the last, then the bias."""
+    row = tl.program_id(0).to(tl.int64)
+    outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = outs < OUT
+    total = tl.zeros([BLOCK], tl.float32)
+    for chunk in range(CHUNKS):
+        total += tl.load(parts + (chunk * num_rows + row) * OUT + outs, mask=real, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + outs, mask=real, other=0.0).to(tl.float32)
+    tl.store(output + row * OUT + outs, total.to(output.dtype.element_ty), mask=real)

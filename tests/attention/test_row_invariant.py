@@ -1,0 +1,62 @@
+"""Row-invariant attention through the backends' interface, against VANILLA: with the kernels' plain-torch twins here,
+with the kernels under Triton's interpreter in a process of their own, and on a CUDA device (`-m gpu`)."""
+
+import pytest
+import torch
+
+from tests.attention.test_triton import BATCHES, CAPTURED, REPLAYED, Batch, Forward, on_each_device
+from tests.kernels.interpreter import check_under_the_interpreter, only_outside_the_interpreter
+from tllm_spec.attention.row_invariant import RowInvariantAttention
+from tllm_spec.kernels.row_invariant_attention import QueryTiles
+
+LONG = {"tiles of chunks and windows": Batch(((9, 50), (0, 3)), (30, 45), window=23)}
+
+
+@on_each_device
+@pytest.mark.parametrize("name", BATCHES | LONG)
+@torch.inference_mode()
+def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
+    forward = Forward((BATCHES | LONG)[name], device)
+    backend = forward.backend(RowInvariantAttention)
+    forward.check(forward.run(backend), backend.pool)
+
+
+def test_tiles_hold_every_row_once_and_at_its_position() -> None:
+    kv_lens = torch.tensor([30, 9], dtype=torch.int32)
+    parts = [
+        QueryTiles.of_chunk(0, 100, 7, 0, 3, torch.device("cpu")),
+        QueryTiles.of_windows(7, kv_lens, 5, 1, 3),
+    ]
+    tiles = QueryTiles.joined(parts)
+    assert tiles.longest == 3 and tiles.places.is_contiguous() and tiles.places.dtype == torch.int32
+    assert tiles.places.t().tolist() == [
+        [0, 100, 3, 0],
+        [3, 103, 3, 0],
+        [6, 106, 1, 0],
+        [7, 25, 3, 1],
+        [10, 28, 2, 1],
+        [12, 4, 3, 2],
+        [15, 7, 2, 2],
+    ]
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
+    captured, replayed = Forward(CAPTURED, "cuda"), Forward(REPLAYED, "cuda", seed=1)
+    backend = replayed.backend(RowInvariantAttention)
+    captured.run(backend)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = captured.run(backend)
+    for other in (replayed, Forward(CAPTURED, "cuda", seed=2)):
+        backend.pool.data.copy_(other.pool_data)
+        for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
+            mine.copy_(new)
+        graph.replay()
+        other.check(output, backend.pool)
+
+
+@only_outside_the_interpreter
+def test_the_backend_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
+    check_under_the_interpreter(__file__, num_tests=7)

@@ -1,0 +1,193 @@
+"""Row-invariant attention: its formula, and that a token's bits are the same as a window's, in a chunk of any length,
+beside any others, with its splits spread or not. Under Triton's interpreter in a process of its own, and on a CUDA
+device (`-m gpu`)."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    check_under_the_interpreter,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+)
+from tllm_spec.kernels.row_invariant_attention import (
+    SPLIT_KEYS,
+    QueryTiles,
+    SplitResults,
+    launch_attention,
+    plain_row_invariant_attention,
+    row_invariant_attention,
+    tokens_per_tile,
+)
+from tllm_spec.kernels.window_attention import has_kernels
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """`group`: query heads of a KV head; a tile has 64 // group tokens."""
+
+    group: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "an 8B Llama's group": Heads(4, 2, 128, 32, torch.bfloat16),
+    "small heads": Heads(3, 1, 16, 4),
+    "odd": Heads(5, 2, 80, 16, torch.float16),
+    "a head each": Heads(1, 1, 32, 1),
+    "more heads than a tile has rows": Heads(70, 1, 16, 64),
+}
+LENGTH = 2 * SPLIT_KEYS + 21
+FIRST = LENGTH - 40  # of the longest chunk here: a few tiles, three splits
+
+
+class Cache:
+    """Requests of LENGTH tokens with a query for every token, on shuffled pages of a pool that holds NaN elsewhere; the
+    block tables' last column names a page of NaN."""
+
+    def __init__(self, heads: Heads, device: str = "cpu") -> None:
+        dtype, requests = heads.dtype, 2
+        self.heads, self.device, self.scale = heads, torch.device(device), 1.3 / math.sqrt(heads.head_dim)
+        generator = torch.Generator().manual_seed(0)
+        count = -(-LENGTH // heads.page_size)
+        pages = torch.randperm(requests * count, generator=generator) + 1
+        shape = (2, requests * count + 1, heads.page_size, heads.kv_heads, heads.head_dim)
+        layer = torch.full(shape, torch.nan)
+        self.kv = torch.randn(requests, 2, LENGTH, *shape[3:], generator=generator).to(dtype)
+        tables = torch.zeros(requests, count + 1, dtype=torch.int32)
+        tables[:, :count] = pages.view(requests, count)
+        for own, table in zip(self.kv, tables, strict=True):
+            slots = [int(table[i // shape[2]]) * shape[2] + i % shape[2] for i in range(LENGTH)]
+            layer.view(2, -1, *shape[3:])[:, slots] = own.float()
+        queries = heads.group * heads.kv_heads
+        self.q = torch.randn(requests, LENGTH, queries + 3, heads.head_dim, generator=generator).to(
+            device, dtype
+        )
+        self.q = self.q[:, :, 1 : queries + 1]
+        self.layer, self.tables = layer.to(device, dtype), tables.to(device)
+        self.results = SplitResults.allocate(heads.head_dim, self.device)
+        self.results.outputs.fill_(torch.nan)
+        self.results.log_sums.fill_(torch.nan)
+
+    @property
+    def size(self) -> int:
+        return tokens_per_tile(self.heads.group)
+
+    def chunk(self, start: int, length: int, spreads: bool, request: int = 0) -> torch.Tensor:
+        """Results of consecutive tokens of one request, `[n, Hq * D]`."""
+        tiles = QueryTiles.of_chunk(0, start, length, request, self.size, self.device)
+        q, results = self.q[request, start : start + length], self.results if spreads else None
+        return launch_attention(q, self.layer, self.tables, tiles, self.scale, results)
+
+    def mixed(self, window: int) -> tuple[list[slice], torch.Tensor]:
+        """A chunk of the first request beside windows of both: which tokens of which request, and their results."""
+        kv_lens = torch.tensor([LENGTH - 3, SPLIT_KEYS + window], dtype=torch.int32, device=self.device)
+        parts = [
+            QueryTiles.of_chunk(0, 21, 40, 0, self.size, self.device),
+            QueryTiles.of_windows(40, kv_lens, window, 1, self.size),
+        ]
+        tables = self.tables[[0, 0, 1]]
+        tokens = [slice(21, 61), *(slice(int(end) - window, int(end)) for end in kv_lens)]
+        q = torch.cat([self.q[r, own] for r, own in zip((0, 0, 1), tokens, strict=True)])
+        tiles = QueryTiles.joined(parts)
+        return tokens, row_invariant_attention(q, self.layer, tables, tiles, self.scale, self.results)
+
+    def expected(self, request: int, tokens: slice) -> torch.Tensor:
+        """softmax(scale * q k) v of some tokens, `[n, Hq * D]` float64."""
+        keys, values = self.kv[request].double().repeat_interleave(self.heads.group, dim=2)
+        scores = torch.einsum("qhd,khd->hqk", self.q[request, tokens].cpu().double(), keys) * self.scale
+        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[tokens]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+
+
+def check(output: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[output.dtype]
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_twin_equals_the_formula(name: str) -> None:
+    cache = Cache(CASES[name])
+    tokens, output = cache.mixed(3)
+    expected = [cache.expected(r, own) for r, own in zip((0, 0, 1), tokens, strict=True)]
+    check(output, torch.cat(expected))
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("spreads", [False, True], ids=["together", "spread"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_equals_the_formula_and_its_twin(name: str, spreads: bool, device: str) -> None:
+    assert has_kernels(torch.device(device))
+    cache = Cache(CASES[name], device)
+    for start, length in ((0, 5), (SPLIT_KEYS - 3, 7), (LENGTH - 1, 1)):
+        output = cache.chunk(start, length, spreads, request=1)
+        check(output, cache.expected(1, slice(start, start + length)))
+        tiles = QueryTiles.of_chunk(0, start, length, 1, cache.size, cache.device)
+        q = cache.q[1, start : start + length]
+        twin = plain_row_invariant_attention(q, cache.layer, cache.tables, tiles, cache.scale)
+        check(output, twin.cpu().double())
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("name", ["small heads", "odd"] if INTERPRETED else CASES)
+def test_a_tokens_bits_are_the_same_in_every_chunk_and_window(
+    name: str, device: str, exact_dots: None
+) -> None:
+    cache = Cache(CASES[name], device)
+    expected = cache.chunk(FIRST, LENGTH - FIRST, spreads=False)
+    for start, length, spreads in (
+        (FIRST, 3, True),
+        (FIRST + 7, 1, True),
+        (FIRST + 9, 8, False),
+        (LENGTH - 25, 25, True),
+    ):
+        found = cache.chunk(start, length, spreads)
+        assert torch.equal(found, expected[start - FIRST :][:length]), (start, length, spreads)
+    for window in (1, 4):
+        tokens, found = cache.mixed(window)
+        for first, own, request in zip((0, 40, 40 + window), tokens, (0, 0, 1), strict=True):
+            alone = cache.chunk(own.start, own.stop - own.start, spreads=True, request=request)
+            assert torch.equal(found[first : first + len(alone)], alone), (window, own)
+        assert torch.equal(found[40 : 40 + window], expected[tokens[1].start - FIRST :][:window])
+
+
+@on_each_kernel_device
+def test_the_width_of_the_block_table_changes_no_bit(device: str) -> None:
+    cache = Cache(CASES["small heads"], device)
+    expected = cache.chunk(60, 10, spreads=True)
+    assert torch.equal(expected, cache.chunk(60, 10, spreads=False))
+    for width in (18, 40, cache.tables.shape[1]):
+        tables, cache.tables = cache.tables, cache.tables[:, :width]
+        assert torch.equal(cache.chunk(60, 10, spreads=True), expected), width
+        cache.tables = tables
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("spreads", [False, True], ids=["together", "spread"])
+def test_rows_of_graph_padding_are_numbers_and_queries_before_the_first_token_give_zeros(
+    spreads: bool, device: str
+) -> None:
+    cache = Cache(CASES["a head each"], device)
+    cache.layer[:, 0] = 7  # the dummy page
+    kv_lens = torch.tensor([2, 10**9], dtype=torch.int32, device=device)
+    tiles = QueryTiles.of_windows(0, kv_lens, 70, 0, cache.size)
+    q = torch.cat((cache.q[0, :70], cache.q[1, :70]))
+    results = cache.results if spreads else None
+    output = launch_attention(q, cache.layer, torch.zeros_like(cache.tables), tiles, cache.scale, results)
+    assert output.isfinite().all() and output[:68].count_nonzero() == 0
+    torch.testing.assert_close(output[68:], torch.full_like(output[68:], 7.0))
+
+
+@only_outside_the_interpreter
+def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> None:
+    check_under_the_interpreter(__file__, num_tests=15)

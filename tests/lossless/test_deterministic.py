@@ -1,0 +1,75 @@
+"""`deterministic: true` without a GPU: what it refuses, and a tiny model under Triton's interpreter, in a process of
+its own, whose texts and log probabilities are the same bits in every batch. test_deterministic_gpu.py has a device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.kernels.conftest import exact_dots as exact_dots
+from tests.kernels.interpreter import INTERPRETED, check_under_the_interpreter, only_outside_the_interpreter
+from tllm_spec.config import LlmArgs
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.sampling_params import SamplingParams
+
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 3}
+# Ends of prompts are repeated, so that n-grams are found. One is longer than a chunk.
+PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8, 9], list(range(20, 45))]
+RUNS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "in chunks": {"enable_chunked_prefill": True, "max_num_tokens": 19},
+    "with drafts": {"speculative_config": NGRAM},
+}
+
+
+@only_outside_the_interpreter
+def test_a_cpu_is_refused_with_the_reason(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path)
+    with pytest.raises(ValueError, match=r"deterministic = true needs CUDA and Triton; on 'cpu'"):
+        LLM(model, skip_tokenizer_init=True, device="cpu", deterministic=True)
+
+
+def test_what_contradicts_it_is_refused() -> None:
+    for backend in ("VANILLA", "TRITON"):
+        with pytest.raises(ValueError, match=rf"attn_backend must be 'auto', not '{backend}'"):
+            LlmArgs.from_kwargs("m", deterministic=True, attn_backend=backend)
+    draft = {"decoding_type": "Draft_Target", "speculative_model": "m", "max_draft_len": 2}
+    with pytest.raises(ValueError, match="deterministic and use_rejection_sampling exclude each other"):
+        LlmArgs.from_kwargs(
+            "m", deterministic=True, speculative_config=draft | {"use_rejection_sampling": True}
+        )
+    assert LlmArgs.from_kwargs("m", deterministic=True, speculative_config=draft).deterministic
+
+
+def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutput]:
+    kept = {"max_batch_size": batch_size, "max_seq_len": 80, "kv_cache_config": {"enable_block_reuse": False}}
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.7}]
+    params = [
+        SamplingParams(max_tokens=4, ignore_eos=True, seed=i, logprobs=2, **way) for i, way in enumerate(ways)
+    ]
+    with LLM(model, skip_tokenizer_init=True, device="cpu", deterministic=True, **(kept | options)) as llm:
+        return llm.generate(PROMPTS, params, use_tqdm=False)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in a process of Triton's interpreter")
+@pytest.mark.parametrize("device", [pytest.param("cpu", id="interpreted")])
+def test_every_bit_is_that_of_a_request_alone(device: str, tmp_path: Path, exact_dots: None) -> None:
+    model = write_tiny_llama(tmp_path)
+    alone = outputs_of(model, 1)
+    assert all(one.error is None and one.outputs[0].length == 4 for one in alone)
+    for name, options in RUNS.items():
+        others = outputs_of(model, 3, **options)
+        for one, other in zip(alone, others, strict=True):
+            assert one.outputs[0].token_ids == other.outputs[0].token_ids, name
+            assert one.outputs[0].logprobs == other.outputs[0].logprobs, name
+        drafted = sum(
+            other.speculative_decoding.num_drafted_tokens for other in others if other.speculative_decoding
+        )
+        assert (drafted > 0) == (name == "with drafts")
+
+
+@only_outside_the_interpreter
+def test_the_tiny_model_passes_in_a_process_of_tritons_interpreter() -> None:
+    check_under_the_interpreter(__file__, num_tests=1)

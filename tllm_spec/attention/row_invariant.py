@@ -1,0 +1,71 @@
+"""Attention of `deterministic: true`: a token's result has the same bits in whatever batch, chunk or window it runs.
+
+Prompts and windows go through one kernel in one launch (`kernels/row_invariant_attention.py`). A plan of windows only
+depends on no true length, so a forward over it can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.row_invariant_attention import (
+    QueryTiles,
+    SplitResults,
+    row_invariant_attention,
+    tokens_per_tile,
+)
+
+
+@dataclass(frozen=True)
+class RowInvariantPlan(AttentionPlan):
+    """All rows of the forward, in tiles."""
+
+    kv_slots: torch.Tensor
+    """[T] int64."""
+    block_tables: torch.Tensor
+    """[C + B, P] int32."""
+    tiles: QueryTiles
+
+
+class RowInvariantAttention(AttentionBackend):
+    """Holds on CUDA in float32, bfloat16 and float16; on other devices the kernels' twins run, which promise less."""
+
+    supports_graphs = True
+
+    def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
+        super().__init__(geometry, pool)
+        self._layers = pool.data.unbind(0)
+        self._tile_tokens = tokens_per_tile(geometry.num_heads // geometry.num_kv_heads)
+        self._results = SplitResults.allocate(geometry.head_dim, pool.data.device)
+
+    def plan(self, metadata: AttentionMetadata) -> RowInvariantPlan:
+        size, row = self._tile_tokens, 0
+        device, parts = metadata.kv_slots.device, []
+        lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
+        for request, (length, kv_len) in enumerate(lengths):
+            parts.append(QueryTiles.of_chunk(row, kv_len - length, length, request, size, device))
+            row += length
+        first = len(parts)
+        if metadata.num_generations:
+            kv_lens = metadata.kv_lens[-metadata.num_generations :]
+            parts.append(QueryTiles.of_windows(row, kv_lens, metadata.window, first, size))
+        return RowInvariantPlan(metadata.kv_slots, metadata.block_tables, QueryTiles.joined(parts))
+
+    def run(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        plan: AttentionPlan,
+        norm: HeadWeights | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(plan, RowInvariantPlan)
+        rotary_write(qkv, rotary, plan.kv_slots, self._layers[layer], norm)
+        q, _ = self.split(qkv)
+        return row_invariant_attention(
+            q, self._layers[layer], plan.block_tables, plan.tiles, self.geometry.scale, self._results
+        )
