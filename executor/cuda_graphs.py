@@ -41,6 +41,16 @@ class _Captured:
     result: SampledTokens
 
 
+@dataclass(frozen=True)
+class SpecRuntimeState:
+    """A tier: what the rounds of one draft length run on. All other buffers are the slots' and serve every tier, so to
+    switch tiers is to look up another of these between two rounds."""
+
+    draft_len: int
+    graphs: dict[tuple[int, bool], _Captured]
+    """By padded batch size and way of sampling."""
+
+
 class CudaGraphs:
     """`generate(slot_ids, draft_len, sampled)` is one round for the slots `[B]` on the device. Without `pads` a batch
     between two captured sizes has no graph."""
@@ -57,7 +67,7 @@ class CudaGraphs:
         self._pads = pads
         self._dummy_slot = dummy_slot
         self._device = device
-        self._graphs: dict[GraphKey, _Captured] = {}
+        self.tiers: dict[int, SpecRuntimeState] = {}
         self._sizes: tuple[int, ...] = ()
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._stream: torch.cuda.Stream | None = None
@@ -74,7 +84,9 @@ class CudaGraphs:
         pool = None
         for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):
             try:
-                self._graphs[key] = captured = self._capture(key, pool)
+                captured = self._capture(key, pool)
+                tier = self.tiers.setdefault(key.draft_len, SpecRuntimeState(key.draft_len, {}))
+                tier.graphs[key.batch_size, key.sampled] = captured
                 pool = captured.graph.pool()
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(
@@ -89,7 +101,7 @@ class CudaGraphs:
     def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
         """The round of these slots, or None when no graph fits. The result is overwritten by the next replay."""
         size = next((size for size in self._sizes if size >= len(slots)), 0)
-        captured = self._graphs.get(GraphKey(size, draft_len, sampled))
+        captured = self._find(GraphKey(size, draft_len, sampled))
         if captured is None or not (self._pads or size == len(slots)):
             return None
         padded = slots + [self._dummy_slot] * (size - len(slots))
@@ -99,17 +111,23 @@ class CudaGraphs:
         return SampledTokens(result.new_tokens[: len(slots)], result.new_lens[: len(slots)])
 
     def __contains__(self, key: GraphKey) -> bool:
-        return key in self._graphs
+        return self._find(key) is not None
 
     def seconds(self, key: GraphKey) -> float:
         """Of one replay with nothing but dummies, on the device."""
+        captured = self._find(key)
+        assert captured is not None
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
         self._slot_ids.fill_(self._dummy_slot)
         start.record()
-        self._graphs[key].graph.replay()
+        captured.graph.replay()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+    def _find(self, key: GraphKey) -> _Captured | None:
+        tier = self.tiers.get(key.draft_len)
+        return tier.graphs.get((key.batch_size, key.sampled)) if tier is not None else None
 
     def _capture(self, key: GraphKey, pool: Any) -> _Captured:
         slot_ids = self._slot_ids[: key.batch_size]

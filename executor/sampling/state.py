@@ -68,7 +68,7 @@ class SamplingState:
     def _write_stop_ids(self, request: LlmRequest) -> None:
         ids = sorted(request.rules.end_ids | request.rules.stop_token_ids)
         if not ids:
-            self.stop_ids[request.slot] = -1
+            self.stop_ids[request.slot].fill_(-1)
             return
         width = self.stop_ids.shape[1]
         if len(ids) > width:
@@ -96,9 +96,11 @@ class TokenCounts:
             self.output = torch.cat((self.output, self.output.new_zeros((max(8, row), self.output.shape[1]))))
             self.prompt = torch.cat((self.prompt, self.prompt.new_zeros((max(8, row), self.prompt.shape[1]))))
         device = self.output.device
-        self.row_of_slot[request.slot] = row
-        self.prompt[row] = False
-        self.prompt[row, to_device(request.tokens[: request.prompt_len], device)] = True
+        # Filled, not assigned: a number that is assigned is copied from pageable memory, for which the host waits.
+        self.row_of_slot[request.slot].fill_(row)
+        self.prompt[row].fill_(False).index_fill_(
+            0, to_device(request.tokens[: request.prompt_len], device), True
+        )
         output = torch.tensor(request.tokens[request.prompt_len :], dtype=torch.int64)
         counts = torch.bincount(output, minlength=self.output.shape[1]).to(torch.int32)
         self.output[row] = to_device(counts, device)

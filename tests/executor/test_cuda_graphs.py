@@ -124,7 +124,11 @@ def with_graphs(
 def num_replays(harness: Harness) -> dict[GraphKey, int]:
     graphs = harness.parts.runner.graphs
     assert graphs is not None
-    stand_ins: dict[GraphKey, Any] = {key: captured.graph for key, captured in graphs._graphs.items()}
+    stand_ins: dict[GraphKey, Any] = {
+        GraphKey(size, draft_len, is_sampled): captured.graph
+        for draft_len, tier in graphs.tiers.items()
+        for (size, is_sampled), captured in tier.graphs.items()
+    }
     return {key: stand_in.replays for key, stand_in in stand_ins.items() if stand_in.replays}
 
 
