@@ -13,9 +13,6 @@
 // W does not depend on earlier kernels: with programmatic dependent launch its first steps are on their way while the
 // kernel before this one still runs. Nothing else is touched before `griddepcontrol.wait`.
 //
-// When a CTA's own share of W is on its way, it sends for its part of the weights that are multiplied next: memory works
-// on while small kernels, which read little, stand between two products.
-//
 // The order of the columns inside a product does not matter as long as W and x have the same: a thread multiplies the 8
 // neighbours of one 16-byte piece by the 8 neighbours of another, and the pieces are chosen so that no two of the 8
 // threads that read together want the same banks.
@@ -78,15 +75,6 @@ __device__ inline u32 shared_address(const void* place) { return static_cast<u32
 __device__ inline void copy_piece(uint4* destination, const u16* source) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;"
         :: "r"(shared_address(destination)), "l"(source) : "memory");
-}
-
-// A CTA's part of what the next kernel will read, on its way into the L2 cache while nothing else is.
-__device__ inline void prefetch_part(const char* next, int part_bytes) {
-    constexpr int CHUNK = 16384;
-    const char* part = next + static_cast<u64>(blockIdx.x) * part_bytes;
-    for (int start = threadIdx.x * CHUNK; start < part_bytes; start += THREADS * CHUNK)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-            :: "l"(part + start), "r"(min(CHUNK, part_bytes - start)));
 }
 
 __device__ inline u32 cluster_rank() { u32 rank; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)); return rank; }
@@ -278,8 +266,7 @@ struct Stream {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few_row_linear(
     const u16* x, const u16* weight, const u16* bias, const u16* norm_weight, const u16* residual, u16* out,
-    int num_tokens, int out_features, int in_features, int x_stride, int out_stride, float eps, int num_tiles,
-    const char* next, int part_bytes) {
+    int num_tokens, int out_features, int in_features, int x_stride, int out_stride, float eps, int num_tiles) {
     const Problem p = {x, weight, bias, norm_weight, residual, out,
                        num_tokens, out_features, in_features, x_stride, out_stride, eps};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
@@ -336,7 +323,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_row_linear(
         cluster_arrive();
         parity ^= 1;
     }
-    prefetch_part(next, part_bytes);
     cluster_wait();
     const int last = first_tile + (num_tiles - 1 - first_tile) / num_clusters * num_clusters;
     if (first_tile < num_tiles) cluster_sum.finish(p, last, parity ^ 1);

@@ -39,14 +39,6 @@ class NormWeight:
     eps: float
 
 
-@dataclass(frozen=True)
-class Prefetch:
-    """What is read next: the first bytes of another layer's weights, which may already be sent for."""
-
-    weight: torch.Tensor
-    num_bytes: int
-
-
 def few_row_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -55,7 +47,6 @@ def few_row_linear(
     norm: NormWeight | None = None,
     gated: bool = False,
     add_to: torch.Tensor | None = None,
-    prefetch: Prefetch | None = None,
 ) -> torch.Tensor:
     """`norm(x) W^T + bias`; where gated, the SiLU of the first half of that times the second; added to `add_to`.
 
@@ -66,7 +57,6 @@ def few_row_linear(
         norm: of x; None: none.
         gated: `[T, N / 2]` comes out.
         add_to: the running sum, of the output's shape, any stride between rows; changed in place and returned.
-        prefetch: a hint that changes no result.
     """
     if not serves(x, weight):
         return plain_few_row_linear(x, weight, bias=bias, norm=norm, gated=gated, add_to=add_to)
@@ -75,7 +65,7 @@ def few_row_linear(
     assert output.shape == (x.shape[0], features)
     if norm is not None and x.dtype == torch.float16:  # x times the norm's weight alone might overflow
         x, norm = rms_norm(x, norm.weight, norm.eps), None
-    _launch(x, weight, bias, norm, gated, add_to, output, prefetch)
+    _launch(x, weight, bias, norm, gated, add_to, output)
     return output
 
 
@@ -87,7 +77,6 @@ def _launch(
     gated: bool,
     add_to: torch.Tensor | None,
     output: torch.Tensor,
-    prefetch: Prefetch | None,
 ) -> None:
     assert x.stride(1) == output.stride(1) == 1 and weight.is_contiguous()
     (rows, features), (out_features, in_features) = output.shape, weight.shape
@@ -109,17 +98,9 @@ def _launch(
             output.stride(0),
             0.0 if norm is None else norm.eps,
             prepared.num_tiles,
-            0 if prefetch is None else prefetch.weight.data_ptr(),
-            0 if prefetch is None else part_bytes(prefetch, prepared.launch.grid),
         ),
-        (nvrtc.POINTER,) * 6 + (nvrtc.INT,) * 5 + (nvrtc.FLOAT, nvrtc.INT, nvrtc.POINTER, nvrtc.INT),
+        (nvrtc.POINTER,) * 6 + (nvrtc.INT,) * 5 + (nvrtc.FLOAT, nvrtc.INT),
     )
-
-
-def part_bytes(prefetch: Prefetch, num_parts: int) -> int:
-    """Of each of so many CTAs: whole pieces of 16 bytes, none beyond the weights."""
-    num_bytes = min(prefetch.num_bytes, prefetch.weight.numel() * prefetch.weight.element_size())
-    return num_bytes // num_parts // 16 * 16
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -122,13 +122,6 @@ def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(rows: in
         assert module._shared_bytes(rows, in_features, splits, depth) <= module.SHARED_BYTES
 
 
-def test_what_is_sent_for_ends_with_the_weights_and_comes_in_whole_pieces() -> None:
-    weight = torch.zeros(100, 64, dtype=torch.bfloat16)  # 12,800 bytes
-    for num_bytes, num_parts in ((1 << 20, 132), (1 << 20, 7), (5000, 132), (100, 132)):
-        part = module.part_bytes(module.Prefetch(weight, num_bytes), num_parts)
-        assert part % 16 == 0 and part * num_parts <= min(num_bytes, 12800) < (part + 16) * num_parts
-
-
 def test_widths_that_do_not_fit_are_left_to_torch() -> None:
     assert module._splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
     assert module._splits_that_fit(1, 100) == ()  # no whole steps
@@ -171,15 +164,6 @@ def test_nothing_beside_the_running_sum_is_written() -> None:
     case.run()
     assert torch.equal(whole[:, :512], before[:, :512]) and torch.equal(whole[:, 1024:], before[:, 1024:])
     assert not torch.equal(whole[:, 512:1024], before[:, 512:1024])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_bytes", [16, 10_000, 1 << 30])
-def test_sending_for_the_next_weights_changes_no_result(num_bytes: int) -> None:
-    case = Case((4, 4096, 4096), (True, False, False, False), torch.bfloat16, "cuda")
-    plain = case.run()
-    ahead = module.Prefetch(case.weight, num_bytes)
-    assert torch.equal(few_row_linear(case.x, case.weight, norm=case.norm, prefetch=ahead), plain)
 
 
 @pytest.mark.gpu

@@ -54,7 +54,6 @@ class Eagle3Layer(Module):
         self.self_attn = Attention(config, 0, placement, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps, placement)
         self.mlp = MLP(config, placement)
-        self.self_attn.o_proj.comes_before(self.mlp.gate_up_proj)
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tllm_spec.kernels.few_row_linear import Prefetch, few_row_linear, serves
+from tllm_spec.kernels.few_row_linear import few_row_linear, serves
 from tllm_spec.kernels.row_invariant_linear import row_invariant_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.models.layers import RMSNorm
@@ -18,8 +18,6 @@ from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 # Below this size oneDNN's cost of a call, about 20 µs, is more than it saves.
 MIN_PACKED_ELEMENTS = 65536
 PACKED_ROWS_HINT = 8
-# What memory delivers between two products of few rows, and while attention stands between them.
-AHEAD_BYTES, AHEAD_OF_ATTENTION_BYTES = 8 << 20, 40 << 20
 
 
 class Linear(Module):
@@ -50,32 +48,24 @@ class Linear(Module):
         self.bias = placement.parameter(out_features) if bias else None
         self.matrix = self.weight.t()
         self.packed: torch.Tensor | None = None
-        self.prefetch: Prefetch | None = None
-
-    def comes_before(self, following: "Linear", num_bytes: int = AHEAD_BYTES) -> None:
-        """While this layer's product ends, the first bytes of the following one's weights are sent for."""
-        self.prefetch = Prefetch(following.weight, num_bytes)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """Of `norm(x)`, where there is a norm. `[T, K]` -> `[T, N]`."""
         if self._is_fused(x):
             weight = None if norm is None else norm.kernel_weight
-            return few_row_linear(x, self.weight, bias=self.bias, norm=weight, prefetch=self.prefetch)
+            return few_row_linear(x, self.weight, bias=self.bias, norm=weight)
         return self._product(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """SwiGLU of `norm(x)`: the SiLU of the first half of the outputs times the second. `[T, K]` -> `[T, N / 2]`."""
         if self._is_fused(x):
-            fused = norm.kernel_weight
-            return few_row_linear(
-                x, self.weight, bias=self.bias, norm=fused, gated=True, prefetch=self.prefetch
-            )
+            return few_row_linear(x, self.weight, bias=self.bias, norm=norm.kernel_weight, gated=True)
         return silu_and_mul(self._product(norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x to `total` `[T, N]` in place, rounded once on CUDA."""
         if self._is_fused(x):
-            few_row_linear(x, self.weight, bias=self.bias, add_to=total, prefetch=self.prefetch)
+            few_row_linear(x, self.weight, bias=self.bias, add_to=total)
         elif total.is_cuda and self.bias is None and not self.row_invariant:
             total.addmm_(x, self.matrix)
         else:

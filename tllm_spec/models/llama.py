@@ -3,8 +3,6 @@
 Module paths are the checkpoint's names, with q/k/v and gate/up fused. It knows no requests, pages or files.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import nn
 
@@ -13,7 +11,7 @@ from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
-from tllm_spec.models.linear import AHEAD_OF_ATTENTION_BYTES, ColumnLinear, RowLinear
+from tllm_spec.models.linear import ColumnLinear, RowLinear
 from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.rotary import rotary_table
 
@@ -41,7 +39,6 @@ class Attention(Module):
             else None
         )
         self.o_proj = RowLinear(q_size, config.hidden_size, bias=config.o_bias, placement=placement)
-        self.qkv_proj.comes_before(self.o_proj, AHEAD_OF_ATTENTION_BYTES)
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
@@ -62,7 +59,6 @@ class MLP(Module):
         parts = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = ColumnLinear(hidden, parts, bias=bias, placement=placement)
         self.down_proj = RowLinear(inner, hidden, bias=bias, placement=placement)
-        self.gate_up_proj.comes_before(self.down_proj)
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
@@ -78,7 +74,6 @@ class DecoderLayer(Module):
         self.self_attn = Attention(config, layer, placement)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.mlp = MLP(config, placement)
-        self.self_attn.o_proj.comes_before(self.mlp.gate_up_proj)
 
     def forward(self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext) -> None:
         """hidden: `[T, H]`, all that was added so far; the block adds its own."""
@@ -93,10 +88,9 @@ class LlamaModel(Module):
     def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
-        layers = [DecoderLayer(config, layer, placement) for layer in range(config.num_layers)]
-        for layer, following in pairwise(layers):
-            layer.mlp.down_proj.comes_before(following.self_attn.qkv_proj)
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, placement) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.rotary = rotary_table(
             config.rope, config.head_dim, max_positions, dtype=placement.dtype, device=placement.device
@@ -128,9 +122,6 @@ class LlamaForCausalLM(CausalLM):
             placement=placement,
             weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
-        last = self.model.get_submodule(f"layers.{config.num_layers - 1}.mlp.down_proj")
-        assert isinstance(last, RowLinear)
-        last.comes_before(self.lm_head)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
