@@ -21,7 +21,7 @@ from tllm_spec.kernels.early_launch import early_launch
 # More than a multiprocessor holds at once (3 to 5 of an 8B Llama's), so that requests of different lengths even out.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 # Below this a split's fixed costs (its query rows, its partial result) outweigh reading its keys.
-MIN_KEYS_PER_SPLIT = 256
+MIN_KEYS_PER_SPLIT = 128
 MAX_SPLITS = 64
 # 32 query rows for each of the 8 programs of 128 multiprocessors.
 MAX_PARTIAL_ROWS = 1 << 15
