@@ -54,7 +54,7 @@ def filter_logits(
 ) -> torch.Tensor:
     """Parameters `[R, 1]`; what the filters exclude is -inf."""
     parameters = (column.squeeze(1) for column in (top_k, top_p, min_p))
-    cut = filter_cut(logits, torch.ones(len(logits)), *parameters)
+    cut = filter_cut(logits, torch.ones(len(logits), device=logits.device), *parameters)
     return logits.masked_fill(logits < cut.unsqueeze(1), -INF)
 
 
@@ -133,10 +133,13 @@ def test_a_nucleus_of_very_many_tokens_ends_where_exact_sums_end_it() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [1000, 32001, 128256])
-def test_a_rows_filters_and_log_probabilities_do_not_depend_on_the_rows_beside_it(vocab_size: int) -> None:
+def test_a_rows_filters_and_log_probabilities_do_not_depend_on_the_rows_beside_it(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    logits = torch.randn(70, vocab_size, generator=generator, device="cuda").bfloat16().float() * 2
+    logits = (torch.randn(70, vocab_size, generator=generator, device="cuda") * 2).to(dtype)
     whole = torch.full((70, 1), vocab_size, device="cuda")
     columns = whole, torch.full((70, 1), 0.95, device="cuda"), torch.zeros(70, 1, device="cuda")
     tokens = torch.arange(70, device="cuda")
