@@ -70,6 +70,7 @@ class CudaGraphs:
         self.tiers: dict[int, SpecRuntimeState] = {}
         self._sizes: tuple[int, ...] = ()
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._sent: list[int] = []  # what the first of them are
         self._stream: torch.cuda.Stream | None = None
 
     def capture(self, keys: Iterable[GraphKey]) -> None:
@@ -80,6 +81,7 @@ class CudaGraphs:
         wanted = sorted(keys, reverse=True)
         self._sizes = tuple(sorted({key.batch_size for key in wanted}))
         self._slot_ids = torch.full((max(self._sizes, default=0),), self._dummy_slot, device=self._device)
+        self._sent = []
         start, (free, _) = monotonic(), torch.cuda.mem_get_info(self._device)
         pool = None
         for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):
@@ -105,7 +107,9 @@ class CudaGraphs:
         if captured is None or not (self._pads or size == len(slots)):
             return None
         padded = slots + [self._dummy_slot] * (size - len(slots))
-        self._slot_ids[:size].copy_(to_device(padded, self._device))
+        if padded != self._sent:  # graphs only read them
+            self._slot_ids[:size].copy_(to_device(padded, self._device))
+            self._sent = padded
         captured.graph.replay()
         result = captured.result
         return SampledTokens(result.new_tokens[: len(slots)], result.new_lens[: len(slots)])
@@ -119,6 +123,7 @@ class CudaGraphs:
         assert captured is not None
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
         self._slot_ids.fill_(self._dummy_slot)
+        self._sent = []
         start.record()
         captured.graph.replay()
         end.record()

@@ -5,6 +5,7 @@ It knows one request's rules and nothing of its progress.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tllm_spec.sampling_params import SamplingParams
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DecodingRules:
     """Off is: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition 1, presence and frequency 0, logprobs
-    None."""
+    None. What every round asks for is worked out once: rules do not change."""
 
     temperature: float
     top_k: int
@@ -34,7 +35,7 @@ class DecodingRules:
     logprobs: int | None
     prompt_logprobs: int | None
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
@@ -46,7 +47,7 @@ class DecodingRules:
     def has_penalties(self) -> bool:
         return bool(self.repetition != 1 or self.presence or self.frequency)
 
-    @property
+    @cached_property
     def is_simple(self) -> bool:
         """Nothing but temperature and filters lies between logits and token, and nobody asks for log probabilities."""
         return not (
@@ -57,7 +58,7 @@ class DecodingRules:
             or self.logprobs is not None
         )
 
-    @property
+    @cached_property
     def needs_host_edits(self) -> bool:
         return bool(self.processors or self.bad_sequences)
 

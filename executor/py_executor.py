@@ -11,12 +11,13 @@ results nobody reads. Its slot and pages can go to others at once, since the dev
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from time import monotonic
 
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
@@ -30,7 +31,10 @@ from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafter import Drafter
 from tllm_spec.outputs import Logprob
 
-NO_TOKEN = "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
+NO_TOKEN_ERROR = (
+    "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
+)
+_needs_host_edits = attrgetter("rules.needs_host_edits")
 
 
 @dataclass
@@ -80,8 +84,9 @@ class PyExecutor:
         self._fetch_new_requests()
         if self._needs_all_tokens():
             self._complete_rounds(0)
-        self._prepare_draft_requests()
-        self._batch = batch = self._schedule()
+        generating = self.scheduler.generating()
+        self._prepare_draft_requests(generating)
+        self._batch = batch = self._schedule(generating)
         if batch:
             self._launch(batch)
         else:
@@ -103,19 +108,16 @@ class PyExecutor:
         while len(self._in_flight) > max_in_flight:
             launched, worked = self._in_flight.popleft(), True
             self._batch = launched.batch
-            unfinished = [request for request in launched.batch.requests() if not request.is_finished]
-            self._update_requests(launched)
+            with_news = self._update_requests(launched)
             for manager in self.resources:
                 manager.update_resources(launched.batch)
-            self._finish_round(unfinished)
+            self._finish_round(with_news)
             self._batch = ScheduledBatch()
         return worked
 
     def _needs_all_tokens(self) -> bool:
         """Some code of a user's wants to see a request's tokens before the next one is chosen."""
-        return bool(self._in_flight) and any(
-            request.rules.needs_host_edits for request in self.scheduler.running
-        )
+        return bool(self._in_flight) and any(map(_needs_host_edits, self.scheduler.running))
 
     def _fetch_new_requests(self) -> None:
         new, cancelled = self.parts.queue.take()
@@ -131,13 +133,8 @@ class PyExecutor:
             }
             self._end([alive[i] for i in dict.fromkeys(cancelled) if i in alive], "cancelled")
 
-    def _prepare_draft_requests(self) -> None:
+    def _prepare_draft_requests(self, generating: list[LlmRequest]) -> None:
         """Placeholders, so that scheduling counts the drafts of the round before they exist."""
-        generating = [
-            request
-            for request in self.scheduler.running
-            if request.state is RequestState.GENERATION and not request.will_finish
-        ]
         draft_len = 0
         if generating and self._speculating:
             room = self.parts.max_num_tokens // len(generating) - 1
@@ -147,8 +144,8 @@ class PyExecutor:
             request.py_draft_tokens = [0] * draft_len
             request.py_num_draft_tokens = 0
 
-    def _schedule(self) -> ScheduledBatch:
-        batch, admitted = self.scheduler.schedule()
+    def _schedule(self, generating: list[LlmRequest]) -> ScheduledBatch:
+        batch, admitted = self.scheduler.schedule(generating)
         for request in admitted:
             self.parts.sampler.start(request)
             self.parts.slots.start(request)
@@ -169,54 +166,72 @@ class PyExecutor:
         for request in launched.ended_contexts:
             request.state = RequestState.GENERATION
             request.tokens_in_flight += 1
-        for request in batch.generation_requests:
-            request.tokens_in_flight += batch.window
-        for request in launched.ended_contexts + batch.generation_requests:
             request.num_drafts_ready = batch.num_new_drafts
+        window, num_drafts_ready = batch.window, batch.num_new_drafts
+        for request in batch.generation_requests:
+            request.tokens_in_flight += window
+            request.num_drafts_ready = num_drafts_ready
 
-    def _update_requests(self, launched: LaunchedRound) -> None:
-        """The host learns what was emitted. Requests that ended meanwhile took part for nothing."""
+    def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
+        """The host learns what was emitted. Requests that ended meanwhile took part for nothing. Returns those that
+        somebody may want to hear of: streamed or finished."""
         batch, contexts = launched.batch, launched.ended_contexts
         table, found = launched.wait()
         seconds = self._clock.lap()
         accepted: list[int] = []  # by every request that was drafted for
-        for request, (num_new, *tokens) in zip(contexts, table, strict=False):
+        with_news: list[LlmRequest] = []
+        for request, row in zip(contexts, table, strict=False):
             request.tokens_in_flight -= 1
             if not request.is_finished:
-                self._emit(request, tokens[:num_new], found)
+                self._emit(request, row[1 : 1 + row[0]], found)
+                with_news.append(request)
+        generation, finished = RequestState.GENERATION, RequestState.FINISHED
+        window, speculating = batch.window, self._speculating
         rows = zip(batch.generation_requests, launched.num_drafts, table[len(contexts) :], strict=True)
-        for request, num_drafts, (num_new, *tokens) in rows:
-            request.tokens_in_flight -= batch.window
-            if request.is_finished:
+        for request, num_drafts, row in rows:
+            request.tokens_in_flight -= window
+            if request.state is finished:
                 continue
-            if request.state is RequestState.GENERATION:  # else it was preempted, and starts again at 0
+            num_new = num_emitted = row[0]
+            if request.state is generation:  # else it was preempted, and starts again at 0
                 request.kv_len += num_new
-            num_emitted = self._emit(request, tokens[:num_new], found)
-            request.py_num_accepted_draft_tokens = num_new - 1
-            request.py_rewind_len = batch.draft_len - (num_new - 1)
-            if self._speculating:
-                request.counters.num_emitted_tokens += num_emitted
-                num_accepted = min(num_new - 1, num_emitted)
-                request.counters.record(num_drafts, num_accepted)
-                if request.draft_limit and not request.draft_mark.is_on:
+            run = row[1 : 1 + num_new]
+            if found or not request.append_unstopped(run):
+                num_emitted = self._emit(request, run, found)
+            if speculating:
+                num_accepted = num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
+                request.py_num_accepted_draft_tokens = num_new - 1
+                request.py_rewind_len = window - num_new
+                request.counters.record(num_drafts, num_accepted, num_emitted)
+                mark = request.draft_mark
+                if request.draft_limit and not mark.rounds_left:
                     accepted.append(num_new - 1)
-                request.draft_mark.observe(num_drafts, num_accepted)
-        if self._speculating and batch.generation_requests:
-            num_steps = max(launched.num_drafts)
-            self.parts.controller.observe(
-                len(batch.generation_requests),
-                [min(num, num_steps) for num in accepted],
-                num_steps,
-                None if batch.context_requests else seconds,
-            )
+                if mark.patience is not None:
+                    mark.observe(num_drafts, num_accepted)
+            if request.streaming or request.state is finished:
+                with_news.append(request)
+        if speculating and batch.generation_requests:
+            self._tell_controller(launched, accepted, seconds)
+        return with_news
+
+    def _tell_controller(self, launched: LaunchedRound, accepted: list[int], seconds: float | None) -> None:
+        """accepted: drafts of each request that was drafted for."""
+        batch, num_steps = launched.batch, max(launched.num_drafts)
+        if (
+            num_steps < batch.draft_len
+        ):  # padding is never accepted, but drafts beyond a request's limit may be
+            accepted = [min(num, num_steps) for num in accepted]
+        self.parts.controller.observe(
+            len(launched.num_drafts), accepted, num_steps, None if batch.context_requests else seconds
+        )
 
     def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
         before = request.num_tokens
-        good = run[: run.index(-1)] if -1 in run else run
+        good = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
         request.append_run(good)
         if len(good) < len(run) and not request.is_finished:
-            request.finish("error", error=NO_TOKEN)
+            request.finish("error", error=NO_TOKEN_ERROR)
         num_emitted = request.num_tokens - before
         if request.request_id in found:
             request.logprobs += found[request.request_id][:num_emitted]

@@ -12,6 +12,8 @@ from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
+NO_TOKEN = -1  # in the place of a token that could not be chosen
+
 
 class RequestState(Enum):
     WAITING = auto()  # not scheduled yet, or preempted
@@ -42,25 +44,38 @@ class DraftCounters:
     Padding and prefill never count.
     """
 
-    def __init__(self, max_draft_len: int = 0) -> None:
-        self.rounds = 0
-        self.num_emitted_tokens = 0
-        self.by_drafted = [0] * (max_draft_len + 1)
-        self.by_accepted = [0] * (max_draft_len + 1)
+    __slots__ = ("_rounds", "num_emitted_tokens")
 
-    def record(self, num_drafted: int, num_accepted: int) -> None:
-        self.rounds += 1
-        self.by_drafted[num_drafted] += 1
-        self.by_accepted[num_accepted] += 1
+    def __init__(self, max_draft_len: int = 0) -> None:
+        self.num_emitted_tokens = 0
+        # by tokens drafted, then by tokens accepted
+        self._rounds = [[0] * (max_draft_len + 1) for _ in range(max_draft_len + 1)]
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.by_drafted)
+
+    @property
+    def by_drafted(self) -> list[int]:
+        return [sum(row) for row in self._rounds]
+
+    @property
+    def by_accepted(self) -> list[int]:
+        return [sum(column) for column in zip(*self._rounds, strict=True)]
+
+    def record(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+        self.num_emitted_tokens += num_emitted
+        self._rounds[num_drafted][num_accepted] += 1
 
     def stats(self) -> SpeculativeStats:
         """The figures so far. Position i was drafted in every round that drafted more than i tokens."""
-        drafted = tuple(sum(self.by_drafted[i + 1 :]) for i in range(len(self.by_drafted) - 1))
-        accepted = tuple(sum(self.by_accepted[i + 1 :]) for i in range(len(self.by_accepted) - 1))
+        by_drafted, by_accepted = self.by_drafted, self.by_accepted
+        drafted = tuple(sum(by_drafted[i + 1 :]) for i in range(len(by_drafted) - 1))
+        accepted = tuple(sum(by_accepted[i + 1 :]) for i in range(len(by_accepted) - 1))
         return SpeculativeStats(self.rounds, self.num_emitted_tokens, drafted, accepted)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class LlmRequest:
     """A sequence being generated. `tokens` is prompt plus output and only ever grows."""
 
@@ -105,8 +120,11 @@ class LlmRequest:
     stop_match: StopMatch | None = None
     error: str | None = None
 
+    _watched_ids: frozenset[int] = frozenset()  # tokens that are not appended without a closer look
+
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+        self._watched_ids = self.rules.end_ids | self.rules.stop_token_ids | {NO_TOKEN}
 
     @property
     def num_tokens(self) -> int:
@@ -120,11 +138,6 @@ class LlmRequest:
     def num_tokens_bound(self) -> int:
         """Tokens when the rounds in flight have been read, at most."""
         return len(self.tokens) + self.tokens_in_flight
-
-    @property
-    def will_finish(self) -> bool:
-        """The rounds in flight, each of which adds at least one token, reach `max_tokens` for certain."""
-        return self.tokens_in_flight > 0 and self.num_output_tokens + 1 >= self.max_tokens
 
     @property
     def is_last_context_chunk(self) -> bool:
@@ -150,17 +163,23 @@ class LlmRequest:
 
     def append_run(self, run: list[int]) -> None:
         """Appends the tokens emitted in one round, up to the one that finishes the request."""
-        if (
-            self.stop_checker is None
-            and self.num_output_tokens + len(run) < self.max_tokens
-            and self.rules.end_ids.isdisjoint(run)
-            and self.rules.stop_token_ids.isdisjoint(run)
-        ):
-            self.tokens += run
+        if self.append_unstopped(run):
             return
         for token in run:
             if self.append_token(token):
                 return
+
+    def append_unstopped(self, run: list[int]) -> bool:
+        """Appends a run in which nothing can end the request: most runs. False, and nothing changed, where something
+        may."""
+        if (
+            self.stop_checker is None
+            and len(self.tokens) + len(run) < self.prompt_len + self.max_tokens
+            and self._watched_ids.isdisjoint(run)
+        ):
+            self.tokens += run
+            return True
+        return False
 
     def append_token(self, token: int) -> bool:
         """Appends one generated token and applies the stop rules. Returns True when the request is finished by it."""

@@ -5,6 +5,7 @@ read, the next round can be launched from the slot state alone (DESIGN section 4
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 from time import perf_counter
 
 import torch
@@ -24,6 +25,7 @@ from tllm_spec.outputs import Logprob
 
 TIMED_RUNS = 4  # the first may compile
 TIMED_KV_LEN = 512
+_is_simple, _is_greedy = attrgetter("rules.is_simple"), attrgetter("rules.is_greedy")
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ class RoundRunner:
 
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
         requests = batch.generation_requests
-        if self.graphs is None or not all(request.rules.is_simple for request in requests):
+        if self.graphs is None or not all(map(_is_simple, requests)):
             return None
-        is_sampled = any(not request.rules.is_greedy for request in requests)
+        is_sampled = not all(map(_is_greedy, requests))
         sampled = self.graphs.replay([request.slot for request in requests], batch.draft_len, is_sampled)
         if sampled is not None and self.round_end is not None and not self.round_end.in_graph:
             group = self._groups.get(requests, 1)

@@ -56,24 +56,33 @@ class Scheduler:
         queue = self.running if request in self.running else self.waiting
         queue.remove(request)
 
-    def schedule(self) -> tuple[ScheduledBatch, list[LlmRequest]]:
-        """The batch, and the requests that joined in it and have a slot now."""
-        batch = ScheduledBatch()
-        budget = self.limits.max_num_tokens
-        for request in list(self.running):
-            if request.state is RequestState.GENERATION and not request.will_finish:
-                budget -= self._schedule_generation(request, batch)
-        for request in list(self.running):
-            if request.state is RequestState.CONTEXT and budget > 0:
+    def generating(self) -> list[LlmRequest]:
+        """Those that want another generation window. Not those that are certain to reach `max_tokens` in the rounds in
+        flight, each of which adds at least one token."""
+        state = RequestState.GENERATION
+        return [
+            request
+            for request in self.running
+            if request.state is state
+            and not (
+                request.tokens_in_flight
+                and len(request.tokens) - request.prompt_len + 1 >= request.max_tokens
+            )
+        ]
+
+    def schedule(self, generating: list[LlmRequest]) -> tuple[ScheduledBatch, list[LlmRequest]]:
+        """The batch, and the requests that joined in it and have a slot now. generating: what `generating` says,
+        with placeholders, equally many for each."""
+        batch = ScheduledBatch(generation_requests=generating)
+        num_drafts = len(generating[0].py_draft_tokens) if generating else 0
+        for request in self._kv.without_room(generating, num_drafts + self.limits.extra_kv_tokens):
+            self._make_room(request, request.num_tokens_bound + num_drafts, batch)
+        budget = self.limits.max_num_tokens - len(batch.generation_requests) * (1 + num_drafts)
+        context = RequestState.CONTEXT
+        for request in [request for request in self.running if request.state is context]:
+            if request.state is context and budget > 0:  # else it was preempted meanwhile
                 budget -= self._schedule_context(request, budget, batch)
         return batch, self._admit_waiting(budget, batch)
-
-    def _schedule_generation(self, request: LlmRequest, batch: ScheduledBatch) -> int:
-        num_drafts = len(request.py_draft_tokens)
-        if not self._make_room(request, request.num_tokens_bound + num_drafts, batch):
-            return 0
-        batch.generation_requests.append(request)
-        return 1 + num_drafts
 
     def _schedule_context(self, request: LlmRequest, budget: int, batch: ScheduledBatch) -> int:
         chunk = self._chunk_len(request, budget)
@@ -117,6 +126,8 @@ class Scheduler:
 
     def _admit_waiting(self, budget: int, batch: ScheduledBatch) -> list[LlmRequest]:
         admitted: list[LlmRequest] = []
+        if not (self.waiting and self._slots.num_free and budget > 0):
+            return admitted
         reserved = 0 if self.limits.may_preempt else sum(map(self._pages_still_needed, self.running))
         while self.waiting and self._slots.num_free and budget > 0:
             request = self.waiting[0]

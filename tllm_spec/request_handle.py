@@ -9,10 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import cast
+from typing import NamedTuple, cast
 
 from tllm_spec.executor.response import Response
 from tllm_spec.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
@@ -21,8 +20,7 @@ from tllm_spec.stop_strings import StreamedText
 from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A response and when it came."""
 
     response: Response

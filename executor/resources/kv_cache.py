@@ -3,20 +3,22 @@
 One instance per model: the target has one, a separate draft model has its own with the same life cycle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.slot_state import BlockTable
 
 
-@dataclass
+@dataclass(slots=True)
 class _Row:
-    """What the block-table row of a request holds."""
+    """What the block-table row of a request holds, and the cache's live list of what it should hold."""
 
+    pages: list[int]
     num_pages: int = 0
     version: int = -1
 
@@ -40,6 +42,7 @@ class KVCacheManager(ResourceManager):
         self._waits_for_draft = waits_for_draft
         self.pool = pool
         self.table = table
+        self._page_size = cache.page_size
         self._rows: dict[int, _Row] = {}
 
     @property
@@ -51,7 +54,7 @@ class KVCacheManager(ResourceManager):
         return self.cache.num_pages - 1
 
     def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.cache.page_size)
+        return -(-num_tokens // self._page_size)
 
     def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> int:
         """By how much starting the request and growing it to `num_tokens` tokens would lower `num_available`."""
@@ -60,7 +63,7 @@ class KVCacheManager(ResourceManager):
         return self.cache.new_pages_needed(request.tokens, num_tokens)
 
     def num_held(self, request: LlmRequest) -> int:
-        return len(self.cache.pages(request.request_id))
+        return len(self._rows[request.request_id].pages)
 
     def holds(self, request: LlmRequest) -> bool:
         return request.request_id in self._rows
@@ -68,7 +71,7 @@ class KVCacheManager(ResourceManager):
     def start(self, request: LlmRequest) -> int:
         """Begins a sequence with its longest cached prefix and returns that prefix's length in tokens."""
         cached_len = self.cache.add_sequence(request.request_id, request.tokens, reuse=request.reuses_prefix)
-        self._rows[request.request_id] = _Row()
+        self._rows[request.request_id] = _Row(self.cache.pages(request.request_id))
         if self._waits_for_draft:
             request.draft_kv_len = cached_len
         self._write_row(request)
@@ -81,9 +84,21 @@ class KVCacheManager(ResourceManager):
         self._write_row(request)
         return True
 
+    def without_room(self, requests: Sequence[LlmRequest], num_more: int) -> list[LlmRequest]:
+        """Those whose pages do not hold their tokens, the ones in flight at most, and `num_more`."""
+        rows, page_size = self._rows, self._page_size
+        return [
+            request
+            for request in requests
+            if len(request.tokens) + request.tokens_in_flight + num_more
+            > len(rows[request.request_id].pages) * page_size
+        ]
+
     def rewind(self, request: LlmRequest, num_tokens: int) -> None:
         """Gives back what lies wholly behind the first `num_tokens` tokens."""
-        self.cache.rewind(request.request_id, num_tokens)
+        if self.cache.rewind(request.request_id, num_tokens):
+            row = self._rows[request.request_id]  # its entries so far stay as they are
+            row.num_pages, row.version = len(row.pages), self.cache.version(request.request_id)
 
     def store(self, request: LlmRequest, num_tokens: int) -> None:
         """The first `num_tokens` tokens' KV is final: other requests may reuse it from now on."""
@@ -103,10 +118,14 @@ class KVCacheManager(ResourceManager):
         self.table.flush()
 
     def update_resources(self, batch: ScheduledBatch) -> None:
+        rows, page_size, finished = self._rows, self._page_size, RequestState.FINISHED
         for request in batch.generation_requests:
-            if self.holds(request) and not request.is_finished:  # it may have been preempted since
-                # The round in flight and a drafter on the same pages have tokens behind what the host knows.
-                kept = request.kv_len + request.tokens_in_flight + self.extra_kv_tokens
+            row = rows.get(request.request_id)  # None: it was preempted since
+            if row is None or request.state is finished:
+                continue
+            # The round in flight and a drafter on the same pages have tokens behind what the host knows.
+            kept = request.kv_len + request.tokens_in_flight + self.extra_kv_tokens
+            if kept <= (len(row.pages) - 1) * page_size:
                 self.rewind(request, kept)
         for request in batch.context_requests:
             if self.holds(request) and not request.is_finished:
@@ -127,10 +146,9 @@ class KVCacheManager(ResourceManager):
 
     def _write_row(self, request: LlmRequest) -> None:
         """Brings the request's block-table row up to date; nothing to do in most rounds."""
-        row, pages = self._rows[request.request_id], self.cache.pages(request.request_id)
-        version = self.cache.version(request.request_id)
-        if row.version == version and row.num_pages == len(pages):
+        row, version = self._rows[request.request_id], self.cache.version(request.request_id)
+        if row.version == version and row.num_pages == len(row.pages):
             return
         first_changed = row.num_pages if row.version == version else 0
-        self.table.write(request.slot, pages, first_changed)
-        row.num_pages, row.version = len(pages), version
+        self.table.write(request.slot, row.pages, first_changed)
+        row.num_pages, row.version = len(row.pages), version

@@ -118,7 +118,8 @@ class PagedCache:
         missing = self._pages_for(num_tokens) - len(pages)
         if missing > self.num_available:
             return False
-        pages.extend(self._take_page() for _ in range(missing))
+        for _ in range(missing):
+            pages.append(self._take_page())
         return True
 
     def rewind(self, seq_id: int, num_tokens: int) -> int:

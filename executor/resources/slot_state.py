@@ -5,6 +5,7 @@ scatter by slot. The host writes a row when a request starts generating and keep
 to read a row back. The last row is the dummy slot of graph padding.
 """
 
+import numpy
 import torch
 
 from tllm_spec.executor.request import LlmRequest
@@ -75,27 +76,27 @@ class SlotState:
 
 
 class BlockTable:
-    """`[S, P]` int32 page numbers on the device with a host mirror; rows that changed are sent once a round."""
+    """`[S, P]` int32 page numbers on the device; entries that changed are sent once a round."""
 
     def __init__(self, slots: SeqSlotManager, max_pages: int, device: torch.device) -> None:
         num_rows = slots.dummy_slot + 1
         self.device_rows = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
-        self._mirror = torch.zeros((num_rows, max_pages), dtype=torch.int32)
-        self._numpy = self._mirror.numpy()
-        self._dirty: set[int] = set()
+        self._changed: dict[int, int] = {}  # place in the flattened table -> page
 
     def write(self, slot: int, pages: list[int], first_changed: int) -> None:
         """Pages from index `first_changed` on differ from what the row holds."""
-        self._numpy[slot, first_changed : len(pages)] = pages[first_changed:]
-        self._dirty.add(slot)
+        row = slot * self.device_rows.shape[1]
+        self._changed.update(enumerate(pages[first_changed:], row + first_changed))
 
     def flush(self) -> None:
-        """Sends the changed rows; nothing happens in the many rounds in which no page was added."""
-        if not self._dirty:
+        """Sends the changed entries; nothing happens in the many rounds in which no page was added."""
+        if not self._changed:
             return
-        rows, device = torch.tensor(sorted(self._dirty)), self.device_rows.device
-        self.device_rows.index_copy_(0, to_device(rows, device), to_device(self._mirror[rows], device))
-        self._dirty.clear()
+        device, size = self.device_rows.device, len(self._changed)
+        places = torch.from_numpy(numpy.fromiter(self._changed, numpy.int64, size))
+        pages = torch.from_numpy(numpy.fromiter(self._changed.values(), numpy.int32, size))
+        self.device_rows.put_(to_device(places, device), to_device(pages, device))
+        self._changed.clear()
 
     def rows(self, slot_ids: torch.Tensor, num_pages: int) -> torch.Tensor:
         """The first `num_pages` pages of each slot, `[B, num_pages]`."""

@@ -15,32 +15,37 @@ class RequestMark:
     as before.
     """
 
+    __slots__ = ("_keep", "_next_pause", "_options", "patience", "rounds_left", "share")
+
     def __init__(self, options: MarkOptions = NEVER) -> None:
         self._options = options
+        self.patience = options.mark_patience  # None: never marked, and need not be told anything
         patience = options.mark_patience or 1
         # Just enough: the share is still above after patience - 1 rejections and below after patience.
         self._keep = options.mark_below ** (1 / (patience - 0.5)) if options.mark_below else 1.0
         self._next_pause = patience
-        self._left = 0
+        self.rounds_left = 0  # of a pause
         self.share = 1.0
 
     @property
     def is_on(self) -> bool:
         """Whether the request's next round should have no drafts."""
-        return self._left > 0
+        return self.rounds_left > 0
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """What a round brought; called once a round. No drafts outside a pause say nothing."""
-        if self._left:
-            self._left -= 1
+        if self.patience is None:
             return
-        if not num_drafted or self._options.mark_patience is None:
+        if self.rounds_left:
+            self.rounds_left -= 1
+            return
+        if not num_drafted:
             return
         was_marked = self.share < self._options.mark_below
         if was_marked and num_accepted:
-            self.share, self._next_pause = 1.0, self._options.mark_patience
+            self.share, self._next_pause = 1.0, self.patience
             return
         self.share = self._keep * self.share + (1 - self._keep) * (num_accepted > 0)
         if self.share < self._options.mark_below:
-            self._left = self._next_pause
+            self.rounds_left = self._next_pause
             self._next_pause = min(2 * self._next_pause, self._options.mark_max_pause)

@@ -148,6 +148,33 @@ def submit_mixture(harness: Harness, number: int, is_sampled: bool) -> list[LlmR
     ]
 
 
+def test_the_slots_of_a_round_are_sent_when_they_are_not_those_of_the_round_before(
+    eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[list[int]] = []
+    seen: list[list[int]] = []
+
+    def generate(slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> SampledTokens:
+        seen.append(slot_ids.tolist())
+        return SampledTokens(slot_ids.unsqueeze(1).clone(), slot_ids.clone())
+
+    def to_device(values: list[int], device: torch.device) -> torch.Tensor:
+        sent.append(values)
+        return torch.tensor(values)
+
+    monkeypatch.setattr("tllm_spec.executor.cuda_graphs.to_device", to_device)
+    graphs = CudaGraphs(generate, DUMMY, CPU)
+    graphs.capture(graph_keys((2, 4), lambda _: {0, 1}))
+    seen.clear()
+    rounds = [[1, 2, 3], [1, 2, 3], [1, 3, 2], [1, 3], [1, 3], [5], [1, 3, 2], [1, 3, 2, 8], [1, 3, 2]]
+    for slots in rounds:
+        for draft_len in (0, 1):
+            graphs.replay(slots, draft_len, False)
+    padded = [slots + [DUMMY] * (2 + 2 * (len(slots) > 2) - len(slots)) for slots in rounds]
+    assert seen == [slots for slots in padded for _ in (0, 1)]
+    assert sent == [padded[0], *(padded[i] for i in range(1, len(padded)) if padded[i] != padded[i - 1])]
+
+
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_captured_is_the_round_that_runs_without_graphs(

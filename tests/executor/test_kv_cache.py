@@ -93,3 +93,43 @@ def test_a_request_that_failed_or_computed_nothing_leaves_nothing_to_reuse() -> 
         bench.kv.free_resources(request)
     assert bench.cache.match(PROMPT) == 0
     bench.kv.check_integrity()
+
+
+def test_pages_that_change_hands_reach_the_device() -> None:
+    """A page given back is taken by a neighbour, and its first owner goes on with another one."""
+    bench = Bench(lookahead=0)
+    first, second = bench.prefill([1, 2, 3], 3, sampled=9), bench.prefill([4, 5, 6], 3, sampled=9)
+    bench.kv.table.flush()
+    for number in range(4, 28, 4):
+        for owner, other in ((first, second), (second, first)):
+            assert bench.kv.extend(owner, number + 1)
+            bench.kv.table.flush()
+            bench.kv.rewind(owner, number)
+            assert bench.kv.extend(other, number + 1)
+            assert bench.kv.extend(owner, number + 1)
+            bench.kv.table.flush()
+            for request in (first, second):
+                pages = bench.cache.pages(request.request_id)
+                assert bench.kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
+    bench.kv.check_integrity()
+
+
+def test_the_device_is_sent_the_latest_page_of_a_place_and_no_other_place() -> None:
+    table = BlockTable(SeqSlotManager(2), 4, torch.device("cpu"))
+    table.write(0, [5, 6, 7], 0)
+    table.write(1, [8, 9], 1)
+    table.write(0, [5, 6, 3], 2)
+    table.flush()
+    assert table.device_rows.tolist() == [[5, 6, 3, 0], [0, 9, 0, 0], [0, 0, 0, 0]]
+    table.device_rows.zero_()
+    table.flush()
+    assert not table.device_rows.any(), "what was sent is sent again"
+
+
+def test_room_counts_what_is_in_flight_and_what_comes_next() -> None:
+    bench = Bench(lookahead=0)
+    request = bench.prefill([1, 2, 3], 3, sampled=9)  # one page of four
+    request.tokens_in_flight = 3
+    assert bench.kv.extend(request, 8)
+    assert bench.kv.without_room([request], 1) == []
+    assert bench.kv.without_room([request], 2) == [request]

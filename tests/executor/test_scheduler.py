@@ -74,7 +74,7 @@ class Bench:
         for request in self.scheduler.running:
             if request.state is RequestState.GENERATION:
                 request.py_draft_tokens = [0] * self.draft_len
-        batch, _ = self.scheduler.schedule()
+        batch, _ = self.scheduler.schedule(self.scheduler.generating())
         done = ScheduledBatch(list(batch.context_requests), list(batch.generation_requests))
         self.num_rows = sum(1 + len(request.py_draft_tokens) for request in batch.generation_requests)
         self.num_rows += sum(request.context_chunk for request in batch.context_requests)

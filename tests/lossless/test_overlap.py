@@ -30,9 +30,9 @@ class Watched(Harness):
         self.num_too_many = 0
         update = self.executor._update_requests
 
-        def counted(launched: LaunchedRound) -> None:
+        def counted(launched: LaunchedRound) -> list[LlmRequest]:
             self.num_too_many += sum(request.is_finished for request in launched.batch.requests())
-            update(launched)
+            return update(launched)
 
         self.executor._update_requests = counted  # type: ignore[method-assign] # the harness looks on
 

@@ -1,0 +1,201 @@
+"""What the host does in a round, against a device that answers from a script: it leaves out only what has no effect,
+and how much it does is counted, not timed."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from types import FrameType
+from typing import Any
+
+import pytest
+from scripted_rounds import ScriptedEngine
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
+from tllm_spec.executor.response import Response
+from tllm_spec.executor.round_runner import LaunchedRound
+
+RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_seven": (1.0,) * 7}
+
+
+class Watched:
+    """An engine whose rounds are looked at when they are launched. `runs` holds what the device made for a request."""
+
+    def __init__(self, rates: tuple[float, ...], **options: Any) -> None:
+        self.responses: dict[int, list[Response]] = {}
+        self.engine = ScriptedEngine(8, rates, respond=self._receive, page_size=4, **options)
+        self.executor, self.parts = self.engine.executor, self.engine.parts
+        self.runs: dict[int, list[list[int]]] = {}
+        self._num_steps = 0
+        self.num_borders = 0  # windows that end exactly where a request's pages end
+        self._kv_lens: dict[LlmRequest, int] = {}  # true ones, which the host learns a round late
+        self._launch: Callable[[ScheduledBatch], LaunchedRound] = self.parts.runner.launch
+        self.parts.runner.launch = self._watched_launch
+
+    def run(self) -> None:
+        while self.step():
+            self.executor.check_integrity()
+
+    def step(self) -> bool:
+        self._num_steps += 1
+        assert self._num_steps < 5000, "the executor does not come to an end"
+        return self.executor.step()
+
+    def _receive(self, responses: list[Response]) -> None:
+        for response in responses:
+            self.responses.setdefault(response.request_id, []).append(response)
+
+    def _watched_launch(self, batch: ScheduledBatch) -> LaunchedRound:
+        for request in batch.requests():
+            self._check_pages(request, batch)
+        launched = self._launch(batch)
+        table = launched.to_host.wait()[0].tolist()
+        for request, (num_new, *tokens) in zip(
+            launched.ended_contexts + batch.generation_requests, table, strict=True
+        ):
+            self.runs.setdefault(request.request_id, []).append(tokens[:num_new])
+            if request in batch.generation_requests:
+                self._kv_lens[request] += num_new
+        return launched
+
+    def _check_pages(self, request: LlmRequest, batch: ScheduledBatch) -> None:
+        kv = self.parts.kv
+        pages = kv.cache.pages(request.request_id)
+        if request in batch.context_requests:
+            end = self._kv_lens[request] = request.kv_len + request.context_chunk
+        else:
+            end = self._kv_lens[request] + batch.window
+            assert request.kv_len <= self._kv_lens[request] < request.num_tokens_bound
+        room = len(pages) * 4 - end - kv.extra_kv_tokens
+        assert room >= 0, "a window would be written behind the request's pages"
+        self.num_borders += room == 0
+        assert kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
+
+
+class StopAt:
+    """A stop string of one token."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def feed(self, token: int) -> StopMatch | None:
+        return StopMatch("stop", "", 0) if token == self._token else None
+
+
+def text_of(request: LlmRequest, runs: list[list[int]], stops: set[int]) -> tuple[list[int], str]:
+    """What the rounds make of a request when each token is looked at for itself."""
+    output: list[int] = []
+    for token in (token for run in runs for token in run):
+        if token == NO_TOKEN:
+            return output, "error"
+        output.append(token)
+        if token in stops:
+            return output, "stop"
+        if len(output) == request.max_tokens:
+            return output, "length"
+    raise AssertionError("the request ended before its text did")
+
+
+def submit_all_kinds(watched: Watched, random: Random) -> list[tuple[LlmRequest, set[int]]]:
+    """Requests and the tokens that end them; every fifth is cancelled as soon as it has three tokens."""
+    requests = []
+    for number in range(40):
+        stops = set(random.sample(range(3, 300), random.choice((0, 0, 4, 20))))
+        by_string = bool(stops) and number % 3 == 0
+        [request] = watched.engine.put(
+            1,
+            random.randrange(1, 30),
+            random.randrange(1, 60),
+            streaming=number % 2 == 0,
+            stop_token_ids=None if by_string else sorted(stops),
+        )
+        if by_string:
+            stops = {min(stops)}
+            request.stop_checker = StopAt(min(stops))
+        requests.append((request, stops | {2}))  # 2 is everybody's end
+    for request, _ in requests[4::5]:
+        while request.num_output_tokens < 3 and not request.is_finished:
+            watched.step()
+        watched.parts.queue.cancel(request.request_id)
+    return requests
+
+
+def check_outcome(watched: Watched, request: LlmRequest, stops: set[int]) -> None:
+    output, runs = request.tokens[request.prompt_len :], watched.runs.get(request.request_id, [])
+    if request.finish_reason == "cancelled":
+        assert output == [token for run in runs for token in run][: len(output)]
+    else:
+        assert (output, request.finish_reason) == text_of(request, runs, stops)
+    told = watched.responses[request.request_id]
+    assert [token for response in told for token in response.token_ids] == output
+    assert [response.finish_reason for response in told[:-1]] == [None] * (len(told) - 1)
+    assert told[-1].finish_reason == request.finish_reason and (request.streaming or len(told) == 1)
+
+
+@pytest.mark.parametrize("way", RATES)
+@pytest.mark.parametrize("may_preempt", [False, True])
+def test_nobody_misses_a_page_a_stop_or_a_response_whatever_the_round_leaves_out(
+    way: str, may_preempt: bool
+) -> None:
+    reasons, num_preemptions = set(), 0
+    for seed in range(4):
+        watched = Watched(
+            RATES[way],
+            may_preempt=may_preempt,
+            num_pages=61 if may_preempt else None,
+            token_ids=[NO_TOKEN, NO_TOKEN, *range(300)],
+        )
+        requests = submit_all_kinds(watched, Random(seed))
+        watched.run()
+        for request, stops in requests:
+            check_outcome(watched, request, stops)
+        reasons |= {request.finish_reason for request, _ in requests}
+        num_preemptions += watched.parts.scheduler.num_preemptions
+        assert watched.num_borders and watched.parts.kv.num_available == watched.parts.kv.num_usable
+    assert reasons == {"cancelled", "stop", "length", "error"}
+    assert bool(num_preemptions) == may_preempt
+
+
+def test_a_streamed_request_is_told_of_in_every_round_and_nobody_else() -> None:
+    watched = Watched(())
+    [quiet], [streamed] = watched.engine.put(1, 5, 20), watched.engine.put(1, 5, 20, streaming=True)
+    watched.run()
+    assert [len(response.token_ids) for response in watched.responses[streamed.request_id]] == [1] * 20
+    assert [len(response.token_ids) for response in watched.responses[quiet.request_id]] == [20]
+
+
+def calls_of_a_step(engine: ScriptedEngine, num_steps: int) -> tuple[float, float]:
+    """Python and C functions called, on average over the steps."""
+    seen: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        seen[event] += 1
+
+    for _ in range(num_steps):
+        sys.setprofile(count)
+        try:
+            engine.executor.step()
+        finally:
+            sys.setprofile(None)
+    return seen["call"] / num_steps, seen["c_call"] / num_steps
+
+
+@pytest.mark.parametrize(
+    ("way", "waiting", "python_calls", "c_calls"),
+    [("plain", 0, 1.5, 9), ("plain", 20, 1.5, 9), ("three", 0, 4.0, 12.0)],
+)
+def test_a_request_costs_few_calls_a_round(
+    way: str, waiting: int, python_calls: float, c_calls: float
+) -> None:
+    """Beyond what a round costs with one request; pages of 32 tokens, so that most rounds take none of a request."""
+    found = []
+    for batch_size in (1, 65):
+        engine = ScriptedEngine(batch_size, RATES[way])
+        requests = engine.put(batch_size + (waiting if batch_size > 1 else 0), 100, 2000)
+        while requests[batch_size - 1].state is not RequestState.GENERATION:
+            engine.executor.step()
+        engine.executor.step()
+        found.append(calls_of_a_step(engine, 64))
+    per_request = [(many - one) / 64 for one, many in zip(*found, strict=True)]
+    assert per_request[0] <= python_calls and per_request[1] <= c_calls, per_request
