@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.totals import Totals
 from tllm_spec.outputs import Logprob
 
 NO_TOKEN_ERROR = (
@@ -72,6 +74,7 @@ class PyExecutor:
         self._batch = ScheduledBatch()  # being launched or read
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
+        self.totals = Totals()
 
     def enter_thread(self) -> None:
         """Called once by the thread that will run the rounds."""
@@ -126,6 +129,7 @@ class PyExecutor:
                 self.scheduler.add(request)
             except ValueError as error:
                 request.finish("error", error=str(error))
+                self.totals.add_end(request)
                 self._send([request])
         if cancelled:
             alive = {
@@ -179,6 +183,7 @@ class PyExecutor:
         table, found = launched.wait()
         seconds = self._clock.lap()
         accepted: list[int] = []  # by every request that was drafted for
+        num_requests, num_tokens = 0, 0  # generating, and what they were given
         with_news: list[LlmRequest] = []
         for request, row in zip(contexts, table, strict=False):
             request.tokens_in_flight -= 1
@@ -198,6 +203,8 @@ class PyExecutor:
             run = row[1 : 1 + num_new]
             if found or not request.append_unstopped(run):
                 num_emitted = self._emit(request, run, found)
+            num_requests += 1
+            num_tokens += num_emitted
             if speculating:
                 num_accepted = num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
                 request.py_num_accepted_draft_tokens = num_new - 1
@@ -210,20 +217,18 @@ class PyExecutor:
                     mark.observe(num_drafts, num_accepted)
             if request.streaming or request.state is finished:
                 with_news.append(request)
+        timed = None if batch.context_requests else seconds
+        self.totals.add_round(batch.draft_len, num_requests, num_tokens, timed)
         if speculating and batch.generation_requests:
-            self._tell_controller(launched, accepted, seconds)
+            self._tell_controller(launched, accepted, timed)
         return with_news
 
     def _tell_controller(self, launched: LaunchedRound, accepted: list[int], seconds: float | None) -> None:
         """accepted: drafts of each request that was drafted for."""
-        batch, num_steps = launched.batch, max(launched.num_drafts)
-        if (
-            num_steps < batch.draft_len
-        ):  # padding is never accepted, but drafts beyond a request's limit may be
+        num_steps = max(launched.num_drafts)
+        if num_steps < launched.batch.draft_len:  # drafts beyond a request's own limit may be accepted, too
             accepted = [min(num, num_steps) for num in accepted]
-        self.parts.controller.observe(
-            len(launched.num_drafts), accepted, num_steps, None if batch.context_requests else seconds
-        )
+        self.parts.controller.observe(len(launched.num_drafts), accepted, num_steps, seconds)
 
     def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
@@ -259,6 +264,7 @@ class PyExecutor:
             for manager in self.resources:
                 manager.free_resources(request)
             self.scheduler.remove(request)
+            self.totals.add_end(request)
             self._send([request])
 
     def _send(self, requests: list[LlmRequest]) -> None:
@@ -292,3 +298,16 @@ class PyExecutor:
         """Raises AssertionError when slots or pages do not add up."""
         for manager in self.resources:
             manager.check_integrity()
+
+    def state(self) -> dict[str, Any]:
+        """What runs, what was done and what draft lengths rest on, as plain values. Between rounds only."""
+        queues, controller = self.scheduler, self.parts.controller
+        return {
+            "num_requests_running": len(queues.running),
+            "num_requests_waiting": len(queues.waiting),
+            "num_preemptions": queues.num_preemptions,
+            "draft_len": controller.steps_for(max(1, self.totals.latest_batch_size)),
+            "kv_cache": self.parts.kv.cache.state(),
+            "totals": self.totals.state(queues.running + queues.waiting),
+            "controller": controller.state(),
+        }

@@ -1,8 +1,11 @@
-"""The executor's inbox: requests and cancellations from any thread, taken once a round by the executor's."""
+"""The executor's inbox: requests, cancellations and calls from any thread, taken between rounds by the executor's."""
 
 import threading
+from collections.abc import Callable
 
 from tllm_spec.executor.request import LlmRequest
+
+Call = Callable[[], None]
 
 
 class RequestQueue:
@@ -10,6 +13,8 @@ class RequestQueue:
         self._changed = threading.Condition()
         self._new: list[LlmRequest] = []
         self._cancelled: list[int] = []
+        self._calls: list[Call] = []
+        self._answers_calls = True
         self._closed = False
 
     def put(self, requests: list[LlmRequest]) -> None:
@@ -22,6 +27,14 @@ class RequestQueue:
             self._cancelled.append(request_id)
             self._changed.notify()
 
+    def put_call(self, call: Call) -> bool:
+        """Something to be run between two rounds. False when nobody will ever run it."""
+        with self._changed:
+            if self._answers_calls:
+                self._calls.append(call)
+                self._changed.notify()
+            return self._answers_calls
+
     def take(self) -> tuple[list[LlmRequest], list[int]]:
         """Everything that came since the last call. Unlocked when there is nothing: the common case of a busy loop."""
         if not self._new and not self._cancelled:
@@ -29,6 +42,16 @@ class RequestQueue:
         with self._changed:
             taken = self._new, self._cancelled
             self._new, self._cancelled = [], []
+            return taken
+
+    def take_calls(self, *, last: bool = False) -> list[Call]:
+        """Those that came since the last time; unlocked when there are none. After the `last` time no more are taken
+        in."""
+        if not self._calls and not last:
+            return []
+        with self._changed:
+            self._answers_calls = self._answers_calls and not last
+            taken, self._calls = self._calls, []
             return taken
 
     def close(self) -> None:
@@ -43,4 +66,4 @@ class RequestQueue:
     def wait(self) -> None:
         """Until something comes or the queue is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._new or self._cancelled or self._closed)
+            self._changed.wait_for(lambda: self._new or self._cancelled or self._calls or self._closed)

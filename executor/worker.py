@@ -3,11 +3,15 @@
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request_queue import RequestQueue
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class Worker:
@@ -18,6 +22,7 @@ class Worker:
         self._queue = queue
         self._on_death = on_death
         self.failure: str | None = None
+        self._ended = False
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._main, name="tllm-executor", daemon=True)
 
@@ -30,6 +35,34 @@ class Worker:
         self._queue.close()
         self._thread.join()
 
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Runs a function in the executor's thread, between two rounds, and returns what it returns. It may read
+        everything, and everybody waits for it.
+
+        What it raises is raised here. Raises RuntimeError when the executor has ended, or ends before it gets there."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "the executor's thread cannot wait for itself: this is called from inside a round"
+            )
+        answer: Future[Result] = Future()
+
+        def run() -> None:
+            if self._ended:
+                answer.set_exception(RuntimeError(self._why_ended))
+                return
+            try:
+                answer.set_result(function())
+            except BaseException as error:  # the caller's fault, and the caller's to handle
+                answer.set_exception(error)
+
+        if not self._queue.put_call(run):
+            raise RuntimeError(self._why_ended)
+        return answer.result()
+
+    @property
+    def _why_ended(self) -> str:
+        return f"the executor has died: {self.failure}" if self.failure else "the executor has been shut down"
+
     def wait_until_idle(self) -> None:
         self._idle.wait()
 
@@ -38,6 +71,7 @@ class Worker:
             self._executor.enter_thread()
             while not self._queue.closed:
                 self._idle.clear()
+                self._run_calls()
                 if not self._round():
                     self._executor.check_integrity()
                     self._idle.set()
@@ -48,7 +82,13 @@ class Worker:
             self.failure = f"{type(error).__name__}: {error}"
             self._on_death(self.failure)
         finally:
+            self._ended = True
+            self._run_calls(last=True)
             self._idle.set()
+
+    def _run_calls(self, *, last: bool = False) -> None:
+        for call in self._queue.take_calls(last=last):
+            call()
 
     def _round(self) -> bool:
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ["torch", "transformers", "tokenizers", "fastapi", "uvicorn", "triton"]
+HEAVY = ["torch", "transformers", "tokenizers", "fastapi", "uvicorn", "triton", "prometheus_client"]
 PRINT_LOADED = f"import json, sys; print(); print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
 RUN_HELP = """
 import sys
@@ -40,6 +40,7 @@ def test_the_package_is_imported_without_a_heavy_library() -> None:
         ("bench", "'--help'"),
         ("bench", "'--model', 'zoo:llama', 'throughput', '--help'"),
         ("bench", "'--model', 'zoo:llama', 'compare', '--help'"),
+        ("bench", "'--model', 'zoo:llama', 'break-even', '--help'"),
     ],
 )
 def test_help_is_printed_without_a_heavy_library(command: str, arguments: str) -> None:

@@ -20,6 +20,7 @@ from tllm_spec.executor.worker import Worker
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server_info import server_info
 from tllm_spec.stop_strings import StopStringChecker
 from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
@@ -128,6 +129,16 @@ class LLM:
         """Waits until the executor idles; raises AssertionError when slots or KV pages do not add up."""
         self._worker.wait_until_idle()
         self._executor.check_integrity()
+
+    def server_info(self) -> dict[str, Any]:
+        """The served options, and under `internal_states` what the executor does now: running and waiting requests,
+        pages, totals since the start, draft lengths with the estimates, limits and last decisions behind them. Plain
+        JSON values. It is read between two rounds.
+
+        Raises RuntimeError after shutdown or when the executor has died, and when called from inside a round (by a
+        drafter or a logits processor)."""
+        self._check_alive()
+        return server_info(self.args, self.max_seq_len, self._worker.call(self._executor.state))
 
     @property
     def is_healthy(self) -> bool:

@@ -7,8 +7,8 @@ pages are ever written. This module knows page numbers only: no requests, no slo
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from tllm_spec.executor.resources.radix import Node, RadixTree
 
@@ -180,6 +180,13 @@ class PagedCache:
     def version(self, seq_id: int) -> int:
         """Changes whenever `pages(seq_id)` changes other than by appending. A restart changes it too."""
         return self._sequences[seq_id].version
+
+    def state(self) -> dict[str, Any]:
+        """Pages by where they are (a page that a sequence holds is used, cached or not), and the counters, as plain
+        values."""
+        free, cached = len(self._free_pages), self._tree.num_evictable
+        places = {"free": free, "cached": cached, "used": self.num_pages - 1 - free - cached}
+        return {"num_pages": self.num_pages - 1, "page_size": self.page_size, **places, **asdict(self.stats)}
 
     def reset(self) -> None:
         """Forgets all cached pages that no sequence holds."""

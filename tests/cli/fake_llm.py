@@ -63,6 +63,15 @@ class FakeLLM:
     def __exit__(self, *exception: object) -> None:
         self.is_shut_down = True
 
+    def server_info(self) -> dict[str, Any]:
+        """Every request so far had a round of its own, of the longest draft length."""
+        spec = self.args.speculative_config
+        number = len(self.sampling)
+        row = {"rounds": number, "request_rounds": number, "emitted_tokens": 2 * number}
+        by_draft_len = {str(spec.max_draft_len if spec else 0): row | {"timed_rounds": 0, "seconds": 0.0}}
+        totals = {"by_draft_len": by_draft_len, "draft_len_changes": 0}
+        return {"internal_states": [{"totals": totals, "controller": {"decisions": {"num_switches": 0}}}]}
+
     def generate_async(
         self, prompt: str | list[int], params: SamplingParams, streaming: bool = False
     ) -> FakeHandle:

@@ -119,6 +119,16 @@ def test_the_json_files_hold_report_texts_and_requests(dataset: Path, tmp_path: 
     assert requests[0]["decoding_stats"]["num_drafted_tokens"] == 6 and requests[0]["ttft_ms"] == 500
 
 
+def test_the_report_leaves_the_warm_up_out_of_the_draft_lengths(dataset: Path, tmp_path: Path) -> None:
+    text = "speculative_config: {decoding_type: NGram, max_draft_len: 3, adaptive: {}}"
+    config, report = write_yaml(tmp_path, "adaptive", text), tmp_path / "report.json"
+    result = run("throughput", "--dataset", dataset, "--config", config, "--report_json", report)
+    assert result.exit_code == 0, result.output
+    section = json.loads(report.read_text())["draft_lens"]
+    assert section["draft_len_3"]["rounds"] == 4, "two requests more were the warm-up"
+    assert section["draft_len_3"]["acceptance_length"] == 2 and section["draft_len_3"]["round_ms"] is None
+
+
 def test_a_failed_request_ends_the_benchmark_with_its_message(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(f'{{"task_id": 9, "input_ids": [{FAILING_TOKEN}], "output_tokens": 6}}\n')

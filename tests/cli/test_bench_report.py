@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cli.fake_llm import make_output
+from tllm_spec.bench.draft_lens import draft_lens_section
 from tllm_spec.bench.report import (
     build_report,
     decoding_section,
@@ -133,3 +134,51 @@ def test_the_printed_report_shows_every_section_and_figure() -> None:
 
 def test_table_columns_are_as_wide_as_their_widest_cell() -> None:
     assert format_table(["a", "bb"], [["long", "1"], ["x", "234"]]) == "a      bb\nlong    1\nx     234"
+
+
+def info_of(by_draft_len: dict[str, list[float]], num_changes: int, num_switches: int) -> dict[str, Any]:
+    """An engine's state; by draft length: rounds, request rounds, tokens, timed rounds, seconds."""
+    names = ("rounds", "request_rounds", "emitted_tokens", "timed_rounds", "seconds")
+    rows = {key: dict(zip(names, values, strict=True)) for key, values in by_draft_len.items()}
+    totals = {"by_draft_len": rows, "draft_len_changes": num_changes}
+    state = {"totals": totals, "controller": {"decisions": {"num_switches": num_switches}}}
+    return {"internal_states": [state]}
+
+
+BEFORE = info_of({"3": [10, 20, 50, 8, 1.0], "5": [7, 7, 7, 7, 7.0]}, 4, 2)
+AFTER = info_of({"0": [10, 40, 40, 10, 1.0], "3": [40, 50, 125, 38, 4.0], "5": [7, 7, 7, 7, 7.0]}, 9, 3)
+
+
+def test_draft_lengths_are_those_of_the_run_and_not_of_the_warm_up() -> None:
+    section = draft_lens_section(BEFORE, AFTER)
+    assert (section["num_switches"], section["num_changes"]) == (1, 5)
+    assert section["draft_len_0"] == {
+        "rounds": 10,
+        "share_of_rounds": 0.25,
+        "share_of_time": 0.25,
+        "round_ms": 100,
+        "acceptance_length": 1,
+    }
+    three = section["draft_len_3"]
+    assert (three["rounds"], three["share_of_rounds"], three["share_of_time"]) == (30, 0.75, 0.75)
+    assert (three["round_ms"], three["acceptance_length"]) == (100, 2.5)  # 3 s / 30, 75 / 30
+    assert "draft_len_5" not in section, "no round of the run had it"
+
+
+@pytest.mark.parametrize(
+    ("options", "varies"),
+    [
+        ({}, False),
+        ({"adaptive": {}}, True),
+        ({"draft_len_schedule": {1: 3}}, True),
+        ({"max_concurrency": 2}, True),
+        ({"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}, True),
+    ],
+)
+def test_draft_lengths_are_reported_where_they_may_vary(options: dict[str, Any], varies: bool) -> None:
+    report = build_report("zoo:llama", eagle3_args(**options), RUN, False, (BEFORE, AFTER))
+    assert ("draft_lens" in report) is varies
+    if varies:
+        lines = [line.split() for line in format_report(report).splitlines()]
+        assert ["rounds", "share_of_rounds", "share_of_time", "round_ms", "acceptance_length"] in lines
+        assert ["draft_len_0", "10", "0.25", "0.25", "100.00", "1.00"] in lines

@@ -10,6 +10,25 @@ from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import load_tokenizer
 
 STATS = SpeculativeStats(2, 5, (2, 2), (2, 1))
+STATE = {
+    "speculative_num_steps": 2,
+    "num_requests_running": 3,
+    "num_requests_waiting": 4,
+    "num_preemptions": 5,
+    "kv_cache": {"num_pages": 10, "free": 1, "cached": 3, "used": 6},
+    "totals": {
+        "requests_by_finish_reason": {"stop": 7, "cancelled": 8},
+        "prompt_tokens": 40,
+        "cached_prompt_tokens": 10,
+        "generated_tokens": 11,
+        "speculation": STATS.to_dict(),
+        "by_draft_len": {
+            "2": {"rounds": 12, "request_rounds": 13, "emitted_tokens": 14, "seconds": 1.5, "timed_rounds": 9}
+        },
+        "draft_len_changes": 15,
+    },
+    "controller": {"decisions": {"num_switches": 16}},
+}
 FAILING_PROMPT = "fail"
 SLOW_PROMPT = "slow"
 
@@ -30,6 +49,11 @@ class FakeLLM:
         self.sampling: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def server_info(self) -> dict[str, Any]:
+        if not self.is_healthy:
+            raise RuntimeError("the executor has died: no more")
+        return {"version": "9", "internal_states": [STATE]}
 
     def shutdown(self) -> None:
         self.is_shut_down = True

@@ -26,6 +26,14 @@ OPTIONS = {
         "max_draft_len": 3,
         "speculative_model": "zoo:llama-draft",
         "load_format": "dummy",
+        # Three drafts are given up unless nearly all are accepted, and tried again at once: a switch every 3 rounds.
+        "adaptive": {
+            "strategy": "ema",
+            "warmup_batches": 0,
+            "mark_patience": 100_000,
+            "update_interval": 3,
+            "1": {"candidate_steps": [0, 3], "down_hysteresis": 2.0},
+        },
     },
 }
 SAMPLED = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
@@ -48,10 +56,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         else:
             pytest.fail("".join(log))
         yield address[1]
+        info = httpx.get(f"{address[1]}/server_info").json()
+        num_switches = info["internal_states"][0]["controller"]["decisions"]["num_switches"]
         process.send_signal(signal.SIGINT)
         _, rest = process.communicate(timeout=20)
         assert process.returncode == 0, rest
         assert "Traceback" not in rest
+        lines = re.findall(
+            r"INFO \S+decision_log: draft length \d -> \d from batch size", "".join(log) + rest
+        )
+        assert len(lines) == num_switches, "one log line a switch"
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +122,29 @@ def test_a_prompt_that_is_too_long_is_refused_and_the_server_goes_on(client: ope
         client.completions.create(model=MODEL, prompt=[5] * 100_000)
     assert httpx.get(f"{url}/health").status_code == 200
     assert client.completions.create(model=MODEL, prompt="a", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_server_info_and_metrics_tell_what_was_served(client: openai.OpenAI, url: str) -> None:
+    before = httpx.get(f"{url}/server_info").json()["internal_states"][0]
+    client.completions.create(model=MODEL, prompt="def f(", max_tokens=60, extra_body={"ignore_eos": True})
+    info = httpx.get(f"{url}/get_server_info").json()
+    state = info["internal_states"][0]
+    assert (info["served_model_name"], info["max_batch_size"]) == (MODEL, 4)
+    assert state["totals"]["generated_tokens"] == before["totals"]["generated_tokens"] + 60
+    assert state["speculative_num_steps"] in (0, 3) and state["avg_spec_accept_length"] >= 1
+    decisions = state["controller"]["decisions"]
+    assert decisions["num_switches"] > before["controller"]["decisions"]["num_switches"]
+    assert decisions["last"][-1]["reason"]
+    text = httpx.get(f"{url}/metrics").text
+    assert f"tllm_spec_generated_tokens_total {state['totals']['generated_tokens']:.1f}" in text
+    assert f"tllm_spec_draft_len_switches_total {decisions['num_switches']:.1f}" in text
+    assert 'tllm_spec_rounds_total{draft_len="0"}' in text
+
+
+def test_questions_are_answered_while_requests_run(client: openai.OpenAI, url: str) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt="a", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert "trtllm_num_requests_running 1.0" in httpx.get(f"{url}/metrics").text
+    stream.close()

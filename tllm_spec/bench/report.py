@@ -6,12 +6,13 @@ length times iterations), and the prefill is no decoding round.
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
 
 from tllm_spec import __version__
+from tllm_spec.bench.draft_lens import draft_lens_section, may_vary
 from tllm_spec.bench.runner import Run, num_output_tokens
 from tllm_spec.config import LlmArgs
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
@@ -20,8 +21,15 @@ from tllm_spec.speculative_config import DecodingBaseConfig
 MS = 1000.0
 
 
-def build_report(model_name: str, args: LlmArgs, run: Run, streaming: bool) -> dict[str, Any]:
-    """Everything known about a run; `streaming_metrics`, `speculation` and `decoding_stats` only where they apply."""
+def build_report(
+    model_name: str,
+    args: LlmArgs,
+    run: Run,
+    streaming: bool,
+    infos: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Everything known about a run; `streaming_metrics`, `speculation`, `decoding_stats` and `draft_lens` only where
+    they apply. `infos`: of `LLM.server_info`, before and after the run."""
     report: dict[str, Any] = {
         "engine": engine_section(model_name, args),
         "machine": machine_section(args.device),
@@ -34,6 +42,8 @@ def build_report(model_name: str, args: LlmArgs, run: Run, streaming: bool) -> d
     if args.speculative_config is not None:
         report["speculation"] = speculation_section(args.speculative_config)
         report["decoding_stats"] = decoding_section(args.speculative_config.decoding_type, run.outputs)
+    if infos is not None and may_vary(args.speculative_config):
+        report["draft_lens"] = draft_lens_section(*infos)
     return report | {"dataset": dataset_section(run.outputs)}
 
 

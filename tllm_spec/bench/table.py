@@ -25,12 +25,13 @@ TITLES = {
     "streaming_metrics": "STREAMING",
     "speculation": "SPECULATION",
     "decoding_stats": "DECODING STATISTICS",
+    "draft_lens": "DRAFT LENGTHS",
     "dataset": "DATA SET",
 }
 
 
 def format_report(report: dict[str, dict[str, Any]]) -> str:
-    """A block for each section: plain figures first, then one table of its percentiles."""
+    """A block for each section: plain figures first, then one table of those that have several values each."""
     return "\n\n".join(_format_section(TITLES[name], section) for name, section in report.items())
 
 
@@ -38,8 +39,9 @@ def _format_section(title: str, section: dict[str, Any]) -> str:
     width = max(map(len, section)) + 2
     plain = [f"{key:<{width}}{_text(value)}" for key, value in section.items() if not isinstance(value, dict)]
     spread = {key: value for key, value in section.items() if isinstance(value, dict)}
-    rows = [[key, *(_text(value[rank]) for rank in RANKS)] for key, value in spread.items()]
-    table = [format_table(["", *RANKS.values()], rows)] if rows else []
+    rows = [[key, *map(_text, value.values())] for key, value in spread.items()]
+    columns = [RANKS.get(name, str(name)) for name in next(iter(spread.values()), {})]
+    table = [format_table(["", *columns], rows)] if rows else []
     return "\n".join([f"== {title} ==", *plain, *table])
 
 
@@ -58,6 +60,37 @@ def _comparison_row(row: dict[str, Any]) -> list[str]:
         _text(row["acceptance_length"]),
         _text(row["draft_acceptance_rate"]),
         _text(row["per_position_acceptance"] or None),
+    ]
+
+
+def format_speedups(times: dict[str, float], rows: Sequence[dict[str, Any]]) -> str:
+    """`times`: seconds of a plain round, one with `draft_len` free drafts, and one with the drafter's."""
+    plain, free, drafted = (f"{1e3 * times[name]:.2f} ms" for name in ("plain", "free", "drafted"))
+    draft_len = times["draft_len"]
+    first = f"a round: plain {plain}, with {draft_len} free drafts {free}, with {draft_len} of the drafter's {drafted}"
+    header = [
+        "a",
+        "K",
+        "tokens a round",
+        "(measured)",
+        "speedup",
+        "(measured)",
+        "difference",
+        "break-even at a",
+    ]
+    return f"{first}\n{format_table(header, map(_speedup_row, rows))}"
+
+
+def _speedup_row(row: dict[str, Any]) -> list[str]:
+    return [
+        _text(row["acceptance"]),
+        str(row["draft_len"]),
+        _text(row["tokens_per_round"]),
+        _text(row["measured_tokens_per_round"]),
+        f"{row['predicted']:.2f}x",
+        f"{row['measured']:.2f}x",
+        f"{row['difference']:+.0%}",
+        _text(row["least_acceptance"]),
     ]
 
 

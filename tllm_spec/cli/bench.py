@@ -3,7 +3,6 @@
 Only the command line is here; `tllm_spec.bench` does the work and is imported when a command runs.
 """
 
-import json
 import logging
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +12,9 @@ import click
 
 from tllm_spec.cli import bench_options
 from tllm_spec.cli.bench_adaptive import adaptive_replay
+from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
-from tllm_spec.cli.bench_options import EXISTING_FILE, NOT_NEGATIVE, POSITIVE, Model
+from tllm_spec.cli.bench_options import EXISTING_FILE, NOT_NEGATIVE, POSITIVE, Model, write_json
 
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
 LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
@@ -47,6 +47,7 @@ def main(context: click.Context, model: str | None, model_path: str | None, log_
 
 main.add_command(prepare_dataset)
 main.add_command(adaptive_replay)
+main.add_command(break_even)
 
 
 @main.command()
@@ -99,8 +100,9 @@ def measure(
     sampling = workload.sampling(requests)
     with LLM(model.path, **engine.arguments(yaml_path)) as llm:
         warm_up(llm, requests, sampling, concurrency, warmup)
+        before = llm.server_info()
         run = run_requests(llm, requests, sampling, concurrency, streaming)
-        report = reports.build_report(model.name, llm.args, run, streaming)
+        report = reports.build_report(model.name, llm.args, run, streaming, (before, llm.server_info()))
     click.echo(format_report(report))
     write_json(report_json, report)
     write_json(output_json, reports.output_records(run.outputs))
@@ -160,11 +162,6 @@ def compare(
         raise SystemExit(1)
     if not found:
         click.echo(f"All {len(configs)} configurations gave the same {len(requests)} texts in every run.")
-
-
-def write_json(path: Path | None, content: object) -> None:
-    if path is not None:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Command-line options that several commands of `tllm-bench` share, under trtllm-bench's names."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -34,6 +35,11 @@ def together(*decorators: Decorator) -> Decorator:
     return lambda command: reduce(
         lambda wrapped, decorator: decorator(wrapped), reversed(decorators), command
     )
+
+
+def write_json(path: Path | None, content: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 workload_options = together(

@@ -15,10 +15,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from jinja2 import TemplateError
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from tllm_spec import __version__
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it
+ENGINE_DOWN = "the engine is down"
 
 
 class RequestRefused(Exception):
@@ -55,12 +58,17 @@ class OpenAIServer:
         self._tokenizer = llm.tokenizer
         self._model = served_model_name
         self._created = int(time.time())
+        self._metrics = EngineMetrics(llm.server_info)
 
     def app(self) -> FastAPI:
         """The application to run."""
         app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
         app.add_api_route("/health", self.health)
         app.add_api_route("/version", self.version)
+        for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
+            app.add_api_route(path, self.server_info)
+        for path in ("/metrics", "/prometheus/metrics"):  # the second is TensorRT-LLM's
+            app.add_api_route(path, self.metrics, response_model=None)
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
@@ -78,11 +86,21 @@ class OpenAIServer:
 
     async def health(self) -> Response:
         """200 while the engine can serve, else 503."""
-        return Response() if self._llm.is_healthy else PlainTextResponse("the engine is down", 503)
+        return Response() if self._llm.is_healthy else PlainTextResponse(ENGINE_DOWN, 503)
 
     async def version(self) -> dict[str, str]:
         """The package's version."""
         return {"version": __version__}
+
+    def server_info(self) -> dict[str, Any]:
+        """Options and state of the engine, in a thread of its own: the answer waits for a round's end."""
+        with engine_running():
+            return {"served_model_name": self._model, **self._llm.server_info()}
+
+    def metrics(self) -> Response:
+        """What Prometheus scrapes; in a thread of its own, too."""
+        with engine_running():
+            return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> dict[str, Any]:
         """The one model that is served."""
@@ -109,7 +127,7 @@ class OpenAIServer:
 
     def _check_servable(self, body: GenerationRequest) -> None:
         if not self._llm.is_healthy:
-            raise RequestRefused(503, "the engine is down", "internal_error")
+            raise RequestRefused(503, ENGINE_DOWN, "internal_error")
         if body.model != self._model:
             message = f"model = {body.model!r} is not served here; the model is {self._model!r}"
             raise RequestRefused(404, message, "invalid_request_error", code="model_not_found")
@@ -164,6 +182,15 @@ def bad_request() -> Iterator[None]:
         yield
     except ValueError as error:
         raise RequestRefused(400, str(error), "invalid_request_error") from error
+
+
+@contextmanager
+def engine_running() -> Iterator[None]:
+    """A RuntimeError inside says that the engine has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RequestRefused(503, f"{ENGINE_DOWN}: {error}", "internal_error") from error
 
 
 async def _refused(request: Request, refusal: Exception) -> JSONResponse:

@@ -1,0 +1,89 @@
+"""What the executor has done since its start, in plain numbers: rounds by draft length, and requests by how they ended.
+
+What single requests count themselves (`DraftCounters`, tokens) is only added up here: when they end, or when somebody
+asks. It knows no policy and no device.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.outputs import SpeculativeStats
+
+
+@dataclass
+class DraftLenTotals:
+    """Rounds whose windows had the same number of drafts, padding among them."""
+
+    rounds: int = 0  # with at least one generating request
+    request_rounds: int = 0  # a round counts once for each of its generating requests
+    emitted_tokens: int = 0
+    timed_rounds: int = 0  # those that had no context chunk and followed another round at once
+    seconds: float = 0.0  # of timed rounds
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    prompt: int = 0
+    cached_prompt: int = 0
+    generated: int = 0
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
+
+    def plus(self, request: LlmRequest) -> "_Tokens":
+        return _Tokens(
+            self.prompt + request.prompt_len,
+            self.cached_prompt + request.cached_tokens,
+            self.generated + request.num_output_tokens,
+            self.stats + request.counters.stats(),
+        )
+
+
+class Totals:
+    """`add_round` once a round, `add_end` once a request."""
+
+    def __init__(self) -> None:
+        self._by_draft_len: dict[int, DraftLenTotals] = {}
+        self._by_finish_reason: Counter[str] = Counter()
+        self._ended = _Tokens()
+        self._num_changes = 0
+        self._latest_draft_len: int | None = None
+        self.latest_batch_size = 0  # of generating requests
+
+    def add_round(self, draft_len: int, num_requests: int, num_emitted: int, seconds: float | None) -> None:
+        """`num_emitted`: tokens that the generating requests kept; without any of these, it was no generation round.
+        `seconds`: None for a round whose time says nothing."""
+        if not num_requests:
+            return
+        if self._latest_draft_len not in (None, draft_len):
+            self._num_changes += 1
+        self._latest_draft_len, self.latest_batch_size = draft_len, num_requests
+        row = self._by_draft_len.setdefault(draft_len, DraftLenTotals())
+        row.rounds += 1
+        row.request_rounds += num_requests
+        row.emitted_tokens += num_emitted
+        if seconds is not None:
+            row.timed_rounds += 1
+            row.seconds += seconds
+
+    def add_end(self, request: LlmRequest) -> None:
+        assert request.finish_reason is not None
+        self._by_finish_reason[request.finish_reason] += 1
+        self._ended = self._ended.plus(request)
+
+    def state(self, unfinished: Iterable[LlmRequest]) -> dict[str, Any]:
+        """Plain values; `unfinished`: the requests that have not ended."""
+        tokens = self._ended
+        for request in unfinished:
+            tokens = tokens.plus(request)
+        return {
+            "requests_by_finish_reason": dict(self._by_finish_reason),
+            "prompt_tokens": tokens.prompt,
+            "cached_prompt_tokens": tokens.cached_prompt,
+            "generated_tokens": tokens.generated,
+            "speculation": tokens.stats.to_dict(),
+            "by_draft_len": {str(key): asdict(row) for key, row in sorted(self._by_draft_len.items())},
+            "draft_len_changes": self._num_changes,
+            "latest_round": {"batch_size": self.latest_batch_size, "draft_len": self._latest_draft_len},
+        }

@@ -1,0 +1,84 @@
+"""`tllm-bench break-even` on the zoo, and what it asks of its engines."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tllm_spec.bench.break_even import BreakEven
+from tllm_spec.bench.break_even_runs import BreakEvenRuns, FreeDrafts, RoundSeconds, Speedup, Workload
+from tllm_spec.cli.bench import main
+from tllm_spec.config import LlmArgs
+
+TIMES = RoundSeconds(plain=4.0, free=5.0, drafted=7.0, draft_len=4)
+
+
+def test_a_draft_costs_what_the_drafter_adds_to_free_drafts_and_a_window_grows_evenly() -> None:
+    assert TIMES.model(4) == BreakEven(draft_time=0.5, target_time=5.0, plain_time=4.0)
+    assert TIMES.model(2) == BreakEven(draft_time=0.5, target_time=4.5, plain_time=4.0)
+
+
+def test_the_difference_is_a_share_of_the_prediction() -> None:
+    speedup = Speedup(0.5, 3, 2.0, measured=1.5, measured_tokens_per_round=1.9, least_acceptance=None)
+    assert speedup.difference == -0.25
+    assert speedup.to_dict()["tokens_per_round"] == 1.875
+
+
+def test_engines_have_the_files_drafter_at_a_fixed_length_with_the_acceptance_of_each_position() -> None:
+    made: list[LlmArgs] = []
+
+    def make_llm(**arguments: Any) -> Any:
+        made.append(LlmArgs.from_kwargs("zoo:llama", **arguments))
+        return nullcontext()
+
+    spec = {"decoding_type": "Eagle3", "max_draft_len": 7, "speculative_model": "head", "adaptive": {}}
+    arguments = {"max_batch_size": 2, "speculative_config": spec | {"max_concurrency": 5}}
+    runs = BreakEvenRuns(make_llm, arguments, Workload())
+    runs.plain()
+    runs.drafted(0.5, 3)
+    runs.drafted(0.5, 3, is_free=True)
+    plain, drafted, free = (args.speculative_config for args in made)
+    assert plain is None and drafted is not None and free is not None
+    assert [args.max_batch_size for args in made] == [2, 2, 2]
+    assert (drafted.decoding_type, free.decoding_type) == ("Eagle3", "User_Provided")
+    assert isinstance(getattr(free, "drafter"), FreeDrafts)  # noqa: B009 (only one of the union's types has it)
+    for config in (drafted, free):
+        assert (config.max_draft_len, config.synthetic_acceptance_rates) == (3, (0.5, 0.25, 0.125))
+        assert (config.adaptive, config.max_concurrency, config.max_rejected_rounds) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "speculative_config is missing"),
+        (["--pairs", "0.5"], "is no list of acceptances and draft lengths"),
+        (["--pairs", "1.5:2"], "is no list of acceptances and draft lengths"),
+        (["--pairs", "0.5:0"], "is no list of acceptances and draft lengths"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(main, ["-m", "zoo:llama", "break-even", *arguments])
+    assert result.exit_code and sentence in result.output and "Traceback" not in result.output
+
+
+def test_predictions_stand_beside_measurements_on_the_zoo(tmp_path: Path) -> None:
+    config, report = tmp_path / "x.yaml", tmp_path / "report.json"
+    spec = "{decoding_type: Draft_Target, max_draft_len: 2, speculative_model: zoo:llama-draft}"
+    config.write_text(f"speculative_config: {spec}\ndevice: cpu\nkv_cache_config: {{max_tokens: 4096}}")
+    small = ["--pairs", "0:1,1:3", "--output_len", "25", "--repeat", "1", "--report_json", str(report)]
+    result = CliRunner().invoke(main, ["-m", "zoo:llama", "break-even", "--config", str(config), *small])
+    assert result.exit_code == 0, result.output
+    found = json.loads(report.read_text())
+    never, always = found["speedups"]
+    assert (never["tokens_per_round"], always["tokens_per_round"]) == (1, 4)
+    assert never["measured_tokens_per_round"] == 1 and always["measured_tokens_per_round"] == 4
+    assert never["measured"] < always["measured"], "the same drafter, never right and always right"
+    times = found["round_seconds"]
+    assert times["draft_len"] == 3 and 0 < times["plain"] < times["drafted"]
+    assert always["predicted"] == pytest.approx(4 * times["plain"] / times["drafted"])
+    for row in found["speedups"]:
+        assert row["difference"] == pytest.approx(row["measured"] / row["predicted"] - 1)
+    assert "break-even at a" in result.output and f"{always['measured']:.2f}x" in result.output

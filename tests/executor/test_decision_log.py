@@ -1,0 +1,50 @@
+"""Log lines of the draft length: one a switch, none for probes."""
+
+import logging
+
+import pytest
+
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+
+ROUNDS = 4000
+
+
+def play(controller: AdaptiveController, rounds: int, num_accepted: int) -> list[int]:
+    asked = []
+    for _ in range(rounds):
+        steps = controller.steps_for(1)
+        asked.append(steps)
+        controller.observe(1, [min(steps, num_accepted)] if steps else [], steps)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"strategy": "cost_model", "candidate_steps": [0, 1, 2, 3], "window_trials": 8, "prior_weight": 1}
+        | dict.fromkeys(("probe_round_share", "probe_time_share"), 0.2),
+        {"strategy": "ema", "1": {"candidate_steps": [1, 3]}},
+    ],
+)
+def test_every_switch_is_one_line_with_its_reason(
+    config: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = AdaptiveController.from_config(config)
+    with caplog.at_level(logging.INFO):
+        for num_accepted in (3, 0, 3, 0):
+            play(controller, 300, num_accepted)
+    lines = [record.getMessage() for record in caplog.records]
+    decisions = controller.state()["decisions"]
+    assert len(lines) == decisions["num_switches"] >= 3
+    last = decisions["last"][-1]
+    assert lines[-1].startswith(f"draft length {last['old_steps']} -> {last['new_steps']} from batch size 1")
+    assert lines[-1].endswith(last["reason"])
+
+
+def test_probes_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
+    controller = AdaptiveController.from_config({"strategy": "cost_model", "candidate_steps": [0, 1, 2, 3]})
+    play(controller, 500, 0)
+    with caplog.at_level(logging.INFO):
+        asked = play(controller, ROUNDS, 0)
+    assert sum(steps > 0 for steps in asked) > 10, "there were probes"
+    assert not caplog.records

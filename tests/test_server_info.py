@@ -1,0 +1,91 @@
+"""`LLM.server_info`: SGLang's names, the controller's decisions, and nothing that is not plain JSON."""
+
+import json
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import user_provided
+from tests.executor.tiny_llama import write_tiny_llama
+from tllm_spec import __version__
+from tllm_spec.config import LlmArgs
+from tllm_spec.llm import LLM
+from tllm_spec.server_info import internal_state, plain
+
+EMA = {
+    "strategy": "ema",
+    "warmup_batches": 0,
+    "mark_patience": None,
+    "update_interval": 2,
+    "1": {"candidate_steps": [1, 4], "down_hysteresis": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Its drafts are always wrong, so that the draft length falls from 4 to 1."""
+    options = user_provided(lambda request: [63] * len(request.py_draft_tokens))
+    options["speculative_config"]["adaptive"] = EMA
+    tiny = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    with LLM(tiny, skip_tokenizer_init=True, max_batch_size=4, max_seq_len=128, **options) as llm:
+        yield llm
+
+
+def info_of(llm: LLM) -> dict[str, Any]:
+    """As a client reads it; json refuses what is not plain."""
+    found: dict[str, Any] = json.loads(json.dumps(llm.server_info(), allow_nan=False))
+    assert found == llm.server_info(), "no tuple, no key that is a number"
+    return found
+
+
+def test_before_the_first_round_there_is_no_acceptance_length_and_the_launch_draft_length(llm: LLM) -> None:
+    info = info_of(llm)
+    state = info["internal_states"][0]
+    assert (info["version"], info["max_batch_size"], info["max_seq_len"]) == (__version__, 4, 128)
+    assert info["speculative_config"]["drafter"] == "tests.executor.harness:ScriptedDrafter"
+    assert state["speculative_num_steps"] == 4
+    assert "avg_spec_accept_length" not in state
+
+
+def test_after_rounds_it_tells_the_draft_length_the_acceptance_and_why_it_switched(llm: LLM) -> None:
+    output = llm.generate([1, 2, 3], {"max_tokens": 40, "logit_bias": {63: -100.0}}, use_tqdm=False)
+    state = info_of(llm)["internal_states"][0]
+    assert state["speculative_num_steps"] == 1
+    assert state["avg_spec_accept_length"] == output.speculative_decoding.acceptance_length == 1.0
+    decisions = state["controller"]["decisions"]
+    assert decisions["num_switches"] == 1
+    switch = decisions["last"][-1]
+    assert (switch["old_steps"], switch["new_steps"], switch["batch_size"]) == (4, 1, 1)
+    assert "smoothed accepted drafts" in switch["reason"]
+    assert state["controller"]["slots"]["1"]["ema_accept_len"] < 1
+    assert state["controller"]["limits"]["max_concurrency"] is None
+    assert state["totals"]["by_draft_len"].keys() == {"0", "1", "4"}, "the last round wants no drafts"
+
+
+def test_it_is_refused_after_shutdown(tmp_path: Path) -> None:
+    llm = LLM(write_tiny_llama(tmp_path), skip_tokenizer_init=True, max_batch_size=2)
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.server_info()
+
+
+def test_values_without_a_json_form_become_null_or_a_name() -> None:
+    assert plain([nan, inf, -inf, 1.5, True, None]) == [None, None, None, 1.5, True, None]
+    assert plain({3: (1, {2})}) == {"3": [1, [2]]}
+    assert plain(LlmArgs) == "tllm_spec.config:LlmArgs"
+    spec = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive": {}, "draft_len_schedule": {1: 3, 9: 0}}
+    args = plain(LlmArgs.from_kwargs("zoo:llama", speculative_config=spec))
+    assert args["speculative_config"]["draft_len_schedule"] == {"1": 3, "9": 0}
+    assert args["speculative_config"]["adaptive"]["slots"][0][1]["candidate_steps"] == [0, 1, 2, 3]
+    json.dumps(args, allow_nan=False)
+
+
+def test_figures_that_are_no_numbers_reach_the_reader_as_null() -> None:
+    state = {"draft_len": 2, "totals": {"speculation": {"rounds": 0}}, "controller": {"ema": nan}}
+    assert internal_state(state) == {
+        "speculative_num_steps": 2,
+        "totals": {"speculation": {"rounds": 0}},
+        "controller": {"ema": None},
+    }

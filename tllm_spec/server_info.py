@@ -1,0 +1,50 @@
+"""What `/server_info` shows: the served options and the executor's state, under the names that SGLang gives them.
+
+Plain JSON values: nothing here is infinite, not a number, or an object.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from math import isfinite
+from typing import Any
+
+from pydantic import BaseModel
+
+from tllm_spec import __version__
+from tllm_spec.config import LlmArgs
+
+
+def server_info(args: LlmArgs, max_seq_len: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state`: the executor's. `max_seq_len`: as it holds, whether it was given or is the model's."""
+    options = plain(args) | {"max_seq_len": max_seq_len}
+    return {"version": __version__, **options, "internal_states": [internal_state(state)]}
+
+
+def internal_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The executor's state with SGLang's figures before it: `speculative_num_steps` is the draft length that the
+    controller has now for a batch of the latest size; `avg_spec_accept_length` the acceptance length of all rounds
+    since the start, and absent before the first."""
+    others = {key: plain(value) for key, value in state.items() if key != "draft_len"}
+    figures = {"speculative_num_steps": state["draft_len"]}
+    speculation = state["totals"]["speculation"]
+    if speculation["rounds"]:
+        figures["avg_spec_accept_length"] = speculation["acceptance_length"]
+    return figures | others
+
+
+def plain(value: Any) -> Any:
+    """The same in JSON's types: null for what is no number, the class's name for what has no JSON form."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, BaseModel):
+        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    kind = value if isinstance(value, type) else type(value)
+    return f"{kind.__module__}:{kind.__qualname__}"
