@@ -131,7 +131,6 @@ class ScriptedEngine:
             controller=AdaptiveController.fixed(draft_len),
             draft_len_for=lambda batch_size: draft_len,
             blame=lambda: None,
-            max_num_tokens=limits.max_num_tokens,
             max_in_flight=1,
         )
         self.executor = PyExecutor(self.parts, respond)

@@ -173,11 +173,12 @@ class _Builder:
     def controller(self, runner: RoundRunner, speculation: Speculation) -> AdaptiveController:
         """Of the draft length. Captures the graphs that it may ask for, and times their rounds if it compares them."""
         spec, device, dummy_slot = self.spec, self.device, self.slots.dummy_slot
-        controller = controller_for(spec)
+        max_num_tokens = self.args.max_num_tokens
+        controller = controller_for(spec, max_num_tokens=max_num_tokens)
         sizes = self.graph_sizes(runner, speculation)
         if sizes:
             keys = graph_keys(sizes, draft_lens_of_rounds(controller, spec, speculation))
-            keys = [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
+            keys = [key for key in keys if key.num_tokens <= max_num_tokens]
             assert self.args.cuda_graph_config is not None
             runner.capture_graphs(keys, dummy_slot, device, pads=self.args.cuda_graph_config.enable_padding)
         if spec is None or spec.adaptive is None:
@@ -188,10 +189,10 @@ class _Builder:
             draft_cost = (
                 0.0 if in_forward or self.draft_plan is None else spec.adaptive.times.assumed_draft_cost
             )
-            room = min(self.slots.max_batch_size, self.args.max_num_tokens // (1 + self.max_draft_len))
+            room = min(self.slots.max_batch_size, max_num_tokens // (1 + self.max_draft_len))
             timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
             times = measure_round_times(runner, controller, timed, dummy_slot, device, draft_cost)
-        return controller_for(spec, graph_batch_sizes=sizes, round_times=times)
+        return controller_for(spec, graph_batch_sizes=sizes, round_times=times, max_num_tokens=max_num_tokens)
 
     def graph_sizes(self, runner: RoundRunner, speculation: Speculation) -> tuple[int, ...]:
         """Batch sizes of CUDA graphs; none where there can be no graphs."""
@@ -206,9 +207,10 @@ class _Builder:
         if self.spec is not None and self.spec.use_rejection_sampling and speculation.round_end is None:
             logger.info("no CUDA graphs: rejection sampling needs what a separate draft model drew from")
             return ()
-        # Where the schedule changes the draft length, a graph ends: batches below it need no padding beyond.
+        # Where a limit changes the draft length, a graph ends: batches below it need no padding beyond.
         schedule = self.spec.draft_len_schedule if self.spec else None
         also = [size - 1 for size in schedule or () if size > 1]
+        also.append((self.spec.max_concurrency if self.spec else None) or 0)
         also.append(self.args.max_num_tokens // (1 + self.max_draft_len))  # the largest that fits a round
         return graphs.sizes(self.slots.max_batch_size, also)
 
@@ -359,7 +361,6 @@ def build_executor(
         controller=controller,
         draft_len_for=controller.steps_for,
         blame=blame,
-        max_num_tokens=args.max_num_tokens,
         max_in_flight=0 if builder.why_no_overlap else 1,
         cpu_threads=_cpu_threads(target),
         stream_interval=args.stream_interval,

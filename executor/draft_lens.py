@@ -10,18 +10,13 @@ from tllm_spec.adaptive_config import MarkOptions
 from tllm_spec.executor.cuda_graphs import GraphKey
 from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import AcceptanceGate, DraftLenLimits
+from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, AcceptanceGate, DraftLenLimits
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes, RoundTimes
 from tllm_spec.speculative_config import DecodingBaseConfig
 
-EAGER_SIZES = (
-    1,
-    2,
-    4,
-    8,
-    16,
-)  # whose rounds are timed where there are no graphs; others are on a line with these
+# Batch sizes whose rounds are timed where there are no graphs; others are on a line with these.
+EAGER_SIZES = (1, 2, 4, 8, 16)
 
 
 def controller_for(
@@ -29,6 +24,7 @@ def controller_for(
     *,
     graph_batch_sizes: Iterable[int] | None = None,
     round_times: RoundTimes | None = None,
+    max_num_tokens: int = NO_LIMIT,
 ) -> AdaptiveController:
     """Without speculation: of plain decoding."""
     if spec is None:
@@ -36,7 +32,12 @@ def controller_for(
     gate = None
     if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
         gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
-    limits = DraftLenLimits(max_concurrency=spec.max_concurrency, schedule=spec.draft_len_schedule, gate=gate)
+    limits = DraftLenLimits(
+        max_concurrency=spec.max_concurrency,
+        schedule=spec.draft_len_schedule,
+        gate=gate,
+        max_num_tokens=max_num_tokens,
+    )
     if spec.adaptive is None:
         # Drafts that are made inside the forward cost the same for a request that pauses.
         patience = None if spec.overlaps else spec.max_rejected_rounds
@@ -72,10 +73,13 @@ def measure_round_times(
     draft_cost: float,
 ) -> MeasuredRoundTimes:
     """Greedy rounds of dummies, by batch size and draft length. `draft_cost`: what each draft takes outside the
-    target's forward, in plain rounds, where that cannot be timed with it."""
+    target's forward, in plain rounds, where that cannot be timed with it. Without graphs every length is timed, those
+    that a limit forbids at a size too: smaller batches are on a line with them. Graphs end where a limit begins."""
     seconds: dict[int, dict[int, float]] = {}
     for size in sizes:
-        lengths = sorted({0} | controller.draft_lens_at(size))
+        wanted = controller.draft_lens if runner.graphs is None else controller.draft_lens_at(size)
+        lengths = sorted({0, *wanted} if draft_cost else wanted)
         row = {steps: runner.seconds(GraphKey(size, steps, False), dummy_slot, device) for steps in lengths}
-        seconds[size] = {steps: time + steps * draft_cost * row[0] for steps, time in row.items()}
+        a_draft = draft_cost * row[0] if draft_cost else 0.0
+        seconds[size] = {steps: time + steps * a_draft for steps, time in row.items()}
     return MeasuredRoundTimes(seconds)

@@ -28,6 +28,7 @@ from tllm_spec.executor.round_clock import RoundClock
 from tllm_spec.executor.round_runner import LaunchedRound, RoundRunner
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
+from tllm_spec.executor.seen_round import SeenRound
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafter import Drafter
 from tllm_spec.executor.totals import Totals
@@ -56,7 +57,6 @@ class ExecutorParts:
         [int], int
     ]  # of a round, by its number of generating requests: the controller's answer
     blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
-    max_num_tokens: int
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
     cpu_threads: int | None = None  # of torch in the executor's thread; None: as they are
     stream_interval: int = 1
@@ -92,8 +92,6 @@ class PyExecutor:
         self._batch = batch = self._schedule(generating)
         if batch:
             self._launch(batch)
-        else:
-            self._clock.stop()
         return self._complete_rounds(self.parts.max_in_flight if batch else 0) or bool(batch)
 
     def _launch(self, batch: ScheduledBatch) -> None:
@@ -140,10 +138,8 @@ class PyExecutor:
     def _prepare_draft_requests(self, generating: list[LlmRequest]) -> None:
         """Placeholders, so that scheduling counts the drafts of the round before they exist."""
         draft_len = 0
-        if generating and self._speculating:
-            room = self.parts.max_num_tokens // len(generating) - 1
-            if any(request.draft_limit for request in generating):
-                draft_len = max(0, min(self.parts.draft_len_for(len(generating)), room))
+        if self._speculating and any(request.draft_limit for request in generating):
+            draft_len = self.parts.draft_len_for(len(generating))
         for request in generating:
             request.py_draft_tokens = [0] * draft_len
             request.py_num_draft_tokens = 0
@@ -159,6 +155,8 @@ class PyExecutor:
         batch.num_new_drafts = self.parts.draft_len_for(num_ending) if num_ending else 0
         if batch.generation_requests:
             batch.draft_len = batch.num_new_drafts = len(batch.generation_requests[0].py_draft_tokens)
+            if batch.draft_len and self.parts.runner.round_end is None:
+                batch.num_asked = max(request.num_drafts_wanted for request in batch.generation_requests)
         return batch
 
     def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:
@@ -181,8 +179,7 @@ class PyExecutor:
         somebody may want to hear of: streamed or finished."""
         batch, contexts = launched.batch, launched.ended_contexts
         table, found = launched.wait()
-        seconds = self._clock.lap()
-        accepted: list[int] = []  # by every request that was drafted for
+        seen = SeenRound(self._clock.lap(launched.ended_at))
         num_requests, num_tokens = 0, 0  # generating, and what they were given
         with_news: list[LlmRequest] = []
         for request, row in zip(contexts, table, strict=False):
@@ -212,23 +209,18 @@ class PyExecutor:
                 request.counters.record(num_drafts, num_accepted, num_emitted)
                 mark = request.draft_mark
                 if request.draft_limit and not mark.rounds_left:
-                    accepted.append(num_new - 1)
+                    seen.num_accepted.append(num_new - 1)
+                    seen.num_drafted += num_drafts
                 if mark.patience is not None:
                     mark.observe(num_drafts, num_accepted)
             if request.streaming or request.state is finished:
                 with_news.append(request)
-        timed = None if batch.context_requests else seconds
+        timed = None if batch.context_requests else seen.seconds
         self.totals.add_round(batch.draft_len, num_requests, num_tokens, timed)
         if speculating and batch.generation_requests:
-            self._tell_controller(launched, accepted, timed)
+            seen.num_requests = num_requests
+            seen.tell(self.parts.controller, launched)
         return with_news
-
-    def _tell_controller(self, launched: LaunchedRound, accepted: list[int], seconds: float | None) -> None:
-        """accepted: drafts of each request that was drafted for."""
-        num_steps = max(launched.num_drafts)
-        if num_steps < launched.batch.draft_len:  # drafts beyond a request's own limit may be accepted, too
-            accepted = [min(num, num_steps) for num in accepted]
-        self.parts.controller.observe(len(launched.num_drafts), accepted, num_steps, seconds)
 
     def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
@@ -277,6 +269,7 @@ class PyExecutor:
         the others go on from where they stood before the round. Raises the error if it was nobody's round."""
         alive = [request for request in self._batch.requests() if request.slot >= 0]
         self._batch = ScheduledBatch()
+        self._clock.stop()
         culprits = self.parts.blame()
         if culprits is None:
             culprits = alive

@@ -1,21 +1,22 @@
 """How long rounds take, as the host sees it: from one round's results to the next one's.
 
-With overlap that is the device's time of a round, without it the device's and the host's together. A time says nothing
-where the executor had nothing to do in between.
+With overlap that is the device's time of a round, without it the device's and the host's together. The first round
+after idle time has a prompt chunk in it, and its time counts for nothing anyway. On a CPU a round is over when it is
+launched, however late it is read.
 """
 
 from time import perf_counter
 
 
 class RoundClock:
-    """`stop` between rounds that do not follow each other."""
+    """`stop` where a round broke off."""
 
     def __init__(self) -> None:
         self._last: float | None = None
 
-    def lap(self) -> float | None:
-        """Seconds since the round before was read; None for the first one."""
-        now, last = perf_counter(), self._last
+    def lap(self, ended_at: float | None = None) -> float | None:
+        """Seconds since the round before ended; None for the first one. `ended_at`: perf_counter's; None: now."""
+        now, last = perf_counter() if ended_at is None else ended_at, self._last
         self._last = now
         return None if last is None else now - last
 

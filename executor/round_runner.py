@@ -35,8 +35,11 @@ class LaunchedRound:
     batch: ScheduledBatch
     ended_contexts: list[LlmRequest]
     num_drafts: list[int]  # really proposed, of each generating request
+    num_steps: int  # draft length that these were made with; windows may be longer, with padding
+    num_asked: int  # the draft length that the drafter was asked for: it may have had fewer for everybody
     to_host: ToHost
     logprob_rows: LogprobRows
+    ended_at: float | None  # perf_counter's; None: when it is read
 
     def wait(self) -> tuple[list[list[int]], dict[int, list[dict[int, Logprob]]]]:
         """For every ended context, then every generating request: how many tokens are new, then the tokens. And log
@@ -67,8 +70,24 @@ class RoundRunner:
             sampled = self._replay(batch) or self._run_windows(batch, logprobs)
         self._groups.end_round()
         table = torch.cat((sampled.new_lens.unsqueeze(1), sampled.new_tokens), dim=1)
-        num_drafts = [request.py_num_draft_tokens for request in batch.generation_requests]
-        return LaunchedRound(batch, ended, num_drafts, ToHost([table, *logprobs.tensors]), logprobs)
+        num_steps, to_host = self._num_steps(batch), ToHost([table, *logprobs.tensors])
+        return LaunchedRound(
+            batch,
+            ended,
+            [request.py_num_draft_tokens for request in batch.generation_requests],
+            num_steps,
+            num_steps if self.round_end is not None else batch.num_asked,
+            to_host,
+            logprobs,
+            perf_counter() if to_host.is_here else None,
+        )
+
+    def _num_steps(self, batch: ScheduledBatch) -> int:
+        """Drafts that a round left behind are as many as it was told to make, whatever this one verifies."""
+        if self.round_end is None:
+            return batch.draft_len
+        ready = [request.num_drafts_ready for request in batch.generation_requests]
+        return min(batch.draft_len, max(ready, default=0))
 
     def capture_graphs(
         self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import adaptive
+from benchmarks import adaptive, adaptive_engine
 from benchmarks.adaptive_simulator import GRAPH_BATCH_SIZES, Simulator, steady
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 
@@ -42,3 +42,24 @@ def test_the_example_table_is_what_its_note_says() -> None:
     # 128 requests, 3 drafts: 10 ms plain, linears of 512 rows instead of 128, three drafts.
     assert adaptive.TRUE_TIMES(128, 3) * 1e3 == pytest.approx(10 + 2 * 7.14 - 4.79 + 0.75)
     assert adaptive.TRUE_TIMES(3, 0) == adaptive.TRUE_TIMES(4, 0) == pytest.approx(0.0045)
+
+
+def test_the_real_engine_s_figure_is_a_ratio_of_neighbours_over_the_best_static_length() -> None:
+    seconds = {"0": [1.0, 2.0, 1.0], "1": [0.5, 1.0, 0.5], "3": [2.0, 2.0, 2.0], "5": [9.0, 0.1, 9.0]}
+    found = adaptive_engine.row("ngram", "copying", 100, seconds | {"adaptive": [0.5, 0.5, 0.4]}, 2.0)
+    assert (found.best_static, found.tokens_per_second["adaptive"]) == (1, 200.0)
+    assert (found.lowest, found.adaptive_over_best, found.highest) == (1.0, 1.25, 2.0)
+    assert (
+        "| ngram | copying | 100 / 200 / 50 / 11 | 200 | 1 | **1.25** (1.00–2.00) |"
+        in adaptive_engine.table([found])
+    )
+
+
+def test_the_traffic_of_the_real_engine_moves_between_repeating_and_other_text() -> None:
+    copying, free, *_ = adaptive_engine.phases()
+    length = adaptive_engine.PROMPT_LEN
+    assert all(prompt[:length] == prompt[length : 2 * length] for prompt in copying.prompts)
+    assert all(len(prompt) == length for prompt in free.prompts)
+    assert adaptive_engine.speculation("ngram", 0) is None
+    spec = adaptive_engine.speculation("eagle3", None)
+    assert spec is not None and spec["adaptive"]["candidate_steps"] == [0, 1, 3, 5]

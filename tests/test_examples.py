@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from tllm_spec.config import LlmArgs, read_yaml
+from tllm_spec.executor.speculative.cost_model import CostModelSlot
+from tllm_spec.executor.speculative.ema_policy import EmaSlot
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
@@ -15,7 +17,7 @@ PROMPTS = [
     "class Stack:\n    def push(self, item):\n        " + REPEATING * 3,
     "import os\nimport sys\n\n\ndef main(argv):\n    ",
 ]
-OVERLAPPING = {"plain", "eagle3_one_model", "draft_target_one_model"}
+OVERLAPPING = {"plain", "eagle3_one_model", "draft_target_one_model", "adaptive"}
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
@@ -42,13 +44,33 @@ def test_an_example_generates_what_plain_greedy_decoding_does(
     with LLM("zoo:llama", **read_yaml(path)) as llm:
         tokens, num_accepted = generate(llm)
     assert tokens == plain_tokens and all(len(each) == 8 for each in tokens)
+    if path.stem == "adaptive":  # its times are measured: here it may find that plain decoding is faster
+        return
     assert (num_accepted > 0) == (llm.args.speculative_config is not None)
 
 
 def test_there_is_an_example_for_every_way_of_running() -> None:
     two_model = {"ngram", "draft_target", "eagle3_two_model", "user_provided"}
-    variants = {"max_utilization", "rejection_sampling", "schedule", "no_overlap"}
+    variants = {
+        "max_utilization",
+        "rejection_sampling",
+        "schedule",
+        "no_overlap",
+        "adaptive",
+        "adaptive_ema",
+    }
     assert OVERLAPPING | two_model | variants <= {path.stem for path in EXAMPLES}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adaptive", CostModelSlot), ("adaptive_ema", EmaSlot)])
+def test_an_adaptive_example_is_served_by_its_strategy(name: str, kind: type) -> None:
+    [path] = [path for path in EXAMPLES if path.stem == name]
+    with LLM.from_args(LlmArgs.from_yaml(path, model="zoo:llama")) as llm:
+        controller = llm._executor.parts.controller
+        generate(llm)
+    assert {type(slot) for slot in controller._slots} == {kind}
+    assert controller.state()["draft_lens"] == ([0, 1, 3, 5] if name == "adaptive" else [0, 1, 3, 7])
+    assert llm._executor.parts.draft_len_for == controller.steps_for
 
 
 def test_rounds_overlap_in_the_examples_that_draft_inside_the_forward_or_not_at_all() -> None:

@@ -103,18 +103,29 @@ class AdaptiveController:
         num_accepted: Sequence[int],
         num_steps: int | None = None,
         seconds: float | None = None,
+        *,
+        num_requests: int | None = None,
+        num_drafted: int | None = None,
+        num_asked: int | None = None,
     ) -> bool:
         """What a round brought. Whether the draft length of the slot changed for this batch size.
 
         `num_accepted`: accepted drafts of every request that was drafted for, which may be fewer than the batch.
         `num_steps`: how many drafts were really verified, e.g. 0 in the round after plain decoding whose drafts did not
-        exist yet; None: the present length. `seconds`: the round's, if it had no context chunk."""
+        exist yet; None: the present length. `seconds`: the round's, if it had no context chunk.
+        `num_requests`: those whose results count, where some of the batch had ended already. `num_drafted`: drafts that
+        were really proposed for those of `num_accepted`, where that is not `num_steps` each. `num_asked`: what the
+        drafter was asked for, if that was more than `num_steps` and it had no more."""
         padded = self._padded(batch_size)
         slot, max_steps = self._slot(padded), self._limits.max_steps(batch_size)
-        self._limits.observe(
-            num_accepted, slot.steps_for(padded, max_steps) if num_steps is None else num_steps
+        if num_drafted is None:
+            steps = slot.steps_for(padded, max_steps) if num_steps is None else num_steps
+            num_drafted = steps * len(num_accepted)
+        self._limits.observe(num_accepted, num_drafted)
+        alive = batch_size if num_requests is None else num_requests
+        return slot.observe(
+            ObservedRound(alive, padded, num_accepted, num_steps, seconds, max_steps, num_asked)
         )
-        return slot.observe(ObservedRound(batch_size, padded, num_accepted, num_steps, seconds, max_steps))
 
     @property
     def compares_times(self) -> bool:

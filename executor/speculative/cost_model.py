@@ -93,8 +93,9 @@ class CostModelSlot:
         steps = before if observed.num_steps is None else observed.num_steps
         if observed.seconds is not None:
             self._times.observe(batch_size, steps, observed.seconds)
-        self._estimate.observe(observed.num_requests, observed.num_accepted, steps)
-        if steps:
+        if observed.num_requests:
+            self._estimate.observe(observed.num_requests, observed.num_accepted, steps)
+        if observed.num_requests and steps:
             share = len(observed.num_accepted) / observed.num_requests
             self._drafted_share += (share - self._drafted_share) / self._options.window_rounds
         self._version += 1

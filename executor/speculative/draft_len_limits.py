@@ -27,12 +27,12 @@ class AcceptanceGate:
     def is_closed(self) -> bool:
         return self._closed_rounds > 0
 
-    def observe(self, num_accepted: Sequence[int], num_steps: int) -> None:
-        """A round. Those without drafts say nothing, but a closed gate counts them."""
+    def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
+        """A round of `num_drafted` drafts in all. Those without say nothing, but a closed gate counts them."""
         if self._closed_rounds:
             self._closed_rounds -= 1  # one that was still in flight when the gate closed counts too
-        elif num_steps and num_accepted:
-            self._window.append((sum(num_accepted), num_steps * len(num_accepted)))
+        elif num_drafted:
+            self._window.append((sum(num_accepted), num_drafted))
             if len(self._window) == self._window_size and self.rate < self._threshold:
                 self._closed_rounds = CLOSED_WINDOWS * self._window_size
                 self._window.clear()
@@ -47,7 +47,8 @@ class AcceptanceGate:
 
 class DraftLenLimits:
     """`schedule` maps batch sizes to draft lengths: the entry of the largest key not above the batch size holds, and
-    below all keys nothing is limited. `max_concurrency`: no drafts with more requests than that.
+    below all keys nothing is limited. `max_concurrency`: no drafts with more requests than that. `max_num_tokens`: all
+    windows of a round together.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class DraftLenLimits:
         max_concurrency: int | None = None,
         schedule: Mapping[int, int] | None = None,
         gate: AcceptanceGate | None = None,
+        max_num_tokens: int = NO_LIMIT,
     ) -> None:
         self._max_concurrency = NO_LIMIT if max_concurrency is None else max_concurrency
         self._sizes = sorted(schedule or {})
         self._schedule = dict(schedule or {})
-        self._gate = gate
+        self._gate, self._max_num_tokens = gate, max_num_tokens
 
     def max_steps(self, batch_size: int) -> int:
         """The most drafts of a round with `batch_size` generating requests."""
@@ -72,12 +74,15 @@ class DraftLenLimits:
         """The same while the gate is open."""
         if batch_size > self._max_concurrency:
             return 0
+        room = NO_LIMIT
+        if self._max_num_tokens != NO_LIMIT:
+            room = max(0, self._max_num_tokens // batch_size - 1)
         place = bisect_right(self._sizes, batch_size)
-        return self._schedule[self._sizes[place - 1]] if place else NO_LIMIT
+        return min(room, self._schedule[self._sizes[place - 1]]) if place else room
 
-    def observe(self, num_accepted: Sequence[int], num_steps: int) -> None:
+    def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
         if self._gate is not None:
-            self._gate.observe(num_accepted, num_steps)
+            self._gate.observe(num_accepted, num_drafted)
 
     @property
     def has_gate(self) -> bool:

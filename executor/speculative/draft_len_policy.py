@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, Protocol
 class ObservedRound(NamedTuple):
     """What came of a round in which every request had the same draft length."""
 
-    num_requests: int
+    num_requests: int  # whose results count
     batch_size: int  # padded to a graph: what the round's time depends on
     num_accepted: Sequence[int]  # of every request that was drafted for
     num_steps: int | None  # drafts that were really verified; None: as many as the policy says now
     seconds: float | None
     max_steps: int  # what limits allow at this batch size
+    num_asked: int | None = None  # drafts that the drafter was asked for, if it may have had no more
 
 
 class DraftLenPolicy(Protocol):

@@ -17,7 +17,7 @@ class EmaSlot:
 
     `compat`: an observation counts as if the present length had produced it, as in SGLang. Otherwise one from a
     longer length is cut to what the present one would have shown, and one from a shorter length, which
-    cannot say that, does not count.
+    cannot say that, does not count; where the drafter was asked for more and had no more, that counts as rejected.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class EmaSlot:
     def observe(self, observed: ObservedRound) -> bool:
         steps = self.steps
         num_accepted, produced_by = observed.num_accepted, observed.num_steps
+        if observed.num_asked is not None and produced_by is not None:
+            produced_by = max(produced_by, observed.num_asked)
         if produced_by is None or self._compat:
             produced_by = steps
         if not num_accepted or produced_by < steps:

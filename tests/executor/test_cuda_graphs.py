@@ -261,12 +261,13 @@ class KeyRecorder:
 
     def __init__(self) -> None:
         self.keys: list[GraphKey] = []
+        self.graphs: list[GraphKey] | None = None
 
     def capture_graphs(
         self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool
     ) -> None:
         assert (dummy_slot, device.type, pads) == (DUMMY, "cuda", True)
-        self.keys = keys
+        self.keys = self.graphs = keys
 
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
         assert key in self.keys

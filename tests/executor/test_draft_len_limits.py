@@ -58,7 +58,7 @@ def test_the_gate_closes_after_a_full_window_below_the_threshold() -> None:
 
 def test_the_gate_weighs_every_draft_of_its_window_alike() -> None:
     gate = AcceptanceGate(0.5, 2)
-    gate.observe([4, 4, 4, 4, 4, 4], 4)
+    gate.observe([4, 4, 4, 4, 4, 4], 24)
     gate.observe([0], 4)
     assert not gate.is_closed and gate.rate == pytest.approx(24 / 28)
 

@@ -1,0 +1,208 @@
+"""Adaptive draft lengths in the real engine, on the zoo's models: against every static draft length, 0 included.
+
+    python -m benchmarks.adaptive_engine [--output result.json] [--repeat 5] [--new-tokens 96]
+
+NGram and one-model EAGLE-3 serve the same traffic, which moves: text that is being copied, where NGram is right, and
+sampled text, where it is not; one request and eight at once. All engines take turns phase by phase and stay as they
+are from one phase to the next, so the adaptive ones meet every change with what they have learned before. The first
+pass is a warm-up. A ratio is the median over the passes of (adaptive / best static in the same pass), where the best
+static length is that with the highest median of its own; of the moving traffic it is one length for all of it. Prompts
+are in the times, static NGram pauses single requests as it does by default.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tllm_spec import LLM, SamplingParams
+from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.zoo.corpus import heldout_files, read_source
+
+STATIC = (0, 1, 3, 5)
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": 3},
+    "eagle3": {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3"},
+}
+SMALL = {
+    "max_batch_size": 8,
+    "max_seq_len": 1024,
+    "kv_cache_config": {"max_tokens": 8192, "enable_block_reuse": False},
+}
+PROMPT_LEN, NUM_PROMPTS = 150, 8
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    prompts: list[list[int]]
+    at_once: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Row:
+    drafter: str
+    phase: str
+    tokens_per_second: dict[str, float]  # medians, of each static length and "adaptive"
+    best_static: int
+    adaptive_over_best: float  # median over the passes
+    lowest: float
+    highest: float
+    acceptance_length: float  # of the adaptive engine
+
+
+def phases() -> list[Phase]:
+    tokenizer = load_tokenizer("zoo:llama")
+    texts = [tokenizer.encode(read_source(path) or "", add_special_tokens=False) for path in heldout_files()]
+    texts = [text for text in texts if len(text) > 2 * PROMPT_LEN][:NUM_PROMPTS]
+    copying = [text[:PROMPT_LEN] * 2 + text[: PROMPT_LEN // 5] for text in texts]
+    free = [text[:PROMPT_LEN] for text in texts]
+    return [
+        Phase("copying, 1 at once", copying[:4], 1, 0.0),
+        Phase("free, 1 at once", free[:4], 1, 1.0),
+        Phase("copying, 8 at once", copying, 8, 0.0),
+        Phase("free, 8 at once", free, 8, 1.0),
+    ]
+
+
+def speculation(drafter: str, length: int | None) -> dict[str, Any] | None:
+    """None: adaptive, over the static lengths."""
+    if length == 0:
+        return None
+    if length is not None:
+        return DRAFTERS[drafter] | {"max_draft_len": length}
+    return DRAFTERS[drafter] | {
+        "max_draft_len": max(STATIC),
+        "adaptive": {"candidate_steps": list(STATIC)},
+    }
+
+
+def serve(llm: LLM, phase: Phase, new_tokens: int) -> tuple[float, float]:
+    """Seconds, and the acceptance length (0 without speculation)."""
+    params = [
+        SamplingParams(
+            max_tokens=new_tokens,
+            temperature=phase.temperature or None,
+            seed=seed,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for seed in range(len(phase.prompts))
+    ]
+    start, outputs = time.perf_counter(), []
+    for first in range(0, len(phase.prompts), phase.at_once):
+        some = slice(first, first + phase.at_once)
+        found = llm.generate(phase.prompts[some], params[some], use_tqdm=False)
+        outputs += found if isinstance(found, list) else [found]
+    seconds = time.perf_counter() - start
+    stats = [output.speculative_decoding for output in outputs]
+    rounds = sum(each.rounds for each in stats if each)
+    return seconds, sum(each.num_emitted_tokens for each in stats if each) / rounds if rounds else 0.0
+
+
+class Comparison:
+    """Every engine's seconds, pass by pass: `seconds[engine][phase]`."""
+
+    def __init__(self, new_tokens: int) -> None:
+        self.phases, self.new_tokens = phases(), new_tokens
+        self.seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
+        self.acceptance: dict[tuple[str, str], float] = {}
+        self.switches: dict[str, int] = {}
+
+    def run(self, repeat: int) -> None:
+        with ExitStack() as stack:
+            engines = {("", "0"): stack.enter_context(LLM("zoo:llama", **SMALL))}
+            for drafter in DRAFTERS:
+                for length in (*STATIC[1:], None):
+                    own = {"speculative_config": speculation(drafter, length)}
+                    name = "adaptive" if length is None else str(length)
+                    engines[drafter, name] = stack.enter_context(LLM("zoo:llama", **SMALL, **own))
+            for turn in range(repeat + 1):
+                for phase in self.phases:
+                    for key, llm in engines.items():
+                        seconds, length_accepted = serve(llm, phase, self.new_tokens)
+                        if turn:
+                            self.seconds.setdefault(key, {}).setdefault(phase.name, []).append(seconds)
+                            self.acceptance[key[0] + key[1], phase.name] = length_accepted
+            for drafter in DRAFTERS:
+                controller = engines[drafter, "adaptive"]._executor.parts.controller
+                self.switches[drafter] = controller.state()["decisions"]["num_switches"]
+
+    def rows(self) -> list[Row]:
+        tokens = {phase.name: len(phase.prompts) * self.new_tokens for phase in self.phases}
+        rows = []
+        for drafter in DRAFTERS:
+            engines = {str(length): (drafter if length else "", str(length)) for length in STATIC}
+            engines["adaptive"] = (drafter, "adaptive")
+            for name in [*tokens, "moving traffic"]:
+                parts = [name] if name in tokens else list(tokens)
+                passes = {
+                    engine: [
+                        sum(each) for each in zip(*(self.seconds[key][part] for part in parts), strict=True)
+                    ]
+                    for engine, key in engines.items()
+                }
+                total = sum(tokens[part] for part in parts)
+                accepted = [self.acceptance[drafter + "adaptive", part] for part in parts]
+                rows.append(row(drafter, name, total, passes, statistics.mean(accepted)))
+        return rows
+
+
+def row(drafter: str, phase: str, tokens: int, passes: dict[str, list[float]], acceptance: float) -> Row:
+    speeds = {engine: statistics.median(tokens / each for each in times) for engine, times in passes.items()}
+    best = max(STATIC, key=lambda length: speeds[str(length)])
+    ratios = [
+        static / adaptive for static, adaptive in zip(passes[str(best)], passes["adaptive"], strict=True)
+    ]
+    middle = statistics.median(ratios)
+    return Row(drafter, phase, speeds, best, middle, min(ratios), max(ratios), acceptance)
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| drafter | traffic | tok/s at 0 / 1 / 3 / 5 | adaptive | best static | adaptive / best (range) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in rows:
+        static = " / ".join(f"{each.tokens_per_second[str(length)]:.0f}" for length in STATIC)
+        span = f"**{each.adaptive_over_best:.2f}** ({each.lowest:.2f}–{each.highest:.2f})"
+        adaptive = f"{each.tokens_per_second['adaptive']:.0f}"
+        lines.append(
+            f"| {each.drafter} | {each.phase} | {static} | {adaptive} | {each.best_static} | {span} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    args = parser.parse_args()
+    comparison = Comparison(args.new_tokens)
+    comparison.run(args.repeat)
+    rows = comparison.rows()
+    print(table(rows))
+    print(f"switches of the adaptive engines: {comparison.switches}; {torch.get_num_threads()} thread(s)")
+    if args.output:
+        found = {
+            "repeat": args.repeat,
+            "new_tokens": args.new_tokens,
+            "rows": [asdict(each) for each in rows],
+        }
+        args.output.write_text(json.dumps(found | {"switches": comparison.switches}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""What a round showed about its drafts, gathered request by request while the host reads it, for the controller.
+
+A request that had ended before its results were read (with overlap) shows nothing: what it drafted lay behind its end.
+"""
+
+from dataclasses import dataclass, field
+
+from tllm_spec.executor.round_runner import LaunchedRound
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+
+
+@dataclass
+class SeenRound:
+    seconds: float | None
+    num_accepted: list[int] = field(default_factory=list)  # of every request that drafts were wanted for
+    num_drafted: int = 0  # really proposed for those
+    num_requests: int = 0  # that had not ended before
+
+    def tell(self, controller: AdaptiveController, launched: LaunchedRound) -> None:
+        """A time counts for the draft length that all of the round had: its windows and the drafts in them."""
+        batch = launched.batch
+        is_pure = not batch.context_requests and batch.draft_len == launched.num_steps
+        controller.observe(
+            len(batch.generation_requests),
+            self.num_accepted,
+            launched.num_steps,
+            self.seconds if is_pure else None,
+            num_requests=self.num_requests,
+            num_drafted=self.num_drafted,
+            num_asked=launched.num_asked,
+        )

@@ -1,0 +1,96 @@
+"""Draft lengths put together from a configuration: which rounds are timed and captured, what limits leave of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import Harness
+from tests.executor.test_cuda_graphs import keys_of_build
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.lossless.engines import tiny_engine, write_tiny_drafts
+from tllm_spec.executor.draft_lens import controller_for
+from tllm_spec.speculative_config import NGramDecodingConfig
+
+LADDER = {"candidate_steps": [0, 1, 4]}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.mark.parametrize("mode", ["draft_target_one_model", "draft_target", "eagle3_two_model", "ngram"])
+def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path], mode: str
+) -> None:
+    timed: list[tuple[int, int]] = []
+
+    def seconds(_: Any, key: Any, *__: Any) -> float:
+        timed.append((key.batch_size, key.draft_len))
+        return 1.0 + 0.01 * key.draft_len
+
+    monkeypatch.setattr("tllm_spec.executor.round_runner.RoundRunner.seconds", seconds)
+    harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER | {"assumed_draft_cost": 0.5}))
+    assert timed == [(size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 4)]
+    controller = harness.parts.controller
+    controller.observe(1, [], 0)
+    charged = 0.0 if mode in ("draft_target_one_model", "ngram") else 0.5
+    row = controller.state()["round_ms"]["1"]
+    assert row["4"] - row["0"] == pytest.approx(1e3 * 4 * (0.01 + charged))
+
+
+def test_drafts_are_not_free_next_to_batches_that_have_none(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    """Batches of 5 are on a line between 4 and 8, and rounds of 8 never have drafts."""
+    monkeypatch.setattr(
+        "tllm_spec.executor.round_runner.RoundRunner.seconds",
+        lambda _, key, *__: key.batch_size * (1.0 + key.draft_len),
+    )
+    config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER, "max_concurrency": 5}
+    harness = Harness(tiny, speculative_config=config)
+    controller = harness.parts.controller
+    controller.observe(5, [], 0)
+    row = controller.state()["round_ms"]["5"]
+    assert row["4"] == pytest.approx(5 * row["0"]) and controller.steps_for(6) == 0
+
+
+def test_without_adaptive_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    monkeypatch.setattr("tllm_spec.executor.build.measure_round_times", None)
+    for own in ({}, {"adaptive": "conservative"}):
+        config = {"decoding_type": "NGram", "max_draft_len": 7, **own}
+        assert Harness(tiny, speculative_config=config).parts.controller.steps_for(1) in (3, 7)
+
+
+def test_windows_of_a_full_batch_fit_one_forward() -> None:
+    config = NGramDecodingConfig(max_draft_len=4)
+    controller = controller_for(config, max_num_tokens=12)
+    assert [controller.steps_for(size) for size in (1, 2, 3, 4, 5, 6, 12, 13)] == [4, 4, 3, 2, 1, 1, 0, 0]
+    assert controller.draft_lens_at(4) == {2}
+    adaptive = controller_for(NGramDecodingConfig(max_draft_len=4, adaptive=LADDER), max_num_tokens=12)
+    assert [adaptive.draft_lens_at(size) for size in (2, 3, 13)] == [{0, 1, 4}, {0, 1}, {0}]
+    scheduled = NGramDecodingConfig(max_draft_len=4, draft_len_schedule={1: 4, 3: 2})
+    limited = controller_for(scheduled, max_num_tokens=12)
+    assert [limited.steps_for(size) for size in (2, 3, 5)] == [4, 2, 1]
+
+
+def test_graphs_of_an_adaptive_draft_length_end_where_a_limit_begins(
+    tiny: Path, drafts: tuple[Path, Path]
+) -> None:
+    """At 5 requests, or where the windows of longer drafts fill a forward. Every length at a size is timed."""
+    ladder = {"adaptive": {"candidate_steps": [1, 3]}}
+
+    def pairs(options: dict[str, Any], **more: Any) -> set[tuple[int, int]]:
+        keys = keys_of_build(tiny, **tiny_engine("eagle3", drafts, 3, **options), **more)
+        return {(key.batch_size, key.draft_len) for key in keys}
+
+    short = {(size, steps) for size in (1, 2, 4, 5) for steps in (1, 3)}
+    assert pairs(ladder | {"max_concurrency": 5}) == short | {(8, 0)}
+    small = {(size, steps) for size in (1, 2, 4) for steps in (1, 3)}
+    assert pairs(ladder, max_num_tokens=16) == small | {(8, 1)}

@@ -1,0 +1,298 @@
+"""What the controller is told of each round: the draft length that produced it, whose results count, and its time."""
+
+from collections.abc import Iterable
+from itertools import cycle, pairwise
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import Harness, output_of, user_provided
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.lossless.engines import tiny_engine, write_tiny_drafts
+from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.outputs import SpeculativeStats
+
+MAX_DRAFT_LEN = 4
+LADDER = {"candidate_steps": [0, 1, 4]}
+DRAFTED = ("draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model")
+
+
+class Told:
+    """Listens to what the controller is told. `rounds`: positional arguments and keywords of each."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.rounds: list[tuple[int, list[int], int, float | None, dict[str, Any]]] = []
+        observe = harness.parts.controller.observe
+
+        def listen(size: int, accepted: list[int], steps: int, seconds: float | None, **more: Any) -> bool:
+            self.rounds.append((size, list(accepted), steps, seconds, more))
+            return observe(size, accepted, steps, seconds, **more)
+
+        harness.parts.controller.observe = listen  # type: ignore[method-assign,assignment] # the test looks on
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="module")
+def itself(tiny: Path, drafts: tuple[Path, Path]) -> tuple[Path, Path]:
+    """The target as its own draft model: every draft is right."""
+    return tiny, drafts[1]
+
+
+def force(harness: Harness, lengths: Iterable[int]) -> list[int]:
+    """The draft lengths of all rounds to come; those that were asked for so far."""
+    asked: list[int] = []
+    coming = iter(lengths)
+
+    def draft_len_for(batch_size: int) -> int:
+        asked.append(next(coming))
+        return asked[-1]
+
+    harness.parts.draft_len_for = draft_len_for
+    return asked
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_observation_carries_the_draft_length_that_produced_it(
+    tiny: Path, itself: tuple[Path, Path], overlap: bool
+) -> None:
+    """Every draft is accepted, so an observation of another round's length would show."""
+    options = tiny_engine("draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive=LADDER)
+    harness = Harness(tiny, **(options | {"disable_overlap_scheduler": not overlap}))
+    told = Told(harness)
+    lengths = [4, 4, 1, 1, 0, 0, 4, 1, 4, 0, 1, 2, 4, 4, 3]
+    asked = force(harness, cycle(lengths))
+    behind = []
+    update = harness.executor._update_requests
+
+    def watched(launched: Any) -> list[LlmRequest]:
+        behind.append(len(asked) - 1 - len(told.rounds))
+        return update(launched)
+
+    harness.executor._update_requests = watched  # type: ignore[method-assign] # the test looks on
+    requests = [harness.submit([i + 1, 2], max_tokens=90) for i in range(3)]
+    harness.run()
+    assert max(behind) == 1 + overlap  # one is the context's
+    # A round verifies what the round before made, as far as its own window goes.
+    expected = [min(before, now) for before, now in pairwise(asked)]
+    found = [steps for _, _, steps, _, _ in told.rounds]
+    assert found == expected[: len(found)] and set(found) >= {0, 1, 2, 4}
+    for _, accepted, steps, _, _ in told.rounds:
+        assert set(accepted) <= {steps}
+    stats = sum((request.counters.stats() for request in requests), SpeculativeStats())
+    seen = [(steps, num) for _, accepted, steps, _, _ in told.rounds for num in accepted]
+    assert stats.rounds == len(seen)
+    for place in range(MAX_DRAFT_LEN):
+        assert stats.per_position_drafted[place] == sum(steps > place for steps, _ in seen)
+    lost = sum(num for _, num in seen) - stats.num_accepted_tokens  # drafts behind a request's end
+    assert 0 <= lost <= MAX_DRAFT_LEN * len(requests)
+
+
+def test_who_ended_before_the_round_was_read_is_no_request_that_pauses(
+    tiny: Path, itself: tuple[Path, Path]
+) -> None:
+    """With overlap it has taken part in a round too many; one that is cancelled in flight, too."""
+    options = tiny_engine("draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive={"candidate_steps": [4]})
+    harness = Harness(tiny, **options)
+    told = Told(harness)
+    for number in range(6):
+        harness.submit([number + 1, 2], max_tokens=4 + 7 * number)
+    for _ in range(4):
+        harness.round()
+    harness.queue.cancel(6)
+    harness.run()
+    gone = [size - more["num_requests"] for size, _, _, _, more in told.rounds]
+    assert max(gone) >= 1
+    for _, accepted, _, _, more in told.rounds:
+        assert len(accepted) == more["num_requests"]
+    assert harness.parts.controller.state()["slots"]["1"]["drafted_share"] == 1.0
+
+
+def test_a_preempted_request_still_shows_what_it_had_in_flight(tiny: Path, itself: tuple[Path, Path]) -> None:
+    options = tiny_engine("draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive={"candidate_steps": [4]})
+    cache = {"tokens_per_block": 4, "max_tokens": 120}
+    policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    harness = Harness(tiny, kv_cache_config=cache, scheduler_config=policy, **options)
+    told = Told(harness)
+    requests = [harness.submit([number + 1, 2], max_tokens=40) for number in range(4)]
+    harness.run()
+    assert sum(request.num_preemptions for request in requests) > 0
+    rounds = sum(request.counters.stats().rounds for request in requests)
+    assert rounds == sum(len(accepted) for _, accepted, _, _, _ in told.rounds)
+    assert all(set(accepted) <= {steps} for _, accepted, steps, _, _ in told.rounds)
+
+
+def test_a_drafter_with_nothing_to_propose_is_no_rejection_to_the_gate_and_no_stale_news_to_ema(
+    tiny: Path,
+) -> None:
+    plain = Harness(tiny, disable_overlap_scheduler=True)
+    texts = [plain.submit([i + 1, 2], max_tokens=40) for i in range(4)]
+    plain.run()
+
+    def propose(request: LlmRequest) -> list[int]:
+        text = output_of(texts[request.tokens[0] - 1])
+        return text[request.num_output_tokens :][:2] if request.tokens[0] == 1 else []
+
+    ladders = {
+        "strategy": "ema",
+        "update_interval": 1,
+        "warmup_batches": 0,
+        1: {"candidate_steps": [1, 2, 4]},
+    }
+    options = user_provided(propose)
+    options["speculative_config"] |= {
+        "adaptive": ladders | {"mark_patience": None},
+        "acceptance_rate_threshold": 0.9,
+        "acceptance_rate_window_size": 2,
+    }
+    harness = Harness(tiny, **options)
+    told = Told(harness)
+    for number in range(4):
+        harness.submit([number + 1, 2], max_tokens=40)
+    harness.parts.draft_len_for = lambda batch_size: 4
+    harness.run()
+    assert not harness.parts.controller.state()["limits"]["gate"]["is_closed"]
+    shared = [each for each in told.rounds if each[0] == 4 and each[4]["num_asked"] == 4]
+    assert len(shared) > 5
+    for _, accepted, steps, _, more in shared:
+        assert (sorted(accepted), steps, more["num_drafted"]) == ([0, 0, 0, 2], 2, 2)
+    assert harness.parts.controller.state()["slots"]["1"]["steps"] == 1  # half a draft a request
+
+
+@pytest.mark.parametrize("mode", DRAFTED)
+def test_a_limit_of_a_request_s_own_counts_as_what_it_costs(
+    tiny: Path, itself: tuple[Path, Path], mode: str
+) -> None:
+    """Where its window is padding behind its limit, the controller sees the padding rejected; a request that never
+    speculates is one that drafts are not wanted for."""
+    harness = Harness(tiny, **tiny_engine(mode, itself, MAX_DRAFT_LEN, adaptive=LADDER))
+    told = Told(harness)
+    harness.parts.draft_len_for = lambda batch_size: 4
+    for limit in (0, 1):
+        harness.submit([limit + 1, 2], max_tokens=60, draft_limit=limit)
+    harness.run()
+    both = [each for each in told.rounds if each[0] == 2 and each[4]["num_requests"] == 2][1:-3]
+    assert len(both) > 10
+    for _, accepted, steps, _, more in both:
+        assert len(accepted) == 1 and more["num_drafted"] == 1
+        assert steps == (1 if mode == "draft_target" else 4)  # its windows are as long as the longest wish
+    if mode == "draft_target_one_model":
+        assert harness.parts.controller.steps_for(1) <= 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, itself: tuple[Path, Path], overlap: bool
+) -> None:
+    """Rounds with windows of 4 drafts take longer by 30 ms, prompts by 200; idle time and rounds whose windows have no
+    drafts yet count for nobody."""
+    options = tiny_engine("draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive=LADDER)
+    harness = Harness(tiny, **(options | {"disable_overlap_scheduler": not overlap}))
+    forward = harness.parts.runner.engine.forward
+
+    def slow(contexts: list[ContextChunk], windows: Windows | None) -> Any:
+        sleep(0.2 if contexts else 0.03 if windows is not None and windows.token_ids.shape[1] == 5 else 0)
+        return forward(contexts, windows)
+
+    monkeypatch.setattr(harness.parts.runner.engine, "forward", slow)
+    told, is_pure = Told(harness), []
+    update = harness.executor._update_requests
+
+    def watched(launched: Any) -> list[LlmRequest]:
+        batch, before = launched.batch, len(told.rounds)
+        with_news = update(launched)
+        if len(told.rounds) > before:
+            is_pure.append(not batch.context_requests and batch.draft_len == told.rounds[-1][2])
+        return with_news
+
+    monkeypatch.setattr(harness.executor, "_update_requests", watched)
+    lengths = cycle([4, 4, 4, 0, 0, 0])
+    harness.parts.draft_len_for = lambda batch_size: next(lengths)
+    for number in range(2):
+        harness.submit([number + 1, 2], max_tokens=40)
+        for _ in range(6):
+            harness.round()
+        harness.submit([number + 1, 3], max_tokens=20)  # its prompt is read beside the other's windows
+        harness.run()
+        sleep(0.1)
+    assert [seconds is not None for _, _, _, seconds, _ in told.rounds] == is_pure
+    timed = [(steps, seconds) for _, _, steps, seconds, _ in told.rounds if seconds is not None]
+    assert {steps for steps, _ in timed} == {0, 4} and len(timed) < len(told.rounds)
+    assert all(seconds < 0.09 for _, seconds in timed)
+    assert min(seconds for steps, seconds in timed if steps == 4) > 0.03
+    assert sorted(seconds for steps, seconds in timed if steps == 0)[len(timed) // 4] < 0.03
+
+
+def test_a_round_that_broke_off_takes_no_time_of_the_next_one(tiny: Path) -> None:
+    def propose(request: LlmRequest) -> list[int]:
+        if request.tokens[0] == 1 and request.num_output_tokens > 5:
+            sleep(0.3)
+            raise RuntimeError("no more")
+        return [1]
+
+    options = user_provided(propose)
+    options["speculative_config"] |= {"adaptive": LADDER}
+    harness = Harness(tiny, **options)
+    told = Told(harness)
+    harness.parts.draft_len_for = lambda batch_size: 1
+    requests = [harness.submit([number, 2], max_tokens=30) for number in (1, 2)]
+    harness.run()
+    assert [request.finish_reason for request in requests] == ["error", "length"]
+    times = [seconds for _, _, _, seconds, _ in told.rounds if seconds is not None]
+    assert len(times) > 10 and max(times) < 0.25
+
+
+@pytest.mark.parametrize("ladder", [[1, 4], [0, 2, 4]])
+def test_a_full_forward_makes_windows_shorter_along_the_ladder(
+    tiny: Path, drafts: tuple[Path, Path], ladder: list[int]
+) -> None:
+    options = tiny_engine(
+        "eagle3", drafts, MAX_DRAFT_LEN, adaptive={"strategy": "ema", 1: {"candidate_steps": ladder}}
+    )
+    harness = Harness(tiny, max_num_tokens=12, **options)
+    told = Told(harness)
+    requests = [harness.submit([number + 1, 2], max_tokens=10 + 6 * number) for number in range(6)]
+    harness.run()
+    assert all(request.finish_reason == "length" for request in requests)
+    # 12 tokens: room for 5, 3, 2 and 1 drafts of 2, 3, 4 and 5 or 6 requests.
+    longest = {size: max(rung for rung in [0, *ladder] if rung <= 12 // size - 1) for size in range(1, 7)}
+    assert all(steps <= longest[size] for size, _, steps, _, _ in told.rounds)
+    assert {steps for _, _, steps, _, _ in told.rounds} <= {0, *ladder}
+    for size in range(1, 7):
+        assert harness.parts.controller.steps_for(size) <= longest[size]
+    assert harness.parts.controller.draft_lens_at(6) == {ladder[0]}
+
+
+@pytest.mark.parametrize("mode", DRAFTED)
+def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path], mode: str
+) -> None:
+    harness = Harness(tiny, **tiny_engine(mode, drafts, MAX_DRAFT_LEN, adaptive=LADDER))
+    engine, shapes = harness.parts.runner.engine, []
+    forward = engine.forward
+
+    def counted(contexts: list[ContextChunk], windows: Windows | None) -> Any:
+        hidden = forward(contexts, windows)
+        if not contexts:
+            shapes.append(len(hidden))
+        return hidden
+
+    monkeypatch.setattr(engine, "forward", counted)
+    lengths = cycle([4, 4, 1, 1, 0, 0])
+    harness.parts.draft_len_for = lambda batch_size: next(lengths)
+    for number in range(3):
+        harness.submit([number + 1, 2], max_tokens=200)
+    for _ in range(19):
+        harness.round()
+    assert shapes == [3 * rows for rows in [5, 2, 2, 1, 1, 5] * 3]

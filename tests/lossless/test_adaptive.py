@@ -1,0 +1,184 @@
+"""Whoever chooses the draft length, and however often: every drafter produces plain decoding's tokens."""
+
+from collections.abc import Callable
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import Harness, ScriptedDrafter, output_of
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.lossless.cases import Case, assert_same, generate
+from tests.lossless.drafters import AdversarialDrafter
+from tests.lossless.engines import MODES, OVERLAPPING, engine, tiny_engine, write_tiny_drafts
+from tests.lossless.oracle import Oracle
+from tllm_spec.executor import build
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import RequestOutput
+
+MAX_DRAFT_LEN = 4
+# Seconds by batch size and draft length, not corrected while serving: long drafts are cheap for small batches.
+ROUND_TIMES = MeasuredRoundTimes({1: {0: 1, 1: 1.2, 4: 0.9}, 7: {0: 1, 1: 1.5, 4: 3}})
+DRAFTING = ("user_provided", *(mode for mode in MODES if mode != "plain"))
+RUNS = [
+    (mode, overlap) for mode in DRAFTING for overlap in (True, False) if mode in OVERLAPPING or not overlap
+]
+EVERY_ROUND = {"update_interval": 1, "warmup_batches": 0, "ema_alpha": 0.9}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "cost_model": {
+        "adaptive": {
+            "candidate_steps": [0, 1, 4],
+            "time_cell_smoothing": 1e-9,
+            "probe_round_share": 0.5,
+            "probe_time_share": 1.0,
+            "probe_rounds": 1,
+        }
+    },
+    "cost_model_without_0": {"adaptive": {"candidate_steps": [1, 3], "time_cell_smoothing": 1e-9}},
+    "ema": {
+        "adaptive": {
+            "strategy": "ema",
+            **EVERY_ROUND,
+            1: {"candidate_steps": [0, 1, 2, 4]},
+            "3": {"candidate_steps": [1, 3]},
+            5: {"candidate_steps": [2, 0]},
+        }
+    },
+    "gate": {"acceptance_rate_threshold": 1.0, "acceptance_rate_window_size": 3},
+    "gate_over_ema": {
+        "acceptance_rate_threshold": 1.0,
+        "acceptance_rate_window_size": 3,
+        "adaptive": {"strategy": "ema", **EVERY_ROUND, 1: {"candidate_steps": [1, 3]}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+def submit_all(harness: Harness) -> list[LlmRequest]:
+    """Seven requests of 8 to 56 tokens; every second one is sampled."""
+    return [
+        harness.submit([i + 1, 2, 3], max_tokens=8 + 8 * i, temperature=0.9 if i % 2 else None, seed=i)
+        for i in range(7)
+    ]
+
+
+@pytest.fixture(scope="module")
+def tiny_plain(tiny: Path) -> list[list[int]]:
+    harness = Harness(tiny, disable_overlap_scheduler=True)
+    requests = submit_all(harness)
+    harness.run()
+    return list(map(output_of, requests))
+
+
+def half_right(plain: list[list[int]]) -> ScriptedDrafter:
+    """Right tokens in rounds that begin at an even place; in others wrong ones, or none at every third."""
+
+    def propose(request: LlmRequest) -> list[int]:
+        place, wanted = request.num_output_tokens, request.num_drafts_wanted
+        right = plain[request.tokens[0] - 1][place : place + wanted]
+        return right if place % 2 == 0 else [63 - token for token in right] if place % 3 else []
+
+    return ScriptedDrafter(propose)
+
+
+def options_of(
+    mode: str, overlap: bool, drafts: tuple[Path, Path], plain: list[list[int]], **speculation: Any
+) -> dict[str, Any]:
+    if mode == "user_provided":
+        own = {"decoding_type": "User_Provided", "drafter": half_right(plain), "max_draft_len": MAX_DRAFT_LEN}
+        return {"speculative_config": own | speculation}
+    options = tiny_engine(mode, drafts, MAX_DRAFT_LEN, **speculation)
+    return options | {"disable_overlap_scheduler": not overlap}
+
+
+def chosen_lengths(harness: Harness, choose: Callable[[int], int] | None = None) -> list[int]:
+    """The draft lengths of the rounds to come, as `choose` or the controller chooses them."""
+    lengths: list[int] = []
+    choose = choose or harness.parts.controller.steps_for
+
+    def chosen(batch_size: int) -> int:
+        lengths.append(choose(batch_size))
+        return lengths[-1]
+
+    harness.parts.draft_len_for = chosen
+    return lengths
+
+
+@pytest.mark.parametrize(("mode", "overlap"), RUNS)
+def test_a_tier_that_is_new_in_every_round_changes_no_text_and_the_controller_bears_the_news(
+    tiny: Path, drafts: tuple[Path, Path], tiny_plain: list[list[int]], mode: str, overlap: bool
+) -> None:
+    """It has chosen none of these lengths, and some are not in its ladder."""
+    ladder = {"candidate_steps": [0, 1, 4]}
+    harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, adaptive=ladder))
+    assert harness.parts.max_in_flight == overlap
+    news = cycle((4, 0, 3, 1, 4, 2, 0))
+    lengths = chosen_lengths(harness, lambda batch_size: next(news))
+    requests = submit_all(harness)
+    harness.run()
+    assert list(map(output_of, requests)) == tiny_plain
+    assert {(0, MAX_DRAFT_LEN), (MAX_DRAFT_LEN, 0)} <= set(pairwise(lengths))
+    estimate = harness.parts.controller.state()["slots"]["1"]["acceptance"]
+    assert all(0 < rate < 1 for rate in estimate)
+
+
+@pytest.mark.parametrize(("mode", "overlap"), RUNS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    tiny_plain: list[list[int]],
+    mode: str,
+    overlap: bool,
+    strategy: str,
+) -> None:
+    monkeypatch.setattr(build, "measure_round_times", lambda *_: ROUND_TIMES)
+    harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, **STRATEGIES[strategy]))
+    lengths = chosen_lengths(harness)
+    requests = submit_all(harness)
+    harness.run()
+    assert list(map(output_of, requests)) == tiny_plain
+    assert len(set(lengths)) > 1 and max(lengths) > 0
+    assert set(lengths) <= set(harness.parts.controller.draft_lens)
+    if strategy.startswith("gate"):
+        assert harness.parts.controller.state()["limits"]["gate"]["is_closed"] and 0 in lengths
+
+
+@pytest.mark.parametrize(("mode", "overlap"), [("ngram", False), ("eagle3", True), ("draft_target", False)])
+def test_every_way_of_sampling_is_plain_decodings_while_tiers_change(
+    cases: list[Case],
+    plain: list[RequestOutput],
+    known_texts: dict[tuple[int, ...], list[int]],
+    oracle: Callable[[], Oracle],
+    mode: str,
+    overlap: bool,
+) -> None:
+    if mode == "user_provided":
+        own = {
+            "decoding_type": "User_Provided",
+            "drafter": AdversarialDrafter(known_texts),
+            "max_draft_len": 5,
+        }
+        options: dict[str, Any] = {"speculative_config": own | {"adaptive": {}}}
+    else:
+        options = engine(mode, 5, overlap=overlap, adaptive={})
+    with LLM("zoo:llama", max_batch_size=8, **options) as llm:
+        lengths = cycle([5, 0, 2, 5, 1, 0, 0, 3])
+        llm._executor.parts.draft_len_for = lambda batch_size: next(lengths)
+        outputs = generate(llm, cases, 5)
+        llm.check_integrity()
+    for case, output, expected in zip(cases, outputs, plain, strict=True):
+        assert_same(case, output, expected, oracle)
