@@ -51,6 +51,7 @@ from tllm_spec.executor.speculative.modes import (
 )
 from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.executor.speculative.worker import DraftLayers
+from tllm_spec.kernels.few_row_linear import why_unavailable
 from tllm_spec.kernels.window_attention import has_kernels
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
@@ -134,6 +135,10 @@ class _Builder:
         self.draft_plan = draft_model_of(self.spec)
         dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.attention = choose_backend(args.attn_backend, self.device, dtype)
+        if args.deterministic:
+            logger.info("deterministic: attention and products of the target run as row-invariant kernels")
+        if self.device.type == "cuda" and (reason := why_unavailable(self.device.index or 0)):
+            logger.info("linear layers of few rows run as torch's products, which is slower: %s", reason)
         self.why_no_overlap = args.why_no_overlap
         if self.why_no_overlap:
             logger.info("rounds do not overlap: %s", self.why_no_overlap)

@@ -110,14 +110,16 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and 0 < x.shape[0] <= MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
         and bool(_splits_that_fit(x.shape[0], weight.shape[1]))
-        and _has_kernel(x.device.index or 0)
+        and why_unavailable(x.device.index or 0) is None
     )
 
 
 @functools.cache
-def _has_kernel(device: int) -> bool:
-    """Clusters and programmatic dependent launch came with compute capability 9.0."""
-    return torch.cuda.get_device_capability(device) >= (9, 0) and nvrtc.is_installed()
+def why_unavailable(device: int) -> str | None:
+    """Why no product runs as the kernel on this CUDA device, or None."""
+    if torch.cuda.get_device_capability(device) < (9, 0):  # clusters and programmatic dependent launch
+        return "it needs compute capability 9.0"
+    return None if nvrtc.is_installed() else "cuda-python is not installed; pip install tllm_spec[cuda]"
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """The linear layer for few rows: its twin against the formula, its source compiled, its kernel against both."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,6 +127,19 @@ def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(rows: in
 def test_widths_that_do_not_fit_are_left_to_torch() -> None:
     assert module._splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
     assert module._splits_that_fit(1, 100) == ()  # no whole steps
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "reason"),
+    [((8, 9), True, "compute capability 9.0"), ((9, 0), False, r"tllm_spec\[cuda\]"), ((10, 0), True, None)],
+)
+def test_what_keeps_the_kernel_from_running_is_said(
+    capability: tuple[int, int], installed: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(nvrtc, "is_installed", lambda: installed)
+    said = module.why_unavailable.__wrapped__(0)
+    assert said is None if reason is None else re.search(reason, said)
 
 
 @pytest.mark.gpu
