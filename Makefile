@@ -26,7 +26,7 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

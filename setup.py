@@ -8,6 +8,7 @@ SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
     "pytest>=8",
+    "pytest-xdist>=3.5",
     "hypothesis>=6.100",
     "httpx>=0.27",
     "openai>=1.60",
