@@ -52,7 +52,7 @@ from tllm_spec.executor.speculative.modes import (
 from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.executor.speculative.worker import DraftLayers
 from tllm_spec.kernels.few_row_linear import why_unavailable
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model

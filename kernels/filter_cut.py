@@ -15,7 +15,7 @@ it for float32 logits on any device. This file knows nothing of requests or of c
 
 import torch
 
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 WEIGHT_BITS = 40
 

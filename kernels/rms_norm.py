@@ -7,7 +7,7 @@ does not know layers. For few rows `few_row_linear` norms its own input instead.
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.window_attention import has_kernels, plain_write_kv
+from tllm_spec.kernels.triton_support import has_kernels
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,19 @@ class Rotary:
     """`[T]` int64, rows of the table."""
 
     @functools.cached_property
+    def gathered(self) -> torch.Tensor:
+        """The table's rows `[T, 2, 1, D]`, contiguous: gathered once for all layers that ask, which
+        `rotary_write` does not."""
+        return self.table.index_select(0, self.positions)
+
+    @functools.cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines `[T, 1, D]`, gathered once for all layers that ask. The kernel does not."""
-        cos, sin = self.table.index_select(0, self.positions).unbind(1)
+        """Cosines and sines `[T, 1, D]`."""
+        cos, sin = self.gathered.unbind(1)
         return cos, sin
+
+    def first(self, number: int) -> "Rotary":
+        return Rotary(self.table, self.positions[:number])
 
 
 @dataclass(frozen=True)
@@ -91,3 +100,8 @@ def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None
     heads.mul_(cos).addcmul_(rolled, sin)
     if heads is not q_and_k:
         q_and_k.copy_(heads)
+
+
+def plain_write_kv(kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor) -> None:
+    """Put the rows of kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv, D]`."""
+    layer.view(2, -1, *layer.shape[3:]).index_copy_(1, kv_slots, kv.transpose(0, 1))

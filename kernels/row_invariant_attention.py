@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.window_attention import has_kernels, plain_window_attention
+from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.window_attention import plain_window_attention
 
 TILE_ROWS = 64  # query heads of some tokens
 SPLIT_KEYS = 256

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 # Long enough for a program to fill its pipeline, short enough that a few rows find work for the whole device.
 CHUNK = 2048

@@ -6,7 +6,7 @@
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

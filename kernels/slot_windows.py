@@ -9,7 +9,7 @@ import torch
 from tllm_spec.kernels.accept_chain import accept_by_rates, accept_chain
 from tllm_spec.kernels.gumbel import COIN_DOMAIN, uniform
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 
 def accept_windows(

@@ -1,29 +1,31 @@
-"""Paged attention of generation windows: the last W tokens of each request attend to all that it has in the pool.
+"""Paged attention of generation windows, from the fused projection on: norm and rotate the queries and keys of each
+request's last W tokens, put their keys and values into the pool, and attend to all that the request has there.
 
 Lengths and block tables are read on the device, so a captured launch can be replayed with others. A launch depends
 on shapes only: requests are cut into a number of splits chosen from the batch, the heads, the device and the width
 of the block table, and each split takes an equal share of what the request's length turns out to be.
 
-`window_attention` runs the Triton kernels where there are any and their plain-torch twin elsewhere. It does not know
+`window_attention` runs Triton kernels where there are any and their plain-torch twin elsewhere. It does not know
 requests, layers or plans: one layer of the pool, one launch.
 """
 
-import functools
-import importlib.util
 import math
-import os
 from dataclasses import dataclass
 
 import torch
 
 from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
+from tllm_spec.kernels.triton_support import has_kernels
 
-# More than a multiprocessor holds at once (3 to 5 of an 8B Llama's), so that requests of different lengths even out.
-PROGRAMS_PER_MULTIPROCESSOR = 8
+# Enough to keep the memory busy; more of them only begin and end more often.
+PROGRAMS_PER_MULTIPROCESSOR = 3
 # Below this a split's fixed costs (its query rows, its partial result) outweigh reading its keys.
 MIN_KEYS_PER_SPLIT = 128
+# Where a program for each tile fills the device already, only what is much longer than the rest is split.
+MIN_KEYS_PER_LONG_SPLIT, MAX_LONG_SPLITS = 2048, 4
 MAX_SPLITS = 64
-# 32 query rows for each of the 8 programs of 128 multiprocessors.
+# 32 query rows for each of 8 programs of 128 multiprocessors.
 MAX_PARTIAL_ROWS = 1 << 15
 MAX_TILE_ROWS = 64
 MAX_TILE_KEYS = 128
@@ -31,11 +33,16 @@ MAX_TILE_KEYS = 128
 TILE_BYTES = 16384
 
 
-@functools.cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether Triton is there for the device: CUDA, or its interpreter on the CPU (TRITON_INTERPRET=1)."""
-    runs = device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
-    return runs and importlib.util.find_spec("triton") is not None
+@dataclass(frozen=True)
+class WindowPlaces:
+    """Where B windows of W tokens stand in the pool; all on the device."""
+
+    block_tables: torch.Tensor
+    """`[B, P]` int32."""
+    kv_lens: torch.Tensor
+    """`[B]` int32, at least 1; tokens in the cache, the W of the window included."""
+    kv_slots: torch.Tensor
+    """`[B * W]` int64: page * page_size + offset of each token of the windows, as the block table has it."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +67,24 @@ class WindowWorkspace:
             outputs, outputs.new_empty(MAX_PARTIAL_ROWS), num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
         )
 
-    def num_splits(self, num_tiles: int, num_rows: int, max_len: int) -> int:
-        """Splits of a launch with `num_tiles` programs and `num_rows` output rows were nothing split."""
-        wanted = min(self.num_programs // num_tiles, self.outputs.shape[0] // num_rows)
-        return max(1, min(wanted, -(-max_len // MIN_KEYS_PER_SPLIT), MAX_SPLITS))
+    def splits(self, num_tiles: int, num_rows: int, max_len: int) -> tuple[int, int]:
+        """How many, and how many keys each has at least, in a launch that would have `num_tiles` programs and
+        `num_rows` output rows were nothing split."""
+        wanted, min_keys = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT
+        if wanted <= 1:
+            wanted, min_keys = MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT
+        number = min(wanted, self.outputs.shape[0] // num_rows, -(-max_len // min_keys), MAX_SPLITS)
+        return max(1, number), min_keys
 
 
 def window_attention(
-    q: torch.Tensor,
+    qkv: torch.Tensor,
+    turns: torch.Tensor,
     layer: torch.Tensor,
-    block_tables: torch.Tensor,
-    kv_lens: torch.Tensor,
+    places: WindowPlaces,
     scale: float,
     workspace: WindowWorkspace,
+    norm: HeadWeights | None = None,
 ) -> torch.Tensor:
     """Query w of request b stands at position kv_lens[b] - W + w and sees the keys up to there.
 
@@ -80,85 +92,109 @@ def window_attention(
     a row of graph padding can have, sees nothing and gives zeros (if what its page holds is finite).
 
     Args:
-        q: `[B, W, Hq, D]`, any strides but the last.
-        layer: `[2, pages, page_size, Hkv, D]`, contiguous, page_size a power of two; keys at 0, values at 1.
-        block_tables: `[B, P]` int32, on the device.
-        kv_lens: `[B]` int32, at least 1, on the device; tokens in the cache, the W queries included.
+        qkv: `[B, W, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten.
+        turns: `[B * W, 2, 1, D]`, contiguous: the rotary table's rows of the tokens (`Rotary.gathered`).
+        layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype, page_size a power of two; keys at 0, values
+            at 1.
+        places: of the windows.
         scale: of the scores before the softmax.
         workspace: for partial results; overwritten.
+        norm: of each head of q and k, before the rotation; None: none.
 
     Returns:
         `[B, W, Hq * D]`.
     """
-    if not has_kernels(q.device):
-        return plain_window_attention(q, layer, block_tables, kv_lens, scale)
-    assert q.stride(3) == 1 and layer.is_contiguous()
-    assert block_tables.stride(1) == 1 and kv_lens.stride(0) == 1
-    return _launch_attention(q, layer, block_tables, kv_lens, scale, workspace)
+    if not has_kernels(qkv.device):
+        rotary = Rotary(turns, torch.arange(len(turns), device=turns.device))
+        plain_rotary_write(qkv.flatten(0, 1), rotary, places.kv_slots, layer, norm)
+        q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
+        return plain_window_attention(q, layer, places.block_tables, places.kv_lens, scale)
+    assert qkv.is_contiguous() and layer.is_contiguous() and qkv.dtype == layer.dtype
+    assert turns.is_contiguous() and places.kv_slots.is_contiguous()
+    assert places.block_tables.stride(1) == 1 and places.kv_lens.stride(0) == 1
+    return _launch_attention(qkv, turns, layer, places, scale, workspace, norm)
 
 
 def _launch_attention(
-    q: torch.Tensor,
+    qkv: torch.Tensor,
+    turns: torch.Tensor,
     layer: torch.Tensor,
-    block_tables: torch.Tensor,
-    kv_lens: torch.Tensor,
+    places: WindowPlaces,
     scale: float,
     workspace: WindowWorkspace,
+    norm: HeadWeights | None,
 ) -> torch.Tensor:
     from tllm_spec.kernels.window_attention_triton import attention_kernel, reduction_kernel
 
-    (batch, window, heads, head_dim), (page_size, kv_heads) = q.shape, layer.shape[2:4]
-    group, max_len, block_d = heads // kv_heads, block_tables.shape[1] * page_size, _power_of_two(head_dim)
+    (batch, window, all_heads, head_dim), (page_size, kv_heads) = qkv.shape, layer.shape[2:4]
+    heads, max_len = all_heads - 2 * kv_heads, places.block_tables.shape[1] * page_size
+    group, block_d = heads // kv_heads, _power_of_two(head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, _power_of_two(window * group)))
-    block_n = max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size())))
     num_tiles = kv_heads * -(-window * group // block_m)
-    num_splits = workspace.num_splits(batch * num_tiles, batch * window * heads, max_len)
-    output = q.new_empty(batch, window, heads * head_dim)
-    sizes = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "BLOCK_D": block_d} | early_launch(q.device)
+    num_splits, min_keys = workspace.splits(batch * num_tiles, batch * window * heads, max_len)
+    tile = _tile(workspace, batch * num_tiles, block_m, block_d * layer.element_size(), qkv.device)
+    output = qkv.new_empty(batch, window, heads * head_dim)
+    sizes = {"WINDOW": window, "HEAD_DIM": head_dim, "BLOCK_N": tile.num_keys, "BLOCK_D": block_d}
+    sizes |= early_launch(qkv.device)
+    weights, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    tables = (places.block_tables, places.block_tables.stride(0), places.kv_lens, max_len)
+    partials = (workspace.outputs, workspace.log_sums)
     attention_kernel[(num_tiles, num_splits, batch)](
-        q,
-        layer,
-        block_tables,
-        kv_lens,
-        output if num_splits == 1 else workspace.outputs,
-        workspace.log_sums,
-        scale * math.log2(math.e),
-        *q.stride()[:3],
-        layer.stride(0),
-        block_tables.stride(0),
-        max_len,
-        num_splits,
+        *(qkv, turns, weights, eps, layer, layer.stride(0), places.kv_slots, *tables),
+        *(scale * math.log2(math.e), output, *partials, num_splits, min_keys),
         **sizes,
+        HAS_NORM=norm is not None,
         SPLITS=num_splits > 1,
-        WINDOW=window,
         GROUP=group,
         KV_HEADS=kv_heads,
         PAGE_SIZE=page_size,
         BLOCK_M=block_m,
-        WIDEN=q.device.type == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
-        num_warps=8 if block_m * block_d > 8192 else 4,
+        BLOCK_W=max(16, _power_of_two(window)),
+        WIDEN=qkv.device.type == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
+        num_warps=tile.num_warps,
         num_stages=3,
     )
     if num_splits > 1:
         reduction_kernel[(batch * window * heads,)](
-            workspace.outputs,
-            workspace.log_sums,
-            kv_lens,
-            output,
-            max_len,
-            num_splits,
+            *(*partials, places.kv_lens, output, max_len, num_splits, min_keys),
             **sizes,
-            ROWS=window * heads,
+            HEADS=heads,
             BLOCK_S=_power_of_two(num_splits),
             num_warps=4,
         )
     return output
 
 
+@dataclass(frozen=True)
+class _Tile:
+    num_keys: int
+    num_warps: int
+
+
+def _tile(
+    workspace: WindowWorkspace, num_tiles: int, block_m: int, key_bytes: int, device: torch.device
+) -> _Tile:
+    """What a program computes on at a time, and with how many warps. Measured on an H200 for heads of 128 in bfloat16:
+    two warps for 16 rows, which wait less for each other, read fastest where many programs share a multiprocessor; a
+    program that is alone there takes twice the keys and warps."""
+    is_alone = num_tiles * 12 <= workspace.num_programs
+    tile_bytes = 2 * TILE_BYTES if is_alone and _has_room(device) else TILE_BYTES
+    num_keys = max(16, min(MAX_TILE_KEYS, tile_bytes // key_bytes))
+    if block_m == 16 and not is_alone:
+        return _Tile(num_keys, 2)
+    return _Tile(num_keys, 8 if block_m * key_bytes > MAX_TILE_ROWS * 256 else 4)
+
+
+def _has_room(device: torch.device) -> bool:
+    """For tiles of double size in the shared memory: about 80 KiB."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def plain_window_attention(
     q: torch.Tensor, layer: torch.Tensor, block_tables: torch.Tensor, kv_lens: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The twin of `window_attention`, in float32 from end to end."""
+    """The attention of `window_attention`'s twin, in float32 from end to end: q `[B, W, Hq, D]` and the pool as they
+    are when the window's keys and values are in it."""
     batch, window, heads, head_dim = q.shape
     page_size, kv_heads = layer.shape[2:4]
     keys = torch.arange(block_tables.shape[1] * page_size, device=q.device)
@@ -174,12 +210,6 @@ def plain_window_attention(
     weights = scores.softmax(dim=-1).masked_fill(hidden, 0)  # a row without keys has NaN here, and gets zeros
     mixed = (weights @ cached[1]).view(batch, kv_heads, window, -1, head_dim).transpose(1, 2)
     return mixed.reshape(batch, window, heads * head_dim).to(q.dtype)
-
-
-def plain_write_kv(kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor) -> None:
-    """Put the rows of kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv, D]`; the kernel that
-    does so is `rotary_write`, which rotates the keys first."""
-    layer.view(2, -1, *layer.shape[3:]).index_copy_(1, kv_slots, kv.transpose(0, 1))
 
 
 def _power_of_two(size: int) -> int:

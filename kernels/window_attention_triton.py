@@ -1,9 +1,12 @@
 """The Triton kernels behind window_attention.py, which says what goes in and comes out.
 
-One program of `attention_kernel` serves one KV head of one split of one request: the window's query heads of the
-group are the rows of its tile, so each key and value is read once for all of them. The softmax is the online one
-(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), in powers of two; splits are joined by
-their log-sums (as in Dao et al., "Flash-Decoding for long-context inference", 2023).
+One program serves one KV head of one split of one request: the window's query heads of the group are the rows of its
+tile, so each key and value is read once for all of them. The softmax is the online one (Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018), in powers of two; splits are joined by their log-sums (as in Dao et
+al., "Flash-Decoding for long-context inference", 2023).
+
+The splits share the keys that were in the pool before; the last of them adds the window's own from its registers, so no
+program reads what another of the launch has written.
 """
 
 import triton
@@ -13,15 +16,55 @@ from tllm_spec.kernels.early_launch_triton import begin
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _keys_per_split(length: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
-    """Equal shares of the true length, in whole blocks; the last splits may have none."""
-    return tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
+def _rotated(
+    qkv: tl.tensor,
+    turns: tl.tensor,
+    norm_weights: tl.tensor,
+    eps: tl.tensor,
+    tokens: tl.tensor,
+    heads: tl.tensor,
+    real_rows: tl.tensor,
+    HAS_NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """`[R, D]`: the heads `heads` `[R]` of the rows `tokens` `[R]` of qkv, normed and turned."""
+    dims = tl.arange(0, BLOCK_D)
+    real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
+    pairs = (dims + HEAD_DIM // 2) % HEAD_DIM
+    places = qkv + ((tokens * NUM_HEADS + heads) * HEAD_DIM)[:, None]
+    own = tl.load(places + dims[None, :], mask=real, other=0.0).to(tl.float32)
+    pair = tl.load(places + pairs[None, :], mask=real, other=0.0).to(tl.float32)
+    cosines = turns + (tokens * (2 * HEAD_DIM))[:, None] + dims[None, :]
+    cos = tl.load(cosines, mask=real, other=0.0).to(tl.float32)
+    sin = tl.load(cosines + HEAD_DIM, mask=real, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        inverse_rms = tl.rsqrt(tl.sum(own * own, 1, keep_dims=True) / HEAD_DIM + eps)
+        weights = norm_weights + (heads * HEAD_DIM)[:, None]
+        own *= inverse_rms * tl.load(weights + dims[None, :], mask=real, other=0.0).to(tl.float32)
+        pair *= inverse_rms * tl.load(weights + pairs[None, :], mask=real, other=0.0).to(tl.float32)
+    return (own * cos + pair * sin).to(qkv.dtype.element_ty)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_keys(
+    top: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, values: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Each row's highest score, the sum of its weights relative to that, and the sum of the weighted values, with some
+    more keys: scores `[R, N]`, values `[N, D]`."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may have seen nothing so far
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weights, 1)
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
+    return new_top, total, mixed
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
     queries: tl.tensor,
-    positions: tl.tensor,
     layer: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
@@ -36,100 +79,141 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Each row's highest score, the sum of its weights relative to that, and the sum of the weighted values, over the
-    keys at positions `first` to `end` of the request with the block table row `table`."""
+    """What `_add_keys` gives for the keys at positions `first` to `end`, which all rows see, of the request with the
+    block table row `table`."""
     dims = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in tl.range(first, end, BLOCK_N):
-        positions_of_keys = start + tl.arange(0, BLOCK_N)
-        own = positions_of_keys < end
-        pages = tl.load(table + positions_of_keys // PAGE_SIZE, mask=own, other=0)
+        positions = start + tl.arange(0, BLOCK_N)
+        own = positions < end
+        pages = tl.load(table + positions // PAGE_SIZE, mask=own, other=0)
         # A pool may have more than 2**31 elements.
-        slots = pages.to(tl.int64) * PAGE_SIZE + positions_of_keys % PAGE_SIZE
+        slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
         places = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
         # What lies beyond the length may be NaN, and zero times NaN is NaN: such values are zeros, not only masked.
         present = own[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(places, mask=present, other=0.0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
-        seen = own[None, :] & (positions_of_keys[None, :] <= positions[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may have seen nothing so far
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
+        scores = tl.where(own[None, :], scores, float("-inf"))
         values = tl.load(places + value_offset, mask=present, other=0.0).to(queries.dtype)
-        total = total * decay + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(queries.dtype), values, mixed * decay[:, None], input_precision="ieee")
-        top = new_top
+        top, total, mixed = _add_keys(top, total, mixed, scores, values)
     return top, total, mixed
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_len", "num_splits"])  # type: ignore[untyped-decorator]  # triton has no types
-def attention_kernel(
-    q: tl.tensor,
-    layer: tl.tensor,
-    block_tables: tl.tensor,
-    kv_lens: tl.tensor,
-    output: tl.tensor,
-    log_sums: tl.tensor,
-    log2_scale: tl.tensor,
-    request_stride: tl.tensor,
-    token_stride: tl.tensor,
-    head_stride: tl.tensor,
-    value_offset: tl.tensor,
-    table_stride: tl.tensor,
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _shares(
+    kv_len: tl.tensor,
     max_len: tl.tensor,
     num_splits: tl.tensor,
-    SPLITS: tl.constexpr,
+    min_keys: tl.tensor,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """How many keys were in the pool before, a split's share of them in whole blocks, and how many splits have one; the
+    last of these has the window, too."""
+    num_old = tl.minimum(tl.maximum(kv_len - WINDOW, 0), max_len)
+    share = tl.cdiv(tl.maximum(tl.cdiv(num_old, num_splits), min_keys), BLOCK_N) * BLOCK_N
+    return num_old, share, tl.maximum(tl.cdiv(num_old, share), 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _window_keys(
+    qkv: tl.tensor,
+    turns: tl.tensor,
+    norm_weights: tl.tensor,
+    eps: tl.tensor,
+    layer: tl.tensor,
+    value_offset: tl.tensor,
+    kv_slots: tl.tensor,
+    request: tl.tensor,
+    kv_head: tl.tensor,
+    HAS_NORM: tl.constexpr,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The window's own keys, turned, and its values, `[BLOCK_W, D]`; they go into the pool, too."""
+    num_heads: tl.constexpr = KV_HEADS * (GROUP + 2)
+    new, dims = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D)
+    own = (new < WINDOW)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens, heads = request * WINDOW + new, KV_HEADS * GROUP + kv_head + tl.zeros([BLOCK_W], tl.int32)
+    keys = _rotated(
+        qkv, turns, norm_weights, eps, tokens, heads, new < WINDOW, HAS_NORM, num_heads, HEAD_DIM, BLOCK_D
+    )
+    value_places = (tokens * num_heads + heads + KV_HEADS) * HEAD_DIM
+    values = tl.load(qkv + value_places[:, None] + dims[None, :], mask=own, other=0.0)
+    slots = tl.load(kv_slots + tokens, mask=new < WINDOW, other=0)
+    targets = layer + ((slots * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(targets, keys, mask=own)
+    tl.store(targets + value_offset, values, mask=own)
+    return keys, values
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["table_stride", "max_len", "num_splits", "min_keys"])  # type: ignore[untyped-decorator]  # triton has no types
+def attention_kernel(
+    qkv: tl.tensor, turns: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor,
+    layer: tl.tensor, value_offset: tl.tensor, kv_slots: tl.tensor,
+    block_tables: tl.tensor, table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor,
+    log2_scale: tl.tensor, output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor,
+    num_splits: tl.tensor, min_keys: tl.tensor,
+    HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, splits, requests): neighbours read the heads of the same keys."""
     begin(EARLY)
-    kv_head, split = tl.program_id(0) % KV_HEADS, tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
+    tile, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
+    kv_head = tile % KV_HEADS
     kv_len = tl.load(kv_lens + request)
-    length = tl.minimum(kv_len, max_len)
-    share = _keys_per_split(length, num_splits, BLOCK_N)
-    first = split * share
-    end = tl.minimum(first + share, length)
-    if first >= end:  # the reduction leaves such a split out
-        return
-
-    rows = tl.program_id(0) // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    tokens, heads = rows // GROUP, kv_head * GROUP + rows % GROUP
-    positions = kv_len - WINDOW + tokens
+    rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     real_rows = rows < WINDOW * GROUP
     real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
-    q_places = q + request * request_stride + (tokens * token_stride + heads * head_stride)[:, None]
-    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
-    queries = tl.load(q_places + dims[None, :], mask=real, other=0.0).to(dot_type)
+    tokens, heads = request * WINDOW + rows // GROUP, kv_head * GROUP + rows % GROUP
+    queries = _rotated(
+        qkv, turns, norm_weights, eps, tokens, heads, real_rows, HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D
+    ).to(dot_type)
+    num_old, share, num_used = _shares(kv_len, max_len, num_splits, min_keys, WINDOW, BLOCK_N)
+    if split >= num_used:  # the reduction leaves such a split out
+        return
 
+    first = split * share
     top, total, mixed = _attend(
-        queries, positions, layer, block_tables + request * table_stride, kv_head, first, end, log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        queries, layer, block_tables + request * table_stride, kv_head, first, tl.minimum(first + share, num_old),
+        log2_scale, value_offset, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+    )
+    if split == num_used - 1:
+        keys, values = _window_keys(
+            qkv, turns, norm_weights, eps, layer, value_offset, kv_slots, request, kv_head,
+            HAS_NORM, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
+        )
+        scores = tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale
+        new = tl.arange(0, BLOCK_W)[None, :]
+        # Padding may begin before position 0.
+        seen = (new <= (rows // GROUP)[:, None]) & (new < WINDOW) & (new >= WINDOW - kv_len)
+        scores = tl.where(seen, scores, float("-inf"))
+        top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_rows = (request * WINDOW + tokens) * (KV_HEADS * GROUP) + heads
-    if SPLITS:
+
+    out_rows = tokens * (KV_HEADS * GROUP) + heads
+    if SPLITS and num_used > 1:
         out_rows = out_rows * num_splits + split
         tl.store(log_sums + out_rows, top + tl.log2(total), mask=real_rows)
-    out_places = output + out_rows[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_places, result.to(output.dtype.element_ty), mask=real)
+        tl.store(partials + out_rows[:, None] * HEAD_DIM + dims[None, :], result, mask=real)
+    else:
+        places = output + out_rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(places, result.to(output.dtype.element_ty), mask=real)
+# fmt: on
 
 
-@triton.jit(do_not_specialize=["max_len", "num_splits"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["max_len", "num_splits", "min_keys"])  # type: ignore[untyped-decorator]  # triton has no types
 def reduction_kernel(
     partial_outputs: tl.tensor,
     log_sums: tl.tensor,
@@ -137,19 +221,23 @@ def reduction_kernel(
     output: tl.tensor,
     max_len: tl.tensor,
     num_splits: tl.tensor,
-    ROWS: tl.constexpr,
+    min_keys: tl.tensor,
+    HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One output row (a query head of a token) a program. Reads only the splits that had keys: the others' places
-    hold what an earlier launch left there."""
+    """One output row (a query head of a token) a program, of requests whose keys were split. Reads only the splits that
+    had keys: the others' places hold what an earlier launch left there."""
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    length = tl.minimum(tl.load(kv_lens + row // ROWS), max_len)
-    num_used = tl.cdiv(length, _keys_per_split(length, num_splits, BLOCK_N))
+    kv_len = tl.load(kv_lens + row // (WINDOW * HEADS))
+    _, _, num_used = _shares(kv_len, max_len, num_splits, min_keys, WINDOW, BLOCK_N)
+    if num_used == 1:  # the output is there
+        return
     splits = tl.arange(0, BLOCK_S)
     used = splits < num_used
     dims = tl.arange(0, BLOCK_D)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

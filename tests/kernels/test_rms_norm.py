@@ -14,7 +14,7 @@ from tests.kernels.interpreter import (
     stored,
 )
 from tllm_spec.kernels.rms_norm import plain_rms_norm, rms_norm
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 EPS = 1e-5
 SHAPES = [(1, 4096), (3, 192), (5, 100), (2, 1), (7, 5120), (0, 64)]

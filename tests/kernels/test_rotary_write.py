@@ -14,7 +14,7 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
 )
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write, rotary_write
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 Write = Callable[..., None]
 EPS, MAX_POSITIONS = 1e-5, 50

@@ -23,7 +23,7 @@ from tllm_spec.kernels.row_invariant_attention import (
     row_invariant_attention,
     tokens_per_tile,
 )
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 

@@ -24,7 +24,7 @@ from tllm_spec.kernels.row_invariant_linear import (
     row_invariant_linear,
     tiling_of,
 )
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 TOLERANCE = {torch.float32: 6e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 on_each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -11,7 +11,7 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
 )
 from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul, silu_and_mul
-from tllm_spec.kernels.window_attention import has_kernels
+from tllm_spec.kernels.triton_support import has_kernels
 
 SHAPES = [(1, 14336), (3, 192), (5, 100), (2, 1), (4, 1025), (0, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write, plain_write_kv
+from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention import (
+    MAX_LONG_SPLITS,
     MAX_PARTIAL_ROWS,
     MAX_SPLITS,
+    MIN_KEYS_PER_LONG_SPLIT,
     MIN_KEYS_PER_SPLIT,
+    WindowPlaces,
     WindowWorkspace,
-    has_kernels,
     plain_window_attention,
-    plain_write_kv,
     window_attention,
 )
 
@@ -57,6 +60,7 @@ CASES = {
     "splits of windows": Case((5, 700), 5, 4, 16, 32, kv_heads=1, padding=(1, 10**9), num_programs=40),
     "most splits empty": Case((8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=40),
     "splits and two tiles": Case((200,), 8, 9, 80, 16, kv_heads=1, num_programs=12, spare_pages=60),
+    "only the long one is split": Case((300, 5000, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=2),
     "bfloat16": Case((1, 17, 90), 1, 4, 128, 16, dtype=torch.bfloat16),
     "bfloat16, splits": Case((3, 600), 3, 2, 64, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16),
     "float16": Case((8, 33), 8, 4, 32, 1, num_programs=64, spare_pages=500, dtype=torch.float16),
@@ -65,62 +69,91 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 class Problem:
-    """Requests with random queries, keys and values, these on shuffled pages of a pool that holds NaN everywhere else:
-    in the rest of each last page, in pages of nobody, in what the block table names beyond a request's pages and in
-    what follows it in memory. Page 0 is graph padding's: finite where there is some."""
+    """Requests with random queries, keys and values. Those before the window lie on shuffled pages of a pool that holds
+    NaN everywhere else: in the window's places, in the rest of each last page, in pages of nobody, in what the block
+    table names beyond a request's pages and in what follows it in memory. Page 0 is graph padding's: finite where
+    there is some. Heads are turned by 0, unless `turn` is called."""
 
     def __init__(self, case: Case, device: str = "cpu", seed: int = 0) -> None:
         self.case, self.scale = case, 1.3 / math.sqrt(case.head_dim)
-        generator = torch.Generator().manual_seed(seed)
-        heads = case.kv_heads * case.group
-        rows = len(case.kv_lens) + len(case.padding)
-        counts = [-(-length // case.page_size) for length in case.kv_lens]
+        self.generator = generator = torch.Generator().manual_seed(seed)
+        heads, size = case.kv_heads * case.group, case.page_size
+        rows, window = len(case.kv_lens) + len(case.padding), case.window
+        counts = [-(-length // size) for length in case.kv_lens]
         width = max(counts) + case.spare_pages
         order = (
             torch.randperm(sum(counts) + 1, generator=generator) + 1
         ).tolist()  # the last page is nobody's
         tables = torch.full((rows, width + 2), order.pop())
-        shape = (2, len(order) + 2, case.page_size, case.kv_heads, case.head_dim)
+        shape = (2, len(order) + 2, size, case.kv_heads, case.head_dim)
         layer = torch.full(shape, torch.nan, dtype=case.dtype)
         layer[:, 0] = 7 if case.padding else torch.nan
+        all_heads = heads + 2 * case.kv_heads
+        qkv = torch.randn(rows, window, all_heads, case.head_dim, generator=generator).to(case.dtype)
+        kv_slots = torch.zeros(rows, window, dtype=torch.int64)
         self.kv = []
         for request, (length, count) in enumerate(zip(case.kv_lens, counts, strict=True)):
             pages = [order.pop() for _ in range(count)]
             tables[request, :count] = torch.tensor(pages)
             kv = torch.randn(2, length, case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
-            for token in range(length):
-                layer[:, pages[token // case.page_size], token % case.page_size] = kv[:, token]
+            kv[:, length - window :] = qkv[request, :, heads:].unflatten(1, (2, -1)).transpose(0, 1)
+            for token in range(length - window):
+                layer[:, pages[token // size], token % size] = kv[:, token]
+            for row, token in enumerate(range(length - window, length)):
+                kv_slots[request, row] = pages[token // size] * size + token % size
             self.kv.append(kv.double())
         tables[len(case.kv_lens) :, :width] = 0
-        fused = torch.randn(rows, case.window, heads + 2, case.head_dim, generator=generator).to(case.dtype)
-        self.q = fused.to(device)[:, :, 1:-1]
-        self.layer = layer.to(device)
-        self.block_tables = tables.to(device, torch.int32)[:, :width]
-        self.kv_lens = torch.tensor(case.kv_lens + case.padding, dtype=torch.int32, device=device)
+        self.qkv, self.layer = qkv.to(device), layer.to(device)
+        self.num_heads = heads
+        self.places = WindowPlaces(
+            tables.to(device, torch.int32)[:, :width],
+            torch.tensor(case.kv_lens + case.padding, dtype=torch.int32, device=device),
+            kv_slots.flatten().to(device),
+        )
+        self.turns = torch.zeros(rows * window, 2, 1, case.head_dim, dtype=case.dtype, device=device)
+        self.turns[:, 0] = 1
+        self.norm: HeadWeights | None = None
+
+    def turn(self, *, normed: bool) -> None:
+        """From now on heads are turned, and normed before that."""
+        self.turns.copy_(torch.randn(self.turns.shape, generator=self.generator))
+        if normed:
+            shape = (self.num_heads + self.case.kv_heads, self.case.head_dim)
+            weight = torch.randn(shape, generator=self.generator).to(self.qkv)
+            self.norm = HeadWeights(weight, 1e-5)
 
     def workspace(self) -> WindowWorkspace:
-        own = WindowWorkspace.allocate(self.case.head_dim, self.q.device)
+        own = WindowWorkspace.allocate(self.case.head_dim, self.qkv.device)
         for tensor in (own.outputs, own.log_sums):
             tensor.fill_(torch.nan)
-        return WindowWorkspace(own.outputs, own.log_sums, self.case.num_programs)
+        return replace(own, num_programs=self.case.num_programs)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.layer, self.block_tables, self.kv_lens
+        places = self.places
+        return self.qkv, self.layer, places.block_tables, places.kv_lens, places.kv_slots
 
     def attend(self, workspace: WindowWorkspace | None = None) -> torch.Tensor:
         workspace = workspace or self.workspace()
-        return window_attention(*self.inputs(), self.scale, workspace)
+        return window_attention(
+            self.qkv, self.turns, self.layer, self.places, self.scale, workspace, self.norm
+        )
 
     def attend_plainly(self) -> torch.Tensor:
-        return plain_window_attention(*self.inputs(), self.scale)
+        """Writes into the pool, and turns the heads of `qkv` in place."""
+        rotary = Rotary(self.turns, torch.arange(len(self.turns), device=self.qkv.device))
+        plain_rotary_write(self.qkv.flatten(0, 1), rotary, self.places.kv_slots, self.layer, self.norm)
+        q = self.qkv[:, :, : self.num_heads]
+        return plain_window_attention(
+            q, self.layer, self.places.block_tables, self.places.kv_lens, self.scale
+        )
 
     def expected(self) -> torch.Tensor:
         """softmax(scale * q k) v of the real requests, `[B, W, Hq * D]` float64, head by head and token by token."""
         results = []
-        for q, (keys, values) in zip(self.q.cpu().double(), self.kv, strict=False):
+        for q, (keys, values) in zip(self.qkv.cpu().double(), self.kv, strict=False):
             for token in range(self.case.window):
                 seen = keys.shape[0] - self.case.window + token + 1
-                for head, query in enumerate(q[token]):
+                for head, query in enumerate(q[token, : self.num_heads]):
                     kv_head = head // self.case.group
                     weights = (self.scale * keys[:seen, kv_head] @ query).softmax(0)
                     results.append(weights @ values[:seen, kv_head])
@@ -148,7 +181,25 @@ def test_the_kernel_equals_the_formula_and_its_twin(name: str, device: str) -> N
     problem = Problem(CASES[name], device)
     output, tolerance = problem.attend(), TOLERANCE[CASES[name].dtype]
     problem.check(output)
-    torch.testing.assert_close(output, problem.attend_plainly(), rtol=tolerance, atol=tolerance)
+    real = len(problem.kv)  # rows of padding all write to the same page
+    expected = problem.attend_plainly()[:real]
+    torch.testing.assert_close(output[:real], expected, rtol=tolerance, atol=tolerance)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize("name", CASES)
+def test_heads_are_normed_turned_and_written_like_the_twins(name: str, normed: bool, device: str) -> None:
+    problem, twin = Problem(CASES[name], device), Problem(CASES[name], device)
+    for each in (problem, twin):
+        each.turn(normed=normed)
+    output, expected = problem.attend(), twin.attend_plainly()
+    rounding = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[problem.case.dtype]
+    real = len(problem.case.kv_lens)
+    torch.testing.assert_close(output[:real], expected[:real], rtol=3 * rounding, atol=3 * rounding)
+    written = problem.places.kv_slots[: real * problem.case.window]
+    for mine, its in zip(problem.layer.flatten(1, 2), twin.layer.flatten(1, 2), strict=True):
+        torch.testing.assert_close(mine[written], its[written], rtol=rounding, atol=rounding)
 
 
 @on_each_kernel_device
@@ -156,7 +207,7 @@ def test_nan_of_one_request_does_not_reach_the_others(device: str) -> None:
     case = Case((70, 70, 70), 2, 2, 16, 16, num_programs=12, spare_pages=40)
     problem = Problem(case, device)
     before = problem.attend()
-    problem.layer[:, problem.block_tables[1, 1].item()] = torch.nan
+    problem.layer[:, problem.places.block_tables[1, 1].item()] = torch.nan
     after = problem.attend()
     assert after[1].isnan().all()
     assert torch.equal(after[::2], before[::2])
@@ -165,19 +216,17 @@ def test_nan_of_one_request_does_not_reach_the_others(device: str) -> None:
 @on_each_kernel_device
 def test_a_split_that_has_no_keys_now_leaves_out_what_an_earlier_launch_wrote_there(device: str) -> None:
     problem = Problem(CASES["splits"], device)
-    workspace = problem.workspace()
+    workspace, width = problem.workspace(), problem.places.block_tables.shape[1]
     problem.attend(workspace)
-    shorter = torch.tensor([1, 18, 64, 3], dtype=torch.int32)
-    problem.kv_lens.copy_(shorter)
-    problem.kv = [kv[:, :length] for kv, length in zip(problem.kv, shorter.tolist(), strict=True)]
-    problem.check(problem.attend(workspace))
+    shorter = Problem(replace(problem.case, kv_lens=(1, 18, 64, 3), spare_pages=width - 4), device)
+    shorter.check(shorter.attend(workspace))
 
 
 @on_each_kernel_device
 def test_partial_results_are_written_for_real_rows_only(device: str) -> None:
     problem = Problem(CASES["splits"], device)
-    workspace, (requests, _, heads, _) = problem.workspace(), problem.q.shape
-    num_splits = workspace.num_splits(requests * problem.case.kv_heads, requests * heads, 68 * 16)  # 68 pages
+    workspace, requests, heads = problem.workspace(), len(problem.qkv), problem.num_heads
+    num_splits, _ = workspace.splits(requests * problem.case.kv_heads, requests * heads, 68 * 16)  # 68 pages
     assert num_splits > 1
     problem.attend(workspace)
     beyond = requests * heads * num_splits
@@ -201,14 +250,20 @@ def test_rows_go_into_their_slots_and_nothing_else_changes() -> None:
 
 def test_splits_fill_the_device_and_fit_the_workspace() -> None:
     workspace = WindowWorkspace.allocate(16, torch.device("cpu"))
-    workspace = WindowWorkspace(workspace.outputs, workspace.log_sums, 1056)
-    assert workspace.num_splits(8, 32, 10**6) == MAX_SPLITS
-    assert workspace.num_splits(8, 32, 8192) == 8192 // MIN_KEYS_PER_SPLIT
-    assert workspace.num_splits(8, 32, MIN_KEYS_PER_SPLIT) == 1
-    assert workspace.num_splits(128, 512, 8192) == 1056 // 128
-    assert workspace.num_splits(128, 16384, 8192) == MAX_PARTIAL_ROWS // 16384
-    assert workspace.num_splits(529, 2116, 8192) == 1
-    assert workspace.num_splits(2048, 65536, 8192) == 1  # unsplit rows need no workspace
+    workspace = replace(workspace, num_programs=396)
+    assert workspace.splits(4, 16, 10**6) == (MAX_SPLITS, MIN_KEYS_PER_SPLIT)
+    assert workspace.splits(8, 32, 10**6) == (396 // 8, MIN_KEYS_PER_SPLIT)
+    assert workspace.splits(8, 32, 4096) == (4096 // MIN_KEYS_PER_SPLIT, MIN_KEYS_PER_SPLIT)
+    assert workspace.splits(8, 32, MIN_KEYS_PER_SPLIT)[0] == 1
+    assert workspace.splits(128, 16384, 8192)[0] == MAX_PARTIAL_ROWS // 16384
+    assert workspace.splits(2048, 65536, 8192)[0] == 1  # unsplit rows need no workspace
+
+
+def test_a_launch_that_fills_the_device_splits_only_what_is_long() -> None:
+    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
+    assert workspace.splits(512, 2048, MIN_KEYS_PER_LONG_SPLIT)[0] == 1
+    assert workspace.splits(512, 2048, 3 * MIN_KEYS_PER_LONG_SPLIT) == (3, MIN_KEYS_PER_LONG_SPLIT)
+    assert workspace.splits(512, 2048, 10**6) == (MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -250,5 +305,6 @@ def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
     pool[:, first:] = torch.nan
     kv_slots = torch.arange(first * shape[2], pool.shape[1] * shape[2], device="cuda")
     plain_write_kv(problem.layer.view(2, -1, *shape[3:]).transpose(0, 1), kv_slots, pool)
-    problem.layer, problem.block_tables = pool, problem.block_tables + first
+    tables, lens, slots = problem.inputs()[2:]
+    problem.layer, problem.places = pool, WindowPlaces(tables + first, lens, slots + first * shape[2])
     problem.check(problem.attend())

@@ -65,12 +65,14 @@ class FlashInferAttention(TritonAttention):
     ) -> torch.Tensor:
         if not isinstance(plan, FlashInferPlan):
             return super().run(layer, qkv, rotary, plan, norm)
-        rotary_write(qkv, rotary, plan.kv_slots, self._layers[layer], norm)
+        num_rows = plan.num_rows
+        rotary_write(
+            qkv[:num_rows], rotary.first(num_rows), plan.kv_slots[:num_rows], self._layers[layer], norm
+        )
         q, _ = self.split(qkv)
         output = q.new_empty(q.shape)
-        num_rows = plan.num_rows
         self._prefill.run(plan.prefill, q[:num_rows], self._layers[layer], output[:num_rows])
         output = output.flatten(1)
         if plan.windows is not None:
-            output[num_rows:] = self._run_windows(layer, q, plan.windows)
+            output[num_rows:] = self._run_windows(layer, qkv, rotary, plan.windows, norm)
         return output

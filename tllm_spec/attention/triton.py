@@ -15,7 +15,12 @@ from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.window_attention import MAX_PARTIAL_ROWS, WindowWorkspace, window_attention
+from tllm_spec.kernels.window_attention import (
+    MAX_PARTIAL_ROWS,
+    WindowPlaces,
+    WindowWorkspace,
+    window_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,7 @@ class WindowPlan:
     first: int
     batch: int
     window: int
-    block_tables: torch.Tensor
-    """[B, P] int32."""
-    kv_lens: torch.Tensor
-    """[B] int32."""
+    places: WindowPlaces
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,14 @@ class TritonAttention(VanillaAttention):
         norm: HeadWeights | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, TritonPlan)
-        rotary_write(qkv, rotary, plan.kv_slots, self._layers[layer], norm)
+        windows = plan.windows
+        if windows is None or windows.first:
+            first = len(qkv) if windows is None else windows.first
+            rotary_write(qkv[:first], rotary.first(first), plan.kv_slots[:first], self._layers[layer], norm)
         q, kv = self.split(qkv)
         outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
-        if plan.windows is not None:
-            outputs.append(self._run_windows(layer, q, plan.windows))
+        if windows is not None:
+            outputs.append(self._run_windows(layer, qkv, rotary, windows, norm))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _plan_windows(self, metadata: AttentionMetadata) -> WindowPlan | None:
@@ -77,16 +82,21 @@ class TritonAttention(VanillaAttention):
         if not batch:
             return None
         first = sum(metadata.context_lens)
-        tables, kv_lens = metadata.block_tables[-batch:], metadata.kv_lens[-batch:]
-        return WindowPlan(first, batch, metadata.window, tables, kv_lens)
+        places = WindowPlaces(
+            metadata.block_tables[-batch:], metadata.kv_lens[-batch:], metadata.kv_slots[first:]
+        )
+        return WindowPlan(first, batch, metadata.window, places)
 
-    def _run_windows(self, layer: int, q: torch.Tensor, plan: WindowPlan) -> torch.Tensor:
+    def _run_windows(
+        self, layer: int, qkv: torch.Tensor, rotary: Rotary, plan: WindowPlan, norm: HeadWeights | None
+    ) -> torch.Tensor:
         output = window_attention(
-            q[plan.first :].view(plan.batch, plan.window, *q.shape[1:]),
+            qkv[plan.first :].view(plan.batch, plan.window, *qkv.shape[1:]),
+            rotary.gathered[plan.first :],
             self._layers[layer],
-            plan.block_tables,
-            plan.kv_lens,
+            plan.places,
             self.geometry.scale,
             self._workspace,
+            norm,
         )
         return output.flatten(0, 1)
