@@ -207,8 +207,8 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def gap_between_launches(events: Trace) -> float:
-    """Median microseconds in which nothing runs between the work of two graph launches; copies count as work."""
+def gap_between_launches(events: Trace, launches_a_round: int = 1) -> float:
+    """Median microseconds of a round in which nothing runs between the work of graph launches; copies count as work."""
     launches = {e["args"]["correlation"] for e in events if e.get("name") == "cudaGraphLaunch"}
     work: list[tuple[float, float]] = []
     spans: dict[int, list[float]] = defaultdict(list)
@@ -225,4 +225,5 @@ def gap_between_launches(events: Trace) -> float:
     for (_, end), (start, _) in pairwise(rounds):
         busy = sum(min(stop, start) - max(begin, end) for begin, stop in work if begin < start and stop > end)
         gaps.append(start - end - busy)
-    return statistics.median(gaps)
+    starts = range(0, len(gaps) - launches_a_round + 1, launches_a_round)
+    return statistics.median(sum(gaps[start : start + launches_a_round]) for start in starts)

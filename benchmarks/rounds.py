@@ -4,9 +4,9 @@
 
 Rounds are driven one by one, without the server's thread. Round times are wall time of many rounds over their number;
 all other columns come from a profiler trace of 100 rounds: graph launches a round, calls in which the host waits for
-the device (one a round is for the event of its results), and the median time between two rounds in which the GPU does
-nothing. `llama-8b` has random weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60 tokens
-a round).
+the device (one a round is for the event of its results), and the median time of a round in which the GPU does nothing
+between graphs. `llama-8b` has random weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60
+tokens a round).
 """
 
 import argparse
@@ -59,6 +59,7 @@ def measure(path: str, model: str, batch_size: int, prompt_len: int, **options: 
         for event in events
         if event.get("cat") == "cuda_runtime" and 0 <= event["ts"] - span["ts"] <= span["dur"]
     )
+    launches_a_round = calls["cudaGraphLaunch"] / TRACED_ROUNDS
     row = Row(
         path,
         batch_size,
@@ -66,9 +67,9 @@ def measure(path: str, model: str, batch_size: int, prompt_len: int, **options: 
         overlap,
         timed.round_ms,
         timed.tokens_a_round,
-        calls["cudaGraphLaunch"] / TRACED_ROUNDS,
+        launches_a_round,
         sum(calls[name] for name in WAITS) / TRACED_ROUNDS,
-        gap_between_launches(events) if graph else None,
+        gap_between_launches(events, round(launches_a_round)) if graph else None,
     )
     print(table_line(row), flush=True)
     return row

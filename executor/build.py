@@ -180,12 +180,16 @@ class _Builder:
         spec, device, dummy_slot = self.spec, self.device, self.slots.dummy_slot
         max_num_tokens = self.args.max_num_tokens
         controller = controller_for(spec, max_num_tokens=max_num_tokens)
+        drafter = speculation.graph_drafter
         sizes = self.graph_sizes(runner, speculation)
         if sizes:
             keys = graph_keys(sizes, draft_lens_of_rounds(controller, spec, speculation))
             keys = [key for key in keys if key.num_tokens <= max_num_tokens]
             assert self.args.cuda_graph_config is not None
             runner.capture_graphs(keys, dummy_slot, device, pads=self.args.cuda_graph_config.enable_padding)
+            if drafter is not None and runner.graphs is not None:
+                asked = graph_keys(sizes, controller.draft_lens_at)
+                drafter.capture_graphs(runner.graphs, drafter.keys(keys, asked))
         if spec is None or spec.adaptive is None:
             return controller
         times = None
@@ -196,7 +200,7 @@ class _Builder:
             )
             room = min(self.slots.max_batch_size, max_num_tokens // (1 + self.max_draft_len))
             timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
-            times = measure_round_times(runner, controller, timed, dummy_slot, device, draft_cost)
+            times = measure_round_times(runner, controller, timed, dummy_slot, device, draft_cost, drafter)
         return controller_for(spec, graph_batch_sizes=sizes, round_times=times, max_num_tokens=max_num_tokens)
 
     def graph_sizes(self, runner: RoundRunner, speculation: Speculation) -> tuple[int, ...]:
@@ -249,7 +253,11 @@ class _Builder:
         num_bytes = sum(map(self.attention.workspace_bytes, geometries))
         if self.args.cuda_graph_config is not None:
             sizes = self.args.cuda_graph_config.sizes(self.slots.max_batch_size)
-            num_bytes += 2 * len(sizes) * (1 + self.max_draft_len) * BYTES_A_GRAPH
+            lengths = 1 + self.max_draft_len
+            if draft is not None and draft.plan.drafts_before_the_forward:
+                controller = controller_for(self.spec, max_num_tokens=self.args.max_num_tokens)
+                lengths += len({0, *controller.draft_lens})
+            num_bytes += 2 * len(sizes) * lengths * BYTES_A_GRAPH
         if draft is not None and draft.plan.shares_pages and self.spec and self.spec.use_rejection_sampling:
             rows = (self.slots.max_batch_size + 1) * self.max_draft_len
             num_bytes += rows * self.config.vocab_size * torch.float32.itemsize

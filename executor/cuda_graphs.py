@@ -38,7 +38,7 @@ class GraphKey:
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    result: SampledTokens
+    result: SampledTokens | None
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,19 @@ class SpecRuntimeState:
 
 
 class CudaGraphs:
-    """`generate(slot_ids, draft_len, sampled)` is one round for the slots `[B]` on the device. Without `pads` a batch
-    between two captured sizes has no graph."""
+    """`generate(slot_ids, draft_len, sampled)` is one round for the slots `[B]` on the device, or a part of one whose
+    results are in the slots. Without `pads` a batch between two captured sizes has no graph."""
 
     def __init__(
         self,
-        generate: Callable[[torch.Tensor, int, bool], SampledTokens],
+        generate: Callable[[torch.Tensor, int, bool], SampledTokens | None],
         dummy_slot: int,
         device: torch.device,
         *,
         pads: bool = True,
+        beside: "CudaGraphs | None" = None,
     ) -> None:
+        """beside: graphs that were captured before and never run at the same time; these use their memory."""
         self._generate = generate
         self._pads = pads
         self._dummy_slot = dummy_slot
@@ -71,10 +73,16 @@ class CudaGraphs:
         self._sizes: tuple[int, ...] = ()
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._sent: list[int] = []  # what the first of them are
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = beside._stream if beside is not None else None
+        self._pool: Any = beside._pool if beside is not None else None
 
-    def capture(self, keys: Iterable[GraphKey]) -> None:
-        """Largest first, into one memory pool that the smaller ones then fit in.
+    def beside(self, generate: Callable[[torch.Tensor, int, bool], SampledTokens | None]) -> "CudaGraphs":
+        """Graphs of something else for the same slots, to be captured next."""
+        return CudaGraphs(generate, self._dummy_slot, self._device, pads=self._pads, beside=self)
+
+    def capture(self, keys: Iterable[GraphKey], before: Callable[[GraphKey], None] | None = None) -> None:
+        """Largest first, into one memory pool that the smaller ones then fit in. `before` is called with each key, to
+        bring about what its first runs read.
 
         Raises ValueError when the memory does not suffice.
         """
@@ -83,13 +91,14 @@ class CudaGraphs:
         self._slot_ids = torch.full((max(self._sizes, default=0),), self._dummy_slot, device=self._device)
         self._sent = []
         start, (free, _) = monotonic(), torch.cuda.mem_get_info(self._device)
-        pool = None
         for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):
             try:
-                captured = self._capture(key, pool)
+                if before is not None:
+                    before(key)
+                captured = self._capture(key, self._pool)
                 tier = self.tiers.setdefault(key.draft_len, SpecRuntimeState(key.draft_len, {}))
                 tier.graphs[key.batch_size, key.sampled] = captured
-                pool = captured.graph.pool()
+                self._pool = captured.graph.pool()
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(
                     f"out of memory while the CUDA graph of {key.batch_size} requests with {key.draft_len} drafts was "
@@ -102,6 +111,24 @@ class CudaGraphs:
 
     def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
         """The round of these slots, or None when no graph fits. The result is overwritten by the next replay."""
+        captured = self._run(slots, draft_len, sampled)
+        if captured is None:
+            return None
+        result = captured.result
+        assert result is not None
+        return SampledTokens(result.new_tokens[: len(slots)], result.new_lens[: len(slots)])
+
+    def run(self, slots: list[int], draft_len: int, sampled: bool) -> bool:
+        """Replays what leaves its results in the slots; False when no graph fits."""
+        return self._run(slots, draft_len, sampled) is not None
+
+    def result(self, key: GraphKey) -> SampledTokens:
+        """Where every replay of the graph writes its results, padding included. Another replay may overwrite them."""
+        captured = self._find(key)
+        assert captured is not None and captured.result is not None
+        return captured.result
+
+    def _run(self, slots: list[int], draft_len: int, sampled: bool) -> _Captured | None:
         size = next((size for size in self._sizes if size >= len(slots)), 0)
         captured = self._find(GraphKey(size, draft_len, sampled))
         if captured is None or not (self._pads or size == len(slots)):
@@ -111,8 +138,7 @@ class CudaGraphs:
             self._slot_ids[:size].copy_(to_device(padded, self._device))
             self._sent = padded
         captured.graph.replay()
-        result = captured.result
-        return SampledTokens(result.new_tokens[: len(slots)], result.new_lens[: len(slots)])
+        return captured
 
     def __contains__(self, key: GraphKey) -> bool:
         return self._find(key) is not None

@@ -8,9 +8,10 @@ import torch
 
 from tllm_spec.adaptive_config import MarkOptions
 from tllm_spec.executor.cuda_graphs import GraphKey
-from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.round_runner import TIMED_RUNS, RoundRunner
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, AcceptanceGate, DraftLenLimits
+from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes, RoundTimes
 from tllm_spec.speculative_config import DecodingBaseConfig
@@ -71,15 +72,26 @@ def measure_round_times(
     dummy_slot: int,
     device: torch.device,
     draft_cost: float,
+    drafter: GraphDrafter | None = None,
 ) -> MeasuredRoundTimes:
-    """Greedy rounds of dummies, by batch size and draft length. `draft_cost`: what each draft takes outside the
-    target's forward, in plain rounds, where that cannot be timed with it. Without graphs every length is timed, those
-    that a limit forbids at a size too: smaller batches are on a line with them. Graphs end where a limit begins."""
+    """Greedy rounds of dummies, by batch size and draft length. What is drafted outside the target's forward is timed
+    where `drafter` has graphs of it; without them each draft takes `draft_cost` plain rounds. Without graphs every
+    length is timed, those that a limit forbids at a size too: smaller batches are on a line with them. Graphs end where
+    a limit begins."""
+    is_timed = drafter is not None and drafter.graphs is not None
+    assumed = 0.0 if is_timed else draft_cost
     seconds: dict[int, dict[int, float]] = {}
     for size in sizes:
         wanted = controller.draft_lens if runner.graphs is None else controller.draft_lens_at(size)
-        lengths = sorted({0, *wanted} if draft_cost else wanted)
+        lengths = sorted({0, *wanted} if assumed else wanted)
         row = {steps: runner.seconds(GraphKey(size, steps, False), dummy_slot, device) for steps in lengths}
-        a_draft = draft_cost * row[0] if draft_cost else 0.0
-        seconds[size] = {steps: time + steps * a_draft for steps, time in row.items()}
+        a_draft = assumed * row[0] if assumed else 0.0
+        seconds[size] = {
+            steps: time + steps * a_draft + _drafting_seconds(drafter, GraphKey(size, steps, False))
+            for steps, time in row.items()
+        }
     return MeasuredRoundTimes(seconds)
+
+
+def _drafting_seconds(drafter: GraphDrafter | None, key: GraphKey) -> float:
+    return 0.0 if drafter is None else min(drafter.seconds(key) for _ in range(TIMED_RUNS))

@@ -128,10 +128,7 @@ class RoundRunner:
         is_sampled = not all(map(_is_greedy, requests))
         sampled = self.graphs.replay([request.slot for request in requests], batch.draft_len, is_sampled)
         if sampled is not None and self.round_end is not None and not self.round_end.in_graph:
-            group = self._groups.get(requests, 1)
-            first = self._slots.kv_lens.index_select(0, group.slots) - sampled.new_lens
-            windows = Windows(group.slots, first, sampled.new_tokens, _longest(batch))
-            self.round_end.draft(None, WindowResult(windows, sampled), group, batch.num_new_drafts)
+            self.round_end.replayed(self._groups.get(requests, 1), sampled, _longest(batch))
         return sampled
 
     def _run_windows(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:

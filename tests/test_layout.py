@@ -30,9 +30,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.py_executor",),
     ("tllm_spec.executor.draft_lens", "tllm_spec.executor.seen_round"),
     ("tllm_spec.executor.round_runner",),
-    ("tllm_spec.executor.cuda_graphs",),
     ("tllm_spec.executor.speculative",),
-    ("tllm_spec.executor.engine", "tllm_spec.executor.scheduler"),
+    ("tllm_spec.executor.cuda_graphs", "tllm_spec.executor.engine", "tllm_spec.executor.scheduler"),
     ("tllm_spec.executor.sampling",),
     ("tllm_spec.executor.resources",),
     (

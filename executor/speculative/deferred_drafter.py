@@ -3,41 +3,53 @@ prepared.
 
 The head's pages are the target's, so its KV of a round is written one round late; prefixes are cached only as far as it
 has come (`LlmRequest.draft_kv_len`). It does not know how drafting works.
+
+What a graph of the target left is drafted from by a graph that reads its results where they are.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
-from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
+from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.worker import ContextResult, DraftWorker, RoundEnd, WindowResult
 from tllm_spec.executor.transfer import to_device
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A round that was not drafted from yet. `slots`: of its requests when it ran."""
+    """A round that was not drafted from yet. `slots`: of its requests when it ran. `replayed`: the results of a graph,
+    in the place of `windows`, and a bound of where its windows end."""
 
     contexts: ContextResult | None
     windows: WindowResult | None
     group: RowGroup
     slots: dict[LlmRequest, tuple[int, int]]
+    replayed: tuple[SampledTokens, int] | None = None
 
 
-class DeferredDrafter(Drafter, RoundEnd):
+class DeferredDrafter(GraphDrafter, RoundEnd):
     """Requests that ended or were preempted since the round send their rows to the dummy slot."""
 
     in_graph = False
 
-    def __init__(self, worker: DraftWorker, slots: SlotState, dummy_slot: int) -> None:
+    def __init__(
+        self, worker: DraftWorker, slots: SlotState, groups: RowGroups, dummy_slot: int, max_len: int
+    ) -> None:
         self._worker = worker
         self._slots = slots
+        self._groups = groups
+        self._max_len = max_len
         self._dummy_slot = dummy_slot
+        self._target: CudaGraphs | None = None
         self._pending: _Pending | None = None
 
     def draft(
@@ -48,8 +60,29 @@ class DeferredDrafter(Drafter, RoundEnd):
         num_drafts: int,
     ) -> None:
         requests = group.requests + (contexts.requests if contexts else [])
-        slots = {request: (request.slot, request.num_preemptions) for request in requests}
-        self._pending = _Pending(contexts, windows, group, slots)
+        self._pending = _Pending(contexts, windows, group, _places(requests))
+
+    def replayed(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> None:
+        self._pending = _Pending(None, None, group, _places(group.requests), (sampled, max_kv_len))
+
+    def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
+        """Each reads the results of the target's graph of the same key, so that the padding must be the same."""
+        return of_rounds
+
+    def run_round_before(self, key: GraphKey) -> None:
+        assert self._target is not None
+        self._target.replay([self._dummy_slot] * key.batch_size, key.draft_len, key.sampled)
+
+    def capture_graphs(self, target: CudaGraphs, keys: list[GraphKey]) -> None:
+        self._target = target
+        super().capture_graphs(target, keys)
+
+    def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
+        assert self._target is not None
+        result = self._target.result(GraphKey(len(slot_ids), draft_len, sampled))
+        group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
+        windows = self._windows(group, result, self._max_len - draft_len)
+        self._worker.draft(None, windows, group, draft_len)
 
     def draft_probs(self, slot_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
         return self._worker.draft_probs(slot_ids, num_drafts)
@@ -69,7 +102,26 @@ class DeferredDrafter(Drafter, RoundEnd):
 
     def _draft_from(self, pending: _Pending, num_drafts: int) -> None:
         alive = {request for request, place in pending.slots.items() if _place(request) == place}
+        if not self._replay(pending, alive, num_drafts):
+            self._draft_eagerly(pending, alive, num_drafts)
+        for request in alive:
+            request.draft_kv_len = request.kv_len
+            request.num_drafts_ready = num_drafts if request in pending.group.requests else 0
+
+    def _replay(self, pending: _Pending, alive: set[LlmRequest], num_drafts: int) -> bool:
+        """A round of a graph whose length is the next one's, too: all but the few where the draft length changes."""
+        if self.graphs is None or pending.replayed is None:
+            return False
+        sampled, _ = pending.replayed
+        if sampled.new_tokens.shape[1] != 1 + num_drafts:
+            return False
+        slots = [slot if r in alive else self._dummy_slot for r, (slot, _) in pending.slots.items()]
+        return self.graphs.run(slots, num_drafts, pending.group.sampled is not None)
+
+    def _draft_eagerly(self, pending: _Pending, alive: set[LlmRequest], num_drafts: int) -> None:
         contexts, windows, group = pending.contexts, pending.windows, pending.group
+        if pending.replayed is not None:
+            windows = self._windows(group, *pending.replayed)
         if len(alive) < len(pending.slots):
             slots = [pending.slots[r][0] if r in alive else self._dummy_slot for r in group.requests]
             group = replace(group, slots=to_device(slots, self._slots.device), memo={})
@@ -83,9 +135,16 @@ class DeferredDrafter(Drafter, RoundEnd):
                 ]
                 contexts = replace(contexts, chunks=chunks)
         self._worker.draft(contexts, windows, group, num_drafts)
-        for request in alive:
-            request.draft_kv_len = request.kv_len
-            request.num_drafts_ready = num_drafts if request in group.requests else 0
+
+    def _windows(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> WindowResult:
+        """The windows that a graph verified: the slots have advanced by what was emitted. The dummy slot's have not,
+        where it stands for a request that ended."""
+        first = (self._slots.kv_lens.index_select(0, group.slots) - sampled.new_lens).clamp_min(0)
+        return WindowResult(Windows(group.slots, first, sampled.new_tokens, max_kv_len), sampled)
+
+
+def _places(requests: list[LlmRequest]) -> dict[LlmRequest, tuple[int, int]]:
+    return {request: (request.slot, request.num_preemptions) for request in requests}
 
 
 def _place(request: LlmRequest) -> tuple[int, int] | None:

@@ -2,12 +2,16 @@
 
 Its cache follows the target's: context chunk by chunk, then one or two tokens a round. When all K drafts were
 accepted, the last of them is not in the draft cache yet, so every round starts by re-reading the last two tokens;
-that is the same shape whatever was accepted, and needs no news from the host.
+that is the same shape whatever was accepted, and needs no news from the host: a CUDA graph holds all K steps.
 """
+
+from collections.abc import Iterable
+from operator import attrgetter
 
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.cuda_graphs import GraphKey
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
@@ -16,8 +20,10 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.transfer import to_device
+
+_is_greedy = attrgetter("rules.is_greedy")
 
 
 class DraftKVManager(ResourceManager):
@@ -40,7 +46,7 @@ class DraftKVManager(ResourceManager):
         self.kv.check_integrity()
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(GraphDrafter):
     """Requests whose draft cache cannot get pages are not drafted for; nobody waits for them."""
 
     def __init__(
@@ -71,11 +77,23 @@ class ModelDrafter(Drafter):
             return
         for request in drafting:
             request.py_num_draft_tokens = request.num_drafts_wanted
-        batch.draft_len = max(request.py_num_draft_tokens for request in drafting)
+        room, batch.draft_len = batch.draft_len, max(request.py_num_draft_tokens for request in drafting)
         for request in drafting:
             request.draft_kv_len = request.num_tokens + batch.draft_len - 1
-        group = self._groups.get(drafting, batch.window)
-        self._draft(batch, group, max(request.num_tokens for request in drafting))
+        self._kv.table.flush()
+        if not self._replay(drafting, batch.draft_len, room):
+            self._draft(batch, self._groups.get(drafting, batch.window))
+        self._cut(drafting, batch.draft_len)
+
+    def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
+        """A round in which everybody wants less than was asked for takes what is there: the drafts behind are not
+        looked at."""
+        wanted = set(asked)
+        return [key for key in of_rounds if key.draft_len and key in wanted]
+
+    def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
+        group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
+        self._steps(group, draft_len, self._engine.rows.max_len - draft_len)
 
     def _follow(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Brings the draft cache up to the target's, prefilling what is missing. Returns the requests to draft for."""
@@ -114,17 +132,32 @@ class ModelDrafter(Drafter):
                 start = stop
         return forwards
 
-    def _draft(self, batch: ScheduledBatch, group: RowGroup, longest: int) -> None:
-        """K steps on the device. The first reads the last two tokens, the others the draft before."""
-        slots, length = self._slots, batch.draft_len
-        self._kv.table.flush()
+    def _replay(self, drafting: list[LlmRequest], draft_len: int, room: int) -> bool:
+        """By the shortest graph that makes as many drafts; `room` of them have pages."""
+        if self.graphs is None:
+            return False
+        slots, is_sampled = [request.slot for request in drafting], not all(map(_is_greedy, drafting))
+        return any(self.graphs.run(slots, length, is_sampled) for length in range(draft_len, room + 1))
+
+    def _draft(self, batch: ScheduledBatch, group: RowGroup) -> None:
+        longest = max(request.num_tokens for request in group.requests)
+        probs = self._steps(group, batch.draft_len, longest)
+        if probs:
+            stacked = self._sampling.spread(torch.stack(probs, dim=1))
+            batch.draft_probs = self._spread(batch, group, stacked)
+
+    def _steps(self, group: RowGroup, draft_len: int, longest: int) -> list[torch.Tensor]:
+        """K steps on the device, and what each drew from, where rejection sampling needs it. The first reads the last
+        two tokens, the others the draft before. longest: bound of the group's tokens."""
+        slots = self._slots
         kv_lens = slots.kv_lens.index_select(0, group.slots)  # the bonus token's position
         previous = slots.previous_token.index_select(0, group.slots)
         bonus = slots.window.index_select(0, group.slots)[:, 0]
-        token_ids, first = torch.stack((previous, bonus), dim=1), kv_lens - 1
+        # The dummy slot, which pads graphs, has no token before the bonus token.
+        token_ids, first = torch.stack((previous, bonus), dim=1), (kv_lens - 1).clamp_min(0)
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
-        for step in range(length):
+        for step in range(draft_len):
             width = token_ids.shape[1]
             hidden = self._engine.forward([], Windows(group.slots, first, token_ids, longest + step))
             logits = self._engine.compute_logits(hidden[width - 1 :: width])
@@ -134,12 +167,15 @@ class ModelDrafter(Drafter):
                 probs.append(distribution)
             first = first + width
             token_ids = tokens.unsqueeze(1)
-        slots.window[group.slots, 1 : 1 + length] = torch.stack(drafts, dim=1)
-        num_drafts = [request.py_num_draft_tokens for request in group.requests]
-        slots.num_drafts[group.slots] = to_device(num_drafts, slots.device)
-        if probs:
-            stacked = self._sampling.spread(torch.stack(probs, dim=1))
-            batch.draft_probs = self._spread(batch, group, stacked)
+        slots.write_drafts(group.slots, torch.stack(drafts, dim=1))
+        return probs
+
+    def _cut(self, drafting: list[LlmRequest], draft_len: int) -> None:
+        """The slots have as many drafts as each request ever wants; near its end it wants fewer."""
+        wanted = [request.py_num_draft_tokens for request in drafting]
+        if wanted != [min(draft_len, request.draft_limit) for request in drafting]:
+            slots = to_device([request.slot for request in drafting], self._slots.device)
+            self._slots.num_drafts[slots] = to_device(wanted, self._slots.device)
 
     def _spread(self, batch: ScheduledBatch, group: RowGroup, probs: torch.Tensor) -> torch.Tensor:
         """Rows for all generating requests `[B, K, V]`; those not drafted for have none that is ever read."""

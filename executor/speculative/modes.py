@@ -16,6 +16,7 @@ from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafter import Drafter, NoDrafter, OneModelDrafter
+from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.ngram import NGramDrafter, NGramPoolManager
@@ -53,12 +54,14 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a mode adds to the executor. `round_end` is told of every round that the target has run."""
+    """What a mode adds to the executor. `round_end` is told of every round that the target has run. `graph_drafter` is
+    the drafter if it can be captured."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
     blame: Callable[[], list[LlmRequest] | None] = lambda: None
     round_end: RoundEnd | None = None
+    graph_drafter: GraphDrafter | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ class DraftModel:
     )  # of the target, for a head; None: the head's own choice or the default
     shares_pages: bool  # its layers are extra layers of the target's pages
     follows_a_round_later: bool  # its KV of a round is written in the next one
+
+    @property
+    def drafts_before_the_forward(self) -> bool:
+        """In a launch of its own (two-model path)."""
+        return self.follows_a_round_later or not self.shares_pages
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
     engine, kv = around.draft.engine, around.draft.kv
     sampling = DraftSampling(around.sampler, _draws(config))
     drafter = ModelDrafter(engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens)
-    return Speculation(drafter, [DraftKVManager(kv)])
+    return Speculation(drafter, [DraftKVManager(kv)], graph_drafter=drafter)
 
 
 def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
@@ -128,8 +136,10 @@ def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculati
     worker = _worker(config, around)
     if config.eagle3_one_model:
         return Speculation(OneModelDrafter(), round_end=worker)
-    drafter = DeferredDrafter(worker, around.slots, around.dummy_slot)
-    return Speculation(drafter, round_end=drafter)
+    assert around.layers is not None
+    max_len = around.layers.rows.max_len
+    drafter = DeferredDrafter(worker, around.slots, around.sampler.groups, around.dummy_slot, max_len)
+    return Speculation(drafter, round_end=drafter, graph_drafter=drafter)
 
 
 def _worker(config: DraftModelDecodingConfig, around: Surroundings) -> DraftWorker:

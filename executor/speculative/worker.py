@@ -65,6 +65,11 @@ class RoundEnd(Protocol):
     ) -> None:
         """group: the requests that get drafts, ended contexts before windows, one row each."""
 
+    def replayed(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> None:
+        """A graph has run a round of windows that end at `max_kv_len` at most: news for whoever is not in it. The next
+        replay overwrites `sampled`."""
+        return
+
     def draft_probs(self, slot_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """What the drafts of the slots were drawn from, `[B, K, V]` over the target's vocabulary."""
 

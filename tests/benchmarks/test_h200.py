@@ -196,6 +196,15 @@ def test_the_gap_between_launches_does_not_count_copies() -> None:
     assert gap_between_launches(events) == 20
 
 
+def test_the_gaps_of_a_round_of_two_launches_count_together() -> None:
+    starts = [0, 11, 50, 62, 100, 111, 150]  # gaps of 1, 29, 2, 28, 1 and 29 around pieces of 10
+    events: list[dict[str, object]] = []
+    for number, start in enumerate(starts):
+        events.append({"name": "cudaGraphLaunch", "args": {"correlation": number}})
+        events.append({"cat": "kernel", "ts": start, "dur": 10, "args": {"correlation": number}})
+    assert gap_between_launches(events, 2) == 30
+
+
 def test_rounds_of_fewer_requests_are_not_timed(tmp_path: Path) -> None:
     setup = Setup("zoo", "cpu", True, frozenset({1}), tmp_path)
     rounds = Rounds(setup.target, max_batch_size=2, max_seq_len=48, **setup.options)

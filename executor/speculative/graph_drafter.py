@@ -1,0 +1,43 @@
+"""Drafting before the target's forward as CUDA graphs of its own, so that a round is two launches: the drafts, then the
+round that verifies them.
+
+It knows graphs and keys; what is captured is the drafter's.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+
+import torch
+
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.speculative.drafter import Drafter
+
+
+class GraphDrafter(Drafter):
+    """A drafter whose work of a steady round is a function of the slots. It runs eagerly where no graph fits."""
+
+    graphs: CudaGraphs | None = None
+
+    @abstractmethod
+    def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
+        """Writes `draft_len` drafts into the windows of the slots `[B]`, some of which may be the dummy."""
+
+    @abstractmethod
+    def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
+        """Which graphs are worth having. of_rounds: the target's; asked: those of lengths that it may be asked for."""
+
+    def run_round_before(self, key: GraphKey) -> None:
+        """A round of dummies, for whoever drafts from what a round has left."""
+
+    def capture_graphs(self, target: CudaGraphs, keys: list[GraphKey]) -> None:
+        """From now on drafting that fits one of the keys is one graph launch. `target`: with graphs of its rounds."""
+        graphs = target.beside(self.draft_from_slots)
+        graphs.capture(keys, self.run_round_before)
+        self.graphs = graphs
+
+    def seconds(self, key: GraphKey) -> float:
+        """How long the device drafts for nothing but dummies; 0 where there is no graph: nothing to draft, then."""
+        if self.graphs is None or key not in self.graphs:
+            return 0.0
+        self.run_round_before(key)
+        return self.graphs.seconds(key)

@@ -1,0 +1,149 @@
+"""Two-model drafters with stand-ins for CUDA graphs, and what was drafted with them and without."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import eagle3
+from tests.executor.harness import Harness, draft_target, output_of
+from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured, graph_keys
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.model_drafter import ModelDrafter
+
+CPU = torch.device("cpu")
+DUMMY = 8  # the slot behind those of max_batch_size
+MODES = ["draft_target", "eagle3"]
+
+
+def two_model(drafts: tuple[Path, Path], mode: str, draft_len: int = 3, **options: Any) -> dict[str, Any]:
+    draft, head = drafts
+    if mode == "draft_target":
+        return draft_target(draft, draft_len, **options)
+    return eagle3(head, draft_len, eagle3_one_model=False, **options)
+
+
+@dataclass
+class EagerGraph:
+    """Stands in for a graph: a replay runs again what was captured, into the same memory, and over the results of the
+    others, whose memory it uses. `depth` and `others` are shared."""
+
+    run: Callable[[], SampledTokens | None]
+    result: SampledTokens | None
+    depth: list[int]
+    others: list[SampledTokens]
+    replays: int = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.depth.append(0)
+        result = self.run()
+        if self.result is not None and result is not None:
+            for other in self.others:
+                spoil(other)
+            self.result.new_tokens.copy_(result.new_tokens)
+            self.result.new_lens.copy_(result.new_lens)
+        self.depth.pop()
+
+    def pool(self) -> str:
+        return "the pool"
+
+
+def spoil(result: SampledTokens) -> None:
+    result.new_tokens.fill_(1 << 40)
+    result.new_lens.fill_(99)
+
+
+def captures_without_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Captures without a CUDA device. What the list has in it while a stand-in replays."""
+    inside: list[int] = []
+    results: list[SampledTokens] = []
+
+    def capture(graphs: CudaGraphs, key: GraphKey, pool: Any) -> _Captured:
+        slot_ids = graphs._slot_ids[: key.batch_size]
+
+        def run() -> SampledTokens | None:
+            return graphs._generate(slot_ids, key.draft_len, key.sampled)
+
+        result = run()
+        if result is not None:
+            result = SampledTokens(result.new_tokens.clone(), result.new_lens.clone())
+            spoil(result)  # a capture computes nothing
+            results.append(result)
+        stand_in: Any = EagerGraph(run, result, inside, results)
+        return _Captured(stand_in, result)
+
+    monkeypatch.setattr(CudaGraphs, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    return inside
+
+
+@dataclass
+class Watched:
+    """`eager`: rounds drafted from without a graph, by their number of requests."""
+
+    harness: Harness
+    drafter: GraphDrafter
+    eager: list[int] = field(default_factory=list)
+
+    def replays(self, graphs: CudaGraphs | None = None) -> dict[GraphKey, int]:
+        """Of the drafts' graphs, or of those given."""
+        graphs = graphs or self.drafter.graphs
+        assert graphs is not None
+        stand_ins: dict[GraphKey, Any] = {
+            GraphKey(size, draft_len, sampled): captured.graph
+            for draft_len, tier in graphs.tiers.items()
+            for (size, sampled), captured in tier.graphs.items()
+        }
+        return {key: stand_in.replays for key, stand_in in stand_ins.items() if stand_in.replays}
+
+
+def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    drafter: Any = harness.parts.drafter
+    assert isinstance(drafter, GraphDrafter)
+    watched = Watched(harness, drafter)
+    name = "_draft" if isinstance(drafter, ModelDrafter) else "_draft_eagerly"
+    original = getattr(drafter, name)
+
+    def eagerly(first: Any, *others: Any) -> None:
+        group = others[0] if isinstance(drafter, ModelDrafter) else first.group
+        watched.eager.append(len(group.requests))
+        original(first, *others)
+
+    monkeypatch.setattr(drafter, name, eagerly)
+    return watched
+
+
+def with_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    sizes: tuple[int, ...],
+    draft_lens: set[int],
+    *,
+    pads: bool = True,
+    **options: Any,
+) -> Watched:
+    harness = Harness(model, **options)
+    watched, runner = watch(harness, monkeypatch), harness.parts.runner
+    rounds = graph_keys(sizes, lambda _: draft_lens | {0})
+    with torch.inference_mode():
+        runner.capture_graphs(rounds, DUMMY, CPU, pads=pads)
+        assert runner.graphs is not None
+        asked = graph_keys(sizes, lambda _: draft_lens)
+        watched.drafter.capture_graphs(runner.graphs, watched.drafter.keys(rounds, asked))
+        for captured in (c for tier in runner.graphs.tiers.values() for c in tier.graphs.values()):
+            stand_in: Any = captured.graph
+            stand_in.replays = 0
+    return watched
+
+
+def assert_same(ours: list[LlmRequest], theirs: list[LlmRequest]) -> None:
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.counters.by_accepted == other.counters.by_accepted
+        assert mine.counters.by_drafted == other.counters.by_drafted

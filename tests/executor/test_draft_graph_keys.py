@@ -1,0 +1,133 @@
+"""What is captured and set aside at start-up for drafting before the target's forward, and its
+measured time."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import eagle3
+from tests.executor.draft_graphs import CPU, DUMMY, MODES, captures_without_a_device, two_model, with_graphs
+from tests.executor.harness import Harness
+from tests.executor.test_cuda_graphs import KeyRecorder
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.build import _Builder
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.draft_lens import measure_round_times
+from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
+from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.loaded_draft import LoadedDraft
+from tllm_spec.executor.speculative.modes import Speculation
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory, tiny_draft: Path) -> tuple[Path, Path]:
+    return tiny_draft, write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+@pytest.fixture
+def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return captures_without_a_device(monkeypatch)
+
+
+def build_keys(
+    model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[list[GraphKey], list[GraphKey]]:
+    """What the composition root would have captured on a CUDA device: the target's, then the drafts'."""
+    drafter = Harness(model, **options).parts.drafter
+    assert isinstance(drafter, GraphDrafter)
+    builder = _Builder(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
+    builder.device = torch.device("cuda")
+    recorder, seen = KeyRecorder(), list[GraphKey]()
+    monkeypatch.setattr(drafter, "capture_graphs", lambda target, keys: seen.extend(keys))
+    round_end = drafter if isinstance(drafter, DeferredDrafter) else None
+    runner: Any = recorder
+    builder.controller(runner, Speculation(drafter, round_end=round_end, graph_drafter=drafter))
+    return recorder.keys, seen
+
+
+def test_which_drafts_are_captured_beside_which_rounds(
+    tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = {"draft_len_schedule": {1: 3, 6: 1}}
+    rounds, drafting = build_keys(tiny, monkeypatch, **two_model(drafts, "draft_target", **cuts))
+    lengths = {(key.batch_size, key.draft_len) for key in drafting}
+    assert lengths == {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)} and set(drafting) < set(rounds)
+    assert {key.sampled for key in drafting} == {False, True}
+    ladder = {"adaptive": {"candidate_steps": [0, 1, 3]}}
+    monkeypatch.setattr("tllm_spec.executor.build.measure_round_times", lambda *_: None)
+    _, drafting = build_keys(tiny, monkeypatch, **two_model(drafts, "draft_target", **ladder))
+    assert {key.draft_len for key in drafting} == {1, 3}
+    rounds, drafting = build_keys(
+        tiny, monkeypatch, max_num_tokens=20, **two_model(drafts, "eagle3", **ladder)
+    )
+    assert drafting == rounds and {key.draft_len for key in drafting} == {0, 1, 3}
+    rejecting = two_model(drafts, "draft_target", use_rejection_sampling=True)
+    assert build_keys(tiny, monkeypatch, **rejecting) == ([], [])
+    assert build_keys(tiny, monkeypatch, cuda_graph_config=None, **two_model(drafts, "eagle3")) == ([], [])
+
+
+def test_drafts_are_captured_into_the_memory_of_the_rounds(depth: list[int]) -> None:
+    rounds = CudaGraphs(lambda *_: None, DUMMY, CPU, pads=False)
+    rounds.capture([GraphKey(1, 0, False)])
+    stream: Any = object()
+    rounds._stream = stream
+    drafting = rounds.beside(lambda *_: None)
+    assert drafting._pool == "the pool" and drafting._stream is stream
+    drafting.capture([GraphKey(2, 3, False)])
+    assert drafting.run([1, 2], 3, False) and not drafting.run([1], 3, False)  # no padding here either
+    assert GraphKey(2, 3, False) not in rounds and not rounds.run([1, 2], 3, False)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_of_graphs_are_timed_and_not_assumed(
+    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    ladder = {"adaptive": {"candidate_steps": [0, 1, 3]}}
+    watched = with_graphs(monkeypatch, tiny, (1, 4), {1, 3}, **two_model(drafts, mode, **ladder))
+    runner, controller = watched.harness.parts.runner, watched.harness.parts.controller
+    rounds: list[GraphKey] = []
+    replay = CudaGraphs.replay
+
+    def seen(graphs: CudaGraphs, slots: list[int], draft_len: int, sampled: bool) -> Any:
+        assert slots == [DUMMY] * len(slots)
+        rounds.append(GraphKey(len(slots), draft_len, sampled))
+        return replay(graphs, slots, draft_len, sampled)
+
+    def seconds(graphs: CudaGraphs, key: GraphKey) -> float:
+        if graphs is not watched.drafter.graphs:
+            return 1.0
+        assert mode == "draft_target" or rounds[-1] == key  # the drafts read what that round left
+        return 0.01 * (bool(rounds) + key.draft_len)
+
+    monkeypatch.setattr(CudaGraphs, "replay", seen)
+    monkeypatch.setattr(CudaGraphs, "seconds", seconds)
+    times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, 0.5, watched.drafter)
+    catch_up = mode == "eagle3"  # a head reads what was emitted even if it is to draft nothing
+    expected = [1 + 0.01 * (catch_up + steps) for steps in (0, 1, 3)]
+    assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx(expected)
+    watched.drafter.graphs = None
+    times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, 0.5, watched.drafter)
+    assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx([1, 1.5, 2.5])
+
+
+@pytest.mark.parametrize(("mode", "lengths"), [("draft_target", 2), ("eagle3", 2), ("one_model", 0)])
+def test_memory_is_set_aside_for_the_graphs_of_drafts(
+    tiny: Path, drafts: tuple[Path, Path], mode: str, lengths: int
+) -> None:
+    options = eagle3(drafts[1]) if mode == "one_model" else two_model(drafts, mode)
+    builder = _Builder(
+        LlmArgs.from_kwargs(
+            tiny, max_batch_size=8, max_seq_len=256, cuda_graph_config={"batch_sizes": [2, 8]}, **options
+        )
+    )
+    assert builder.draft_plan is not None
+    net: Any = SimpleNamespace(config=builder.config)
+    draft = LoadedDraft(builder.draft_plan, net, None)
+    workspaces = 2 * builder.attention.workspace_bytes(builder.config.attention_geometry(builder.mapping))
+    assert builder.reserved_bytes(draft) - workspaces == (4 + lengths) * 2 * 2 * BYTES_A_GRAPH

@@ -1,0 +1,304 @@
+"""CUDA graphs of what drafts before the target's forward: which rounds are two launches and nothing else, and that
+nobody can tell from drafts or text."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.executor.draft_caches import HOT, SMALL_POOL, pools_of, submit_traffic
+from tests.executor.draft_graphs import (
+    DUMMY,
+    MODES,
+    assert_same,
+    captures_without_a_device,
+    two_model,
+    watch,
+    with_graphs,
+)
+from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.test_cuda_graphs import on_cuda, submit_mixture
+from tests.executor.test_deferred_drafter import forbid_foreign_writes, watch_windows
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.cuda_graphs import GraphKey
+from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.speculative.model_drafter import ModelDrafter
+
+FREE_OPS = {"slice", "select", "unsqueeze", "view", "alias", "resolve_conj", "resolve_neg"}  # no launch
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory, tiny_draft: Path) -> tuple[Path, Path]:
+    return tiny_draft, write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+@pytest.fixture
+def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return captures_without_a_device(monkeypatch)
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("mode", "rejects"), [("draft_target", False), ("eagle3", False), ("eagle3", True)], ids=str
+)
+def test_the_drafts_of_graphs_are_those_without(
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    rejects: bool,
+    is_sampled: bool,
+) -> None:
+    """Batches below a captured size, limits of single requests, ends one by one."""
+    speculation = two_model(drafts, mode, use_rejection_sampling=rejects)
+    watched, eager = (
+        with_graphs(monkeypatch, tiny, (1, 4, 8), {3}, **speculation),
+        Harness(tiny, **speculation),
+    )
+    windows = [watch_windows(each, monkeypatch) for each in (watched.harness, eager)]
+    ours, theirs = (submit_mixture(each, 7, is_sampled) for each in (watched.harness, eager))
+    watched.harness.run()
+    eager.run()
+    assert_same(ours, theirs)
+    assert windows[0] == windows[1] and sum(len(window) == 4 for window in windows[0].values()) > 20
+    assert {key.batch_size for key in watched.replays()} == {1, 4, 8}
+    assert any(key.sampled for key in watched.replays()) == is_sampled
+    # Of the prompts, and of the last round, when nobody wants drafts any more.
+    assert watched.eager == ([7, 1] if mode == "eagle3" else [])
+    assert all_pages_are_back(watched.harness.executor)
+
+
+class OpCounter(TorchDispatchMode):
+    """Ops that launch something while no stand-in replays."""
+
+    def __init__(self, depth: list[int]) -> None:
+        super().__init__()
+        self._depth = depth
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if not self._depth and name not in FREE_OPS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_steady_round_is_two_launches_and_the_copy_of_its_results(
+    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    options = {"kv_cache_config": {"tokens_per_block": 128}} | two_model(drafts, mode)
+    watched = with_graphs(monkeypatch, tiny, (4,), {3}, **options)
+    harness = watched.harness
+    requests = [harness.submit([5, i], max_tokens=100) for i in range(3)]
+    for request in requests:
+        harness.run_until(request, RequestState.GENERATION)
+    for _ in range(3):
+        harness.round()
+    before, targets = watched.replays(), harness.parts.runner.graphs
+    rounds_before = watched.replays(targets)
+    with OpCounter(depth) as ops:
+        for _ in range(6):
+            harness.round()
+    key = GraphKey(4, 3, False)
+    assert watched.replays() == {key: before[key] + 6}
+    assert watched.replays(targets)[key] == rounds_before[key] + 6
+    assert ops.names == ["cat"] * 6
+
+
+def test_a_head_writes_only_into_pages_of_requests_that_go_on(
+    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SMALL_POOL | {"max_num_tokens": 40, "max_batch_size": 8}
+    plain = Harness(tiny)
+    watched = with_graphs(monkeypatch, tiny, (2, 8), {3}, **options, **two_model(drafts, "eagle3"))
+    harness = watched.harness
+    num_gone = forbid_foreign_writes(harness, monkeypatch)
+    graphs, with_dummies = watched.drafter.graphs, []
+    assert graphs is not None
+    run = graphs.run
+
+    def spy(slots: list[int], draft_len: int, sampled: bool) -> bool:
+        found = run(slots, draft_len, sampled)
+        with_dummies.append(found and DUMMY in slots)
+        return found
+
+    monkeypatch.setattr(graphs, "run", spy)
+    expected, requests = (submit_traffic(each, Random(1), 24) for each in (plain, harness))
+    plain.run()
+    random = Random(1)
+    while harness.round():
+        running = harness.parts.scheduler.running
+        if running and random.random() < 0.2:
+            harness.queue.cancel(random.choice(running).request_id)
+    assert sum(num_gone) > 15 and sum(with_dummies) > 5
+    for ours, theirs in zip(requests, expected, strict=True):
+        assert output_of(ours) == output_of(theirs)[: len(output_of(ours))]
+    assert all_pages_are_back(harness.executor)
+
+
+def test_padding_of_a_draft_model_writes_into_nobodys_pages(
+    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"kv_cache_config": {"tokens_per_block": 4}} | two_model(drafts, "draft_target")
+    watched = with_graphs(monkeypatch, tiny, (8,), {3}, **options)
+    harness, drafter = watched.harness, watched.drafter
+    assert isinstance(drafter, ModelDrafter)
+    kv = drafter._kv
+    requests = [harness.submit([5, i], max_tokens=30) for i in range(2)]
+    for request in requests:
+        harness.run_until(request, RequestState.GENERATION)
+    for _ in range(5):
+        own = {0} | {page for request in requests for page in kv.cache.pages(request.request_id)}
+        foreign = [page for page in range(kv.cache.num_pages) if page not in own][8:]  # some are taken next
+        before = kv.pool.data[:, :, foreign].clone()
+        harness.round()
+        assert torch.equal(kv.pool.data[:, :, foreign], before)
+        assert not kv.table.device_rows[DUMMY].any()
+    assert sum(watched.replays().values()) >= 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_round_of_another_length_than_the_one_before_costs_a_head_one_eager_draft(
+    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """A draft model has graphs for any length that is asked for."""
+    speculation = two_model(drafts, mode)
+    watched = with_graphs(monkeypatch, tiny, (1,), {1, 3}, **speculation)
+    eager = Harness(tiny, **speculation)
+    windows = [watch_windows(each, monkeypatch) for each in (watched.harness, eager)]
+    requests = []
+    for harness in (watched.harness, eager):
+        lengths = iter([3, *[3] * 5, *[1] * 4, *[0] * 3, *[3] * 100])
+        harness.parts.draft_len_for = lambda _, lengths=lengths: next(lengths)
+        requests.append([harness.submit([7, 8, 9], max_tokens=60)])
+        harness.run()
+    assert_same(*requests)
+    assert windows[0] == windows[1]
+    seen = {len(window) for window in windows[0].values()}
+    assert {1, 2, 4} <= seen
+    if mode == "draft_target":
+        assert watched.eager == [] and {key.draft_len for key in watched.replays()} == {1, 3}
+    else:  # the prompt; 3 -> 1 -> 0 -> 3; and the end, where nothing is wanted
+        assert len(watched.eager) in (4, 5) and {key.draft_len for key in watched.replays()} == {0, 1, 3}
+
+
+def test_a_draft_model_takes_a_longer_graph_for_fewer_drafts_but_none_that_outgrows_its_pages(
+    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = with_graphs(monkeypatch, tiny, (1,), {3}, **two_model(drafts, "draft_target"))
+    harness = watched.harness
+    windows = watch_windows(harness, monkeypatch)
+    harness.submit([7, 8, 9], max_tokens=4)  # the first of its rounds wants two drafts
+    harness.run()
+    assert len(next(iter(windows.values()))) == 3 and watched.replays()[GraphKey(1, 3, False)] >= 1
+    assert watched.eager == []
+    before = watched.replays()
+    harness.parts.draft_len_for = lambda _: 2
+    harness.submit([7, 8, 9], max_tokens=20)
+    harness.run()
+    assert watched.replays() == before and len(watched.eager) > 3
+
+
+def test_what_fits_no_graph_is_drafted_eagerly(
+    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode in MODES:
+        speculation = two_model(drafts, mode)
+        for pads, number in ((True, 3), (False, 1)):  # above the largest size; between two
+            watched = with_graphs(monkeypatch, tiny, (2,), {3}, pads=pads, **speculation)
+            eager = Harness(tiny, **speculation)
+            ours, theirs = (
+                [each.submit([i, 5], max_tokens=12, temperature=HOT) for i in range(number)]
+                for each in (watched.harness, eager)
+            )
+            watched.harness.run()
+            eager.run()
+            assert_same(ours, theirs)
+            assert watched.eager.count(number) >= 3 and (pads or not watched.replays())
+        watched, eager = (
+            with_graphs(monkeypatch, tiny, (2,), {3}, **speculation),
+            Harness(tiny, **speculation),
+        )
+        ours, theirs = (
+            [each.submit([5], max_tokens=20, presence_penalty=0.5)] for each in (watched.harness, eager)
+        )
+        watched.harness.run()
+        eager.run()
+        assert_same(ours, theirs)
+        # A draft model ignores penalties, and reads nothing but slots; a head reads what the target's graph left.
+        assert bool(watched.replays()) == (mode == "draft_target") == (not watched.eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
+    tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: str, is_sampled: bool
+) -> None:
+    """Of batches below a captured size, while requests end; and the text is plain decoding's."""
+    speculation = two_model(drafts, mode)
+    harness, eager = on_cuda(tiny, [1, 4, 8], **speculation), on_cuda(tiny, [1, 4, 8], **speculation)
+    plain, watched = on_cuda(tiny, None), watch(harness, monkeypatch)
+    other: Any = eager.parts.drafter
+    other.graphs = None  # the target's rounds are graphs on both sides
+    windows = [watch_windows(each, monkeypatch) for each in (harness, eager)]
+    num_replayed, graphs = list[int](), watched.drafter.graphs
+    assert graphs is not None
+    run = graphs.run
+
+    def spy(slots: list[int], draft_len: int, sampled: bool) -> bool:
+        found = run(slots, draft_len, sampled)
+        num_replayed.extend([len(slots)] * found)
+        return found
+
+    monkeypatch.setattr(graphs, "run", spy)
+    ours, theirs, expected = (submit_mixture(each, 7, is_sampled) for each in (harness, eager, plain))
+    for each in (harness, eager, plain):
+        each.run()
+    assert_same(ours, theirs)
+    assert windows[0] == windows[1] and list(map(output_of, ours)) == list(map(output_of, expected))
+    assert len(num_replayed) > 10 and {1, 3} <= set(num_replayed)
+    assert watched.eager == ([7, 1] if mode == "eagle3" else [])
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_traffic_that_is_cancelled_and_preempted_is_plain_decodings(
+    tiny: Path, drafts: tuple[Path, Path], mode: str
+) -> None:
+    options = SMALL_POOL | {"max_num_tokens": 40, "max_batch_size": 8}
+    plain = on_cuda(tiny, None)
+    harness = on_cuda(tiny, [2, 8], **options, **two_model(drafts, mode))
+    expected, requests = (submit_traffic(each, Random(1), 24) for each in (plain, harness))
+    plain.run()
+    random = Random(1)
+    while harness.round():
+        running = harness.parts.scheduler.running
+        if running and random.random() < 0.2:
+            harness.queue.cancel(random.choice(running).request_id)
+    for ours, theirs in zip(requests, expected, strict=True):
+        assert output_of(ours) == output_of(theirs)[: len(output_of(ours))]
+    assert harness.parts.scheduler.num_preemptions and all_pages_are_back(harness.executor)
+    assert all(pool.data.isfinite().all() for pool in pools_of(harness))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_a_steady_round_never_waits(tiny: Path, drafts: tuple[Path, Path], mode: str) -> None:
+    harness = on_cuda(tiny, [4], **two_model(drafts, mode))
+    requests = [harness.submit([5, i], max_tokens=100) for i in range(3)]
+    for request in requests:
+        harness.run_until(request, RequestState.GENERATION)
+    harness.round()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            assert harness.executor.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
