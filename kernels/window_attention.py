@@ -31,6 +31,8 @@ MAX_TILE_ROWS = 64
 MAX_TILE_KEYS = 128
 # The keys, and as many values, that are on their way while a program computes on those before.
 TILE_BYTES = 16384
+# Of a thread, where a program has 128 threads and three share 65,536.
+MAX_REGISTERS = 168
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,23 @@ class WindowWorkspace:
             outputs, outputs.new_empty(MAX_PARTIAL_ROWS), num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
         )
 
-    def splits(self, num_tiles: int, num_rows: int, max_len: int) -> tuple[int, int]:
-        """How many, and how many keys each has at least, in a launch that would have `num_tiles` programs and
-        `num_rows` output rows were nothing split."""
+    def splits(self, num_tiles: int, num_rows: int, max_len: int) -> "Splits":
+        """Of a launch that would have `num_tiles` programs and `num_rows` output rows were nothing split."""
         wanted, min_keys = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT
-        if wanted <= 1:
+        fills = wanted <= 1
+        if fills:
             wanted, min_keys = MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT
         number = min(wanted, self.outputs.shape[0] // num_rows, -(-max_len // min_keys), MAX_SPLITS)
-        return max(1, number), min_keys
+        return Splits(max(1, number), min_keys, fills)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """min_keys: of each split. unsplit_fills: the device would be busy without any, too."""
+
+    number: int
+    min_keys: int
+    unsplit_fills: bool
 
 
 def window_attention(
@@ -131,63 +142,49 @@ def _launch_attention(
     group, block_d = heads // kv_heads, _power_of_two(head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, _power_of_two(window * group)))
     num_tiles = kv_heads * -(-window * group // block_m)
-    num_splits, min_keys = workspace.splits(batch * num_tiles, batch * window * heads, max_len)
-    tile = _tile(workspace, batch * num_tiles, block_m, block_d * layer.element_size(), qkv.device)
+    splits = workspace.splits(batch * num_tiles, batch * window * heads, max_len)
+    block_n = max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size())))
     output = qkv.new_empty(batch, window, heads * head_dim)
-    sizes = {"WINDOW": window, "HEAD_DIM": head_dim, "BLOCK_N": tile.num_keys, "BLOCK_D": block_d}
+    sizes = {"WINDOW": window, "HEAD_DIM": head_dim, "BLOCK_N": block_n, "BLOCK_D": block_d}
     sizes |= early_launch(qkv.device)
     weights, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     tables = (places.block_tables, places.block_tables.stride(0), places.kv_lens, max_len)
     partials = (workspace.outputs, workspace.log_sums)
-    attention_kernel[(num_tiles, num_splits, batch)](
+    attention_kernel[(num_tiles, batch, splits.number)](
         *(qkv, turns, weights, eps, layer, layer.stride(0), places.kv_slots, *tables),
-        *(scale * math.log2(math.e), output, *partials, num_splits, min_keys),
+        *(scale * math.log2(math.e), output, *partials, splits.number, splits.min_keys),
         **sizes,
         HAS_NORM=norm is not None,
-        SPLITS=num_splits > 1,
+        SPLITS=splits.number > 1,
         GROUP=group,
         KV_HEADS=kv_heads,
         PAGE_SIZE=page_size,
         BLOCK_M=block_m,
         BLOCK_W=max(16, _power_of_two(window)),
         WIDEN=qkv.device.type == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
-        num_warps=tile.num_warps,
+        **_warps(splits, block_m, block_d),
         num_stages=3,
     )
-    if num_splits > 1:
-        reduction_kernel[(batch * window * heads,)](
-            *(*partials, places.kv_lens, output, max_len, num_splits, min_keys),
+    if splits.number > 1:
+        rows = 8 if splits.unsplit_fills and heads % 8 == 0 else 1
+        reduction_kernel[(batch * window * heads // rows,)](
+            *(*partials, places.kv_lens, output, max_len, splits.number, splits.min_keys),
             **sizes,
             HEADS=heads,
-            BLOCK_S=_power_of_two(num_splits),
+            ROWS=rows,
+            BLOCK_S=_power_of_two(splits.number),
             num_warps=4,
         )
     return output
 
 
-@dataclass(frozen=True)
-class _Tile:
-    num_keys: int
-    num_warps: int
-
-
-def _tile(
-    workspace: WindowWorkspace, num_tiles: int, block_m: int, key_bytes: int, device: torch.device
-) -> _Tile:
-    """What a program computes on at a time, and with how many warps. Measured on an H200 for heads of 128 in bfloat16:
-    two warps for 16 rows, which wait less for each other, read fastest where many programs share a multiprocessor; a
-    program that is alone there takes twice the keys and warps."""
-    is_alone = num_tiles * 12 <= workspace.num_programs
-    tile_bytes = 2 * TILE_BYTES if is_alone and _has_room(device) else TILE_BYTES
-    num_keys = max(16, min(MAX_TILE_KEYS, tile_bytes // key_bytes))
-    if block_m == 16 and not is_alone:
-        return _Tile(num_keys, 2)
-    return _Tile(num_keys, 8 if block_m * key_bytes > MAX_TILE_ROWS * 256 else 4)
-
-
-def _has_room(device: torch.device) -> bool:
-    """For tiles of double size in the shared memory: about 80 KiB."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+def _warps(splits: Splits, block_m: int, block_d: int) -> dict[str, int]:
+    """Measured on an H200 for 16 rows and heads of 128 in bfloat16: where many programs share a multiprocessor, two
+    warps read fastest, which wait less for each other; four, three programs of which have room for their registers,
+    end earlier where there are few."""
+    if block_m > 16 or block_d > 128:
+        return {"num_warps": 8 if block_m * block_d > 8192 else 4}
+    return {"num_warps": 2} if splits.unsplit_fills else {"num_warps": 4, "maxnreg": MAX_REGISTERS}
 
 
 def plain_window_attention(

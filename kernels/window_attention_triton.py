@@ -166,9 +166,10 @@ def attention_kernel(
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:
-    """Grid (KV heads * tiles of rows, splits, requests): neighbours read the heads of the same keys."""
+    """Grid (KV heads * tiles of rows, requests, splits): neighbours read the heads of the same keys, and splits that
+    may have none come last."""
     begin(EARLY)
-    tile, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     kv_head = tile % KV_HEADS
     kv_len = tl.load(kv_lens + request)
@@ -223,6 +224,7 @@ def reduction_kernel(
     num_splits: tl.tensor,
     min_keys: tl.tensor,
     HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -230,11 +232,11 @@ def reduction_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One output row (a query head of a token) a program, of requests whose keys were split. Reads only the splits that
-    had keys: the others' places hold what an earlier launch left there."""
+    """Some output rows (query heads of a token) a program, one after the other, of requests whose keys were split.
+    Reads only the splits that had keys: the others' places hold what an earlier launch left there."""
     begin(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    kv_len = tl.load(kv_lens + row // (WINDOW * HEADS))
+    first = tl.program_id(0) * ROWS
+    kv_len = tl.load(kv_lens + first // (WINDOW * HEADS))
     _, _, num_used = _shares(kv_len, max_len, num_splits, min_keys, WINDOW, BLOCK_N)
     if num_used == 1:  # the output is there
         return
@@ -242,12 +244,13 @@ def reduction_kernel(
     used = splits < num_used
     dims = tl.arange(0, BLOCK_D)
     real_dims = dims < HEAD_DIM
-    parts = row * num_splits + splits
-    logs = tl.load(log_sums + parts, mask=used, other=float("-inf"))
-    places = partial_outputs + parts[:, None] * HEAD_DIM + dims[None, :]
-    outputs = tl.load(places, mask=used[:, None] & real_dims[None, :], other=0.0)
-    top = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weights, 0)
-    result = tl.sum(outputs * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(output + row * HEAD_DIM + dims, result.to(output.dtype.element_ty), mask=real_dims)
+    for row in range(first, first + ROWS):
+        parts = row * num_splits + splits
+        logs = tl.load(log_sums + parts, mask=used, other=float("-inf"))
+        places = partial_outputs + parts[:, None] * HEAD_DIM + dims[None, :]
+        outputs = tl.load(places, mask=used[:, None] & real_dims[None, :], other=0.0)
+        top = tl.max(logs, 0)
+        weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
+        total = tl.sum(weights, 0)
+        result = tl.sum(outputs * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        tl.store(output + row * HEAD_DIM + dims, result.to(output.dtype.element_ty), mask=real_dims)

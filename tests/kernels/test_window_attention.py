@@ -20,6 +20,7 @@ from tllm_spec.kernels.window_attention import (
     MAX_SPLITS,
     MIN_KEYS_PER_LONG_SPLIT,
     MIN_KEYS_PER_SPLIT,
+    Splits,
     WindowPlaces,
     WindowWorkspace,
     plain_window_attention,
@@ -61,6 +62,7 @@ CASES = {
     "most splits empty": Case((8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=40),
     "splits and two tiles": Case((200,), 8, 9, 80, 16, kv_heads=1, num_programs=12, spare_pages=60),
     "only the long one is split": Case((300, 5000, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=2),
+    "long ones of eight heads": Case((300, 5000), 2, 8, 16, 32, kv_heads=1, spare_pages=2),
     "bfloat16": Case((1, 17, 90), 1, 4, 128, 16, dtype=torch.bfloat16),
     "bfloat16, splits": Case((3, 600), 3, 2, 64, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16),
     "float16": Case((8, 33), 8, 4, 32, 1, num_programs=64, spare_pages=500, dtype=torch.float16),
@@ -226,7 +228,9 @@ def test_a_split_that_has_no_keys_now_leaves_out_what_an_earlier_launch_wrote_th
 def test_partial_results_are_written_for_real_rows_only(device: str) -> None:
     problem = Problem(CASES["splits"], device)
     workspace, requests, heads = problem.workspace(), len(problem.qkv), problem.num_heads
-    num_splits, _ = workspace.splits(requests * problem.case.kv_heads, requests * heads, 68 * 16)  # 68 pages
+    num_splits = workspace.splits(
+        requests * problem.case.kv_heads, requests * heads, 68 * 16
+    ).number  # 68 pages
     assert num_splits > 1
     problem.attend(workspace)
     beyond = requests * heads * num_splits
@@ -251,19 +255,21 @@ def test_rows_go_into_their_slots_and_nothing_else_changes() -> None:
 def test_splits_fill_the_device_and_fit_the_workspace() -> None:
     workspace = WindowWorkspace.allocate(16, torch.device("cpu"))
     workspace = replace(workspace, num_programs=396)
-    assert workspace.splits(4, 16, 10**6) == (MAX_SPLITS, MIN_KEYS_PER_SPLIT)
-    assert workspace.splits(8, 32, 10**6) == (396 // 8, MIN_KEYS_PER_SPLIT)
-    assert workspace.splits(8, 32, 4096) == (4096 // MIN_KEYS_PER_SPLIT, MIN_KEYS_PER_SPLIT)
-    assert workspace.splits(8, 32, MIN_KEYS_PER_SPLIT)[0] == 1
-    assert workspace.splits(128, 16384, 8192)[0] == MAX_PARTIAL_ROWS // 16384
-    assert workspace.splits(2048, 65536, 8192)[0] == 1  # unsplit rows need no workspace
+    assert workspace.splits(4, 16, 10**6) == Splits(MAX_SPLITS, MIN_KEYS_PER_SPLIT, False)
+    assert workspace.splits(8, 32, 10**6) == Splits(396 // 8, MIN_KEYS_PER_SPLIT, False)
+    assert workspace.splits(8, 32, 4096) == Splits(4096 // MIN_KEYS_PER_SPLIT, MIN_KEYS_PER_SPLIT, False)
+    assert workspace.splits(8, 32, MIN_KEYS_PER_SPLIT).number == 1
+    assert workspace.splits(128, 16384, 8192).number == MAX_PARTIAL_ROWS // 16384
+    assert workspace.splits(2048, 65536, 8192).number == 1  # unsplit rows need no workspace
 
 
 def test_a_launch_that_fills_the_device_splits_only_what_is_long() -> None:
     workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
-    assert workspace.splits(512, 2048, MIN_KEYS_PER_LONG_SPLIT)[0] == 1
-    assert workspace.splits(512, 2048, 3 * MIN_KEYS_PER_LONG_SPLIT) == (3, MIN_KEYS_PER_LONG_SPLIT)
-    assert workspace.splits(512, 2048, 10**6) == (MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT)
+    assert workspace.splits(512, 2048, MIN_KEYS_PER_LONG_SPLIT).number == 1
+    assert workspace.splits(512, 2048, 3 * MIN_KEYS_PER_LONG_SPLIT) == Splits(
+        3, MIN_KEYS_PER_LONG_SPLIT, True
+    )
+    assert workspace.splits(512, 2048, 10**6) == Splits(MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT, True)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
