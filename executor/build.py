@@ -4,7 +4,7 @@ Order: weights of target and draft, then the KV pools take what the memory plan 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tllm_spec.executor.draft_lens import (
     draft_lens_of_rounds,
     measure_round_times,
 )
-from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, plan_num_pages
+from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, ServedModel, plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
@@ -51,10 +51,12 @@ from tllm_spec.executor.speculative.modes import (
 )
 from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.executor.speculative.worker import DraftLayers
+from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.kernels.few_row_linear import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.linear_tuning import tune_linears
 from tllm_spec.models.registry import LoadFormat, load_model
 from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
@@ -175,16 +177,23 @@ class _Builder:
             by_priority=scheduling.waiting_queue_policy == "priority",
         )
 
-    def controller(self, runner: RoundRunner, speculation: Speculation) -> AdaptiveController:
-        """Of the draft length. Captures the graphs that it may ask for, and times their rounds if it compares them."""
+    def controller(
+        self, runner: RoundRunner, speculation: Speculation, models: Sequence[ServedModel]
+    ) -> AdaptiveController:
+        """Of the draft length. Captures the graphs that it may ask for, once the models' products are the fastest for
+        them, and times their rounds if it compares them."""
         spec, device, dummy_slot = self.spec, self.device, self.slots.dummy_slot
         max_num_tokens = self.args.max_num_tokens
         controller = controller_for(spec, max_num_tokens=max_num_tokens)
         drafter = speculation.graph_drafter
         sizes = self.graph_sizes(runner, speculation)
+        keys = graph_keys(sizes, draft_lens_of_rounds(controller, spec, speculation))
+        keys = [key for key in keys if key.num_tokens <= max_num_tokens]
+        if not self.args.deterministic:
+            # Windows of all requests, a row of each of them, full chunks of contexts, and a prompt of some length.
+            row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
+            tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, device)
         if sizes:
-            keys = graph_keys(sizes, draft_lens_of_rounds(controller, spec, speculation))
-            keys = [key for key in keys if key.num_tokens <= max_num_tokens]
             assert self.args.cuda_graph_config is not None
             runner.capture_graphs(keys, dummy_slot, device, pads=self.args.cuda_graph_config.enable_padding)
             if drafter is not None and runner.graphs is not None:
@@ -246,11 +255,13 @@ class _Builder:
         )
 
     def reserved_bytes(self, draft: LoadedDraft | None) -> int:
-        """Of attention's workspaces, of CUDA graphs, and of the distributions that rejection sampling on the target's
-        pages keeps for every slot."""
+        """Of the workspaces of attention and of products, of CUDA graphs, and of the distributions that rejection
+        sampling on the target's pages keeps for every slot."""
         configs = [self.config, *([draft.net.config] if draft else [])]
         geometries = [config.attention_geometry(self.mapping) for config in configs]
         num_bytes = sum(map(self.attention.workspace_bytes, geometries))
+        if self.device.type == "cuda" and not self.args.deterministic:
+            num_bytes += WORKSPACE_BYTES
         if self.args.cuda_graph_config is not None:
             sizes = self.args.cuda_graph_config.sizes(self.slots.max_batch_size)
             lengths = 1 + self.max_draft_len
@@ -360,7 +371,7 @@ def build_executor(
 
     runner = RoundRunner(engine, sampler, speculation.round_end)
     with torch.inference_mode():
-        controller = builder.controller(runner, speculation)
+        controller = builder.controller(runner, speculation, models)
     queue, resources = RequestQueue(), [*speculation.resources, kv, builder.slots]
     parts = ExecutorParts(
         queue=queue,

@@ -280,7 +280,7 @@ def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
     builder = _Builder(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
     builder.device = torch.device("cuda")
     runner: Any = recorder
-    builder.controller(runner, Speculation(built.parts.drafter, round_end=built.parts.runner.round_end))
+    builder.controller(runner, Speculation(built.parts.drafter, round_end=built.parts.runner.round_end), [])
     return recorder.keys
 
 

@@ -46,7 +46,7 @@ def build_keys(
     monkeypatch.setattr(drafter, "capture_graphs", lambda target, keys: seen.extend(keys))
     round_end = drafter if isinstance(drafter, DeferredDrafter) else None
     runner: Any = recorder
-    builder.controller(runner, Speculation(drafter, round_end=round_end, graph_drafter=drafter))
+    builder.controller(runner, Speculation(drafter, round_end=round_end, graph_drafter=drafter), [])
     return recorder.keys, seen
 
 

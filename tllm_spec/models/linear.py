@@ -12,6 +12,7 @@ from torch import nn
 from tllm_spec.kernels.few_row_linear import few_row_linear, serves
 from tllm_spec.kernels.row_invariant_linear import row_invariant_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
+from tllm_spec.kernels.tuned_linear import TunedProducts, tuned_linear
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
@@ -48,6 +49,9 @@ class Linear(Module):
         self.bias = placement.parameter(out_features) if bias else None
         self.matrix = self.weight.t()
         self.packed: torch.Tensor | None = None
+        self.products: TunedProducts | None = (
+            None  # on CUDA, where some are faster than torch's (linear_tuning.py)
+        )
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """Of `norm(x)`, where there is a norm. `[T, K]` -> `[T, N]`."""
@@ -66,6 +70,8 @@ class Linear(Module):
         """Add the outputs for x to `total` `[T, N]` in place, rounded once on CUDA."""
         if self._is_fused(x):
             few_row_linear(x, self.weight, bias=self.bias, add_to=total)
+        elif self.products is not None:
+            tuned_linear(x, self.weight, self.products, bias=self.bias, add_to=total)
         elif total.is_cuda and self.bias is None and not self.row_invariant:
             total.addmm_(x, self.matrix)
         else:
@@ -77,6 +83,8 @@ class Linear(Module):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.row_invariant:
             return row_invariant_linear(x, self.weight, self.bias)
+        if self.products is not None:
+            return tuned_linear(x, self.weight, self.products, bias=self.bias)
         if self.packed is not None and x.shape[0] > 1:
             output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.packed, self.bias, "none", [], ""

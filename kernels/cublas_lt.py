@@ -1,0 +1,241 @@
+"""cuBLASLt's matrix product with an algorithm of the caller's choice; torch takes the first that the library proposes.
+
+A small binding of the library that torch has loaded already, by the types and numbers of its public header. It lists
+the algorithms of a product and runs one; it does not know which is the fastest, nor what a product is for.
+
+An algorithm is 64 opaque bytes, which mean the same to the same version of the library on the same kind of device.
+"""
+
+import ctypes
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+WORKSPACE_BYTES = 32 << 20
+ALIGNMENT = 16  # bytes: what algorithms may take for granted of every row
+DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
+_FLOAT, _COMPUTE_FLOAT = 0, 68  # CUDA_R_32F, CUBLAS_COMPUTE_32F
+_TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 7, 8, 26  # CUBLASLT_MATMUL_DESC_...
+_ADDS_BIAS = 4  # CUBLASLT_EPILOGUE_BIAS
+_MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_...
+# CUBLASLT_REDUCTION_SCHEME_...: one program a sum, or shares of it that are added in float32.
+_NO_REDUCTION, _FLOAT_REDUCTION = 0, 2
+_SPLITS, _REDUCTION, _CLUSTER = 2, 3, 8  # CUBLASLT_ALGO_CONFIG_...
+# CTAs of a cluster along W's rows and along x's, and CUBLASLT_CLUSTER_SHAPE_...
+CLUSTERS = {(1, 1): 2, (2, 1): 3, (4, 1): 4, (1, 2): 5, (2, 2): 6, (1, 4): 8}
+
+
+class _Algorithm(ctypes.Structure):
+    """`cublasLtMatmulAlgo_t`."""
+
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class _Proposal(ctypes.Structure):
+    """`cublasLtMatmulHeuristicResult_t`."""
+
+    _fields_ = (
+        ("algorithm", _Algorithm),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+ALGORITHM_BYTES = ctypes.sizeof(_Algorithm)
+# Of a call: descriptors are pointers, like the handle and everything that they describe.
+_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_DESCRIPTORS = [_POINTER] * 5
+_SIGNATURES: dict[str, list[Any]] = {
+    "cublasLtCreate": [_POINTER],
+    "cublasLtDestroy": [_POINTER],
+    "cublasLtMatmulDescCreate": [_POINTER, _INT, _INT],
+    "cublasLtMatmulDescSetAttribute": [_POINTER, _INT, _POINTER, _SIZE],
+    "cublasLtMatmulDescDestroy": [_POINTER],
+    "cublasLtMatrixLayoutCreate": [_POINTER, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
+    "cublasLtMatrixLayoutDestroy": [_POINTER],
+    "cublasLtMatmulPreferenceCreate": [_POINTER],
+    "cublasLtMatmulPreferenceSetAttribute": [_POINTER, _INT, _POINTER, _SIZE],
+    "cublasLtMatmulPreferenceDestroy": [_POINTER],
+    "cublasLtMatmulAlgoGetHeuristic": [_POINTER, *_DESCRIPTORS, _POINTER, _INT, _POINTER, _POINTER],
+    "cublasLtMatmulAlgoConfigSetAttribute": [_POINTER, _INT, _POINTER, _SIZE],
+    "cublasLtMatmulAlgoCheck": [_POINTER, *_DESCRIPTORS, _POINTER, _POINTER],
+    # handle, operation, alpha, A and its layout, B, beta, C, D, algorithm, workspace, its size, stream
+    "cublasLtMatmul": [_POINTER] * 14 + [_SIZE, _POINTER],
+}
+
+
+@functools.cache
+def shared_library() -> ctypes.CDLL | None:
+    """The library of torch's own process, or None."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+    for name, types in _SIGNATURES.items():
+        getattr(library, name).argtypes = types
+    library.cublasLtGetVersion.restype = _SIZE
+    return library
+
+
+class CublasLt:
+    """The library on one device, with the workspace that its products share: they have to follow each other.
+
+    Raises RuntimeError when the library does not start.
+    """
+
+    def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
+        self._library = library
+        self.version = int(library.cublasLtGetVersion())
+        handle = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            self.call("Create", ctypes.byref(handle))
+        self.handle = handle
+        self.free_with(self, "Destroy", handle)
+        self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def call(self, name: str, *arguments: object) -> None:
+        if status := self.status(name, *arguments):
+            raise RuntimeError(f"cublasLt{name}: cublasStatus_t {status}")
+
+    def status(self, name: str, *arguments: object) -> int:
+        """0: it succeeded."""
+        return int(getattr(self._library, f"cublasLt{name}")(*arguments))
+
+    def set(self, of: str, on: object, attribute: int, value: "ctypes._SimpleCData[Any]") -> None:
+        self.call(f"{of}SetAttribute", on, attribute, ctypes.byref(value), ctypes.sizeof(value))
+
+    def free_with(self, owner: object, name: str, *arguments: object) -> None:
+        """Call this once the owner is gone; not when Python ends, where CUDA may have ended before."""
+        function = getattr(self._library, f"cublasLt{name}")
+        weakref.finalize(owner, function, *arguments).atexit = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a plan is made for: `x W^T` of `[T, K]` and `[N, K]`, with strides between rows, in elements. `adds`: to
+    what the output holds."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    x_stride: int
+    output_stride: int
+    dtype: torch.dtype
+    has_bias: bool = False
+    adds: bool = False
+
+    @property
+    def output_bytes(self) -> int:
+        return self.rows * self.out_features * self.dtype.itemsize
+
+
+class Plan:
+    """A product of fixed sizes.
+
+    The library stores by columns. So our `[T, N]` is its N x T, the product of W, which is its K x N transposed, and of
+    x, which is its K x T.
+    """
+
+    def __init__(self, lt: CublasLt, sizes: Sizes) -> None:
+        self._lt, self._beta = lt, _ONE_POINTER if sizes.adds else _ZERO_POINTER
+        self._operation, self._layouts = ctypes.c_void_p(), [ctypes.c_void_p() for _ in range(3)]
+        data_type = DATA_TYPES[sizes.dtype]
+        lt.call("MatmulDescCreate", ctypes.byref(self._operation), _COMPUTE_FLOAT, _FLOAT)
+        lt.free_with(self, "MatmulDescDestroy", self._operation)
+        lt.set("MatmulDesc", self._operation, _TRANSPOSE_A, ctypes.c_int32(1))
+        if sizes.has_bias:
+            lt.set("MatmulDesc", self._operation, _EPILOGUE, ctypes.c_uint32(_ADDS_BIAS))
+            lt.set("MatmulDesc", self._operation, _BIAS_TYPE, ctypes.c_int32(data_type))
+        weight = (sizes.in_features, sizes.out_features, sizes.in_features)
+        x = (sizes.in_features, sizes.rows, sizes.x_stride)
+        output = (sizes.out_features, sizes.rows, sizes.output_stride)
+        for layout, described in zip(self._layouts, (weight, x, output), strict=True):
+            lt.call("MatrixLayoutCreate", ctypes.byref(layout), data_type, *described)
+            lt.free_with(self, "MatrixLayoutDestroy", layout)
+
+    @property
+    def _descriptors(self) -> list[ctypes.c_void_p]:
+        weight, x, output = self._layouts
+        return [self._operation, weight, x, output, output]
+
+    def algorithms(self, most: int) -> list[bytes]:
+        """What the library proposes, its favourite first; none if it has nothing for these sizes."""
+        lt, preference, found = self._lt, ctypes.c_void_p(), ctypes.c_int()
+        proposals = (_Proposal * most)()
+        lt.call("MatmulPreferenceCreate", ctypes.byref(preference))
+        lt.set("MatmulPreference", preference, _MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
+        lt.set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_FLOAT_REDUCTION))
+        for alignment in _ALIGNMENTS:
+            lt.set("MatmulPreference", preference, alignment, ctypes.c_uint32(ALIGNMENT))
+        arguments = (preference, most, proposals, ctypes.byref(found))
+        lt.status("MatmulAlgoGetHeuristic", lt.handle, *self._descriptors, *arguments)
+        lt.call("MatmulPreferenceDestroy", preference)
+        return [bytes(one.algorithm) for one in proposals[: found.value] if one.state == 0]
+
+    def variant(self, algorithm: bytes, splits: int, cluster: tuple[int, int]) -> bytes | None:
+        """The algorithm with its sums split so often and its CTAs in such clusters; None where that does not go."""
+        changed = ctypes.create_string_buffer(algorithm, ALGORITHM_BYTES)
+        values = {
+            _SPLITS: ctypes.c_int32(splits),
+            _REDUCTION: ctypes.c_uint32(_NO_REDUCTION if splits == 1 else _FLOAT_REDUCTION),
+            _CLUSTER: ctypes.c_uint16(CLUSTERS[cluster]),
+        }
+        for attribute, value in values.items():
+            arguments = (changed, attribute, ctypes.byref(value), ctypes.sizeof(value))
+            if self._lt.status("MatmulAlgoConfigSetAttribute", *arguments):
+                return None
+        return changed.raw if self.accepts(changed.raw) else None
+
+    def accepts(self, algorithm: bytes) -> bool:
+        """Whether the algorithm, found for other sizes perhaps, serves these."""
+        checked = _Proposal()
+        arguments = (*self._descriptors, algorithm, ctypes.byref(checked))
+        refused = self._lt.status("MatmulAlgoCheck", self._lt.handle, *arguments)
+        return not refused and checked.workspace_bytes <= WORKSPACE_BYTES
+
+    def run(
+        self,
+        algorithm: bytes,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """`output = x W^T + bias`, or that is added to the output, on the current stream.
+
+        Raises RuntimeError when the library refuses.
+        """
+        lt, (weights, rows, outputs) = self._lt, self._layouts
+        if bias is not None:
+            lt.set("MatmulDesc", self._operation, _BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        lt.call(
+            "Matmul",
+            lt.handle,
+            self._operation,
+            _ONE_POINTER,
+            weight.data_ptr(),
+            weights,
+            x.data_ptr(),
+            rows,
+            self._beta,
+            output.data_ptr(),
+            outputs,
+            output.data_ptr(),
+            outputs,
+            algorithm,
+            lt.workspace.data_ptr(),
+            WORKSPACE_BYTES,
+            torch.cuda.current_stream(x.device).cuda_stream,
+        )
+
+
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+_ONE_POINTER, _ZERO_POINTER = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)

@@ -1,0 +1,107 @@
+"""Which algorithm a linear layer's product runs, by its shape and number of rows, and the file that keeps the table for
+the next start.
+
+It knows neither the library behind an algorithm nor how the choice was made.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+SMALLEST_ROWS = 16
+
+
+def rows_class(rows: int) -> int:
+    """Products of 33 to 48 rows are one class, those of 49 to 64 the next: powers of two and what lies halfway between
+    two. What is best for the class's largest number of rows serves all of it."""
+    power = max(SMALLEST_ROWS, 1 << max(rows - 1, 0).bit_length())
+    halfway = power * 3 // 4
+    return halfway if power > SMALLEST_ROWS and rows <= halfway else power
+
+
+@dataclass(frozen=True)
+class ProductKey:
+    """Of `[rows, in_features]` and `[out_features, in_features]`; `rows` is a class. `dtype`: `bfloat16`. `adds`: to a
+    running sum, which another algorithm may do best."""
+
+    in_features: int
+    out_features: int
+    dtype: str
+    rows: int
+    adds: bool = False
+
+    def __str__(self) -> str:
+        kind = "sum" if self.adds else "product"
+        return f"{self.rows}x{self.in_features}x{self.out_features} {self.dtype} {kind}"
+
+
+@dataclass
+class LinearTable:
+    """By `str(ProductKey)`: the algorithm, or None where torch's own choice is as fast."""
+
+    choices: dict[str, bytes | None] = field(default_factory=dict)
+
+    def __contains__(self, key: ProductKey) -> bool:
+        return str(key) in self.choices
+
+    def __getitem__(self, key: ProductKey) -> bytes | None:
+        return self.choices[str(key)]
+
+    def __setitem__(self, key: ProductKey, algorithm: bytes | None) -> None:
+        self.choices[str(key)] = algorithm
+
+    def get(self, key: ProductKey) -> bytes | None:
+        """None, too, where nothing was measured."""
+        return self.choices.get(str(key))
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm_spec"
+
+
+def table_path(folder: Path, device_name: str, library_version: int, torch_version: str) -> Path:
+    """Of a kind of device and versions of the libraries: with any other an algorithm may mean something else."""
+    name = f"linear-{device_name}-cublasLt{library_version}-torch{torch_version}"
+    return folder / (re.sub(r"[^A-Za-z0-9.+-]+", "_", name) + ".json")
+
+
+def read_table(path: Path, algorithm_bytes: int) -> LinearTable:
+    """Empty where there is no file, or one that nobody can read, which is logged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}")
+        choices = {
+            key: None if hexed is None else bytes.fromhex(hexed) for key, hexed in content["choices"].items()
+        }
+        if any(algorithm is not None and len(algorithm) != algorithm_bytes for algorithm in choices.values()):
+            raise ValueError("an algorithm of another length")
+    except FileNotFoundError:
+        return LinearTable()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be used and will be made anew: %s", path, error)
+        return LinearTable()
+    return LinearTable(choices)
+
+
+def write_table(path: Path, table: LinearTable) -> None:
+    """All at once: whoever reads it meanwhile sees the old file or the new one. A folder that cannot be written is
+    logged: the next start measures again."""
+    choices = {key: None if found is None else found.hex() for key, found in sorted(table.choices.items())}
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump({"format": FORMAT, "choices": choices}, file, indent=1)
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.warning("%s was not written, so the next start measures again: %s", path, error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()

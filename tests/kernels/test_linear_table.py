@@ -1,0 +1,112 @@
+"""The table of products: classes of rows, and the file between two starts."""
+
+import json
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+
+from tllm_spec.kernels.linear_table import (
+    LinearTable,
+    ProductKey,
+    cache_folder,
+    read_table,
+    rows_class,
+    table_path,
+    write_table,
+)
+
+KEY = ProductKey(4096, 6144, "bfloat16", 32)
+SLOW = ProductKey(4096, 6144, "bfloat16", 48)
+ALGORITHM = bytes(range(64))
+
+
+def test_a_class_ends_at_a_power_of_two_or_halfway_to_the_next() -> None:
+    ends = sorted({rows_class(rows) for rows in range(1, 8193)})
+    assert ends[:8] == [16, 24, 32, 48, 64, 96, 128, 192] and ends[-2:] == [6144, 8192]
+    for rows in range(1, 2000):
+        assert rows_class(rows) == next(end for end in ends if end >= rows)
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "table.json"
+    write_table(path, LinearTable({str(KEY): ALGORITHM, str(SLOW): None}))
+    table = read_table(path, 64)
+    assert KEY in table and table[KEY] == table.get(KEY) == ALGORITHM
+    assert SLOW in table and table[SLOW] is None  # measured, and torch's is as fast
+    other = ProductKey(4096, 6144, "float16", 32)
+    assert other not in table and table.get(other) is None
+    assert [file.name for file in path.parent.iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        '{"format": 1, "choi',
+        "[]",
+        '{"format": 1}',
+        '{"format": 2, "choices": {}}',
+        '{"format": 1, "choices": {"a": "zz"}}',
+        '{"format": 1, "choices": {"a": 5}}',
+        '{"format": 1, "choices": {"a": "00ff"}}',
+        "\udcff",
+    ],
+    ids=["empty", "cut", "list", "no choices", "format", "no hex", "number", "length", "no text"],
+)
+def test_a_damaged_file_is_no_table_and_is_written_anew(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with caplog.at_level(logging.WARNING):
+        assert read_table(path, 64).choices == {}
+    assert str(path) in caplog.text
+    write_table(path, LinearTable({str(KEY): ALGORITHM}))
+    assert read_table(path, 64)[KEY] == ALGORITHM
+
+
+def test_no_file_is_an_empty_table_and_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_table(tmp_path / "table.json", 64).choices == {}
+    assert not caplog.records
+
+
+def test_a_file_that_cannot_be_written_is_only_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    write_table(tmp_path / "file" / "table.json", LinearTable())
+    assert "measures again" in caplog.text
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    write_table(path, LinearTable({str(KEY): ALGORITHM}))
+
+    def dump(content: object, file: object, **options: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(json, "dump", dump)
+    write_table(path, LinearTable({str(SLOW): ALGORITHM}))
+    assert read_table(path, 64).choices == {str(KEY): ALGORITHM}
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_the_file_is_in_the_users_cache_and_named_by_device_and_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "tllm_spec"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "tllm_spec"
+    path = table_path(tmp_path, "NVIDIA H200 / x", 130100, "2.11.0+cu130")
+    assert path == tmp_path / "linear-NVIDIA_H200_x-cublasLt130100-torch2.11.0+cu130.json"
+
+
+def test_the_file_is_not_more_private_than_others(tmp_path: Path) -> None:
+    """Users of a machine may share the folder; a temporary file alone would be its owner's."""
+    (tmp_path / "other").touch()
+    write_table(tmp_path / "table.json", LinearTable())
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    assert len(modes) == 1

@@ -1,0 +1,144 @@
+"""The search for the fastest algorithm, with a library and a clock of the test's own: what is tried, what wins, for
+which rows. What it finds on a device is checked in test_tuned_linear.py."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tllm_spec.kernels import linear_tuner
+from tllm_spec.kernels.cublas_lt import Sizes
+from tllm_spec.kernels.linear_table import LinearTable
+from tllm_spec.kernels.linear_tuner import Product, Search, tune_missing
+from tllm_spec.kernels.tuned_linear import key_of
+
+NO_LIBRARY: Any = None
+WEIGHTS = [torch.zeros(48, 64) for _ in range(2)]
+# Microseconds of proposals and variants.
+TIMES = {b"slow": 50.0, b"middle": 40.0, b"best": 30.0, b"slow+": 60.0, b"middle+": 20.0, b"best+": 35.0}
+
+
+class FakePlan:
+    """Splitting the sums makes a variant, clusters change nothing. `refused`: only when it is run."""
+
+    refused: frozenset[bytes] = frozenset()
+
+    def __init__(self, lt: object, sizes: Sizes) -> None:
+        self.sizes = sizes
+
+    def algorithms(self, most: int) -> list[bytes]:
+        return [b"slow", b"middle", b"best"]
+
+    def variant(self, algorithm: bytes, splits: int, cluster: tuple[int, int]) -> bytes | None:
+        return {1: None, 2: algorithm + b"+"}[splits]
+
+    def run(self, algorithm: bytes, x: object, weight: object, output: object) -> bytes:
+        if algorithm in self.refused:
+            raise RuntimeError("cublasLtMatmul: cublasStatus_t 15")
+        return algorithm
+
+
+class Clocked:
+    """What was timed; torch takes `torch_time`."""
+
+    def __init__(self) -> None:
+        self.torch_time = 25.0
+        self.timed: list[bytes | None] = []
+
+    def __call__(self, search: Search, calls: list[Any]) -> list[float]:
+        ran = [call(WEIGHTS[0]) for call in calls]
+        self.timed += [what if isinstance(what, bytes) else None for what in ran]
+        return [TIMES[what] if isinstance(what, bytes) else self.torch_time for what in ran]
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
+    clocked = Clocked()
+    monkeypatch.setattr(linear_tuner, "Plan", FakePlan)
+    monkeypatch.setattr(linear_tuner, "HEAT", 50)
+    monkeypatch.setattr(Search, "microseconds", lambda search, calls: clocked(search, calls))
+    return clocked
+
+
+def key(rows: int, *, adds: bool = False) -> Any:
+    return key_of(Sizes(rows, 64, 48, 64, 48, torch.float32, adds=adds))
+
+
+def fastest(rows: int) -> bytes | None:
+    table = LinearTable()
+    tune_missing(table, NO_LIBRARY, [Product(WEIGHTS, False)], [rows])
+    return table[key(rows)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "torch_time", "expected"),
+    [(64, 25.0, b"middle+"), (64, 20.1, None), (64, 19.0, None), (1024, 50.0, b"best"), (1024, 29.0, None)],
+)
+def test_the_fastest_of_proposals_and_of_few_rows_variants_is_chosen_if_it_beats_torch(
+    rows: int, torch_time: float, expected: bytes | None, clocked: Clocked
+) -> None:
+    clocked.torch_time = torch_time
+    assert fastest(rows) == expected
+
+
+def test_what_is_refused_when_it_runs_is_not_chosen(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakePlan, "refused", frozenset({b"middle+", b"slow"}))
+    clocked.torch_time = 31.0
+    assert fastest(64) == b"best"
+    monkeypatch.setattr(FakePlan, "refused", frozenset(TIMES))
+    assert fastest(64) is None
+
+
+def test_variants_are_made_of_the_fastest_proposals_only(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_tuner, "VARIED", 1)
+    assert fastest(64) is None
+    assert b"best+" in clocked.timed and b"middle+" not in clocked.timed
+
+
+def test_finalists_and_torch_take_turns(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_tuner, "FINALISTS", 2)
+    fastest(64)
+    assert clocked.timed[-15:] == [None, b"middle+", b"best"] * 5
+
+
+def test_each_form_is_measured_once_a_class_of_rows_and_large_classes_first(clocked: Clocked) -> None:
+    products = [Product(WEIGHTS, False), Product(WEIGHTS, True)]
+    table = LinearTable()
+    assert tune_missing(table, NO_LIBRARY, products, [1, 8, 12, 9, 40, 36, 300]) == 6
+    found = {str(key(rows, adds=adds)) for rows in (16, 48, 384) for adds in (False, True)}
+    assert table.choices.keys() == found
+    assert [name.split("x")[0] for name in table.choices] == ["384", "384", "48", "48", "16", "16"]
+    assert tune_missing(table, NO_LIBRARY, products, [48, 13, 65]) == 2  # of 65 to 96 rows
+
+
+def test_the_largest_number_of_rows_is_measured_for_its_class(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Sizes] = []
+    monkeypatch.setattr(
+        linear_tuner, "Plan", lambda lt, sizes: (planned.append(sizes), FakePlan(lt, sizes))[1]
+    )
+    tune_missing(LinearTable(), NO_LIBRARY, [Product(WEIGHTS, True)], [33, 40, 36])
+    assert planned == [Sizes(40, 64, 48, 64, 48, torch.float32, adds=True)]
+
+
+def test_logits_of_a_whole_prompt_are_not_measured(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_tuner, "MAX_OUTPUT_BYTES", 100 * 48 * 4)
+    table = LinearTable()
+    assert tune_missing(table, NO_LIBRARY, [Product(WEIGHTS, False)], [100, 200]) == 1
+    assert key(100) in table and key(200) not in table
+
+
+def test_weights_take_turns(monkeypatch: pytest.MonkeyPatch, clocked: Clocked) -> None:
+    seen: list[int] = []
+    search = Search(NO_LIBRARY, Product(WEIGHTS, False).sizes(16), WEIGHTS)
+    monkeypatch.setattr(search, "_torch", lambda weight: seen.append(weight.data_ptr()))
+    search.heat(0.0)
+    search.heat(0.0)
+    search.heat(0.0)
+    first, second = (weight.data_ptr() for weight in WEIGHTS)
+    assert seen == [first, second, first]

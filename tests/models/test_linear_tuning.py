@@ -1,0 +1,146 @@
+"""Which layers' products are measured, and that the next start does not measure again."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.helpers import CPU
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.kernels.linear_table import LinearTable
+from tllm_spec.kernels.linear_tuner import Product
+from tllm_spec.kernels.tuned_linear import TunedProducts, key_of
+from tllm_spec.models import linear, linear_tuning
+from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
+from tllm_spec.models.linear_tuning import tune_linears
+from tllm_spec.models.module import Placement
+
+CUDA, BFLOAT16 = torch.device("cuda"), torch.bfloat16
+ALGORITHM = bytes(64)
+
+
+def layer(in_features: int, out_features: int, **placed: Any) -> ColumnLinear:
+    placement = Placement(placed.pop("dtype", BFLOAT16), CPU, SINGLE_RANK, **placed)
+    return ColumnLinear(in_features, {"part": out_features}, bias=False, placement=placement)
+
+
+def sum_layer(in_features: int, out_features: int) -> RowLinear:
+    return RowLinear(in_features, out_features, bias=False, placement=Placement(BFLOAT16, CPU, SINGLE_RANK))
+
+
+class FakeLt:
+    version = 130100
+
+    def __init__(self, library: object, device: torch.device) -> None:
+        assert (library, device) == ("library", CUDA)
+
+
+class Tuned(list[tuple[list[Product], list[int]]]):
+    """Products and numbers of rows of each call; stands in for `tune_missing`."""
+
+    def __call__(self, table: LinearTable, lt: FakeLt, products: list[Product], rows: Iterable[int]) -> int:
+        self.append((products, list(rows)))
+        missing = [
+            key
+            for product in products
+            for count in rows
+            if (key := key_of(product.sizes(count))) not in table
+        ]
+        for key in missing:
+            table[key] = ALGORITHM
+        return len(missing)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tuned:
+    tuned = Tuned()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(linear_tuning, "shared_library", lambda: "library")
+    monkeypatch.setattr(linear_tuning, "CublasLt", FakeLt)
+    monkeypatch.setattr(linear_tuning, "tune_missing", tuned)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    return tuned
+
+
+def test_layers_of_all_models_are_grouped_by_shape_and_form_and_share_one_table(tuned: Tuned) -> None:
+    model = nn.Sequential(layer(1024, 2048), layer(1024, 2048), layer(2048, 1024))
+    head = nn.Sequential(layer(2048, 1024), sum_layer(2048, 1024))
+    tune_linears([model, head], [32], CUDA)
+    ((products, rows),) = tuned
+    assert rows == [32]
+    groups = [(tuple(product.weights[0].shape), len(product.weights), product.adds) for product in products]
+    assert groups == [((2048, 1024), 2, False), ((1024, 2048), 2, False), ((1024, 2048), 1, True)]
+    (table,) = {id(found.products) for part in (model, head) for found in part}
+    assert table is not None and isinstance(head[0].products, TunedProducts)
+
+
+def test_the_second_start_does_not_measure_and_a_new_size_is_added(
+    tuned: Tuned, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(*rows: int) -> LinearTable:
+        caplog.clear()
+        model = nn.Sequential(layer(1024, 2048))
+        with caplog.at_level(logging.INFO):
+            tune_linears([model], rows, CUDA)
+        assert isinstance(model[0].products, TunedProducts)
+        return model[0].products.table
+
+    first = start(32, 64)
+    assert "measured 2 products" in caplog.text
+    (file,) = (tmp_path / "tllm_spec").iterdir()
+    assert "a_device-cublasLt130100" in file.name
+    assert start(32, 64) == first and not caplog.records
+    assert len(start(32, 128).choices) == 3 and "measured 1 products" in caplog.text
+    file.write_text("{")
+    assert len(start(32).choices) == 1 and "made anew" in caplog.text
+    assert start(32).choices and not caplog.records
+
+
+def test_layers_that_would_not_gain_are_left_alone(tuned: Tuned) -> None:
+    small, exact = layer(64, 64), layer(1024, 2048, row_invariant=True)
+    single = layer(1024, 2048, dtype=torch.float32)
+    tune_linears([nn.Sequential(small, exact, single)], [32], CUDA)
+    assert not tuned
+    assert all(found.products is None for found in (small, exact, single))
+
+
+def test_nothing_happens_on_a_cpu_nor_without_the_library(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(layer(1024, 2048))
+    tune_linears([model], [32], CPU)
+    monkeypatch.setattr(linear_tuning, "shared_library", lambda: None)
+    with caplog.at_level(logging.INFO):
+        tune_linears([model], [32], CUDA)
+    assert not tuned and "no libcublasLt" in caplog.text
+    assert isinstance(model[0], Linear) and model[0].products is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_a_layer_with_products_asks_them_for_every_form(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[TunedProducts] = []
+
+    def spy(x: torch.Tensor, weight: torch.Tensor, products: TunedProducts, **forms: Any) -> torch.Tensor:
+        asked.append(products)
+        output = torch.nn.functional.linear(x, weight, forms["bias"])
+        return output if forms.get("add_to") is None else forms["add_to"].add_(output)
+
+    monkeypatch.setattr(linear, "tuned_linear", spy)
+    found = RowLinear(64, 48, bias=bias, placement=Placement(torch.float32, CPU, SINGLE_RANK))
+    for parameter in found.parameters():
+        parameter.normal_()
+    x, total = torch.randn(9, 64), torch.randn(9, 48)
+    plain, expected = found.forward(x), total.clone()
+    found.add_to(expected, x)
+    assert not asked
+    no_library: Any = None
+    found.products = TunedProducts(no_library, LinearTable())
+    torch.testing.assert_close(found.forward(x), plain)
+    found.add_to(total, x)
+    torch.testing.assert_close(total, expected)
+    assert asked == [found.products] * 2

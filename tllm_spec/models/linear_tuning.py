@@ -1,0 +1,66 @@
+"""Gives the linear layers of loaded models the fastest product for the numbers of rows that they will see: out of the
+table that an earlier start left, else by measuring now.
+
+It knows which layers there are; not how a product is measured (kernels/linear_tuner.py), nor how it is run.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from time import monotonic
+
+import torch
+from torch import nn
+
+from tllm_spec.kernels.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
+from tllm_spec.kernels.linear_table import cache_folder, read_table, table_path, write_table
+from tllm_spec.kernels.linear_tuner import Product, tune_missing
+from tllm_spec.kernels.tuned_linear import TunedProducts
+from tllm_spec.models.linear import Linear, RowLinear
+
+logger = logging.getLogger(__name__)
+
+MIN_WEIGHT_BYTES = 4 << 20  # of smaller ones most of the time is the launch's
+
+
+@torch.inference_mode()
+def tune_linears(models: Sequence[nn.Module], row_counts: Iterable[int], device: torch.device) -> None:
+    """On CUDA; elsewhere nothing happens. Row-invariant layers keep their kernel. Waits for the device."""
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]
+    layers = [layer for layer in layers if _is_worth_it(layer)]
+    if device.type != "cuda" or not layers:
+        return
+    library = shared_library()
+    if library is None:
+        logger.info("linear layers run torch's choice of algorithm, which is slower: there is no libcublasLt")
+        return
+    start, lt = monotonic(), CublasLt(library, device)
+    path = table_path(cache_folder(), torch.cuda.get_device_name(device), lt.version, torch.__version__)
+    table = read_table(path, ALGORITHM_BYTES)
+    measured = tune_missing(table, lt, _by_shape(layers), row_counts)
+    if measured:
+        torch.cuda.empty_cache()
+        write_table(path, table)
+        logger.info(
+            "measured %d products of linear layers in %.1f s; see %s", measured, monotonic() - start, path
+        )
+    products = TunedProducts(lt, table)
+    for layer in layers:
+        layer.products = products
+
+
+def _is_worth_it(layer: Linear) -> bool:
+    weight = layer.weight
+    return (
+        not layer.row_invariant
+        and weight.dtype in DATA_TYPES
+        and weight.numel() * weight.element_size() >= MIN_WEIGHT_BYTES
+    )
+
+
+def _by_shape(layers: Iterable[Linear]) -> list[Product]:
+    """The outputs of a row-parallel layer go to the running sum."""
+    found: dict[tuple[torch.Size, torch.dtype, bool], list[torch.Tensor]] = defaultdict(list)
+    for layer in layers:
+        found[layer.weight.shape, layer.weight.dtype, isinstance(layer, RowLinear)].append(layer.weight)
+    return [Product(weights, adds) for (_, _, adds), weights in found.items()]
