@@ -1,4 +1,4 @@
-"""One thread against all of them, by model size: where `SINGLE_THREAD_BYTES` of executor/build.py comes from.
+"""One thread against all of them, by model size: where `SINGLE_THREAD_BYTES` of executor/device_choice.py comes from.
 
     python benchmarks/cpu_threads.py [--output result.json] [--repeat 3]
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tllm_spec import LLM, SamplingParams
-from tllm_spec.executor import build
+from tllm_spec.executor import device_choice
 
 # hidden size, layers, MLP size
 SHAPES = ((192, 12, 448), (320, 12, 768), (448, 12, 1152), (640, 12, 1728))
@@ -39,7 +39,7 @@ def write_config(folder: str, hidden: int, layers: int, inner: int) -> None:
 
 
 def seconds(folder: str, single_thread_bytes: int) -> float:
-    build.SINGLE_THREAD_BYTES = single_thread_bytes
+    device_choice.SINGLE_THREAD_BYTES = single_thread_bytes
     options = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,

@@ -18,6 +18,7 @@ from tllm_spec.attention.row_invariant import RowInvariantAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.executor.cuda_graphs import graph_keys
+from tllm_spec.executor.device_choice import cpu_threads, pick_device, pick_dtype
 from tllm_spec.executor.draft_lens import (
     EAGER_SIZES,
     controller_for,
@@ -41,6 +42,8 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, draft_folder, load_head
 from tllm_spec.executor.speculative.modes import (
     DraftEngine,
@@ -50,7 +53,6 @@ from tllm_spec.executor.speculative.modes import (
     draft_model_of,
 )
 from tllm_spec.executor.speculative.request_mark import RequestMark
-from tllm_spec.executor.speculative.worker import DraftLayers
 from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.kernels.few_row_linear import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
@@ -63,8 +65,6 @@ from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
 
-SINGLE_THREAD_BYTES = 32 << 20
-
 
 @dataclass(frozen=True)
 class BuiltExecutor:
@@ -76,31 +76,6 @@ class BuiltExecutor:
     max_seq_len: int
     max_draft_len: int
     new_mark: Callable[[], RequestMark]
-
-
-def pick_device(name: str) -> torch.device:
-    """Raises ValueError when a CUDA device is asked for and there is none."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device = {name!r}: torch sees no CUDA device here; use 'cpu' or 'auto'")
-    return torch.device(name)
-
-
-def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own on CUDA, and float32 on a CPU, where 16-bit arithmetic is slower and coarser."""
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    return of_checkpoint if device.type == "cuda" else torch.float32
-
-
-def _cpu_threads(target: CausalLM) -> int | None:
-    """One thread for a model whose weights fit into a core's caches: there, waking others for every op costs more than
-    they compute (benchmarks/cpu_threads.py)."""
-    if target.device.type != "cpu":
-        return None
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in target.parameters())
-    return 1 if num_bytes <= SINGLE_THREAD_BYTES else None
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
@@ -155,6 +130,12 @@ class _Builder:
         if plan is None or not plan.shares_pages:
             return 0
         return self.max_draft_len - 1 if plan.is_head else self.max_draft_len
+
+    @property
+    def may_be_plain(self) -> bool:
+        """Whether rounds may have draft length 0 in a batch of some size."""
+        controller = controller_for(self.spec, max_num_tokens=self.args.max_num_tokens)
+        return any(0 in controller.draft_lens_at(1 + size) for size in range(self.slots.max_batch_size))
 
     @property
     def overshoot(self) -> int:
@@ -255,22 +236,25 @@ class _Builder:
         )
 
     def reserved_bytes(self, draft: LoadedDraft | None) -> int:
-        """Of the workspaces of attention and of products, of CUDA graphs, and of the distributions that rejection
-        sampling on the target's pages keeps for every slot."""
+        """Of the workspaces of attention and of products, of CUDA graphs, and of what is kept for every slot: the
+        distributions of rejection sampling on the target's pages, and what a draft inside the forward puts off."""
+        num_slots, num_graphs = self.slots.dummy_slot + 1, 2 * (1 + self.max_draft_len)
         configs = [self.config, *([draft.net.config] if draft else [])]
         geometries = [config.attention_geometry(self.mapping) for config in configs]
         num_bytes = sum(map(self.attention.workspace_bytes, geometries))
         if self.device.type == "cuda" and not self.args.deterministic:
             num_bytes += WORKSPACE_BYTES
+        if draft is not None and not draft.plan.drafts_before_the_forward and self.may_be_plain:
+            num_bytes += DraftBacklog.num_bytes(num_slots, draft.spec.captured(1) if draft.spec else None)
+            num_graphs += 1
         if self.args.cuda_graph_config is not None:
             sizes = self.args.cuda_graph_config.sizes(self.slots.max_batch_size)
-            lengths = 1 + self.max_draft_len
             if draft is not None and draft.plan.drafts_before_the_forward:
                 controller = controller_for(self.spec, max_num_tokens=self.args.max_num_tokens)
-                lengths += len({0, *controller.draft_lens})
-            num_bytes += 2 * len(sizes) * lengths * BYTES_A_GRAPH
+                num_graphs += 2 * len({0, *controller.draft_lens})
+            num_bytes += len(sizes) * num_graphs * BYTES_A_GRAPH
         if draft is not None and draft.plan.shares_pages and self.spec and self.spec.use_rejection_sampling:
-            rows = (self.slots.max_batch_size + 1) * self.max_draft_len
+            rows = num_slots * self.max_draft_len
             num_bytes += rows * self.config.vocab_size * torch.float32.itemsize
         return num_bytes
 
@@ -362,14 +346,16 @@ def build_executor(
         assert isinstance(draft.net, CausalLM)
         draft_engine = DraftEngine(*builder.engine(draft.net, num_pages)[:2])
     dummy_slot = builder.slots.dummy_slot
-    around = Surroundings(slots, sampler, args.max_num_tokens, dummy_slot, draft_engine, layers)
+    around = Surroundings(
+        slots, sampler, args.max_num_tokens, dummy_slot, draft_engine, layers, builder.may_be_plain
+    )
     speculation = build_speculation(builder.spec, around)
 
     def blame() -> list[LlmRequest] | None:
         culprit = sampler.host_edits.take_culprit()
         return [culprit] if culprit is not None else speculation.blame()
 
-    runner = RoundRunner(engine, sampler, speculation.round_end)
+    runner = RoundRunner(engine, sampler, speculation.round_end, speculation.backlog)
     with torch.inference_mode():
         controller = builder.controller(runner, speculation, models)
     queue, resources = RequestQueue(), [*speculation.resources, kv, builder.slots]
@@ -386,7 +372,7 @@ def build_executor(
         draft_len_for=controller.steps_for,
         blame=blame,
         max_in_flight=0 if builder.why_no_overlap else 1,
-        cpu_threads=_cpu_threads(target),
+        cpu_threads=cpu_threads(target),
         stream_interval=args.stream_interval,
     )
     executor = PyExecutor(parts, respond)

@@ -98,6 +98,9 @@ class LlmRequest:
         0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
     )
     draft_kv_len: int = 0  # the same in a draft model's cache
+    draft_backlog: int = (
+        0  # latest rounds launched whose one position a draft inside the forward has yet to read
+    )
     tokens_in_flight: int = 0  # upper bound of what launched rounds, not read yet, will add to the tokens
     context_chunk: int = 0  # tokens of the context scheduled in this round
     cached_tokens: int = 0  # reused from the prefix cache at first admission
@@ -138,6 +141,11 @@ class LlmRequest:
     def num_tokens_bound(self) -> int:
         """Tokens when the rounds in flight have been read, at most."""
         return len(self.tokens) + self.tokens_in_flight
+
+    @property
+    def draft_lag(self) -> int:
+        """Tokens before `kv_len` that the draft has yet to read. Of the backlog, what is in flight lies behind it."""
+        return max(0, self.draft_backlog - self.tokens_in_flight)
 
     @property
     def is_last_context_chunk(self) -> bool:

@@ -119,7 +119,7 @@ class Scheduler:
         for manager in self._resources:
             manager.free_resources(victim)
         victim.state, victim.kv_len, victim.context_chunk = RequestState.WAITING, 0, 0
-        victim.py_draft_tokens = []
+        victim.py_draft_tokens, victim.draft_backlog = [], 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.add(victim)

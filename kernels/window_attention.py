@@ -45,6 +45,9 @@ class WindowPlaces:
     """`[B]` int32, at least 1; tokens in the cache, the W of the window included."""
     kv_slots: torch.Tensor
     """`[B * W]` int64: page * page_size + offset of each token of the windows, as the block table has it."""
+    num_padding: torch.Tensor | None = None
+    """`[B]` int64: of each window so many rows, its first, are nobody's. Their keys are not seen, but what the pool has
+    at their positions is; kv_slots sends them where nobody looks, if they are written at all."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,9 @@ def _launch_attention(
     partials = (workspace.outputs, workspace.log_sums)
     attention_kernel[(num_tiles, batch, splits.number)](
         *(qkv, turns, weights, eps, layer, layer.stride(0), places.kv_slots, *tables),
-        *(scale * math.log2(math.e), output, *partials, splits.number, splits.min_keys),
+        *(scale * math.log2(math.e), output, *partials, splits.number, splits.min_keys, places.num_padding),
         **sizes,
+        PADDED=places.num_padding is not None,
         HAS_NORM=norm is not None,
         SPLITS=splits.number > 1,
         GROUP=group,
@@ -168,8 +172,9 @@ def _launch_attention(
     if splits.number > 1:
         rows = 8 if splits.unsplit_fills and heads % 8 == 0 else 1
         reduction_kernel[(batch * window * heads // rows,)](
-            *(*partials, places.kv_lens, output, max_len, splits.number, splits.min_keys),
+            *(*partials, places.kv_lens, output, max_len, splits.number, splits.min_keys, places.num_padding),
             **sizes,
+            PADDED=places.num_padding is not None,
             HEADS=heads,
             ROWS=rows,
             BLOCK_S=_power_of_two(splits.number),

@@ -103,17 +103,25 @@ def _attend(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _num_own(
+    num_padding: tl.tensor, request: tl.tensor, WINDOW: tl.constexpr, PADDED: tl.constexpr
+) -> tl.tensor:
+    """The window's rows without those that are nobody's."""
+    return WINDOW - tl.load(num_padding + request).to(tl.int32) if PADDED else WINDOW
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _shares(
     kv_len: tl.tensor,
+    num_own: tl.tensor,
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
-    WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """How many keys were in the pool before, a split's share of them in whole blocks, and how many splits have one; the
     last of these has the window, too."""
-    num_old = tl.minimum(tl.maximum(kv_len - WINDOW, 0), max_len)
+    num_old = tl.minimum(tl.maximum(kv_len - num_own, 0), max_len)
     share = tl.cdiv(tl.maximum(tl.cdiv(num_old, num_splits), min_keys), BLOCK_N) * BLOCK_N
     return num_old, share, tl.maximum(tl.cdiv(num_old, share), 1)
 
@@ -127,6 +135,7 @@ def _window_keys(
     layer: tl.tensor,
     value_offset: tl.tensor,
     kv_slots: tl.tensor,
+    num_own: tl.tensor,
     request: tl.tensor,
     kv_head: tl.tensor,
     HAS_NORM: tl.constexpr,
@@ -137,17 +146,18 @@ def _window_keys(
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The window's own keys, turned, and its values, `[BLOCK_W, D]`; they go into the pool, too."""
+    """The window's own keys, turned, and its values, `[BLOCK_W, D]`; they go into the pool, too. Zeros are nobody's."""
     num_heads: tl.constexpr = KV_HEADS * (GROUP + 2)
     new, dims = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D)
-    own = (new < WINDOW)[:, None] & (dims < HEAD_DIM)[None, :]
+    own_rows = (new < WINDOW) & (new >= WINDOW - num_own)
+    own = own_rows[:, None] & (dims < HEAD_DIM)[None, :]
     tokens, heads = request * WINDOW + new, KV_HEADS * GROUP + kv_head + tl.zeros([BLOCK_W], tl.int32)
     keys = _rotated(
-        qkv, turns, norm_weights, eps, tokens, heads, new < WINDOW, HAS_NORM, num_heads, HEAD_DIM, BLOCK_D
+        qkv, turns, norm_weights, eps, tokens, heads, own_rows, HAS_NORM, num_heads, HEAD_DIM, BLOCK_D
     )
     value_places = (tokens * num_heads + heads + KV_HEADS) * HEAD_DIM
     values = tl.load(qkv + value_places[:, None] + dims[None, :], mask=own, other=0.0)
-    slots = tl.load(kv_slots + tokens, mask=new < WINDOW, other=0)
+    slots = tl.load(kv_slots + tokens, mask=own_rows, other=0)
     targets = layer + ((slots * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(targets, keys, mask=own)
     tl.store(targets + value_offset, values, mask=own)
@@ -161,10 +171,10 @@ def attention_kernel(
     layer: tl.tensor, value_offset: tl.tensor, kv_slots: tl.tensor,
     block_tables: tl.tensor, table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor,
     log2_scale: tl.tensor, output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor,
-    num_splits: tl.tensor, min_keys: tl.tensor,
-    HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    num_splits: tl.tensor, min_keys: tl.tensor, num_padding: tl.tensor,
+    PADDED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): neighbours read the heads of the same keys, and splits that
     may have none come last."""
@@ -172,7 +182,7 @@ def attention_kernel(
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     kv_head = tile % KV_HEADS
-    kv_len = tl.load(kv_lens + request)
+    kv_len, num_own = tl.load(kv_lens + request), _num_own(num_padding, request, WINDOW, PADDED)
     dims = tl.arange(0, BLOCK_D)
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     real_rows = rows < WINDOW * GROUP
@@ -181,7 +191,7 @@ def attention_kernel(
     queries = _rotated(
         qkv, turns, norm_weights, eps, tokens, heads, real_rows, HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D
     ).to(dot_type)
-    num_old, share, num_used = _shares(kv_len, max_len, num_splits, min_keys, WINDOW, BLOCK_N)
+    num_old, share, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
     if split >= num_used:  # the reduction leaves such a split out
         return
 
@@ -192,13 +202,13 @@ def attention_kernel(
     )
     if split == num_used - 1:
         keys, values = _window_keys(
-            qkv, turns, norm_weights, eps, layer, value_offset, kv_slots, request, kv_head,
+            qkv, turns, norm_weights, eps, layer, value_offset, kv_slots, num_own, request, kv_head,
             HAS_NORM, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
         )
         scores = tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale
         new = tl.arange(0, BLOCK_W)[None, :]
         # Padding may begin before position 0.
-        seen = (new <= (rows // GROUP)[:, None]) & (new < WINDOW) & (new >= WINDOW - kv_len)
+        seen = (new <= (rows // GROUP)[:, None]) & (new < WINDOW) & (new >= WINDOW - tl.minimum(num_own, kv_len))
         scores = tl.where(seen, scores, float("-inf"))
         top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -223,6 +233,8 @@ def reduction_kernel(
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
+    num_padding: tl.tensor,
+    PADDED: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -236,8 +248,9 @@ def reduction_kernel(
     Reads only the splits that had keys: the others' places hold what an earlier launch left there."""
     begin(EARLY)
     first = tl.program_id(0) * ROWS
-    kv_len = tl.load(kv_lens + first // (WINDOW * HEADS))
-    _, _, num_used = _shares(kv_len, max_len, num_splits, min_keys, WINDOW, BLOCK_N)
+    request = first // (WINDOW * HEADS)
+    num_own = _num_own(num_padding, request, WINDOW, PADDED)
+    _, _, num_used = _shares(tl.load(kv_lens + request), num_own, max_len, num_splits, min_keys, BLOCK_N)
     if num_used == 1:  # the output is there
         return
     splits = tl.arange(0, BLOCK_S)

@@ -11,7 +11,7 @@ import torch
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.transfer import to_device
-from tllm_spec.kernels.window_rows import window_rows
+from tllm_spec.kernels.window_rows import WindowRows, window_rows
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class ContextChunk:
 @dataclass(frozen=True)
 class Windows:
     """B generation windows: slots `[B]`, first positions `[B]`, token_ids `[B, W]`, all on the device. `max_kv_len`
-    is a host upper bound of first position + W."""
+    is a host upper bound of first position + W. `num_padding` `[B]`: so many rows at each window's front, which may
+    stand before position 0, are nobody's; their KV goes to the dummy page."""
 
     slots: torch.Tensor
     first: torch.Tensor
     token_ids: torch.Tensor
     max_kv_len: int
+    num_padding: torch.Tensor | None = None
 
 
 class RowBuilder:
@@ -63,9 +65,12 @@ class RowBuilder:
     def _window_metadata(self, windows: Windows) -> tuple[AttentionMetadata, torch.Tensor]:
         width = windows.token_ids.shape[1]
         num_pages = -(-windows.max_kv_len // self.page_size)
-        rows = window_rows(
-            self.table.device_rows, windows.slots, windows.first, width, num_pages, self.page_size
-        )
+        if windows.num_padding is not None:
+            rows = self._padded_rows(windows, windows.num_padding, num_pages)
+        else:
+            rows = window_rows(
+                self.table.device_rows, windows.slots, windows.first, width, num_pages, self.page_size
+            )
         metadata = AttentionMetadata(
             context_lens=(),
             context_kv_lens=(),
@@ -76,8 +81,20 @@ class RowBuilder:
             positions=rows.positions,
             kv_slots=rows.kv_slots,
             max_kv_len=windows.max_kv_len,
+            num_padding=windows.num_padding,
         )
         return metadata, windows.token_ids.flatten()
+
+    def _padded_rows(self, windows: Windows, num_padding: torch.Tensor, num_pages: int) -> WindowRows:
+        tables = self.table.rows(windows.slots, num_pages)
+        width = windows.token_ids.shape[1]
+        row = torch.arange(width, device=tables.device)
+        positions = (windows.first.unsqueeze(1) + row).clamp_min_(0)
+        is_own = row >= num_padding.unsqueeze(1)
+        kv_slots = torch.where(is_own, self._kv_slots(tables, positions), positions % self.page_size)
+        # Attention needs a key: for a slot that has nothing yet it is the dummy page's.
+        kv_lens = (windows.first + width).clamp_min_(1).to(torch.int32)
+        return WindowRows(positions.flatten(), kv_slots.flatten(), kv_lens, tables)
 
     def _mixed_metadata(
         self, contexts: list[ContextChunk], windows: Windows | None
@@ -104,7 +121,7 @@ class RowBuilder:
         own, window_ids = self._window_metadata(windows)
         tail = self.table.rows(windows.slots, num_pages)
         metadata.num_generations, metadata.window = own.num_generations, own.window
-        metadata.max_kv_len = own.max_kv_len
+        metadata.max_kv_len, metadata.num_padding = own.max_kv_len, own.num_padding
         metadata.block_tables = torch.cat((tables, tail))
         metadata.kv_lens = torch.cat((kv_lens, own.kv_lens))
         metadata.positions = torch.cat((positions, own.positions))

@@ -138,8 +138,10 @@ class KVCacheManager(ResourceManager):
         self.cache.check_integrity()
 
     def _determining(self, request: LlmRequest, num_tokens: int) -> list[int]:
-        """The tokens that the KV of the first `num_tokens` tokens depends on. Where the last one's next token is not
-        known yet there is one less, and the cache leaves that position out."""
+        """The tokens that the KV of the first `num_tokens` tokens depends on, as far as the draft on the same pages has
+        come. Where the last one's next token is not known yet there is one less, and the cache leaves that position
+        out."""
+        num_tokens -= request.draft_lag
         if self._waits_for_draft:
             num_tokens = min(num_tokens, request.draft_kv_len)
         return request.tokens[: num_tokens + self.cache.lookahead]

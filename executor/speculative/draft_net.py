@@ -31,6 +31,14 @@ class DraftNet(ABC):
         """What the draft reads when the target has read `chunk`. following: the token behind it; None: it is not known
         on the host, and the chunk's last token is to be replaced by it."""
 
+    def captured(self, num_rows: int) -> torch.Tensor | None:
+        """What the target's latest forward left beside its first rows, `[T, n * H]`; None: nothing is read of it."""
+        return None
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        """The state that `forward` takes after the target has left `captured`, `[T, n * H]` -> `[T, H]`."""
+        raise AssertionError("nothing is captured for this network")
+
     @abstractmethod
     def forward(
         self,
@@ -60,6 +68,12 @@ class Eagle3Net(DraftNet):
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
         return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
+
+    def captured(self, num_rows: int) -> torch.Tensor | None:
+        return self._spec.captured(num_rows)
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        return self.head.fuse(captured)
 
     def forward(
         self,

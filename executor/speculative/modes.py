@@ -15,12 +15,14 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafter import Drafter, NoDrafter, OneModelDrafter
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.ngram import NGramDrafter, NGramPoolManager
-from tllm_spec.executor.speculative.worker import DraftLayers, DraftWorker, RoundEnd
+from tllm_spec.executor.speculative.worker import DraftWorker, RoundEnd
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
@@ -42,7 +44,8 @@ class DraftEngine:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `draft` and `layers` are there for modes with such draft weights."""
+    """What a mode may build on. `draft` and `layers` are there for modes with such draft weights. `may_be_plain`:
+    rounds may have draft length 0."""
 
     slots: SlotState
     sampler: Sampler
@@ -50,17 +53,19 @@ class Surroundings:
     dummy_slot: int
     draft: DraftEngine | None
     layers: DraftLayers | None
+    may_be_plain: bool
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a mode adds to the executor. `round_end` is told of every round that the target has run. `graph_drafter` is
-    the drafter if it can be captured."""
+    """What a mode adds to the executor. `round_end` is told of every round that the target has run; `backlog` has what
+    it puts off. `graph_drafter` is the drafter if it can be captured."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
     blame: Callable[[], list[LlmRequest] | None] = lambda: None
     round_end: RoundEnd | None = None
+    backlog: DraftBacklog | None = None
     graph_drafter: GraphDrafter | None = None
 
 
@@ -123,7 +128,7 @@ def _on_host(drafter: Drafter, manager: ResourceManager | None, around: Surround
 def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     assert isinstance(config, DraftTargetDecodingConfig)
     if config.draft_target_one_model:
-        return Speculation(OneModelDrafter(), round_end=_worker(config, around))
+        return _one_model(config, around)
     assert around.draft is not None
     engine, kv = around.draft.engine, around.draft.kv
     sampling = DraftSampling(around.sampler, _draws(config))
@@ -133,19 +138,28 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
 
 def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     assert isinstance(config, Eagle3DecodingConfig)
-    worker = _worker(config, around)
     if config.eagle3_one_model:
-        return Speculation(OneModelDrafter(), round_end=worker)
+        return _one_model(config, around)
     assert around.layers is not None
-    max_len = around.layers.rows.max_len
+    worker, max_len = _worker(config, around), around.layers.rows.max_len
     drafter = DeferredDrafter(worker, around.slots, around.sampler.groups, around.dummy_slot, max_len)
     return Speculation(drafter, round_end=drafter, graph_drafter=drafter)
 
 
-def _worker(config: DraftModelDecodingConfig, around: Surroundings) -> DraftWorker:
+def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Speculation:
+    assert around.layers is not None
+    backlog = None
+    if around.may_be_plain:
+        backlog = DraftBacklog(around.layers, around.slots, around.max_num_tokens)
+    return Speculation(OneModelDrafter(), round_end=_worker(config, around, backlog), backlog=backlog)
+
+
+def _worker(
+    config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog | None = None
+) -> DraftWorker:
     assert around.layers is not None
     sampling = DraftSampling(around.sampler, _draws(config), around.layers.net.token_map)
-    return DraftWorker(around.layers, around.slots, sampling)
+    return DraftWorker(around.layers, around.slots, sampling, backlog)
 
 
 def _draws(config: DraftModelDecodingConfig) -> str:

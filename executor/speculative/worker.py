@@ -11,14 +11,14 @@ from typing import Protocol
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend, ForwardContext
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.draft_net import DraftNet
+from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.draft_layers import DraftLayers
 from tllm_spec.executor.transfer import to_device
 
 
@@ -39,15 +39,6 @@ class WindowResult:
 
     windows: Windows
     sampled: SampledTokens
-
-
-@dataclass(frozen=True)
-class DraftLayers:
-    """A draft network on the target's pages: its own pool behind `backend`, the target's block table in `rows`."""
-
-    net: DraftNet
-    backend: AttentionBackend
-    rows: RowBuilder
 
 
 class RoundEnd(Protocol):
@@ -75,13 +66,21 @@ class RoundEnd(Protocol):
 
 
 class DraftWorker(RoundEnd):
-    """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already."""
+    """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already. What rounds of windows that are
+    not drafted from leave goes to the `backlog`; None: it is read at once."""
 
     in_graph = True
 
-    def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
+    def __init__(
+        self,
+        layers: DraftLayers,
+        slots: SlotState,
+        sampling: DraftSampling,
+        backlog: DraftBacklog | None = None,
+    ) -> None:
         self.net = net = layers.net
         self._layers = layers
+        self._backlog = backlog
         self._slots = slots
         self._sampling = sampling
         self._probs: torch.Tensor | None = None
@@ -96,7 +95,13 @@ class DraftWorker(RoundEnd):
         group: RowGroup,
         num_drafts: int,
     ) -> None:
-        """With `num_drafts` 0 the draft cache is brought up to date and nothing else."""
+        """With `num_drafts` 0 the draft cache is brought up to date, windows perhaps later, and nothing else."""
+        if self._backlog is not None and windows is not None and not num_drafts:
+            first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
+            self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
+            if contexts is None:
+                return
+            windows = None
         features, state, bound = self._catch_up(contexts, windows)
         if not num_drafts or not len(group.slots):
             return
@@ -108,7 +113,7 @@ class DraftWorker(RoundEnd):
                 # The draft before stands at kv_lens + step; see DraftNet.shift for its place in the cache.
                 first = places[step - 1 + self.net.shift]
                 window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
-                features, state = self._forward([], window, state)
+                features, state = self._layers.forward([], window, state)
             logits = self.net.compute_logits(features)
             tokens, probs = self._sampling.choose(group, step, logits, places[1])
             drafts.append(tokens)
@@ -144,7 +149,7 @@ class DraftWorker(RoundEnd):
             before = num_rows - 1  # the row before each window's first
             starts = torch.arange(before, before + batch * width, width, device=self._slots.device)
             rows.append(starts + sampled.new_lens)
-        features, state = self._forward(chunks, shifted, None, patched)
+        features, state = self._layers.forward(chunks, shifted, None, patched)
         if not rows:
             return features[:0], state[:0], bound
         wanted = rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -169,17 +174,3 @@ class DraftWorker(RoundEnd):
         if contexts.sampled is None:
             return chunks, None, []
         return chunks, (last_rows, contexts.sampled.clamp_min(0)), last_rows
-
-    def _forward(
-        self,
-        chunks: list[ContextChunk],
-        windows: Windows | None,
-        state: torch.Tensor | None,
-        patched: tuple[list[int], torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        metadata, token_ids = self._layers.rows.build(chunks, windows)
-        if patched is not None:
-            token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])
-        backend = self._layers.backend
-        context = ForwardContext(backend, backend.plan(metadata))
-        return self.net.forward(token_ids, metadata.positions, context, state)

@@ -1,10 +1,17 @@
-"""Tiny checkpoints that all executor tests share."""
+"""What all executor tests share: tiny checkpoints, and graphs where there are none."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
+from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +24,36 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft model for `tiny` that is often, but not always, of its opinion."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-draft"), noise=0.15)
+
+
+@dataclass
+class EagerGraph:
+    """Stands in for a graph where there are none: a replay does the work again, with its result in the same memory."""
+
+    run: Callable[[], SampledTokens | None]
+    result: SampledTokens | None
+    replays: int = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        result = self.run()
+        if self.result is not None and result is not None:
+            self.result.new_tokens.copy_(result.new_tokens)
+            self.result.new_lens.copy_(result.new_lens)
+
+    def pool(self) -> None:
+        return None
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures without a CUDA device."""
+
+    def capture(graphs: CudaGraphs, key: GraphKey, pool: Any) -> _Captured:
+        run = partial(graphs._generate, graphs._slot_ids[: key.batch_size], key.draft_len, key.sampled)
+        result = run()
+        stand_in: Any = EagerGraph(run, result)
+        return _Captured(stand_in, result)
+
+    monkeypatch.setattr(CudaGraphs, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))

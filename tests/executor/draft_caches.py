@@ -11,7 +11,7 @@ from tests.executor.harness import Harness, draft_target
 from tests.models.eagle3_runner import HeadRunner, captured_states
 from tests.models.helpers import PagedRunner
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.draft_net import CausalNet, Eagle3Net
 from tllm_spec.executor.speculative.worker import DraftWorker
@@ -139,3 +139,26 @@ class SlowDrafter:
             self._logits = logits[-1]
         else:
             self._logits = self._runner.step(windows={0: [token]})[0][-1]
+
+
+def generating(harness: Harness) -> list[LlmRequest]:
+    return [each for each in harness.parts.scheduler.running if each.state is RequestState.GENERATION]
+
+
+def assert_nothing_is_missing(harness: Harness, request: LlmRequest) -> None:
+    reference = SlowDrafter(harness, request.tokens)
+    num_entries = reference.num_entries - request.draft_lag
+    own, expected = draft_entries(harness, request, num_entries), reference.entries()[:, :, :num_entries]
+    assert own.shape == expected.shape
+    assert (own - expected).abs().max() < TOLERANCE
+
+
+def assert_cached_pages_are_whole(harness: Harness) -> int:
+    """Every position that the prefix cache offers was written in both pools. Returns how many there are."""
+    cache, num_cached = harness.parts.kv.cache, 0
+    for node in cache._tree.nodes():
+        num_positions = len(node.key) - cache.lookahead
+        for pool in pools_of(harness):
+            assert pool.data[:, :, node.page, :num_positions].isfinite().all()
+        num_cached += num_positions
+    return num_cached

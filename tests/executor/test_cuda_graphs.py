@@ -1,7 +1,5 @@
 """CUDA graphs: which are captured, which is replayed, and that nobody can tell from the text."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -74,42 +72,6 @@ def test_sizes_end_where_the_schedule_changes_so_that_no_batch_pads_beyond() -> 
     spec = config(draft_len_schedule=schedule)
     keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
     assert {(key.batch_size, key.draft_len) for key in keys} == {(1, 4), (5, 4), (8, 0)}
-
-
-@dataclass
-class EagerGraph:
-    """Stands in for a graph where there are none: a replay runs the round again, into the same memory."""
-
-    run: Callable[[], SampledTokens]
-    result: SampledTokens
-    replays: int = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        result = self.run()
-        self.result.new_tokens.copy_(result.new_tokens)
-        self.result.new_lens.copy_(result.new_lens)
-
-    def pool(self) -> None:
-        return None
-
-
-@pytest.fixture
-def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures without a CUDA device."""
-
-    def capture(graphs: CudaGraphs, key: GraphKey, pool: Any) -> _Captured:
-        slot_ids = graphs._slot_ids[: key.batch_size]
-
-        def run() -> SampledTokens:
-            return graphs._generate(slot_ids, key.draft_len, key.sampled)
-
-        result = run()
-        stand_in: Any = EagerGraph(run, result)
-        return _Captured(stand_in, result)
-
-    monkeypatch.setattr(CudaGraphs, "_capture", capture)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
 
 
 def with_graphs(

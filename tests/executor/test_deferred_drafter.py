@@ -14,6 +14,7 @@ from tests.executor.draft_caches import (
     SMALL_POOL,
     TOLERANCE,
     SlowDrafter,
+    assert_cached_pages_are_whole,
     draft_entries,
     eagle3,
     pools_of,
@@ -134,17 +135,6 @@ def test_requests_that_ended_or_were_preempted_before_the_draft_write_into_no_pa
         assert ours.num_output_tokens == theirs.num_output_tokens or ours.finish_reason == "cancelled"
     assert {r for r in requests if r.finish_reason == "cancelled"} <= cancelled
     assert all_pages_are_back(harness.executor)
-
-
-def assert_cached_pages_are_whole(harness: Harness) -> int:
-    """Every position that the prefix cache offers was written in both pools. Returns how many there are."""
-    cache, num_cached = harness.parts.kv.cache, 0
-    for node in cache._tree.nodes():
-        num_positions = len(node.key) - cache.lookahead
-        for pool in pools_of(harness):
-            assert pool.data[:, :, node.page, :num_positions].isfinite().all()
-        num_cached += num_positions
-    return num_cached
 
 
 def assert_entries_are_right(harness: Harness, request: LlmRequest) -> None:

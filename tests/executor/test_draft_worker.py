@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, TOLERANCE, SlowDrafter, draft_entries, one_model, worker_of
+from tests.executor.draft_caches import (
+    HOT,
+    SlowDrafter,
+    assert_nothing_is_missing,
+    generating,
+    one_model,
+    worker_of,
+)
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
@@ -35,17 +42,6 @@ MODES = ["draft_target", "eagle3"]
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
-
-
-def generating(harness: Harness) -> list[LlmRequest]:
-    return [each for each in harness.parts.scheduler.running if each.state is RequestState.GENERATION]
-
-
-def assert_nothing_is_missing(harness: Harness, request: LlmRequest) -> None:
-    reference = SlowDrafter(harness, request.tokens)
-    own = draft_entries(harness, request, reference.num_entries)
-    assert own.shape == reference.entries().shape
-    assert (own - reference.entries()).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -205,6 +205,28 @@ def test_heads_are_normed_turned_and_written_like_the_twins(name: str, normed: b
 
 
 @on_each_kernel_device
+@pytest.mark.parametrize("num_programs", [1, 64])
+def test_rows_of_nobody_are_not_seen_and_what_the_pool_has_in_their_places_is(
+    num_programs: int, device: str
+) -> None:
+    case = Case((5, 6, 140, 300), 5, 3, 32, 16, num_programs=num_programs)
+    num_padding = [0, 3, 5, 2]  # all of a window, too: its queries see what was there before
+    problem = Problem(case, device)
+    flat = problem.layer.flatten(1, 2)
+    for request, number in enumerate(num_padding):
+        slots = problem.places.kv_slots.view(-1, 5)[request]
+        length = case.kv_lens[request]
+        flat[:, slots[:number]] = problem.kv[request][:, length - 5 : length - 5 + number].to(flat)
+        slots[:number] = 0
+        problem.qkv[request, :number] = torch.nan
+    problem.layer.copy_(flat.view_as(problem.layer))
+    problem.places = replace(problem.places, num_padding=torch.tensor(num_padding, device=device))
+    output, expected = problem.attend().cpu().double(), Problem(case).expected()
+    for request, number in enumerate(num_padding):
+        torch.testing.assert_close(output[request, number:], expected[request, number:], rtol=2e-5, atol=2e-5)
+
+
+@on_each_kernel_device
 def test_nan_of_one_request_does_not_reach_the_others(device: str) -> None:
     case = Case((70, 70, 70), 2, 2, 16, 16, num_programs=12, spare_pages=40)
     problem = Problem(case, device)

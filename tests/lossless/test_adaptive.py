@@ -176,7 +176,7 @@ def test_every_way_of_sampling_is_plain_decodings_while_tiers_change(
     else:
         options = engine(mode, 5, overlap=overlap, adaptive={})
     with LLM("zoo:llama", max_batch_size=8, **options) as llm:
-        lengths = cycle([5, 0, 2, 5, 1, 0, 0, 3])
+        lengths = cycle([5, 0, 2, 5, 1, 0, 0, 3, *[0] * 18])
         llm._executor.parts.draft_len_for = lambda batch_size: next(lengths)
         outputs = generate(llm, cases, 5)
         llm.check_integrity()

@@ -8,37 +8,58 @@ import pytest
 from tests.executor.harness import Harness
 from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import engine
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.round_runner import LaunchedRound
+from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
 from tllm_spec.tokenizer import Tokenizer
 
 DRAFT_LEN, PLAIN_ROUNDS, ROUNDS_AFTER, NUM_REQUESTS = 3, 32, 5, 8
 MODES = ("eagle3", "draft_target_one_model", "eagle3_two_model", "draft_target")
+REACHES_0 = {"max_concurrency": NUM_REQUESTS - 1}  # the tests choose the lengths themselves
 NO_REUSE = {"kv_cache_config": {"enable_block_reuse": False}, "max_seq_len": 512}
 
 
 @dataclass(frozen=True)
 class Seen:
     num_tokens: int  # before the round
-    num_drafted: int
+    drafts: tuple[int, ...]
     num_accepted: int
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.drafts)
 
 
 def watch(harness: Harness) -> dict[int, list[Seen]]:
     """Every generation round of every request, as it is read."""
     seen: dict[int, list[Seen]] = {}
-    update = harness.executor._update_requests
+    drafts: dict[int, dict[LlmRequest, tuple[int, ...]]] = {}  # of rounds in flight
+    update, launch = harness.executor._update_requests, harness.parts.runner.launch
+
+    def watched_launch(batch: ScheduledBatch) -> LaunchedRound:
+        windows = [harness.parts.slots.window[r.slot].tolist() for r in batch.generation_requests]
+        launched = launch(batch)
+        drafts[id(launched)] = {
+            request: tuple(window[1 : 1 + num_drafts])
+            for request, window, num_drafts in zip(
+                batch.generation_requests, windows, launched.num_drafts, strict=True
+            )
+        }
+        return launched
 
     def watched(launched: Any) -> list[LlmRequest]:
         requests = [request for request in launched.batch.generation_requests if not request.is_finished]
-        drafts = dict(zip(launched.batch.generation_requests, launched.num_drafts, strict=True))
+        own = drafts.pop(id(launched))
         before = {request: request.num_tokens for request in requests}
         with_news = update(launched)
         for request in requests:
-            news = Seen(before[request], drafts[request], request.py_num_accepted_draft_tokens)
+            news = Seen(before[request], own[request], request.py_num_accepted_draft_tokens)
             seen.setdefault(request.request_id, []).append(news)
         return with_news
 
     harness.executor._update_requests = watched  # type: ignore[method-assign] # the test looks on
+    harness.parts.runner.launch = watched_launch  # type: ignore[method-assign] # the test looks on
     return seen
 
 
@@ -54,28 +75,30 @@ def drafted_rounds(seen: list[Seen], behind: int) -> list[Seen]:
     return [each for each in seen if each.num_drafted and each.num_tokens > behind]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_after_plain_rounds_acceptance_is_what_it_is_without_any(tokenizer: Tokenizer, mode: str) -> None:
-    """The rounds after the return accept draft by draft what they do for a request whose prompt ends there."""
-    prompts = heldout_prompts(tokenizer, NUM_REQUESTS, 60)
-    options = engine(mode, DRAFT_LEN) | NO_REUSE
+def rounds_after_a_pause(
+    tokenizer: Tokenizer, mode: str, num_plain: int, *, overlap: bool, num_requests: int = NUM_REQUESTS
+) -> tuple[list[list[Seen]], list[list[Seen]], float]:
+    """The first drafted rounds after `num_plain` rounds without drafts, of each request; those of requests whose
+    prompts end there; and how many drafts a round accepted before the pause."""
+    prompts = heldout_prompts(tokenizer, num_requests, 60)
+    options = engine(mode, DRAFT_LEN, overlap=overlap, **REACHES_0) | NO_REUSE
     paused = Harness("zoo:llama", **options)
     seen = watch(paused)
-    lengths = iter([DRAFT_LEN] * 8 + [0] * PLAIN_ROUNDS)
+    lengths = iter([DRAFT_LEN] * 8 + [0] * num_plain)
     paused.parts.draft_len_for = lambda batch_size: next(lengths, DRAFT_LEN)
     requests = submit(paused, prompts)
-    while min(len(seen.get(request.request_id, [])) for request in requests) < PLAIN_ROUNDS + 18:
+    while min(len(seen.get(request.request_id, [])) for request in requests) < num_plain + 18:
         assert paused.round()
-    plain_rounds = [sum(not each.num_drafted for each in seen[r.request_id]) for r in requests]
-    assert min(plain_rounds) >= 30
     after: list[list[Seen]] = []
     for request in requests:
         rounds = seen[request.request_id]
+        assert num_plain - 2 <= sum(not each.num_drafted for each in rounds) <= num_plain + 2
         end = max(i for i, each in enumerate(rounds) if not each.num_drafted)
         after.append(rounds[end + 1 :][:ROUNDS_AFTER])
         assert len(rounds) - end > ROUNDS_AFTER
 
     fresh = Harness("zoo:llama", **options)
+    fresh.parts.draft_len_for = lambda batch_size: DRAFT_LEN
     seen_fresh = watch(fresh)
     again = [
         request.tokens[: rounds[0].num_tokens - 1] for request, rounds in zip(requests, after, strict=True)
@@ -84,6 +107,15 @@ def test_after_plain_rounds_acceptance_is_what_it_is_without_any(tokenizer: Toke
     while min(len(seen_fresh.get(twin.request_id, [])) for twin in twins) < ROUNDS_AFTER + 2:
         assert fresh.round()
     never_paused = [drafted_rounds(seen_fresh[twin.request_id], 0)[:ROUNDS_AFTER] for twin in twins]
+    before = [each for request in requests for each in seen[request.request_id][1:6]]
+    return after, never_paused, sum(each.num_accepted for each in before) / len(before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_plain_rounds_acceptance_is_what_it_is_without_any(tokenizer: Tokenizer, mode: str) -> None:
+    """The rounds after the return draft the same tokens, and accept as many, as those of a request whose prompt ends
+    there."""
+    after, never_paused, level = rounds_after_a_pause(tokenizer, mode, PLAIN_ROUNDS, overlap=True)
     total, expected = (
         sum(each.num_accepted for run in runs for each in run) for runs in (after, never_paused)
     )
@@ -92,6 +124,23 @@ def test_after_plain_rounds_acceptance_is_what_it_is_without_any(tokenizer: Toke
     )
     assert after == never_paused
     # The old level: that of the rounds before the pause, 8 requests and other places of the same texts.
-    before = [each for request in requests for each in seen[request.request_id][1:6]]
-    level = sum(each.num_accepted for each in before) / len(before)
     assert total / (NUM_REQUESTS * ROUNDS_AFTER) >= 0.75 * level > 0.4
+
+
+@pytest.mark.parametrize(
+    ("num_plain", "overlap"),
+    [
+        (1, True),
+        (BACKLOG_LEN - 1, False),
+        (BACKLOG_LEN, True),
+        (BACKLOG_LEN, False),
+        (BACKLOG_LEN + 1, True),
+        (3 * BACKLOG_LEN + 2, False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["eagle3", "draft_target_one_model"])
+def test_however_long_a_pause_a_draft_that_puts_it_off_accepts_the_same_after_it(
+    tokenizer: Tokenizer, mode: str, num_plain: int, overlap: bool
+) -> None:
+    after, never_paused, _ = rounds_after_a_pause(tokenizer, mode, num_plain, overlap=overlap, num_requests=3)
+    assert after == never_paused

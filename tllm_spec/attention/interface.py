@@ -44,6 +44,9 @@ class AttentionMetadata:
     """[T] int64, device; page * page_size + offset where each row's K/V goes."""
     max_kv_len: int
     """Host upper bound over the generation rows of kv_lens."""
+    num_padding: torch.Tensor | None = None
+    """[B] int64, device: so many rows at the front of each window are nobody's. Their K and V go where kv_slots says
+    and nobody sees them; at their positions the pool may have keys. None: no rows."""
 
 
 class AttentionPlan:

@@ -83,7 +83,10 @@ class TritonAttention(VanillaAttention):
             return None
         first = sum(metadata.context_lens)
         places = WindowPlaces(
-            metadata.block_tables[-batch:], metadata.kv_lens[-batch:], metadata.kv_slots[first:]
+            metadata.block_tables[-batch:],
+            metadata.kv_lens[-batch:],
+            metadata.kv_slots[first:],
+            metadata.num_padding,
         )
         return WindowPlan(first, batch, metadata.window, places)
 

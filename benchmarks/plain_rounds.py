@@ -1,0 +1,141 @@
+"""What draft length 0 costs where a drafter is inside the forward: rounds of an engine that is asked for no drafts,
+beside those of one without speculation.
+
+    python benchmarks/plain_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--repeat 5] [--output result.json]
+
+"kept" is the engine as it is served: what the draft network would read is put off, and read for 16 rounds at once.
+"at once" reads it in every round. All engines take turns; a figure is the median over the turns of (its round time /
+plain round time of the same turn), in brackets the range. On a CPU times are the process's own (one thread for the
+zoo), so that neighbours on the machine count less. `llama-8b` (random weights) needs a CUDA device.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from driven_rounds import Rounds, release, synchronize
+from model_shapes import write_configs
+
+from tllm_spec.executor.build import _Builder
+from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
+
+NUM_ROUNDS = 6 * BACKLOG_LEN  # whole cycles
+DRAFT_LEN = 3
+NEVER = {"max_draft_len": DRAFT_LEN, "draft_len_schedule": {1: 0}}
+
+
+@dataclass
+class Row:
+    """Milliseconds a round, and ratios to plain decoding: median, lowest, highest."""
+
+    drafter: str
+    batch_size: int
+    plain_ms: float
+    kept: tuple[float, float, float]
+    at_once: tuple[float, float, float]
+
+
+def measure(drafter: str, model: str, batch_size: int, repeat: int, **options: Any) -> Row:
+    prompt_len = 1024 if "load_format" in options else 128
+    max_seq_len = prompt_len + NUM_ROUNDS * (repeat + 1) + 100
+    speculation = options.pop("speculative_config")
+    pages = {"max_tokens": (batch_size + 1) * (max_seq_len + 100)}
+    options |= {"max_batch_size": batch_size, "max_seq_len": max_seq_len, "kv_cache_config": pages}
+    engines = {
+        "plain": Rounds(model, **options),
+        "kept": Rounds(model, **options, speculative_config=speculation),
+    }
+    with mock.patch.object(_Builder, "may_be_plain", False):
+        engines["at once"] = Rounds(model, **options, speculative_config=speculation)
+    runners = {name: each.executor.parts.runner for name, each in engines.items()}
+    assert runners["kept"]._backlog is not None and runners["at once"]._backlog is None
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    with torch.inference_mode():
+        for engine in engines.values():
+            engine.executor.enter_thread()
+            engine.start(batch_size, prompt_len)
+        for turn in range(repeat + 1):
+            for name, engine in engines.items():
+                round_ms = timed(engine)
+                if turn:
+                    times[name].append(round_ms)
+    row = Row(
+        drafter,
+        batch_size,
+        statistics.median(times["plain"]),
+        ratios(times["kept"], times["plain"]),
+        ratios(times["at once"], times["plain"]),
+    )
+    print(table_line(row), flush=True)
+    return row
+
+
+def timed(engine: Rounds) -> float:
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    synchronize()
+    start = clock()
+    engine.run(NUM_ROUNDS)
+    synchronize()
+    return (clock() - start) / NUM_ROUNDS * 1e3
+
+
+def ratios(times: list[float], plain: list[float]) -> tuple[float, float, float]:
+    found = [own / other for own, other in zip(times, plain, strict=True)]
+    return statistics.median(found), min(found), max(found)
+
+
+def table_line(row: Row) -> str:
+    kept, at_once = (f"{each[0]:.3f} ({each[1]:.3f}–{each[2]:.3f})" for each in (row.kept, row.at_once))
+    return f"| {row.drafter} | {row.batch_size} | {row.plain_ms:.2f} | {kept} | {at_once} |"
+
+
+def drafters(shape: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]], dict[str, Any]]:
+    """The target, one-model configurations by name, and what else `LlmArgs` needs for them."""
+    head, draft = "zoo:llama-eagle3", "zoo:llama-draft"
+    model, options = "zoo:llama", dict[str, Any]()
+    if shape == "llama-8b":
+        write_configs(folder)
+        model, head, draft = (str(folder / name) for name in ("target", "eagle3", "draft"))
+        options = {"load_format": "dummy"}
+    shared = NEVER | options
+    eagle3 = {"decoding_type": "Eagle3", "speculative_model": head, **shared}
+    draft_target = {"decoding_type": "Draft_Target", "speculative_model": draft, **shared}
+    one_model = {"EAGLE-3": eagle3, "Draft/Target": draft_target | {"draft_target_one_model": True}}
+    return model, one_model, options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
+    parser.add_argument("--batch-sizes", default="1,8")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    if args.shape == "llama-8b" and not torch.cuda.is_available():
+        sys.exit("--shape llama-8b needs a CUDA device")
+    rows: list[Row] = []
+    print("| drafter | batch | plain round, ms | kept / plain | at once / plain |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        model, configs, options = drafters(args.shape, Path(name))
+        for batch_size in map(int, args.batch_sizes.split(",")):
+            for drafter, config in configs.items():
+                rows.append(
+                    measure(drafter, model, batch_size, args.repeat, **options, speculative_config=config)
+                )
+                release()
+    if args.output is not None:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        result = {"device": device, "torch": torch.__version__, "shape": args.shape, "repeat": args.repeat}
+        args.output.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Where a model runs, in what numbers, and on how many threads, as far as options leave it open. Knows no executor."""
+
+import torch
+
+from tllm_spec.models.causal_lm import CausalLM
+
+SINGLE_THREAD_BYTES = 32 << 20
+
+
+def pick_device(name: str) -> torch.device:
+    """Raises ValueError when a CUDA device is asked for and there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device = {name!r}: torch sees no CUDA device here; use 'cpu' or 'auto'")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own on CUDA, and float32 on a CPU, where 16-bit arithmetic is slower and coarser."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return of_checkpoint if device.type == "cuda" else torch.float32
+
+
+def cpu_threads(target: CausalLM) -> int | None:
+    """One thread for a model whose weights fit into a core's caches: there, waking others for every op costs more than
+    they compute (benchmarks/cpu_threads.py)."""
+    if target.device.type != "cpu":
+        return None
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in target.parameters())
+    return 1 if num_bytes <= SINGLE_THREAD_BYTES else None

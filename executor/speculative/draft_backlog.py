@@ -1,0 +1,87 @@
+"""What rounds without drafts leave for a draft network inside the forward, until it reads many of them at once.
+
+A round of draft length 0 adds one position to every request. Reading it at once costs a pass over the draft's weights;
+here it is kept, and one forward reads up to `BACKLOG_LEN` positions of all requests. The host counts what a request has
+waiting (`LlmRequest.draft_backlog`: such a round adds exactly one, so it need not be read for that); the device keeps
+the positions themselves, by slot. What happens to a slot in between is harmless: the count is the request's.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.speculative.draft_layers import DraftLayers
+from tllm_spec.executor.transfer import to_device
+
+# With 4 query heads a KV head, a window that fills one tile of the attention kernel. Each position more would be one
+# more token that a finished request may leave behind without reuse.
+BACKLOG_LEN = 16
+
+
+class DraftBacklog:
+    """Rings by slot: position p stands at p % BACKLOG_LEN. `max_requests`: of one forward."""
+
+    def __init__(self, layers: DraftLayers, slots: SlotState, max_num_tokens: int) -> None:
+        self.max_requests = max(1, max_num_tokens // BACKLOG_LEN)
+        self._layers = layers
+        self._slots = slots
+        size = (len(slots.kv_lens), BACKLOG_LEN)
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=slots.device)  # of the position after it
+        self._num_due = torch.zeros(size[0], dtype=torch.int64, device=slots.device)
+        captured = layers.net.captured(1)
+        self._states = None if captured is None else captured.new_zeros((*size, captured.shape[1]))
+
+    @staticmethod
+    def num_bytes(num_slots: int, captured: torch.Tensor | None) -> int:
+        """Of device memory. captured: what the target leaves for one token, `[1, n * H]`."""
+        state_bytes = 0 if captured is None else captured.nbytes
+        return num_slots * (BACKLOG_LEN * (state_bytes + torch.int64.itemsize) + torch.int64.itemsize)
+
+    def store(self, windows: Windows, new_tokens: torch.Tensor, first_row: int) -> None:
+        """What the target has just read in windows of one token, from row `first_row` on. new_tokens `[B]`."""
+        slots, places = windows.slots, windows.first % BACKLOG_LEN
+        self._tokens[slots, places] = new_tokens
+        captured = self._layers.net.captured(first_row + len(slots))
+        if self._states is not None and captured is not None:
+            self._states[slots, places] = captured[first_row:]
+
+    def note(self, batch: ScheduledBatch) -> None:
+        """The batch was launched."""
+        if not batch.num_new_drafts:
+            for request in batch.generation_requests:
+                request.draft_backlog += 1
+
+    def is_due(self, batch: ScheduledBatch) -> bool:
+        """Whether the batch's requests must catch up before it runs: it drafts, or somebody's ring is full."""
+        kept = 0 if batch.num_new_drafts else BACKLOG_LEN - 1
+        return any(request.draft_backlog > kept for request in batch.generation_requests)
+
+    def send(self, requests: Sequence[LlmRequest]) -> torch.Tensor:
+        """Tells the device how much each request has waiting. Their slots, `[B]`."""
+        numbers = [[r.slot for r in requests], [r.draft_backlog for r in requests]]
+        slots, num_due = to_device(numbers, self._slots.device).unbind(0)
+        self._num_due[slots] = num_due
+        return slots
+
+    def catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
+        """Reads what is due of slots `[B]`: the last rows of windows that end where these end. A function of device
+        tensors, so that a CUDA graph can hold it. max_kv_len: bound of the slots' lengths with one more token."""
+        net = self._layers.net
+        ends = self._slots.kv_lens.index_select(0, slot_ids)
+        rows = torch.arange(-BACKLOG_LEN, 0, device=ends.device)
+        owners, places = slot_ids.unsqueeze(1), (ends.unsqueeze(1) + rows) % BACKLOG_LEN
+        state = None
+        if self._states is not None:
+            state = net.fuse(self._states[owners, places].flatten(0, 1))
+        windows = Windows(
+            slots=slot_ids,
+            first=ends - (BACKLOG_LEN - net.shift),
+            token_ids=self._tokens[owners, places].clamp_min_(0),
+            max_kv_len=max_kv_len,
+            num_padding=BACKLOG_LEN - self._num_due.index_select(0, slot_ids),
+        )
+        self._layers.forward([], windows, state)

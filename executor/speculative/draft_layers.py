@@ -1,0 +1,36 @@
+"""A draft network as extra layers of the target's pages: its own pool, the target's block table.
+
+It knows rows of tokens; neither what they are drafted for nor when they are read.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.attention.interface import AttentionBackend, ForwardContext
+from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.speculative.draft_net import DraftNet
+from tllm_spec.executor.transfer import to_device
+
+
+@dataclass(frozen=True)
+class DraftLayers:
+    """`backend` has the pool, `rows` the block table."""
+
+    net: DraftNet
+    backend: AttentionBackend
+    rows: RowBuilder
+
+    def forward(
+        self,
+        chunks: list[ContextChunk],
+        windows: Windows | None,
+        state: torch.Tensor | None,
+        patched: tuple[list[int], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DraftNet.forward`, over these rows. patched: rows whose tokens only the device knows, and the tokens."""
+        metadata, token_ids = self.rows.build(chunks, windows)
+        if patched is not None:
+            token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])
+        context = ForwardContext(self.backend, self.backend.plan(metadata))
+        return self.net.forward(token_ids, metadata.positions, context, state)

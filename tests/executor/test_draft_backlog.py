@@ -1,0 +1,323 @@
+"""Rounds without drafts inside the forward: the draft network reads many of them at once, and its cache then is what it
+would have been."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import (
+    HOT,
+    SMALL_POOL,
+    assert_cached_pages_are_whole,
+    assert_nothing_is_missing,
+    generating,
+    one_model,
+    pools_of,
+    spoil_free_pages,
+    submit_traffic,
+    worker_of,
+)
+from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.build import _Builder
+from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
+from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
+
+MODES = ["draft_target", "eagle3"]
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
+PAGES = {"kv_cache_config": {"tokens_per_block": 4}}
+NO_OVERLAP = {"disable_overlap_scheduler": True}
+MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+@pytest.fixture(params=MODES)
+def speculation(request: pytest.FixtureRequest, tiny_draft: Path, head: Path) -> dict[str, Any]:
+    """A mode whose drafts are made inside the forward, and whose rounds may have none."""
+    return one_model(tiny_draft, head, request.param, **MAY_PAUSE)
+
+
+def backlog_of(harness: Harness) -> DraftBacklog:
+    backlog = harness.parts.runner._backlog
+    assert backlog is not None and backlog is worker_of(harness)._backlog
+    return backlog
+
+
+def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
+    """Rounds of these draft lengths, whatever the schedule says."""
+    harness.parts.draft_len_for = lambda _: lengths if isinstance(lengths, int) else next(lengths)
+
+
+def count_forwards(harness: Harness) -> list[int]:
+    """Rows of every forward of the draft network."""
+    rows: list[int] = []
+    net = worker_of(harness).net
+    forward = net.forward
+
+    def counted(token_ids: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.append(len(token_ids))
+        return forward(token_ids, *others)
+
+    net.forward = counted  # type: ignore[method-assign] # a spy on this one object
+    return rows
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_plain_rounds_run_no_forward_of_the_draft_but_one_for_many(
+    tiny: Path, speculation: dict[str, Any], overlap: bool
+) -> None:
+    harness = Harness(tiny, **speculation, **({} if overlap else NO_OVERLAP))
+    with_lengths(harness, 0)
+    rows = count_forwards(harness)
+    harness.submit(PROMPT, max_tokens=150)
+    harness.round()
+    del rows[:]
+    forwards: list[list[int]] = []
+    for _ in range(3 * BACKLOG_LEN + 2):
+        harness.round()
+        forwards.append(rows[:])
+        del rows[:]
+    catch_up = [BACKLOG_LEN]
+    assert [number for number, each in enumerate(forwards) if each] == [
+        BACKLOG_LEN * count for count in (1, 2, 3)
+    ]
+    assert [each for each in forwards if each] == [catch_up] * 3
+    # The round that drafts again: what waits, then its own window and the drafts after the first.
+    with_lengths(harness, 3)
+    harness.round()
+    assert rows == [BACKLOG_LEN, 4, 1, 1]
+    del rows[:]
+    harness.round()
+    assert rows == [4, 1, 1]
+
+
+def random_lengths(random: Random) -> Iterator[int]:
+    while True:
+        yield from [random.randrange(1, 4)] * random.randrange(1, 5)
+        yield from [0] * random.choice((1, 5, 15, 16, 17, 40))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_draft_cache_lacks_nothing_but_what_waits(
+    tiny: Path, speculation: dict[str, Any], seed: int, overlap: bool
+) -> None:
+    """Joins, chunks of contexts beside windows, prefix hits, preemption, cancellation and surprising ends."""
+    pool = {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 92}}
+    options = SMALL_POOL | pool | ({} if overlap else NO_OVERLAP)
+    plain, harness = Harness(tiny, **options), Harness(tiny, **options, **speculation)
+    expected, requests = (submit_traffic(each, Random(seed), 40) for each in (plain, harness))
+    plain.run()
+    assert backlog_of(harness).max_requests == 1 < SMALL_POOL["max_batch_size"]
+    random = Random(seed)
+    with_lengths(harness, random_lengths(random))
+    preempt, seen = harness.parts.scheduler._preempt, set[str]()
+
+    def watched(victim: LlmRequest, *others: Any) -> None:
+        seen.update(["preempted"] if victim.draft_backlog > 2 else [])
+        preempt(victim, *others)
+
+    harness.parts.scheduler._preempt = watched  # type: ignore[method-assign] # the test looks on
+    spoil_free_pages(harness)
+    for number in range(10_000):
+        if not harness.round():
+            break
+        spoil_free_pages(harness)
+        assert_cached_pages_are_whole(harness)
+        running = generating(harness)
+        for request in running:
+            assert request.draft_backlog <= BACKLOG_LEN
+            if request.num_output_tokens and number % 2 == 0:
+                assert_nothing_is_missing(harness, request)
+        waiting = {request.draft_backlog for request in running}
+        seen.update(
+            ["full"] if BACKLOG_LEN in waiting else [], ["different"] if len(waiting - {0}) > 1 else []
+        )
+        if running and random.random() < 0.01:
+            harness.queue.cancel(random.choice(running).request_id)
+    assert seen == {"preempted", "full", "different"}
+    assert sum(request.cached_tokens for request in requests) > 40
+    for own, other in zip(requests, expected, strict=True):
+        assert output_of(own) == output_of(other)[: own.num_output_tokens]
+        assert own.num_output_tokens == other.num_output_tokens or own.finish_reason == "cancelled"
+    assert sum(sum(request.counters.by_accepted[1:]) for request in requests) > 0
+    assert all_pages_are_back(harness.executor)
+
+
+def test_catching_up_writes_what_waits_and_nothing_else(tiny: Path, speculation: dict[str, Any]) -> None:
+    harness = Harness(tiny, **PAGES, **NO_OVERLAP, **speculation)
+    with_lengths(harness, 0)
+    requests = []
+    for prompt, rounds in (([5], 3), (PROMPT, 4), (PROMPT[::-1], 1)):  # the first begins before its window
+        requests.append(harness.submit(prompt, max_tokens=60))
+        for _ in range(rounds):
+            harness.round()
+    assert [request.draft_backlog for request in requests] == [7, 4, 0]
+    for pool in pools_of(harness):
+        pool.data[:, :, 0] = 0.0
+    before = [pool.data.clone() for pool in pools_of(harness)]
+    with torch.inference_mode():
+        harness.parts.runner._catch_up(backlog_of(harness), requests)
+    target, draft = (
+        {(page, place) for page, place in (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()}
+        for pool, old in zip(pools_of(harness), before, strict=True)
+    )
+    shift = worker_of(harness).net.shift
+    cache = harness.parts.kv.cache
+    due = {
+        (cache.pages(request.request_id)[place // 4], place % 4)
+        for request, waiting in zip(requests, (7, 4, 0), strict=True)
+        for place in range(request.kv_len + shift - waiting, request.kv_len + shift)
+    }
+    assert not target and {place for place in draft if place[0]} == due
+    assert [request.draft_backlog for request in requests] == [0, 0, 0]
+    for request in requests:
+        assert_nothing_is_missing(harness, request)
+
+
+@pytest.mark.parametrize("num_plain", [1, BACKLOG_LEN - 1, BACKLOG_LEN, BACKLOG_LEN + 1, 3 * BACKLOG_LEN + 2])
+def test_a_prefix_ends_where_the_draft_has_come_to(
+    tiny: Path, speculation: dict[str, Any], num_plain: int
+) -> None:
+    for ending in ("length", "surprise"):  # the latter with a round in flight that is one too many
+        harness = Harness(tiny, **PAGES, **speculation)
+        with_lengths(harness, 0)
+        rules: dict[str, Any] = {"max_tokens": num_plain + 1}
+        if ending == "surprise":
+            probe = Harness(tiny)
+            text = probe.submit(PROMPT, max_tokens=num_plain + 1, temperature=HOT, seed=8)
+            probe.run()
+            if text.tokens[-1] in text.tokens[text.prompt_len : -1]:
+                continue
+            rules = {"max_tokens": 150, "stop_token_ids": [text.tokens[-1]]}
+        first = harness.submit(PROMPT, temperature=HOT, seed=8, **rules)
+        harness.run()
+        assert first.num_output_tokens == num_plain + 1
+        num_read = len(PROMPT) + (num_plain - 1) // BACKLOG_LEN * BACKLOG_LEN
+        # The round too many made the draft read what waited, where it found the ring full.
+        full = ending == "surprise" and num_plain % BACKLOG_LEN == 0
+        expected = num_read + (BACKLOG_LEN if full else 0)
+        assert harness.parts.kv.cache.match([*first.tokens, 1, 2]) == expected
+        spoil_free_pages(harness)
+        with_lengths(harness, 3)
+        second = harness.submit([*first.tokens, 1, 2], max_tokens=3)
+        while harness.round():
+            if second.num_output_tokens and second in generating(harness):
+                assert_nothing_is_missing(harness, second)
+        assert second.cached_tokens == expected
+
+
+def test_a_round_that_breaks_off_waits_for_nothing_that_was_not_read(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
+    def fail(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) > 5:
+            raise KeyError("not today")
+        return logits
+
+    harness = Harness(tiny, **PAGES, **speculation)
+    with_lengths(harness, 0)
+    requests = [harness.submit([i, *PROMPT], max_tokens=60) for i in (1, 2)]
+    for _ in range(5):
+        harness.round()
+    bad = harness.submit([1, 2, 3], max_tokens=9, logits_processor=fail)
+    while not bad.is_finished:
+        harness.round()
+    assert bad.error == "KeyError: 'not today'"
+    for number in range(24):
+        harness.round()
+        if number == 20:
+            with_lengths(harness, 3)
+        for request in requests:
+            assert_nothing_is_missing(harness, request)
+
+
+def test_a_request_that_gets_no_numbers_waits_beside_others_without_harm(
+    tmp_path: Path, speculation: dict[str, Any]
+) -> None:
+    """Its last token, which is none, waits when the others' ring is full, and nobody has read that round yet."""
+    harness = Harness(write_tiny_llama(tmp_path, nan_token=63), **PAGES, **speculation)
+    with_lengths(harness, 0)
+    request = harness.submit(PROMPT, max_tokens=40, logit_bias={63: -100.0})
+    for _ in range(BACKLOG_LEN - 1):
+        harness.round()
+    bad = harness.submit([5], max_tokens=9, logit_bias={63: 100.0})
+    harness.round()
+    harness.round()
+    assert (request.draft_backlog, bad.draft_backlog, bad.is_finished) == (BACKLOG_LEN, 1, False)
+    harness.round()
+    assert (request.draft_backlog, bad.is_finished) == (1, True) and "numbers" in str(bad.error)
+    assert_nothing_is_missing(harness, request)
+    harness.run()
+    assert request.num_output_tokens == 40 and not request.error
+
+
+def test_rows_of_padding_stand_in_the_dummy_page_also_where_there_is_nothing_else(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
+    """A slot of length 0, which the dummy slot has before its first round, and one whose window begins before 0."""
+    harness = Harness(tiny, **PAGES, **speculation)
+    table = harness.parts.kv.table.device_rows
+    table[2, :2] = torch.tensor([7, 9])
+    windows = Windows(
+        slots=torch.tensor([8, 2]),
+        first=torch.tensor([-4, 1]),
+        token_ids=torch.zeros((2, 4), dtype=torch.int64),
+        max_kv_len=8,
+        num_padding=torch.tensor([4, 1]),
+    )
+    metadata, _ = harness.parts.runner.engine.rows.build([], windows)
+    assert metadata.kv_lens.tolist() == [1, 5]
+    assert metadata.positions.tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
+    assert metadata.kv_slots.tolist() == [0, 0, 0, 0, 1, 30, 31, 36]
+    assert metadata.block_tables.tolist() == [[0, 0], [7, 9]]
+
+
+@pytest.mark.parametrize(
+    ("options", "may_be_plain"),
+    [
+        ({}, False),
+        ({"draft_len_schedule": {1: 3, 4: 1}}, False),
+        ({"draft_len_schedule": {1: 3, 8: 0}}, True),
+        ({"draft_len_schedule": {1: 3, 9: 0}}, False),  # max_batch_size is 8
+        ({"max_concurrency": 4}, True),
+        ({"adaptive": {"candidate_steps": [1, 3]}}, False),
+        ({"adaptive": {"candidate_steps": [0, 3]}}, True),
+        ({"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}, True),
+    ],
+)
+def test_only_an_engine_whose_rounds_may_be_plain_has_a_backlog_and_memory_for_it(
+    tiny: Path, tiny_draft: Path, head: Path, options: dict[str, Any], may_be_plain: bool
+) -> None:
+    reserved = []
+    for own in ({}, options):
+        speculation = one_model(tiny_draft, head, "eagle3", **own)
+        harness = Harness(tiny, **speculation)
+        sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256}
+        builder = _Builder(LlmArgs.from_kwargs(tiny, **sizes, **speculation))
+        reserved.append(builder.reserved_bytes(builder.load_draft(harness.parts.runner.engine.model)))
+    backlog = harness.parts.runner._backlog
+    assert (backlog is not None) == may_be_plain
+    num_bytes = 0
+    if backlog is not None:
+        assert backlog._states is not None
+        rings = (backlog._tokens, backlog._states, backlog._num_due)
+        num_bytes = sum(ring.nbytes for ring in rings) + 4 * BYTES_A_GRAPH  # of 1, 2, 4 and 8 requests
+    assert reserved[1] - reserved[0] == num_bytes
+
+
+def test_two_model_drafters_have_no_backlog(tiny: Path, tiny_draft: Path, head: Path) -> None:
+    harness = Harness(tiny, **one_model(tiny_draft, head, "eagle3_two_model", **MAY_PAUSE))
+    assert harness.parts.runner._backlog is None
