@@ -24,6 +24,7 @@ from tllm_spec.executor.draft_lens import (
     controller_for,
     draft_lens_of_rounds,
     measure_round_times,
+    watch_unverified,
 )
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH, ServedModel, plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
@@ -358,6 +359,7 @@ def build_executor(
     runner = RoundRunner(engine, sampler, speculation.round_end, speculation.backlog)
     with torch.inference_mode():
         controller = builder.controller(runner, speculation, models)
+    watch_unverified(controller, builder.spec, speculation)
     queue, resources = RequestQueue(), [*speculation.resources, kv, builder.slots]
     parts = ExecutorParts(
         queue=queue,

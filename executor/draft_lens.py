@@ -2,7 +2,7 @@
 long rounds of each take.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -14,6 +14,7 @@ from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, Acceptance
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes, RoundTimes
+from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
 from tllm_spec.speculative_config import DecodingBaseConfig
 
 # Batch sizes whose rounds are timed where there are no graphs; others are on a line with these.
@@ -65,6 +66,17 @@ def draft_lens_of_rounds(
     return controller.draft_lens_at
 
 
+def watch_unverified(
+    controller: AdaptiveController, spec: DecodingBaseConfig | None, speculation: Speculation
+) -> None:
+    """Lets a controller that estimates acceptance learn from rounds without drafts, where that costs the device
+    nothing."""
+    if spec is not None and spec.adaptive is not None and speculation.watch and controller.compares_times:
+        share = spec.adaptive.times.unverified_time_share
+        controller.expect_unverified()
+        speculation.watch(UnverifiedDrafts(controller.learn, share))
+
+
 def measure_round_times(
     runner: RoundRunner,
     controller: AdaptiveController,
@@ -85,6 +97,8 @@ def measure_round_times(
         wanted = controller.draft_lens if runner.graphs is None else controller.draft_lens_at(size)
         lengths = sorted({0, *wanted} if assumed else wanted)
         row = {steps: runner.seconds(GraphKey(size, steps, False), dummy_slot, device) for steps in lengths}
+        if runner.graphs is None:
+            row = without_outliers(row)
         a_draft = assumed * row[0] if assumed else 0.0
         seconds[size] = {
             steps: time + steps * a_draft + _drafting_seconds(drafter, GraphKey(size, steps, False))
@@ -95,3 +109,10 @@ def measure_round_times(
 
 def _drafting_seconds(drafter: GraphDrafter | None, key: GraphKey) -> float:
     return 0.0 if drafter is None else min(drafter.seconds(key) for _ in range(TIMED_RUNS))
+
+
+def without_outliers(row: Mapping[int, float]) -> dict[int, float]:
+    """Times by draft length as the host took them: other work on the machine only adds to a time, and fewer drafts do
+    not take longer than more, so a time above that of a longer length says nothing."""
+    lengths = sorted(row)
+    return {length: min(row[longer] for longer in lengths[place:]) for place, length in enumerate(lengths)}

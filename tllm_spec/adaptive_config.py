@@ -60,9 +60,14 @@ class CostModelOptions(ConfigModel):
     ratio_weight: Positive = 64.0  # trials that a position's ratio to the others counts for beyond that
     window_trials: Positive = 256.0  # memory of an estimate, in trials ...
     window_rounds: PositiveInt = 8  # ... and in rounds, whichever is longer
+    change_excess: Positive = 5.0  # accepted drafts more or fewer than expected that mean another text ...
+    change_slack: NotNegative = 0.15  # ... where so many of each trial's mean nothing
     switch_margin: NotNegative = (
         0.01  # a length must promise so much more tokens per second to replace another
     )
+    # Plain rounds' time that drafts may lose before they are given up altogether; less where a batch has more requests
+    # than probe_trials, in proportion.
+    plain_after_loss: NotNegative = 30.0
     probe_round_share: Probability = 0.01  # rounds that may be probes
     probe_time_share: Probability = 0.005  # time that probes may add
     probe_trials: PositiveInt = 8  # requests that a probe should see, over its rounds ...
@@ -75,13 +80,15 @@ Options = TypeVar("Options", bound=ConfigModel)
 
 
 class RoundTimeOptions(ConfigModel):
-    """How measured round times are corrected while serving (`strategy: cost_model`)."""
+    """How measured round times are corrected while serving, and what else may cost time (`strategy: cost_model`)."""
 
     assumed_draft_cost: NotNegative = 0.06  # plain rounds that a draft costs, if no times were measured
     time_smoothing: Smoothing = (
         0.05  # share of a new time in what all draft lengths of a batch size have in common
     )
     time_cell_smoothing: Smoothing = 0.01  # and in what is one draft length's own
+    # time for drafts that are not verified: at draft length 0, of drafters on the host
+    unverified_time_share: Probability = 0.005
 
 
 class MarkOptions(ConfigModel):

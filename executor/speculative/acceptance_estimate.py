@@ -4,12 +4,40 @@ It knows accepted lengths and nothing of time or of decisions.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 from tllm_spec.adaptive_config import CostModelOptions
 
 MIN_RATE, MAX_RATE = 0.001, 0.999  # an estimate never becomes certain
+
+
+class _Excess:
+    """Accepted drafts more than expected, or fewer, less a slack, as a sum that never falls below 0; and the trials
+    since it was 0, by position."""
+
+    __slots__ = ("_num_positions", "accepted", "reached", "total")
+
+    def __init__(self, num_positions: int) -> None:
+        self._num_positions = num_positions
+        self.clear()
+
+    def clear(self) -> None:
+        self.total = 0.0
+        self.reached, self.accepted = [0] * self._num_positions, [0] * self._num_positions
+
+    def add(self, trials: list[int], step: float) -> float:
+        """`trials`: by position, and what the last one let through. The sum with them."""
+        self.total += step
+        if self.total <= 0:
+            self.clear()
+            return 0.0
+        for position, (reached, accepted) in enumerate(pairwise(trials)):
+            if not reached:
+                break
+            self.reached[position] += reached
+            self.accepted[position] += accepted
+        return self.total
 
 
 class AcceptanceEstimate:
@@ -28,28 +56,59 @@ class AcceptanceEstimate:
         self._weights = [options.prior_weight] * num_positions
         self._shape = [1.0] * num_positions
         self.rates = [options.prior_acceptance] * num_positions
+        self._excesses = (_Excess(num_positions), _Excess(num_positions))  # more than expected, and fewer
         self.expected_accepted = list(accumulate(accumulate(self.rates, mul), initial=0.0))  # by draft length
 
     def observe(self, num_requests: int, num_accepted: Sequence[int], num_steps: int) -> None:
         """A round of `num_steps` drafts a request; 0, or nobody drafted for: time passes and nothing is seen."""
         options = self._options
-        keep = 1 - 1 / max(options.window_rounds, options.window_trials / num_requests)
+        is_seen = num_steps > 0 and len(num_accepted) > 0
+        # What nobody looks at grows old as fast as what many look at.
+        per_round = num_requests if is_seen else max(num_requests, options.probe_trials)
+        keep = 1 - 1 / max(options.window_rounds, options.window_trials / per_round)
         floor = options.prior_weight
         self._weights = [weight if (weight := old * keep) > floor else floor for old in self._weights]
-        if num_steps and num_accepted:
-            self._combine(self._learn(self._count(num_accepted, num_steps)))
+        if is_seen:
+            self.learn(num_accepted, num_steps)
 
-    def _count(self, num_accepted: Sequence[int], num_steps: int) -> list[int]:
+    def learn(self, num_accepted: Sequence[int], num_steps: int) -> None:
+        """The same without any time passing."""
+        reached, trials = len(num_accepted), [len(num_accepted)]
+        for position in range(min(num_steps, len(self._counts))):
+            if reached:
+                reached -= num_accepted.count(position)
+            trials.append(reached)
+        self._look_for_change(trials)
+        self._combine(self._learn(self._count(trials)))
+
+    def _look_for_change(self, trials: list[int]) -> None:
+        """Page's test, in both directions: trials since the excess was last 0 are of another text where it is large,
+        and an estimate of this text then begins with them."""
+        options, total = self._options, sum(trials)
+        reached, accepted = total - trials[-1], total - trials[0]
+        more = accepted - sum(map(mul, trials[:-1], self.rates))
+        slack = options.change_slack * reached
+        for excess, step in zip(self._excesses, (more - slack, -more - slack), strict=True):
+            if (excess.total or step > 0) and excess.add(trials, step) > options.change_excess:
+                self._forget(excess)
+                for each in self._excesses:
+                    each.clear()
+                return
+
+    def _forget(self, excess: "_Excess") -> None:
+        prior = self._options.prior_weight
+        for position, reached in enumerate(excess.reached):
+            self._weights[position] = min(self._weights[position], prior + reached)
+            accepted = excess.accepted[position]
+            self._counts[position] += (accepted - reached * self._counts[position]) / (prior + reached)
+
+    def _count(self, trials: list[int]) -> list[int]:
         """Updates the counts of the window's positions; how many trials each had."""
         counts, weights = self._counts, self._weights
-        reached, trials = len(num_accepted), []
-        for position in range(min(num_steps, len(counts))):
-            trials.append(reached)
-            accepted = reached - num_accepted.count(position)
+        for position, (reached, accepted) in enumerate(pairwise(trials)):
             weights[position] += reached
             counts[position] += (accepted - reached * counts[position]) / weights[position]
-            reached = accepted
-        return trials
+        return trials[:-1]
 
     def _learn(self, trials: list[int]) -> float:
         """The level of the window's positions, given their shape; then their shape, given the level."""

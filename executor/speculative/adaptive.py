@@ -127,6 +127,19 @@ class AdaptiveController:
             ObservedRound(alive, padded, num_accepted, num_steps, seconds, max_steps, num_asked)
         )
 
+    def expect_unverified(self) -> None:
+        """From now on `learn` tells what drafts would have brought where there were none."""
+        for slot in self._slots:
+            if isinstance(slot, CostModelSlot):
+                slot.is_watched = True
+
+    def learn(self, batch_size: int, num_accepted: Sequence[int], num_steps: int, num_requests: int) -> None:
+        """What drafts of `num_steps` would have brought to some requests of a batch, `num_requests` with those that
+        need none; they were compared with what was emitted, and not verified."""
+        slot = self._slot(self._padded(batch_size))
+        if isinstance(slot, CostModelSlot):
+            slot.learn(num_accepted, num_steps, num_requests)
+
     @property
     def compares_times(self) -> bool:
         """Whether round times matter to what it decides."""

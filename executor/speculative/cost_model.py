@@ -4,6 +4,7 @@ Expected tokens come from the slot's acceptance estimates, seconds from the roun
 is not being played is learned by probes: rarely, a few rounds of the next longer length, paid from a budget.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -25,6 +26,7 @@ class Tier(NamedTuple):
     steps: int
     version: int
     max_steps: int
+    plain_loss: float = 0.0  # what drafts lose against a plain round, at best, as share of its time
 
 
 @dataclass
@@ -74,6 +76,11 @@ class CostModelSlot:
         self._tiers: dict[int, Tier] = {}
         self._budget = ProbeBudget(options)
         self._probe: Probe | None = None
+        self._gain = (
+            0.0  # of a plain round over one of the best drafts, as share of its time; at the latest decision
+        )
+        self.is_watched = False  # whether `learn` tells of rounds without drafts
+        self._loss = 0.0  # plain rounds' time that drafts have lost, less what they won
 
     def steps_for(self, batch_size: int, max_steps: int) -> int:
         """The draft length of a round. Asking changes nothing that a second question would notice."""
@@ -87,6 +94,15 @@ class CostModelSlot:
     def reachable(self, max_steps: int) -> set[int]:
         return {steps for steps in self._ladder if steps <= max_steps} or {0}
 
+    def learn(self, num_accepted: Sequence[int], num_steps: int, num_requests: int) -> None:
+        """What drafts would have brought that nobody verified. Nothing was paid for it and no time passed."""
+        self._estimate.learn(num_accepted, num_steps)
+        self._add_share(len(num_accepted) / num_requests)
+        self._version += 1
+
+    def _add_share(self, share: float) -> None:
+        self._drafted_share += (share - self._drafted_share) / self._options.window_rounds
+
     def observe(self, observed: ObservedRound) -> bool:
         batch_size, max_steps = observed.batch_size, observed.max_steps
         before = self.steps_for(batch_size, max_steps)
@@ -96,11 +112,12 @@ class CostModelSlot:
         if observed.num_requests:
             self._estimate.observe(observed.num_requests, observed.num_accepted, steps)
         if observed.num_requests and steps:
-            share = len(observed.num_accepted) / observed.num_requests
-            self._drafted_share += (share - self._drafted_share) / self._options.window_rounds
+            self._add_share(len(observed.num_accepted) / observed.num_requests)
         self._version += 1
-        self._book(batch_size, steps, before)
-        tier = self._tier(batch_size, max_steps)
+        self._book(batch_size, steps, before, observed.num_accepted)
+        tier, loss = self._tier(batch_size, max_steps), self._tiers[batch_size].plain_loss
+        if steps or loss < 0:
+            self._loss = max(0.0, self._loss + loss)
         if self._probe is None:
             self._start_probe(batch_size, tier, max_steps)
         elif tier >= self._probe.steps:
@@ -121,28 +138,36 @@ class CostModelSlot:
             return Tier(0, self._version, max_steps)
         if self._version == 0 and self._initial_steps in allowed:
             return Tier(self._initial_steps, self._version, max_steps)
-        row, expected, share = (
-            self._times.row(batch_size),
-            self._estimate.expected_accepted,
-            self._drafted_share,
-        )
-        best, best_rate = -1, -1.0
-        for steps in allowed:
-            rate = (1 + share * expected[steps]) / row[steps]
-            if rate > best_rate:
-                best, best_rate = steps, rate
+        rates = self._rates(allowed, batch_size)
+        loss = 1 - max(rates[1:]) / rates[0] if not allowed[0] and len(allowed) > 1 else 0.0
+        first = int(loss > 0 and self._is_hasty(allowed[1], batch_size))
+        best_rate = max(rates[first:])
+        best = allowed[rates.index(best_rate, first)]
         if present is None or best == present.steps:
-            return Tier(best, self._version, max_steps)
+            return Tier(best, self._version, max_steps, loss)
         steps, gain = present.steps, "a limit"
         if steps in allowed:
-            rate = (1 + share * expected[steps]) / row[steps]
+            rate = rates[allowed.index(steps)]
             if best_rate <= rate * (1 + self._options.switch_margin):
-                return Tier(steps, self._version, max_steps)
+                return Tier(steps, self._version, max_steps, loss)
             gain = f"{best_rate / rate - 1:+.1%} tokens per second"
         self._log.record(Switch(self.lower_bound, batch_size, steps, best, f"{gain}; {self._rates_text()}"))
-        return Tier(best, self._version, max_steps)
+        return Tier(best, self._version, max_steps, loss)
 
-    def _book(self, batch_size: int, steps: int, asked_for: int) -> None:
+    def _rates(self, lengths: tuple[int, ...], batch_size: int) -> list[float]:
+        """Tokens of a request in the time of each length, up to a common factor."""
+        row, share = self._times.row(batch_size), self._drafted_share
+        expected = self._estimate.expected_accepted
+        return [(1 + share * expected[steps]) / row[steps] for steps in lengths]
+
+    def _is_hasty(self, shortest: int, batch_size: int) -> bool:
+        """Whether it is too early for length 0: where only probes see the text without drafts, nobody stops drafting on
+        the evidence of a few bad rounds, unless the shortest drafts could bring nothing even if all were right."""
+        options, row = self._options, self._times.row(batch_size)
+        patience = options.plain_after_loss * min(1.0, options.probe_trials / batch_size)
+        return not self.is_watched and self._loss < patience and (1 + shortest) * row[0] > row[shortest]
+
+    def _book(self, batch_size: int, steps: int, asked_for: int, num_accepted: Sequence[int]) -> None:
         """Books a round, as part of a probe or not, and ends a probe that has seen enough or takes too long."""
         row, probe, tier = self._times.row(batch_size), self._probe, self._tiers[batch_size].steps
         if probe is None or asked_for == tier:
@@ -152,7 +177,8 @@ class CostModelSlot:
         if probe is not None:
             probe.rounds_left -= 1
             probe.rounds_to_see -= steps == probe.steps
-            if not (probe.rounds_left and probe.rounds_to_see):
+            is_in_vain = steps == probe.steps and max(num_accepted, default=0) == tier
+            if is_in_vain or not (probe.rounds_left and probe.rounds_to_see):
                 self._probe = None
 
     def _start_probe(self, batch_size: int, tier: int, max_steps: int) -> None:

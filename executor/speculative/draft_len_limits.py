@@ -3,11 +3,14 @@
 A limit says how many drafts a round may have at most. Which length within it is best, it does not know.
 """
 
+import logging
 import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 NO_LIMIT = sys.maxsize
 CLOSED_WINDOWS = 99  # closed for so many windows of rounds, then open for one: drafts in 1% of the rounds
@@ -31,9 +34,17 @@ class AcceptanceGate:
         """A round of `num_drafted` drafts in all. Those without say nothing, but a closed gate counts them."""
         if self._closed_rounds:
             self._closed_rounds -= 1  # one that was still in flight when the gate closed counts too
+            if not self._closed_rounds:
+                logger.info("acceptance gate: opens, to see %d rounds of drafts", self._window_size)
         elif num_drafted:
             self._window.append((sum(num_accepted), num_drafted))
             if len(self._window) == self._window_size and self.rate < self._threshold:
+                logger.info(
+                    "acceptance gate: closes, as %.3f of the drafts of the last %d rounds were accepted, less than %g",
+                    self.rate,
+                    self._window_size,
+                    self._threshold,
+                )
                 self._closed_rounds = CLOSED_WINDOWS * self._window_size
                 self._window.clear()
 

@@ -22,6 +22,7 @@ from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.ngram import NGramDrafter, NGramPoolManager
+from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
 from tllm_spec.executor.speculative.worker import DraftWorker, RoundEnd
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
@@ -59,7 +60,8 @@ class Surroundings:
 @dataclass(frozen=True)
 class Speculation:
     """What a mode adds to the executor. `round_end` is told of every round that the target has run; `backlog` has what
-    it puts off. `graph_drafter` is the drafter if it can be captured."""
+    it puts off. `graph_drafter` is the drafter if it can be captured. `watch` lets it be seen while nobody asks it for
+    drafts; None: its drafts cost the device something."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
@@ -67,6 +69,7 @@ class Speculation:
     round_end: RoundEnd | None = None
     backlog: DraftBacklog | None = None
     graph_drafter: GraphDrafter | None = None
+    watch: Callable[[UnverifiedDrafts], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
 
 def _on_host(drafter: Drafter, manager: ResourceManager | None, around: Surroundings) -> Speculation:
     host = HostDrafter(drafter, manager, around.slots, around.sampler.state.vocab_size)
-    return Speculation(host, [] if manager is None else [manager], host.blame)
+    return Speculation(host, [] if manager is None else [manager], host.blame, watch=host.watch)
 
 
 def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:

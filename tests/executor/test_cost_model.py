@@ -1,6 +1,8 @@
 """`strategy: cost_model`: what it learns, when it switches, what it probes and at which cost."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -59,7 +61,13 @@ def test_drafts_that_cost_more_than_they_can_bring_are_not_made() -> None:
 
 def test_a_longer_length_must_beat_the_present_one_by_the_margin() -> None:
     def switches(margin: float) -> int:
-        controls = controller(draft_ms=5.0, switch_margin=margin, window_trials=8.0, probe_round_share=0.0)
+        controls = controller(
+            draft_ms=5.0,
+            switch_margin=margin,
+            window_trials=8.0,
+            probe_round_share=0.0,
+            plain_after_loss=0.0,
+        )
         for number in range(400):  # half of the first drafts: one draft brings as much as it costs
             steps = controls.steps_for(1)
             controls.observe(1, [number % 2 if steps else 0], max(steps, 1))
@@ -132,17 +140,80 @@ def test_after_plain_decoding_good_drafts_are_found_again_by_a_probe() -> None:
     assert settled(controls) == 3
 
 
-def test_a_probe_lasts_until_drafts_were_really_seen() -> None:
-    controls = controller()
+@pytest.mark.parametrize(("is_accepted", "length"), [(True, 5), (False, 2)])
+def test_a_probe_lasts_until_drafts_were_seen_often_enough_or_one_was_in_vain(
+    is_accepted: bool, length: int
+) -> None:
+    controls = controller(draft_ms=8.0)  # four accepted drafts do not convince yet
     play(controls, 2000, 0, batch_size=1)
     asked, ready = [], 0
-    for _ in range(1200):  # the round after plain decoding finds no drafts
+    for _ in range(450):  # the round after plain decoding finds no drafts
         steps = controls.steps_for(1)
         verified, ready = min(steps, ready), steps
         asked.append(steps)
-        controls.observe(1, [0] if verified else [], verified)
+        controls.observe(1, [int(is_accepted)] if verified else [], verified)
     lengths = [len(run) for run in "".join("p" if steps else " " for steps in asked).split()]
-    assert lengths and set(lengths) == {5}  # one without drafts, four that count
+    assert lengths[0] == length
+
+
+def rounds_until(controls: AdaptiveController, goal: int, num_accepted: int, batch_size: int = 1) -> int:
+    for number in range(5000):
+        if controls.steps_for(batch_size) == goal:
+            return number
+        play(controls, 1, num_accepted, batch_size)
+    raise AssertionError("never")
+
+
+def test_drafting_is_given_up_at_once_where_rounds_without_drafts_are_seen_too() -> None:
+    controls = controller(draft_ms=2.5)
+    controls.expect_unverified()
+    assert rounds_until(controls, 0, 0) < 40
+    for _ in range(12):
+        controls.learn(1, [3], 3, 1)
+    assert controls.steps_for(1) == 3
+
+
+def test_another_text_is_noticed_long_before_the_memory_of_the_last_one_has_faded() -> None:
+    def delay(**keys: float) -> int:
+        controls = controller(**keys)
+        play(controls, 2000, 3)
+        return rounds_until(controls, 1, 0)
+
+    assert delay() < 35
+    assert delay(change_excess=1e9) > 2 * delay()
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_an_estimate_begins_anew_whichever_way_the_text_changes(accepted: int) -> None:
+    estimate = AcceptanceEstimate(1, CostModelOptions(candidate_steps=(0, 1)))
+    for _ in range(2000):
+        estimate.observe(1, [1 - accepted], 1)
+    for _ in range(12):
+        estimate.observe(1, [accepted], 1)
+    assert abs(estimate.rates[0] - accepted) < 0.5
+
+
+def test_chance_is_not_taken_for_another_text() -> None:
+    estimate = AcceptanceEstimate(1, CostModelOptions(candidate_steps=(0, 1), window_trials=1e9))
+    chance, weights = Random(1), []
+    for _ in range(10_000):
+        estimate.observe(1, [chance.random() < 0.5], 1)
+        weights.append(estimate._weights[0])
+    assert sum(later < before for before, later in pairwise(weights)) <= 5  # it began anew so often
+
+
+def test_drafting_is_given_up_only_after_it_has_lost_what_the_option_says() -> None:
+    """A round with one draft takes 1.25 plain rounds and brings one token: a fifth of it is lost."""
+
+    def rounds(loss: float, batch_size: int) -> int:
+        controls = controller(draft_ms=2.5, plain_after_loss=loss)
+        play(controls, 20, 0, batch_size)  # until the estimate knows
+        return 20 + rounds_until(controls, 0, 0, batch_size)
+
+    assert 100 <= rounds(20.0, 1) <= 160
+    assert rounds(40.0, 1) - rounds(20.0, 1) == pytest.approx(100, abs=8)
+    assert rounds(40.0, 8) - rounds(20.0, 8) == pytest.approx(100, abs=8)
+    assert rounds(80.0, 32) - rounds(40.0, 32) == pytest.approx(50, abs=8)  # four times probe_trials
 
 
 def test_a_drafter_that_never_drafts_cannot_hold_a_probe_open() -> None:
@@ -166,7 +237,7 @@ def test_asking_twice_gives_the_same_answer() -> None:
 def test_a_change_is_reported_once_and_kept_with_its_reason() -> None:
     controls = controller()
     reports = []
-    for _ in range(300):
+    for _ in range(600):
         before = controls.steps_for(1)
         changed = controls.observe(1, [0] if before else [], before)
         assert changed == (controls.steps_for(1) != before)

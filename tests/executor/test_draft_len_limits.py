@@ -3,7 +3,12 @@
 import pytest
 
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, AcceptanceGate, DraftLenLimits
+from tllm_spec.executor.speculative.draft_len_limits import (
+    CLOSED_WINDOWS,
+    NO_LIMIT,
+    AcceptanceGate,
+    DraftLenLimits,
+)
 
 
 def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
@@ -70,3 +75,22 @@ def test_a_closed_gate_opens_for_one_window_in_a_hundred() -> None:
     while gate.is_closed:
         rounds(gate, 4, 1)
     assert not any(rounds(gate, 4, 500))
+
+
+def test_a_gate_that_closes_or_opens_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    gate, lines = AcceptanceGate(0.5, 2), []
+    with caplog.at_level("INFO", logger="tllm_spec"):
+        for number in range(2 + 2 * CLOSED_WINDOWS):
+            gate.observe([0, 1], 4)
+            lines += [number] * len(caplog.records)
+            caplog.clear()
+            if number == 1:
+                assert gate.is_closed
+    assert lines == [1, 1 + 2 * CLOSED_WINDOWS] and not gate.is_closed
+
+
+def test_the_line_has_the_rate_and_what_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    gate = AcceptanceGate(0.5, 1)
+    with caplog.at_level("INFO", logger="tllm_spec"):
+        gate.observe([0, 1], 4)
+    assert "closes" in caplog.text and "0.250" in caplog.text and "less than 0.5" in caplog.text

@@ -9,7 +9,7 @@ from tests.executor.harness import Harness
 from tests.executor.test_cuda_graphs import keys_of_build
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.lossless.engines import tiny_engine, write_tiny_drafts
-from tllm_spec.executor.draft_lens import controller_for
+from tllm_spec.executor.draft_lens import controller_for, without_outliers
 from tllm_spec.speculative_config import NGramDecodingConfig
 
 LADDER = {"candidate_steps": [0, 1, 4]}
@@ -94,3 +94,20 @@ def test_graphs_of_an_adaptive_draft_length_end_where_a_limit_begins(
     assert pairs(ladder | {"max_concurrency": 5}) == short | {(8, 0)}
     small = {(size, steps) for size in (1, 2, 4) for steps in (1, 3)}
     assert pairs(ladder, max_num_tokens=16) == small | {(8, 1)}
+
+
+def test_times_without_graphs_are_taken_without_outliers(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path]
+) -> None:
+    times = {0: 1.0, 1: 9.0, 4: 1.5}
+    monkeypatch.setattr(
+        "tllm_spec.executor.round_runner.RoundRunner.seconds", lambda _, key, *__: times[key.draft_len]
+    )
+    harness = Harness(tiny, **tiny_engine("eagle3", drafts, 4, adaptive=LADDER))
+    controls = harness.parts.controller
+    controls.steps_for(1)
+    assert controls.state()["round_ms"]["1"] == pytest.approx({"0": 1000, "1": 1500, "4": 1500})
+
+
+def test_a_time_above_that_of_more_drafts_is_none_of_this_length() -> None:
+    assert without_outliers({0: 9.0, 1: 19.0, 3: 12.0, 5: 14.0}) == {0: 9.0, 1: 12.0, 3: 12.0, 5: 14.0}

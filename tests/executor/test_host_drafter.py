@@ -14,6 +14,7 @@ from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.drafter import Drafter
 from tllm_spec.executor.speculative.host_drafter import HostDrafter
+from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
 from tllm_spec.sampling_params import SamplingParams
 
 RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), encode=None)
@@ -49,6 +50,11 @@ def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> Non
     assert [request.py_num_draft_tokens for request in bench.requests] == [0, 1, 2]
     assert [request.py_draft_tokens for request in bench.requests] == [[0, 0], [7, 0], [7, 8]]
     assert bench.slots.window[:3, 1:3].tolist() == [[0, 0], [7, 0], [7, 8]]
+    assert bench.slots.num_drafts[:3].tolist() == [
+        0,
+        1,
+        2,
+    ]  # else a padding that happens to be right is accepted
 
 
 def test_untouched_placeholders_mean_nothing_to_propose_and_a_draft_of_zeros_is_one() -> None:
@@ -72,6 +78,17 @@ def test_what_a_request_has_no_use_for_is_cut_off() -> None:
 def test_without_a_draft_length_nobody_is_asked() -> None:
     bench = Bench(lambda request: pytest.fail("asked"))
     bench.drafter.prepare_draft_tokens(ScheduledBatch(generation_requests=bench.requests, draft_len=0))
+
+
+def test_drafts_that_are_only_compared_leave_the_round_as_it_was() -> None:
+    bench = Bench(lambda request: [7, 8])
+    window, num_drafts = bench.slots.window.clone(), bench.slots.num_drafts.clone()
+    unverified = UnverifiedDrafts(lambda *told: None, 1.0)
+    bench.drafter.watch(unverified)
+    batch = bench.round(draft_len=0)
+    assert unverified._proposals and batch.draft_len == 0
+    assert all(request.py_draft_tokens == [] for request in bench.requests)
+    assert torch.equal(bench.slots.window, window) and torch.equal(bench.slots.num_drafts, num_drafts)
 
 
 @pytest.mark.parametrize("drafts", [(5, 6), numpy.array([5, 6]), torch.tensor([5, 6]), range(5, 7)])

@@ -4,7 +4,7 @@ probabilities.
 Rejection sampling is lossless in distribution only, so this is its equality test; the coupled default must pass it too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -70,9 +70,15 @@ def placed_uniforms(tokens: torch.Tensor, target: torch.Tensor, draft: torch.Ten
     return before + target.gather(1, chosen)[:, 0] * within
 
 
-def sample(target: Path, params: SamplingParams, options: dict[str, Any]) -> list[RequestOutput]:
-    """One output of the same prompt for every seed. About every second first draft is accepted."""
+def sample(
+    target: Path, params: SamplingParams, options: dict[str, Any], lengths: Sequence[int] = ()
+) -> list[RequestOutput]:
+    """One output of the same prompt for every seed. About every second first draft is accepted. lengths: the draft
+    length of every round, in turn."""
     with LLM(target, skip_tokenizer_init=True, max_batch_size=250, max_seq_len=40, **options) as llm:
+        if lengths:
+            coming = cycle(lengths)
+            llm._executor.parts.draft_len_for = lambda batch_size: next(coming)
         outputs = llm.generate(
             [PROMPT] * NUM_SEEDS, [replace(params, seed=seed) for seed in range(NUM_SEEDS)], use_tqdm=False
         )
@@ -112,6 +118,20 @@ def test_tokens_are_drawn_from_the_targets_probabilities(
     params = SamplingParams(max_tokens=OUTPUT_LEN, **WAYS[way])
     how = {"use_rejection_sampling": rejection, "draft_target_one_model": one_model}
     outputs = sample(folders[0], params, draft_target(folders[1], draft_len, **how))
+    assert_drawn_from(models[0], outputs, params, lambda texts: probabilities(models[1], texts, params))
+
+
+MOVING = (3, 1, 2, 0, 3, 2, 3, 1, 1, 0, 2)
+
+
+@pytest.mark.parametrize("one_model", [True, False])
+def test_rejection_sampling_draws_from_the_targets_probabilities_while_tiers_change(
+    folders: tuple[Path, Path], models: list[Any], one_model: bool
+) -> None:
+    """Rounds verify fewer drafts than were made, as many, and, behind a shorter one, have padding."""
+    params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=1.0)
+    options = draft_target(folders[1], 3, use_rejection_sampling=True, draft_target_one_model=one_model)
+    outputs = sample(folders[0], params, options, MOVING)
     assert_drawn_from(models[0], outputs, params, lambda texts: probabilities(models[1], texts, params))
 
 

@@ -1,0 +1,271 @@
+"""Adaptive draft lengths on one GPU: round times, steady cells, and traffic that moves, in one engine.
+
+    python benchmarks/adaptive_h200.py [--quick] [--time-limit 200] [--phase-seconds 1] [--output result.json]
+    python benchmarks/adaptive_h200.py --shape zoo --device cpu --quick  # shows that it runs; its figures mean nothing
+
+An 8B Llama's shape in bf16 with random weights and a one-model EAGLE-3 head, greedy, prompts of 512 random tokens.
+Acceptance is scripted: every draft is accepted with the same probability, given those before it. A static draft length
+is the same engine with the same graphs, held to that length, and plays in turn with the adaptive one, in mirrored
+order, so that growing contexts weigh on both alike. Tokens are counted by their expectation at the true acceptance
+from the drafts that each round really verified; times are measured.
+
+Each steady cell begins with a controller that knows nothing but the round times measured at start-up. In moving traffic
+(the simulator's) each policy keeps its controller from phase to phase; a static length's rate in a phase comes from a
+few rounds before and after the policies'. Prompts are in no time. The presets' draft lengths end at the longest here.
+When the time is over, what is left out is named, and the exit status is 1, as it is where a bar is missed.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from adaptive_h200_tables import (
+    COST_MODEL,
+    LADDER,
+    Cell,
+    Found,
+    Phase,
+    RoundTimes,
+    cells_table,
+    misses,
+    times_table,
+    traffic_table,
+)
+from adaptive_simulator import Traffic, bursts, phases
+from forced_rounds import Block, ForcedRounds
+from h200_setup import NO_REUSE, Setup
+from model_shapes import write_configs
+
+from tllm_spec.adaptive_config import PRESETS
+from tllm_spec.bench.report import machine_section
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+
+ACCEPTANCES = (0.2, 0.4, 0.6, 0.8, 0.9)
+SLOW_BELOW = 0.5  # drafts of a lower acceptance may be given up, which takes longer than any other decision
+STEADY_SHARE = 0.6  # of the time limit: no steady cell begins later
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rounds of one block, tokens of a prompt and of what follows it. Batch sizes in the order in which they are
+    measured."""
+
+    batch_sizes: tuple[int, ...] = (1, 8, 64, 128, 4, 16, 32)
+    acceptances: tuple[float, ...] = ACCEPTANCES
+    prompt_len: int = 512
+    room: int = 1536
+    plain_rounds: int = 32  # of each of four blocks, of plain decoding and of draft length 0
+    table_rounds: int = 12  # of each of two
+    settling_rounds: int = 60  # twice as many below SLOW_BELOW
+    adaptive_rounds: int = 40  # of each of two
+    static_rounds: int = 8  # of each of two
+
+    def quick(self) -> "Sizes":
+        return replace(self, batch_sizes=self.batch_sizes[:4], settling_rounds=40, plain_rounds=16)
+
+
+ZOO = Sizes(
+    batch_sizes=(1, 4, 2),
+    acceptances=(0.2, 0.9),
+    prompt_len=32,
+    room=480,
+    plain_rounds=4,
+    table_rounds=2,
+    settling_rounds=4,
+    adaptive_rounds=4,
+    static_rounds=2,
+)
+
+
+class Measurement:
+    """Both engines at once: plain decoding takes turns with draft length 0."""
+
+    def __init__(self, setup: Setup, sizes: Sizes, time_limit_s: float, phase_seconds: float) -> None:
+        self._sizes, self._phase_seconds = sizes, phase_seconds
+        self._began, self._time_limit_s = time.perf_counter(), time_limit_s
+        self.found = Found()
+        own_room = 4 * sizes.plain_rounds + 64
+        self._plain = _engine(setup, sizes, own_room)
+        self._say("plain engine is built")
+        adaptive = {"candidate_steps": list(LADDER)}
+        config = setup.eagle3(LADDER[-1], adaptive=adaptive)
+        self._rounds = _engine(setup, sizes, sizes.room, speculative_config=config)
+        self._say("EAGLE-3 engine is built")
+        self._fresh = self._rounds.executor.parts.controller
+        self._static = {length: AdaptiveController.fixed(length) for length in LADDER}
+
+    def run(self) -> None:
+        for batch_size in self._sizes.batch_sizes:
+            if self._is_over(STEADY_SHARE, f"batch size {batch_size}"):
+                continue
+            self._rounds.start(batch_size, self._sizes.prompt_len)
+            self.found.times.append(self._round_times(batch_size))
+            for acceptance in self._sizes.acceptances:
+                if not self._is_over(STEADY_SHARE, f"batch size {batch_size}, acceptance {acceptance}"):
+                    self.found.cells.append(self._cell(batch_size, acceptance))
+        seconds = self._phase_seconds
+        for name, traffic, number in (("phases", phases(seconds), 4), ("bursts", bursts(seconds), 6)):
+            self._traffic(name, traffic, number)
+
+    def _round_times(self, batch_size: int) -> RoundTimes:
+        """Nothing is accepted, so contexts grow alike in all rounds."""
+        rounds, sizes = self._rounds, self._sizes
+        rounds.set_acceptance(0.0)
+        self._plain.start(batch_size, sizes.prompt_len)
+        plain, zero = Block(), Block()
+        for engines in ((self._plain, rounds), (rounds, self._plain)) * 2:
+            for engine in engines:
+                block = plain if engine is self._plain else zero
+                block += engine.play(self._static[0], rounds=sizes.plain_rounds)
+        self._plain.stop()
+        by_draft_len = {length: block.round_ms for length, block in self._blocks(sizes.table_rounds).items()}
+        row = RoundTimes(batch_size, plain.round_ms, zero.round_ms, by_draft_len)
+        self._say(f"batch {batch_size}: plain {row.plain:.3f} ms, {_spelled(by_draft_len, '.3f')} ms")
+        return row
+
+    def _blocks(self, number: int) -> dict[int, Block]:
+        """Every static length twice, in mirrored order."""
+        blocks = {length: Block() for length in LADDER}
+        for length in (*LADDER, *reversed(LADDER)):
+            blocks[length] += self._rounds.play(self._static[length], rounds=number)
+        return blocks
+
+    def _cell(self, batch_size: int, acceptance: float) -> Cell:
+        rounds, sizes = self._rounds, self._sizes
+        rounds.set_acceptance(acceptance)
+        settling_rounds = sizes.settling_rounds * (1 + (acceptance < SLOW_BELOW))
+        num_rounds = settling_rounds + 2 * (sizes.adaptive_rounds + len(LADDER) * sizes.static_rounds)
+        if not rounds.has_room(num_rounds * (0.3 + 0.7 * acceptance)):  # enough on average; play looks again
+            rounds.refill()
+        adaptive = copy.deepcopy(self._fresh)
+        settling = rounds.play(adaptive, rounds=settling_rounds)
+        static = {length: Block() for length in LADDER}
+        played = Block()
+        for lengths in (LADDER, LADDER[::-1]):
+            for length in lengths:
+                static[length] += rounds.play(self._static[length], rounds=sizes.static_rounds)
+            played += rounds.play(adaptive, rounds=sizes.adaptive_rounds)
+        cell = Cell(
+            batch_size,
+            acceptance,
+            {length: block.rate for length, block in static.items()},
+            played.rate,
+            played.counted / played.seconds,
+            settling.rate,
+            dict(played.rounds_by_draft_len),
+        )
+        self._say(
+            f"batch {batch_size}, acceptance {acceptance}: {cell.over_best:.3f} of K={cell.best}; "
+            f"{_spelled(cell.static)} tok/s; played {cell.rounds_by_draft_len}"
+        )
+        return cell
+
+    def _traffic(self, name: str, traffic: Traffic, num_phases: int) -> None:
+        controllers = {COST_MODEL: copy.deepcopy(self._fresh)}
+        controllers |= {preset: _preset(preset, self._sizes.batch_sizes) for preset in PRESETS}
+        for number in range(num_phases):
+            requests = traffic((number + 0.5) * self._phase_seconds)
+            batch_size = min(len(requests), max(self._sizes.batch_sizes))
+            if not self._is_over(1.0, f"phase {number} of {name}"):
+                self.found.phases.append(self._phase(name, batch_size, float(requests[0]), controllers))
+            controllers = dict(
+                [*list(controllers.items())[1:], *list(controllers.items())[:1]]
+            )  # takes turns
+
+    def _phase(
+        self, name: str, batch_size: int, acceptance: float, controllers: Mapping[str, AdaptiveController]
+    ) -> Phase:
+        rounds = self._rounds
+        rounds.set_acceptance(acceptance)
+        rounds.start(batch_size, self._sizes.prompt_len)
+        before = self._blocks(self._sizes.static_rounds // 2)
+        played = {
+            policy: rounds.play(controller, seconds=self._phase_seconds)
+            for policy, controller in controllers.items()
+        }
+        for length, block in self._blocks(self._sizes.static_rounds // 2).items():
+            before[length] += block
+        static = {length: block.rate for length, block in before.items()}
+        policies = {policy: played[policy].rate for policy in (COST_MODEL, *PRESETS)}
+        lengths = dict(played[COST_MODEL].rounds_by_draft_len)
+        self._say(
+            f"{name}: batch {batch_size}, acceptance {acceptance}: {_spelled(static)}; {policies}; {lengths}"
+        )
+        return Phase(name, batch_size, acceptance, static, policies, lengths)
+
+    def _is_over(self, share: float, what: str) -> bool:
+        is_over = time.perf_counter() - self._began > share * self._time_limit_s
+        if is_over:
+            self.found.left_out.append(what)
+        return is_over
+
+    def _say(self, text: str) -> None:
+        print(f"{time.perf_counter() - self._began:6.1f} s | {text}", file=sys.stderr, flush=True)
+
+
+def _engine(setup: Setup, sizes: Sizes, room: int, **options: Any) -> ForcedRounds:
+    largest, max_seq_len = max(sizes.batch_sizes), sizes.prompt_len + room
+    kv = {**NO_REUSE, "max_tokens": largest * (max_seq_len + 128)}
+    own = {"cuda_graph_config": {"batch_sizes": sorted(sizes.batch_sizes)}, "kv_cache_config": kv}
+    common = {"max_batch_size": largest, "max_seq_len": max_seq_len}
+    return ForcedRounds(setup.target, **(setup.options | own | common | options))
+
+
+def _preset(name: str, batch_sizes: tuple[int, ...]) -> AdaptiveController:
+    """No draft length beyond the longest that there are graphs for."""
+
+    def shortened(slot: Any) -> Any:
+        if not isinstance(slot, Mapping):
+            return slot
+        return {**slot, "candidate_steps": [min(steps, LADDER[-1]) for steps in slot["candidate_steps"]]}
+
+    config = {key: shortened(value) for key, value in PRESETS[name].items()}
+    return AdaptiveController.from_config(config, graph_batch_sizes=batch_sizes)
+
+
+def _spelled(by_draft_len: Mapping[int, float], how: str = ".0f") -> str:
+    return " ".join(f"{length}: {value:{how}}" for length, value in by_draft_len.items())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="four batch sizes, fewer rounds")
+    parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--time-limit", type=float, default=200.0, help="seconds after which no part begins")
+    parser.add_argument(
+        "--phase-seconds", type=float, default=1.0, help="of each policy in a phase of traffic"
+    )
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(arguments)
+    sizes = ZOO if args.shape == "zoo" else Sizes()
+    sizes = sizes.quick() if args.quick else sizes
+    with tempfile.TemporaryDirectory() as name:
+        write_configs(Path(name))
+        setup = Setup(args.shape, args.device, args.quick, frozenset(), Path(name))
+        measurement = Measurement(setup, sizes, args.time_limit, args.phase_seconds)
+        measurement.run()
+    found = measurement.found
+    tables = [times_table(found.times), cells_table(found.cells), traffic_table(found.phases)]
+    print("\n\n".join("\n".join(lines) for lines in tables))
+    missed = misses(found)
+    print("\n" + "\n".join(missed or ["every bar is met"]))
+    if args.output is not None:
+        machine = machine_section(args.device)
+        result = {"shape": args.shape, "machine": machine, "torch": torch.__version__, "missed": missed}
+        args.output.write_text(json.dumps(result | asdict(found), indent=1) + "\n", encoding="utf-8")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
