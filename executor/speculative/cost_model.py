@@ -76,9 +76,6 @@ class CostModelSlot:
         self._tiers: dict[int, Tier] = {}
         self._budget = ProbeBudget(options)
         self._probe: Probe | None = None
-        self._gain = (
-            0.0  # of a plain round over one of the best drafts, as share of its time; at the latest decision
-        )
         self.is_watched = False  # whether `learn` tells of rounds without drafts
         self._loss = 0.0  # plain rounds' time that drafts have lost, less what they won
 
