@@ -43,7 +43,7 @@ def test_every_switch_is_one_line_with_its_reason(
 
 def test_probes_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     controller = AdaptiveController.from_config({"strategy": "cost_model", "candidate_steps": [0, 1, 2, 3]})
-    play(controller, 500, 0)
+    play(controller, 1000, 0)
     with caplog.at_level(logging.INFO):
         asked = play(controller, ROUNDS, 0)
     assert sum(steps > 0 for steps in asked) > 10, "there were probes"
