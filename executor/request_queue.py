@@ -63,7 +63,10 @@ class RequestQueue:
     def closed(self) -> bool:
         return self._closed
 
-    def wait(self) -> None:
-        """Until something comes or the queue is closed."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until something comes or the queue is closed; False when neither did in the given time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._new or self._cancelled or self._calls or self._closed)
+            return self._changed.wait_for(self._has_news, seconds)
+
+    def _has_news(self) -> bool:
+        return bool(self._new or self._cancelled or self._calls or self._closed)

@@ -13,6 +13,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+# Without work for so long, nobody waits while all pages are counted.
+QUIET_SECONDS = 0.05
+
 
 class Worker:
     """`failure` is set when the executor can no longer go on; `on_death` is then told once."""
@@ -73,9 +76,10 @@ class Worker:
                 self._idle.clear()
                 self._run_calls()
                 if not self._round():
-                    self._executor.check_integrity()
                     self._idle.set()
-                    self._queue.wait()
+                    if not self._queue.wait(QUIET_SECONDS):
+                        self._executor.check_integrity()
+                        self._queue.wait()
             self._round()
         except Exception as error:  # process border: nothing above could report it
             logger.exception("the executor died")

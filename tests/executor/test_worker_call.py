@@ -21,18 +21,23 @@ class FakeExecutor:
     def __init__(self) -> None:
         self.in_round, self.go_on = threading.Event(), threading.Event()
         self.blocks = self.dies = False
+        self.checked = threading.Event()
 
     def enter_thread(self) -> None: ...
 
     def check_integrity(self) -> None:
-        if self.dies:
-            raise AssertionError("lost a page")
+        self.checked.set()
+
+    def recover(self, error: Exception) -> None:
+        raise error
 
     def step(self) -> bool:
         self.in_round.set()
         if self.blocks:
             self.go_on.wait(10)
         self.in_round.clear()
+        if self.dies:
+            raise AssertionError("lost a page")
         return False
 
 
@@ -129,6 +134,24 @@ def test_calls_that_wait_while_the_executor_dies_are_told() -> None:
     for thread in threads:
         thread.join(5)
     assert [str(answer) for answer in answers] == ["the executor has died: AssertionError: lost a page"] * 3
+
+
+def test_pages_are_counted_when_nobody_has_come_for_a_while_and_not_before_the_next_one_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tllm_spec.executor.worker.QUIET_SECONDS", 30)
+    worker, executor = make_worker()
+    worker.start()
+    for number in range(3):
+        assert answer_of(worker, lambda number=number: number) == number
+    worker.stop()
+    assert not executor.checked.is_set()
+    monkeypatch.setattr("tllm_spec.executor.worker.QUIET_SECONDS", 0.01)
+    worker, executor = make_worker()
+    worker.start()
+    assert executor.checked.wait(5)
+    assert answer_of(worker, lambda: 1) == 1
+    worker.stop()
 
 
 def test_a_drafter_that_asks_from_inside_a_round_fails_its_request_instead_of_waiting_for_itself(
