@@ -202,9 +202,14 @@ class RoundRunner:
             ContextChunk(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk])
             for r in batch.context_requests
         ]
-        hidden = self.engine.forward(chunks, windows)
-        collect_prompt_logprobs(batch.context_requests, hidden, self.engine.compute_logits)
-        logits = self.engine.compute_logits(_sampled_rows(batch, hidden))
+        wanted = _sampled_rows(batch, self._slots.device)
+        if any(request.rules.prompt_logprobs is not None for request in batch.context_requests):
+            hidden = self.engine.forward(chunks, windows)
+            collect_prompt_logprobs(batch.context_requests, hidden, self.engine.compute_logits)
+            hidden = hidden.index_select(0, wanted)
+        else:
+            hidden = self.engine.forward(chunks, windows, wanted)
+        logits = self.engine.compute_logits(hidden)
         parts: list[SampledTokens] = []
         if ended:
             first = self._sample_contexts(ended, logits[: len(ended)], logprobs)
@@ -252,17 +257,15 @@ def _longest(batch: ScheduledBatch) -> int:
     return max(request.num_tokens_bound for request in batch.generation_requests) + batch.draft_len
 
 
-def _sampled_rows(batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
-    """The last row of each ended context, then all window rows."""
+def _sampled_rows(batch: ScheduledBatch, device: torch.device) -> torch.Tensor:
+    """`[R]`: the last row of each ended context, then all window rows."""
     rows: list[int] = []
     end = 0
     for request in batch.context_requests:
         end += request.context_chunk
         rows += [end - 1] if request.is_last_context_chunk else []
-    rows += range(end, hidden.shape[0])
-    if not rows:
-        return hidden[:0]
-    return hidden.index_select(0, to_device(rows, hidden.device))
+    rows += range(end, end + len(batch.generation_requests) * batch.window)
+    return to_device(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def _joined(parts: list[SampledTokens], width: int, device: torch.device) -> SampledTokens:

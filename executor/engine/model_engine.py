@@ -33,14 +33,23 @@ class ModelEngine:
         self.spec = spec
         self._last_token_id = model.config.vocab_size - 1
         self._clamps = input_vocab_size > model.config.vocab_size
+        self._captures_last_layer = spec is not None and model.config.num_layers - 1 in spec.layers
 
-    def forward(self, contexts: list[ContextChunk], windows: Windows | None) -> torch.Tensor:
-        """Hidden states of all rows `[T, H]`: the chunks one after another, then the windows. Writes their KV."""
+    def forward(
+        self, contexts: list[ContextChunk], windows: Windows | None, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states of all rows `[T, H]`: the chunks one after another, then the windows. Writes their KV.
+
+        wanted: the rows `[R]` to be returned, `[R, H]`; the others skip most of the last layer's work."""
         metadata, token_ids = self.rows.build(contexts, windows)
         if self._clamps:
             token_ids = token_ids.clamp_max(self._last_token_id)
-        context = ForwardContext(self.backend, self.backend.plan(metadata), self.spec)
-        return self.model.forward(token_ids, metadata.positions, context)
+        plan = self.backend.plan(metadata)
+        if wanted is None or not self._captures_last_layer:
+            context = ForwardContext(self.backend, plan, self.spec, wanted)
+            return self.model.forward(token_ids, metadata.positions, context)
+        context = ForwardContext(self.backend, plan, self.spec)
+        return self.model.forward(token_ids, metadata.positions, context).index_select(0, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype."""

@@ -64,6 +64,7 @@ class ModelDrafter(GraphDrafter):
         self._groups = groups
         self._sampling = sampling
         self._max_num_tokens = max_num_tokens
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
@@ -104,7 +105,7 @@ class ModelDrafter(GraphDrafter):
         missing = [(request, end) for request, end in following.items() if request.draft_kv_len < end]
         for chunks in self._chunks(missing):
             self._kv.table.flush()
-            self._engine.forward(chunks, None)
+            self._engine.forward(chunks, None, self._no_rows)
         for request, end in missing:
             request.draft_kv_len = end
             self._kv.store(request, end)

@@ -177,9 +177,9 @@ def test_catching_up_never_takes_more_rows_than_the_budget(
     sizes: list[int] = []
     forward = drafter._engine.forward
 
-    def record(contexts: list[ContextChunk], windows: Windows | None) -> torch.Tensor:
+    def record(contexts: list[ContextChunk], windows: Windows | None, *wanted: torch.Tensor) -> torch.Tensor:
         sizes.append(sum(len(chunk.tokens) for chunk in contexts))
-        return forward(contexts, windows)
+        return forward(contexts, windows, *wanted)
 
     monkeypatch.setattr(drafter._engine, "forward", record)
     requests = [harness.submit([i] * 3, max_tokens=60 if i < 2 else 40) for i in range(3)]

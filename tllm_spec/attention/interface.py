@@ -92,7 +92,7 @@ class AttentionBackend(ABC):
 
         Args:
             layer: index into the pool's layers.
-            qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, as projected; q and k are overwritten.
+            qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, as projected; q and k may be overwritten.
             rotary: of this forward's positions.
             plan: of this forward.
             norm: of each head of q and k, before the rotation; None: none.
@@ -110,3 +110,6 @@ class ForwardContext:
     plan: AttentionPlan
     spec: SpecMetadata | None = None
     """Where the hidden states go that a draft head reads; None when nobody reads them."""
+    wanted: torch.Tensor | None = None
+    """[R] int64, device: the rows that come out of the model. The others go no further than the last layer's attention,
+    which has their keys and values; what `spec` captures behind that layer is not theirs. None: all rows."""

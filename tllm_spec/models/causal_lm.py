@@ -27,7 +27,8 @@ class CausalLM(Module, ABC):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T]` tokens at `[T]` positions to `[T, H]` hidden states after the final norm."""
+        """`[T]` tokens at `[T]` positions to `[T, H]` hidden states after the final norm; `[R, H]` where the context
+        wants only some rows."""
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

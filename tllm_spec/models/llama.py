@@ -66,7 +66,7 @@ class MLP(Module):
 
 
 class DecoderLayer(Module):
-    """Pre-norm block, in place on the running sum."""
+    """Pre-norm block, in place on the running sum where all rows are wanted."""
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
@@ -75,11 +75,21 @@ class DecoderLayer(Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.mlp = MLP(config, placement)
 
-    def forward(self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext) -> None:
-        """hidden: `[T, H]`, all that was added so far; the block adds its own."""
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        context: ForwardContext,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden: `[T, H]`, all that was added so far; the block adds its own. Of the rows `wanted` only, `[R, H]`."""
         attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
-        self.self_attn.o_proj.add_to(hidden, attended)
-        self.mlp.add_to(hidden, self.post_attention_layernorm)
+        if wanted is not None:
+            hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+        if len(hidden):
+            self.self_attn.o_proj.add_to(hidden, attended)
+            self.mlp.add_to(hidden, self.post_attention_layernorm)
+        return hidden
 
 
 class LlamaModel(Module):
@@ -101,11 +111,13 @@ class LlamaModel(Module):
     ) -> torch.Tensor:
         rotary = Rotary(self.rotary, positions)
         hidden = self.embed_tokens.forward(input_ids)
+        last = len(self.layers) - 1
         for layer_id, layer in enumerate(self.layers):
-            layer.forward(hidden, rotary, context)
+            wanted = context.wanted if layer_id == last else None
+            hidden = layer.forward(hidden, rotary, context, wanted)
             if context.spec is not None:
                 context.spec.maybe_capture_hidden_states(layer_id, hidden)
-        return self.norm.forward(hidden)
+        return self.norm.forward(hidden) if len(hidden) else hidden
 
 
 class LlamaForCausalLM(CausalLM):
