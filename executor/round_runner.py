@@ -265,7 +265,9 @@ def _sampled_rows(batch: ScheduledBatch, device: torch.device) -> torch.Tensor:
         end += request.context_chunk
         rows += [end - 1] if request.is_last_context_chunk else []
     rows += range(end, end + len(batch.generation_requests) * batch.window)
-    return to_device(torch.tensor(rows, dtype=torch.int64), device)
+    if not rows:  # pieces of prompts only
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return to_device(rows, device)
 
 
 def _joined(parts: list[SampledTokens], width: int, device: torch.device) -> SampledTokens:
