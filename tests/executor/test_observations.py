@@ -201,9 +201,9 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
     harness = Harness(tiny, **(options | {"disable_overlap_scheduler": not overlap}))
     forward = harness.parts.runner.engine.forward
 
-    def slow(contexts: list[ContextChunk], windows: Windows | None) -> Any:
+    def slow(contexts: list[ContextChunk], windows: Windows | None, *wanted: Any) -> Any:
         sleep(0.2 if contexts else 0.03 if windows is not None and windows.token_ids.shape[1] == 5 else 0)
-        return forward(contexts, windows)
+        return forward(contexts, windows, *wanted)
 
     monkeypatch.setattr(harness.parts.runner.engine, "forward", slow)
     told, is_pure = Told(harness), []
@@ -282,8 +282,8 @@ def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
     engine, shapes = harness.parts.runner.engine, []
     forward = engine.forward
 
-    def counted(contexts: list[ContextChunk], windows: Windows | None) -> Any:
-        hidden = forward(contexts, windows)
+    def counted(contexts: list[ContextChunk], windows: Windows | None, *wanted: Any) -> Any:
+        hidden = forward(contexts, windows, *wanted)
         if not contexts:
             shapes.append(len(hidden))
         return hidden
