@@ -117,5 +117,5 @@ def test_on_a_gpu_a_replayed_catch_up_is_the_eager_one(
     )
     seen = watch_catch_ups(harness)
     assert_alike(*run_in_step([harness, eager], sampled))
-    assert len(seen) > 2 and all(in_graph for _, in_graph in seen)
+    assert {size for size, _ in seen} >= {4, 7} and all(in_graph for _, in_graph in seen)
     assert all_pages_are_back(harness.executor)

@@ -40,6 +40,15 @@ def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return captures_without_a_device(monkeypatch)
 
 
+def run_with_cancellations(harness: Harness) -> None:
+    """Until everybody has ended, some before their time."""
+    random = Random(1)
+    while harness.round():
+        running = harness.parts.scheduler.running
+        if running and random.random() < 0.2:
+            harness.queue.cancel(random.choice(running).request_id)
+
+
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("mode", "rejects"), [("draft_target", False), ("eagle3", False), ("eagle3", True)], ids=str
@@ -130,11 +139,7 @@ def test_a_head_writes_only_into_pages_of_requests_that_go_on(
     monkeypatch.setattr(graphs, "run", spy)
     expected, requests = (submit_traffic(each, Random(1), 24) for each in (plain, harness))
     plain.run()
-    random = Random(1)
-    while harness.round():
-        running = harness.parts.scheduler.running
-        if running and random.random() < 0.2:
-            harness.queue.cancel(random.choice(running).request_id)
+    run_with_cancellations(harness)
     assert sum(num_gone) > 15 and sum(with_dummies) > 5
     for ours, theirs in zip(requests, expected, strict=True):
         assert output_of(ours) == output_of(theirs)[: len(output_of(ours))]
@@ -277,11 +282,7 @@ def test_on_a_gpu_traffic_that_is_cancelled_and_preempted_is_plain_decodings(
     harness = on_cuda(tiny, [2, 8], **options, **two_model(drafts, mode))
     expected, requests = (submit_traffic(each, Random(1), 24) for each in (plain, harness))
     plain.run()
-    random = Random(1)
-    while harness.round():
-        running = harness.parts.scheduler.running
-        if running and random.random() < 0.2:
-            harness.queue.cancel(random.choice(running).request_id)
+    run_with_cancellations(harness)
     for ours, theirs in zip(requests, expected, strict=True):
         assert output_of(ours) == output_of(theirs)[: len(output_of(ours))]
     assert harness.parts.scheduler.num_preemptions and all_pages_are_back(harness.executor)
