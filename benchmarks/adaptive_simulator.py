@@ -79,6 +79,11 @@ class Simulator:
             self._round(traffic(self.outcome.seconds))
         return self.outcome
 
+    def run_rounds(self, traffic: Traffic, rounds: int) -> Outcome:
+        for _ in range(rounds):
+            self._round(traffic(self.outcome.seconds))
+        return self.outcome
+
     def _round(self, acceptance: np.ndarray) -> None:
         batch_size, outcome = len(acceptance), self.outcome
         steps = self._controller.steps_for(batch_size)

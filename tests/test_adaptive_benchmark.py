@@ -22,6 +22,12 @@ def test_moving_traffic_is_served_better_than_by_any_static_length(kind: str) ->
     assert rates[adaptive.COST_MODEL] >= adaptive.MIN_MOVING * max(statics), (statics, rates)
 
 
+def test_drafts_that_are_never_right_cost_little_even_in_the_first_rounds_of_all() -> None:
+    rows = adaptive.measure_hopeless(seeds=1)
+    assert min(row["1000"] for row in rows) >= adaptive.MIN_STEADY, rows
+    assert min(row["200"] for row in rows) >= 0.97, rows
+
+
 def test_the_simulator_counts_what_the_formula_says() -> None:
     fixed = Simulator(AdaptiveController.fixed(3), adaptive.TRUE_TIMES, seed=7)
     rate = fixed.run(steady(8, 0.6), seconds=2.0).rate

@@ -65,11 +65,14 @@ class CostModelOptions(ConfigModel):
     switch_margin: NotNegative = (
         0.01  # a length must promise so much more tokens per second to replace another
     )
-    # Plain rounds' time that drafts may lose before they are given up altogether; less where a batch has more requests
-    # than probe_trials, in proportion.
-    plain_after_loss: NotNegative = 30.0
+    # In plain rounds' time; less where a batch has more requests than probe_trials, in proportion:
+    plain_after_loss: NotNegative = 3.0  # what drafts may lose before they are given up altogether ...
+    plain_after_win: NotNegative = 30.0  # ... and beyond that what they have won before, up to so much
     probe_round_share: Probability = 0.01  # rounds that may be probes
     probe_time_share: Probability = 0.005  # time that probes may add
+    probe_pause: PositiveInt = (
+        8  # rounds from a probe in vain to the next, at first; then each time twice as many
+    )
     probe_trials: PositiveInt = 8  # requests that a probe should see, over its rounds ...
     probe_rounds: PositiveInt = 4  # ... of which there are at most so many that count
 

@@ -1,0 +1,25 @@
+"""What drafts have really won or lost against plain decoding. It knows no estimates and decides nothing."""
+
+from collections.abc import Sequence
+
+from tllm_spec.adaptive_config import CostModelOptions
+
+
+class DraftAccount:
+    """In the time of plain rounds, of as many requests as a probe should see; larger batches count for more. Losses are
+    kept for good, winnings up to `plain_after_win`: so drafts never take longer than plain decoding would have taken
+    by more than `plain_after_loss`, whatever the text, but for probes."""
+
+    def __init__(self, options: CostModelOptions) -> None:
+        self._options = options
+        self.lost = 0.0  # below 0: won
+
+    def book(self, num_accepted: Sequence[int], num_requests: int, relative_time: float) -> None:
+        """A round with drafts that took `relative_time` plain rounds; `num_accepted` of those that were drafted for."""
+        lost = relative_time - 1 - sum(num_accepted) / num_requests
+        scale = max(1.0, num_requests / self._options.probe_trials)
+        self.lost = max(self.lost + scale * lost, -self._options.plain_after_win)
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.lost >= self._options.plain_after_loss

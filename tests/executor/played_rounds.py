@@ -1,0 +1,39 @@
+"""Rounds played through a controller of the cost model, with round times that are easy to reckon with."""
+
+from typing import Any
+
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_len_limits import DraftLenLimits
+
+LADDER = (0, 1, 2, 3)
+
+
+class LinearTimes:
+    """A plain round takes 10 ms, each draft `draft_ms` more."""
+
+    def __init__(self, draft_ms: float) -> None:
+        self.draft_ms = draft_ms
+
+    def round_time(self, batch_size: int, draft_len: int) -> float:
+        return (10 + self.draft_ms * draft_len) / 1e3
+
+
+def controller(
+    draft_ms: float = 1.0, limits: DraftLenLimits | None = None, **keys: Any
+) -> AdaptiveController:
+    config = {"strategy": "cost_model", "candidate_steps": list(LADDER), **keys}
+    return AdaptiveController.from_config(config, round_times=LinearTimes(draft_ms), limits=limits)
+
+
+def play(controls: AdaptiveController, rounds: int, num_accepted: int, batch_size: int = 1) -> list[int]:
+    """Every request's drafts are accepted up to `num_accepted`. The lengths that were asked for."""
+    asked = []
+    for _ in range(rounds):
+        steps = controls.steps_for(batch_size)
+        asked.append(steps)
+        controls.observe(batch_size, [min(steps, num_accepted)] * batch_size if steps else [], steps)
+    return asked
+
+
+def settled(controls: AdaptiveController) -> int:
+    return int(controls.state()["slots"]["1"]["steps"]["1"])
