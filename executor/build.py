@@ -353,8 +353,8 @@ def build_executor(
     speculation = build_speculation(builder.spec, around)
 
     def blame() -> list[LlmRequest] | None:
-        culprit = sampler.host_edits.take_culprit()
-        return [culprit] if culprit is not None else speculation.blame()
+        culprits = sampler.host_edits.blame()
+        return speculation.blame() if culprits is None else culprits
 
     runner = RoundRunner(engine, sampler, speculation.round_end, speculation.backlog)
     with torch.inference_mode():

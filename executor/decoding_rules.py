@@ -81,6 +81,7 @@ class DecodingRules:
         bias |= {sequence[0]: float("-inf") for sequence in sequences if len(sequence) == 1}
         stop_token_ids = frozenset(params.stop_token_ids or ())
         own_end = () if params.end_id is None else (params.end_id,) if params.end_id >= 0 else ()
+        _check_vocabulary("end_id", own_end, vocab_size)
         end = frozenset(end_ids if params.end_id is None else own_end)
         _check_vocabulary("logit_bias", bias, vocab_size)
         _check_vocabulary("stop_token_ids", stop_token_ids, vocab_size)

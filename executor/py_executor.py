@@ -89,7 +89,7 @@ class PyExecutor:
             self._complete_rounds(0)
         generating = self.scheduler.generating()
         self._prepare_draft_requests(generating)
-        self._batch = batch = self._schedule(generating)
+        batch = self._schedule(generating)
         if batch:
             self._launch(batch)
         return self._complete_rounds(self.parts.max_in_flight if batch else 0) or bool(batch)
@@ -146,6 +146,7 @@ class PyExecutor:
 
     def _schedule(self, generating: list[LlmRequest]) -> ScheduledBatch:
         batch, admitted = self.scheduler.schedule(generating)
+        self._batch = batch
         for request in admitted:
             self.parts.sampler.start(request)
             self.parts.slots.start(request)
@@ -284,6 +285,8 @@ class PyExecutor:
         for request in alive:
             if request.slot >= 0:
                 request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
+                request.num_drafts_ready = 0
+                self.parts.slots.start(request)
                 self.parts.kv.rewind(request, request.kv_len + self.parts.kv.extra_kv_tokens)
                 self.parts.sampler.start(request)  # its token counts may have the round's tokens in them
 

@@ -41,6 +41,7 @@ def test_an_unset_temperature_is_one_when_another_option_asks_for_sampling(
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
+        {"temperature": 10**400},
         {"temperature": "1"},
         {"top_p": 1.1},
         {"top_k": -1},

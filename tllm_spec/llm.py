@@ -123,6 +123,7 @@ class LLM:
             request.streaming, request.priority = streaming, float(priority)
             self._results[request.request_id] = result
         self._queue.put(requests)
+        self._check_alive()  # whoever ended the executor meanwhile has not seen these requests
         return result
 
     def check_integrity(self) -> None:
@@ -154,6 +155,7 @@ class LLM:
         for request_id in list(self._results):
             self._queue.cancel(request_id)
         self._worker.stop()
+        self._fail_all("the LLM was shut down")  # what came after the cancellations
 
     def __enter__(self) -> "LLM":
         return self

@@ -6,6 +6,7 @@ It knows no model: what depends on a vocabulary or a sequence length is checked 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     # (tokens before this position, logits [V]) -> logits [V]; called for every position, draft positions too.
+    # An exception fails the request; behind drafts, which may be wrong, it only ends the request's speculation.
     LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 
 # Dividing logits by less would overflow; there the best token has all of the probability anyway.
 GREEDY_BELOW_TEMPERATURE = 1e-5
+LARGEST = sys.float_info.max
 
 NO_BEAMS = "there is no beam search"
 NO_LOGITS = "logits are not returned; logprobs are"
@@ -274,7 +277,7 @@ def _check_integer(name: str, value: object, low: int = 0, high: float = math.in
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name} = {value!r}: a number is needed")
-    if not (low <= value <= high and math.isfinite(value)):
+    if not (low <= value <= high and -LARGEST <= value <= LARGEST):  # integers have no limit of their own
         raise ValueError(f"{name} = {value} is out of range: {_range(low, high)}")
 
 

@@ -33,7 +33,8 @@ class SlotState:
         self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
 
     def start(self, request: LlmRequest) -> None:
-        """The request was given a slot (again, after a preemption)."""
+        """The request was given a slot (again, after a preemption), or the round that had its drafts broke off."""
+        self.num_drafts[request.slot].fill_(0)
         # Assigning a number to one element copies it from pageable memory, for which the host waits.
         self._draft_limits[request.slot].fill_(request.draft_limit)
 

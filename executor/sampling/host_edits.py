@@ -11,14 +11,22 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 
 
 class HostEdits:
-    """Remembers the request whose code is running: whoever catches an exception asks `take_culprit` whom to blame."""
+    """Remembers the request whose code is running: whoever catches an exception asks `blame` who caused it."""
 
     def __init__(self) -> None:
         self._culprit: LlmRequest | None = None
+        self._is_behind_drafts = False
 
-    def take_culprit(self) -> LlmRequest | None:
+    def blame(self) -> list[LlmRequest] | None:
+        """After an exception: who caused it; None if it was not raised here. Empty: it was raised behind drafts, where
+        plain decoding may never come to. That request is not drafted for any more, and the next round will tell."""
         culprit, self._culprit = self._culprit, None
-        return culprit
+        if culprit is None:
+            return None
+        if self._is_behind_drafts:
+            culprit.draft_limit = 0
+            return []
+        return [culprit]
 
     def apply(self, group: RowGroup, logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
         """logits `[N * W, V]`, drafts `[N, W-1]`. Returns the edited logits."""
@@ -28,7 +36,7 @@ class HostEdits:
             request = self._culprit = group.requests[index]
             # What stands behind the real drafts is padding: no user's code should ever see it.
             for offset in range(min(group.window, 1 + request.py_num_draft_tokens)):
-                row = index * group.window + offset
+                row, self._is_behind_drafts = index * group.window + offset, offset > 0
                 logits[row] = _edit_row(request, request.tokens + row_drafts[:offset], logits[row])
         self._culprit = None
         return logits

@@ -57,7 +57,8 @@ class SamplingState:
             rules.presence,
             rules.frequency,
         )
-        integers = (request.seed, rules.top_k or self.vocab_size, request.prompt_len + rules.min_tokens)
+        min_tokens = min(rules.min_tokens, request.max_tokens)  # the first may be beyond 64 bits
+        integers = (request.seed, rules.top_k or self.vocab_size, request.prompt_len + min_tokens)
         self.floats[request.slot] = to_device(floats, self.device)
         self.integers[request.slot] = to_device(integers, self.device)
         if rules.min_tokens:

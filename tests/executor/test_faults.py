@@ -104,6 +104,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_alone(
     ("options", "message"),
     [
         ({"stop_token_ids": [64]}, "stop_token_ids names token id 64"),
+        ({"end_id": 64, "min_tokens": 1}, "end_id names token id 64"),
         ({"logit_bias": {99: 1.0}}, "logit_bias names token id 99"),
         ({"bad_token_ids": [[1, 70]]}, "bad_token_ids names token id 70"),
         ({"stop": "x"}, "stop strings need a tokenizer"),
@@ -162,8 +163,20 @@ def test_a_bad_logits_processor_fails_its_own_request(
 ) -> None:
     doomed = SamplingParams(max_tokens=24, logits_processor=processor)
     first, bad, *others = generate(llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, doomed, PARAMS, PARAMS])
-    assert bad.error is not None and message in bad.error and bad.outputs[0].length <= num_tokens
+    assert bad.error is not None and message in bad.error and bad.outputs[0].length == num_tokens
     assert tokens_of([first, *others]) == expected
+
+
+def test_min_tokens_beyond_all_numbers_mean_as_many_as_there_is_room_for(
+    tiny: Path, tiny_draft: Path
+) -> None:
+    endless = SamplingParams(min_tokens=2**63, max_tokens=None, stop_token_ids=list(range(40)))
+    with make_llm(tiny, **draft_target(tiny_draft)) as llm:
+        alone = generate(llm, GOOD, PARAMS)
+        longest, *others = generate(llm, GOOD[:1] + GOOD, [endless, PARAMS, PARAMS, PARAMS])
+        assert tokens_of(others) == tokens_of(alone)
+        assert len(tokens_of([longest])[0]) == 64 - len(GOOD[0])
+        assert_clean(llm)
 
 
 @pytest.mark.parametrize(("times", "num_failed"), [(1, 0), (3, 2), (10**9, 3)])
@@ -310,3 +323,40 @@ def test_shutting_down_ends_what_is_running(model: Path) -> None:
     assert reasons <= {"cancelled", "length"} and "cancelled" in reasons
     with pytest.raises(RuntimeError, match="shut down"):
         llm.generate_async(GOOD[0], PARAMS)
+
+
+@pytest.mark.parametrize("end", ["shutdown", "death"])
+def test_who_submits_while_the_executor_ends_does_not_wait_for_ever(
+    model: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    llm = make_llm(model)
+    put = llm._queue.put
+
+    def end_first(requests: list[LlmRequest]) -> None:
+        if end == "shutdown":
+            llm.shutdown()
+        else:
+            llm._worker.failure = "gone"
+            llm._fail_all("gone")
+        put(requests)
+
+    monkeypatch.setattr(llm._queue, "put", end_first)
+    with pytest.raises(RuntimeError, match="shut down" if end == "shutdown" else "has died: gone"):
+        llm.generate_async(GOOD[0], PARAMS)
+    llm.shutdown()
+
+
+def test_what_was_submitted_after_the_cancellations_of_a_shutdown_ends_too(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(model)
+    stop, handles = llm._worker.stop, []
+
+    def submit_first() -> None:
+        monkeypatch.setattr(llm, "_is_shut_down", False)
+        handles.append(llm.generate_async(GOOD[0], SamplingParams(max_tokens=59)))
+        stop()
+
+    monkeypatch.setattr(llm._worker, "stop", submit_first)
+    llm.shutdown()
+    assert handles[0].result(timeout=30).outputs[0].finish_reason in ("error", "length")

@@ -238,6 +238,7 @@ def test_an_absent_temperature_is_openais_one_not_greedy(
         ("/v1/completions", {"prompt": "a", "temprature": 1}, "temprature", "did you mean temperature"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
         ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
+        ("/v1/completions", {"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not repeated"),
         ("/v1/completions", {"prompt": "a", "speculation": {"x": 1}}, "speculation.x", "max_draft_len"),
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),

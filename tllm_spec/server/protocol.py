@@ -19,6 +19,7 @@ from tllm_spec.sampling_params import SamplingParams
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128  # OpenAI's, too; each is a request of its own
 NO_TOOLS = "tools are not served"
 NOT_STORED = "nothing is stored"
 
@@ -79,7 +80,7 @@ class GenerationRequest(ConfigModel):
     stream_options: StreamOptions | None = None
     user: str | None = None  # for the caller's own records: it has no effect
 
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None

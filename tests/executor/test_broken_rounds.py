@@ -1,0 +1,95 @@
+"""A round that breaks off: whom it fails, and that nothing of it is seen afterwards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of, user_provided
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.sampling.state import TokenCounts
+
+PROMPT, OTHERS, LENGTH = [1, 2, 3, 4, 5], [[6, 7, 8], [9, 10, 11, 12]], 24
+
+
+def run(harness: Harness, **params: Any) -> list[LlmRequest]:
+    """`PROMPT` with these parameters beside plain requests."""
+    requests = [harness.submit(PROMPT, LENGTH, **params), *(harness.submit(each, LENGTH) for each in OTHERS)]
+    harness.run()
+    assert all_pages_are_back(harness.executor)
+    return requests
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> list[list[int]]:
+    return list(map(output_of, run(Harness(tiny))))
+
+
+@pytest.mark.parametrize("place", [None, 5])
+@pytest.mark.parametrize("mode", ["one_model", "draft_target", "user_provided"])
+def test_a_processor_that_raises_behind_wrong_drafts_fails_only_where_plain_decoding_does(
+    tiny: Path, tiny_draft: Path, expected: list[list[int]], mode: str, place: int | None
+) -> None:
+    """A grammar need not know what to say of a text that it would never have let come about."""
+    options = {
+        "one_model": draft_target(tiny_draft, draft_target_one_model=True),
+        "draft_target": draft_target(tiny_draft),
+        "user_provided": user_provided(lambda request: [7, 7]),
+    }[mode]
+    wrong_texts = []
+
+    def follow(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        output = tokens[len(PROMPT) :]
+        if output != expected[0][: len(output)]:
+            wrong_texts.append(output)
+            raise LookupError("not of this language")
+        if len(output) == place:
+            raise LookupError("not this far")
+        return logits
+
+    requests = run(Harness(tiny, **options), logits_processor=follow)
+    assert wrong_texts
+    assert requests[0].error == (None if place is None else "LookupError: not this far")
+    assert list(map(output_of, requests)) == [expected[0][:place], *expected[1:]]
+
+
+def test_drafts_of_a_round_that_broke_off_are_not_accepted_later(tiny: Path) -> None:
+    """In the next round the pausing request is not drafted for: what its slot had was never shown to its processor."""
+    fuse = {"lit": False}
+
+    def push(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[sum(tokens[-3:]) % 64] += 9.0 * (len(tokens) > 8)
+        return logits
+
+    def raise_if_lit(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if fuse["lit"]:
+            raise LookupError("lit")
+        return logits
+
+    plain, harness = Harness(tiny), Harness(tiny, **draft_target(tiny))
+    undisturbed = plain.submit(PROMPT, LENGTH, logits_processor=push)
+    plain.run()
+    request, _ = harness.submit(PROMPT, LENGTH, logits_processor=push), harness.submit(OTHERS[0], LENGTH)
+    culprit = harness.submit(OTHERS[1], LENGTH, logits_processor=raise_if_lit)
+    harness.run_until(request, RequestState.GENERATION)
+    fuse["lit"] = True
+    harness.round()
+    assert culprit.error == "LookupError: lit" and request.num_output_tokens == 1
+    request.draft_mark.rounds_left = 1
+    harness.run()
+    assert output_of(request) == output_of(undisturbed)
+
+
+def test_what_breaks_off_while_requests_join_fails_that_round_and_not_the_executor(
+    tiny: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(counts: TokenCounts, request: LlmRequest) -> None:
+        raise torch.OutOfMemoryError("no room for counts")
+
+    monkeypatch.setattr(TokenCounts, "start", start)
+    harness = Harness(tiny)
+    penalised = harness.submit(PROMPT, LENGTH, presence_penalty=1.0)
+    harness.run()
+    assert penalised.error == "OutOfMemoryError: no room for counts"
+    assert list(map(output_of, run(harness))) == expected

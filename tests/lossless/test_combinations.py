@@ -1,0 +1,200 @@
+"""Engines and traffic drawn at random: whatever comes together, each request gets what it gets alone with plain
+decoding, and in the end nobody holds anything."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import assert_cached_pages_are_whole, spoil_free_pages
+from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.lossless.engines import MODES, tiny_engine, write_tiny_drafts
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.outputs import Logprob
+
+NUM_DRAWS, MAX_ROUNDS = 14, 1500
+USER = "user_provided"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> Harness:
+    """One request at a time, without overlap and without reuse."""
+    options = {"max_batch_size": 1, "disable_overlap_scheduler": True}
+    return Harness(tiny, kv_cache_config={"enable_block_reuse": False}, **options)
+
+
+@dataclass
+class Asked:
+    """A request, the round in which it comes, and after how many more it is cancelled (None: never)."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    arrives: int
+    cancelled_after: int | None
+    draft_limit: int | None
+
+    def submit(self, harness: Harness, **more: Any) -> LlmRequest:
+        return harness.submit(self.prompt, **(self.params | more))
+
+
+class Strict:
+    """A logits processor that raises for any text but the one that plain decoding has."""
+
+    def __init__(self) -> None:
+        self.prompt_len, self.text = 0, [0]
+
+    def __call__(self, tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        output = tokens[self.prompt_len :]
+        if self.prompt_len and output != self.text[: len(output)]:
+            raise LookupError("no such text")
+        logits[tokens[-1]] -= 2.0
+        return logits
+
+
+def draw_params(random: Random, seed: int) -> dict[str, Any]:
+    """How a request is sampled and where it may end; each way for some requests only, so that batches are mixed."""
+    params: dict[str, Any] = {"seed": seed, "max_tokens": random.choice((1, 2, 5, 13, 20, 20))}
+    if random.random() < 0.6:  # at 6 the noise decides, which draft and target share
+        params |= {"temperature": random.choice((0.8, 6.0)), "top_k": random.choice((None, 5))}
+    if random.random() < 0.2:
+        params |= {"top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+    if random.random() < 0.2:
+        params |= {"logit_bias": {random.randrange(64): 3.0}, "bad_token_ids": [[random.randrange(64)]]}
+    if random.random() < 0.1:  # words of two tokens are looked for on the host, which must know all tokens
+        params["bad_token_ids"] = [[random.randrange(64), random.randrange(64)] for _ in range(20)]
+    if random.random() < 0.1:
+        params["logits_processor"] = Strict()
+    if random.random() < 0.4:  # ends that no host foresees
+        params["stop_token_ids"] = random.sample(range(64), 5)
+        params["min_tokens"] = random.randrange(params["max_tokens"] + 1)
+    return params | {"logprobs": random.choice((0, 2)) if random.random() < 0.2 else None}
+
+
+def draw_traffic(random: Random, page_size: int) -> list[Asked]:
+    """Prompts share beginnings and often end at or beside the end of a page; some come together, some late."""
+    shared, asked, arrives = [random.randrange(64) for _ in range(40)], [], 0
+    for number in range(random.randrange(4, 14)):
+        length = max(1, random.choice((1, page_size, 3 * page_size)) + random.choice((-1, 0, 0, 1)))
+        prompt = shared[:length] + [random.randrange(64)] * random.randrange(3)
+        leaves = random.choice((None, None, None, 0, 1, 4, 9))
+        limit = random.choice((None, None, None, 0, 1))  # of the drafts that this request wants
+        asked.append(Asked(prompt, draw_params(random, number), arrives, leaves, limit))
+        arrives += random.choice((0, 0, 1, 3))
+    return asked
+
+
+def draw_engine(random: Random, draft_len: int, page_size: int) -> dict[str, Any]:
+    """Little of everything: pages for little more than one request, rounds of few tokens, a small batch."""
+    num_tokens = (64 + 4 * (draft_len + 1)) * random.choice((10, 12, 20)) // 10
+    policy = random.choice(("MAX_UTILIZATION", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT"))
+    return {
+        "max_batch_size": random.choice((1, 3, 5)),
+        "max_num_tokens": random.choice((draft_len + 1, 2 * draft_len + 3, 24)),
+        "enable_chunked_prefill": True,
+        "disable_overlap_scheduler": random.random() < 0.3,
+        "scheduler_config": {"capacity_scheduler_policy": policy},
+        "kv_cache_config": {
+            "tokens_per_block": page_size,
+            "max_tokens": num_tokens,
+            "enable_block_reuse": random.random() < 0.8,
+            "enable_partial_reuse": random.random() < 0.7,
+        },
+    }
+
+
+def propose(
+    random: Random, texts: dict[int, list[int]], draft_len: int, request: LlmRequest
+) -> list[int] | None:
+    """Some of what is right, perhaps with something wrong behind it; or nothing."""
+    right = texts[request.seed][request.num_output_tokens :][: random.randrange(draft_len + 1)]
+    drafts = right + [random.randrange(64)] * random.randrange(2)
+    return random.choice((None, drafts[:draft_len], drafts[:draft_len]))
+
+
+def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
+    """Another draft length in most rounds, 0 for many rounds now and then; within the tokens of a round."""
+    coming: list[int] = []
+
+    def draft_len_for(batch_size: int) -> int:
+        if not coming:
+            coming.extend([random.randrange(draft_len + 1)] * random.choice((1, 1, 3)))
+            coming.extend([0] * random.choice((0, 0, 2, 17)))
+        return max(0, min(coming.pop(), harness.executor.scheduler.limits.max_num_tokens // batch_size - 1))
+
+    harness.parts.draft_len_for = draft_len_for
+
+
+def serve(harness: Harness, random: Random, asked: list[Asked]) -> list[LlmRequest]:
+    """The traffic, round after round. Conservation holds after each, and a page that nobody holds has no numbers."""
+    requests: list[LlmRequest] = []
+    for number in range(MAX_ROUNDS):
+        for each in asked[len(requests) :]:
+            if each.arrives <= number:
+                requests.append(each.submit(harness, draft_limit=each.draft_limit))
+        for each, request in zip(asked, requests, strict=False):
+            if each.cancelled_after is not None and number == each.arrives + each.cancelled_after:
+                harness.queue.cancel(request.request_id)
+        is_busy = harness.round()
+        harness.executor.check_integrity()
+        if random.random() < 0.3:
+            spoil_free_pages(harness)
+        if not is_busy and len(requests) == len(asked):
+            return requests
+    raise AssertionError("it does not come to an end")
+
+
+def values_of(logprobs: list[dict[int, Logprob]]) -> list[float]:
+    return [each.logprob for entry in logprobs for each in entry.values()]
+
+
+def assert_as_alone(request: LlmRequest, alone: LlmRequest) -> None:
+    text, whole = output_of(request), output_of(alone)
+    assert request.error is None and text == whole[: len(text)]
+    if request.finish_reason != "cancelled":
+        assert len(text) == len(whole)
+        assert (request.finish_reason, request.stop_reason) == (alone.finish_reason, alone.stop_reason)
+    assert values_of(request.logprobs) == pytest.approx(values_of(alone.logprobs[: len(text)]), abs=1e-3)
+
+
+@pytest.mark.parametrize("number", range(NUM_DRAWS))
+def test_whatever_comes_together_each_request_gets_what_it_gets_alone(
+    tiny: Path, drafts: tuple[Path, Path], plain: Harness, number: int
+) -> None:
+    random = Random(number)
+    mode = (*MODES, USER)[number % (len(MODES) + 1)]
+    draft_len, page_size = random.choice((1, 2, 3, 5, 7)), random.choice((1, 2, 4, 8))
+    asked = draw_traffic(random, page_size)
+    alone = [each.submit(plain) for each in asked]
+    plain.run()
+    texts = {request.seed: output_of(request) for request in alone}
+    for each, request in zip(asked, alone, strict=True):
+        if isinstance(strict := each.params.get("logits_processor"), Strict):
+            strict.prompt_len, strict.text = request.prompt_len, output_of(request)
+    may_pause = {} if mode == "plain" else {"max_concurrency": 2}  # rounds without drafts are possible
+    speculation = (
+        user_provided(partial(propose, random, texts, draft_len), draft_len)
+        if mode == USER
+        else tiny_engine(mode, drafts, draft_len, **may_pause)
+    )
+    harness = Harness(tiny, **(speculation | draw_engine(random, draft_len, page_size)))
+    if mode != "plain" and random.random() < 0.6:
+        change_draft_len(harness, random, draft_len)
+    for request, expected in zip(serve(harness, random, asked), alone, strict=True):
+        assert_as_alone(request, expected)
+    assert all_pages_are_back(harness.executor)
+    assert_cached_pages_are_whole(harness)
