@@ -78,7 +78,6 @@ class DecodingRules:
                 raise ValueError(f"bad = {word!r} needs a tokenizer; use bad_token_ids")
             sequences += {tuple(encode(word)), tuple(encode(" " + word))}
         bias = {token: float(value) for token, value in (params.logit_bias or {}).items()}
-        bias |= {sequence[0]: float("-inf") for sequence in sequences if len(sequence) == 1}
         stop_token_ids = frozenset(params.stop_token_ids or ())
         own_end = () if params.end_id is None else (params.end_id,) if params.end_id >= 0 else ()
         _check_vocabulary("end_id", own_end, vocab_size)
@@ -88,6 +87,7 @@ class DecodingRules:
         _check_vocabulary(
             "bad_token_ids", (token for sequence in sequences for token in sequence), vocab_size
         )
+        bias |= {sequence[0]: float("-inf") for sequence in sequences if len(sequence) == 1}
         return cls(
             temperature=params.effective_temperature,
             top_k=min(params.top_k or 0, vocab_size),

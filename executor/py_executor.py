@@ -265,7 +265,7 @@ class PyExecutor:
             self._respond([response_of(request, speculating=self._speculating) for request in requests])
 
     @torch.inference_mode()
-    def recover(self, error: Exception) -> None:
+    def recover(self, error: BaseException) -> None:
         """A round broke off. Whoever caused it fails with the error, or everybody in the round if that is not known;
         the others go on from where they stood before the round. Raises the error if it was nobody's round."""
         alive = [request for request in self._batch.requests() if request.slot >= 0]

@@ -14,13 +14,16 @@ class RequestQueue:
         self._new: list[LlmRequest] = []
         self._cancelled: list[int] = []
         self._calls: list[Call] = []
-        self._answers_calls = True
+        self._open = True  # until the executor's thread has ended
         self._closed = False
 
-    def put(self, requests: list[LlmRequest]) -> None:
+    def put(self, requests: list[LlmRequest]) -> bool:
+        """False when nobody will ever take them."""
         with self._changed:
-            self._new += requests
-            self._changed.notify()
+            if self._open:
+                self._new += requests
+                self._changed.notify()
+            return self._open
 
     def cancel(self, request_id: int) -> None:
         with self._changed:
@@ -30,10 +33,10 @@ class RequestQueue:
     def put_call(self, call: Call) -> bool:
         """Something to be run between two rounds. False when nobody will ever run it."""
         with self._changed:
-            if self._answers_calls:
+            if self._open:
                 self._calls.append(call)
                 self._changed.notify()
-            return self._answers_calls
+            return self._open
 
     def take(self) -> tuple[list[LlmRequest], list[int]]:
         """Everything that came since the last call. Unlocked when there is nothing: the common case of a busy loop."""
@@ -46,11 +49,11 @@ class RequestQueue:
 
     def take_calls(self, *, last: bool = False) -> list[Call]:
         """Those that came since the last time; unlocked when there are none. After the `last` time no more are taken
-        in."""
+        in, nor requests."""
         if not self._calls and not last:
             return []
         with self._changed:
-            self._answers_calls = self._answers_calls and not last
+            self._open = self._open and not last
             taken, self._calls = self._calls, []
             return taken
 

@@ -47,7 +47,7 @@ class Scheduler:
     def add(self, request: LlmRequest) -> None:
         """Raises ValueError when the request can never run."""
         if not request.num_preemptions:
-            self._check_can_ever_run(request)
+            self.check_can_ever_run(request)
         self.waiting.append(request)
         self.waiting.sort(key=self._rank)
 
@@ -170,7 +170,8 @@ class Scheduler:
     def _last_token(self, request: LlmRequest) -> int:
         return request.prompt_len + request.max_tokens + self.limits.overshoot
 
-    def _check_can_ever_run(self, request: LlmRequest) -> None:
+    def check_can_ever_run(self, request: LlmRequest) -> None:
+        """Raises ValueError where no empty engine could run the request. Any thread may ask."""
         needed = self._kv.pages_for(self._last_token(request))
         if needed > self._kv.num_usable:
             raise ValueError(

@@ -18,12 +18,13 @@ QUIET_SECONDS = 0.05
 
 
 class Worker:
-    """`failure` is set when the executor can no longer go on; `on_death` is then told once."""
+    """`failure` is set when the executor can no longer go on. `on_end` is told once why it ended, whichever way: what
+    is not answered by then never will be."""
 
-    def __init__(self, executor: PyExecutor, queue: RequestQueue, on_death: Callable[[str], None]) -> None:
+    def __init__(self, executor: PyExecutor, queue: RequestQueue, on_end: Callable[[str], None]) -> None:
         self._executor = executor
         self._queue = queue
-        self._on_death = on_death
+        self._on_end = on_end
         self.failure: str | None = None
         self._ended = False
         self._idle = threading.Event()
@@ -36,7 +37,8 @@ class Worker:
         """Ends the loop after the round in progress and the cancellations that came before this call: requests still in
         flight are the caller's to cancel."""
         self._queue.close()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # it may be the last to hold an answered request
+            self._thread.join()
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Runs a function in the executor's thread, between two rounds, and returns what it returns. It may read
@@ -51,7 +53,7 @@ class Worker:
 
         def run() -> None:
             if self._ended:
-                answer.set_exception(RuntimeError(self._why_ended))
+                answer.set_exception(RuntimeError(self.why_ended))
                 return
             try:
                 answer.set_result(function())
@@ -59,11 +61,12 @@ class Worker:
                 answer.set_exception(error)
 
         if not self._queue.put_call(run):
-            raise RuntimeError(self._why_ended)
+            raise RuntimeError(self.why_ended)
         return answer.result()
 
     @property
-    def _why_ended(self) -> str:
+    def why_ended(self) -> str:
+        """Once it has."""
         return f"the executor has died: {self.failure}" if self.failure else "the executor has been shut down"
 
     def wait_until_idle(self) -> None:
@@ -81,14 +84,15 @@ class Worker:
                         self._executor.check_integrity()
                         self._queue.wait()
             self._round()
-        except Exception as error:  # process border: nothing above could report it
+        except (Exception, SystemExit) as error:  # process border: nothing above could report it
             logger.exception("the executor died")
             self.failure = f"{type(error).__name__}: {error}"
-            self._on_death(self.failure)
         finally:
             self._ended = True
             self._run_calls(last=True)
+            self._on_end(self.failure or self.why_ended)
             self._idle.set()
+            del self._executor  # its memory is free as soon as nobody else holds it
 
     def _run_calls(self, *, last: bool = False) -> None:
         for call in self._queue.take_calls(last=last):
@@ -97,7 +101,7 @@ class Worker:
     def _round(self) -> bool:
         try:
             return self._executor.step()
-        except Exception as error:  # process border: one request's fault must not end the others
+        except (Exception, SystemExit) as error:  # process border: the others' requests go on
             logger.exception("a round failed")
             self._executor.recover(error)
             return True

@@ -1,5 +1,10 @@
 """Sampling parameters: ranges, what greedy means, and refusals of what is not served."""
 
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams, SpeculationParams
@@ -122,3 +127,34 @@ def test_an_option_of_tensorrt_llm_that_is_not_served_is_refused_with_the_reason
 def test_an_unknown_option_is_refused_with_what_may_have_been_meant() -> None:
     with pytest.raises(ValueError, match=r"temprature = 1 .* did you mean temperature"):
         SamplingParams.from_dict({"temprature": 1})
+
+
+@pytest.mark.parametrize("name", ["bad_token_ids", "stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("value", [1, "abc", 1.5, [None], [[None]], object()])
+def test_a_list_or_mapping_of_the_wrong_type_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_the_constructor_knows_tensorrt_llms_other_options_too() -> None:
+    assert SamplingParams(return_perf_metrics=False, top_p_decay=None) == SamplingParams()  # type: ignore[call-arg] # as TensorRT-LLM's users write
+    with pytest.raises(ValueError, match="guided_decoding = 5 is refused: guided decoding is not served yet"):
+        SamplingParams(guided_decoding=5)  # type: ignore[call-arg] # the same
+    with pytest.raises(ValueError, match="temprature = 1 is not a known option; did you mean temperature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg] # a user's mistake
+
+
+def test_so_many_samples_that_making_them_would_hang_are_refused() -> None:
+    with pytest.raises(ValueError, match="n = 10000000 is out of range: 1 to 16384 is accepted"):
+        SamplingParams(n=10**7)
+
+
+@pytest.mark.parametrize("options", [5, "abc", None, {1: 2}])
+def test_parameters_from_something_that_is_no_mapping_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match=r"sampling_params = .*: SamplingParams or a mapping is needed"):
+        SamplingParams.from_dict(options)
+
+
+def test_parameters_survive_pickling_copying_and_replacing() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, speculation={"enabled": False})  # type: ignore[arg-type] # a mapping is taken
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == replace(params) == params

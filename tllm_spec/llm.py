@@ -3,26 +3,30 @@
 It checks what users give against the model; the executor, in its own thread, does everything else.
 """
 
-import atexit
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
-from typing import Any, cast
+from numbers import Integral
+from typing import Any, NoReturn, cast
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import DraftCounters, LlmRequest
+from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
+from tllm_spec.option_checks import shown
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.request_handle import RequestHandle
+from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
 from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, load_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -36,21 +40,23 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
         self.args = LlmArgs.from_kwargs(model, **kwargs)
         self.tokenizer = _tokenizer(self.args)
-        built = build_executor(self.args, self.tokenizer, self._respond)
+        self._results = Results()
+        built = build_executor(self.args, self.tokenizer, self._results.respond)
         self.model_config = built.model_config
         self.max_seq_len = built.max_seq_len
         self._max_draft_len = built.max_draft_len
         self._new_mark = built.new_mark
         self._queue = built.queue
         self._executor = built.executor
-        self._results: dict[int, RequestHandle] = {}  # by executor request id
+        self._check_can_run: Callable[[LlmRequest], None] = built.executor.scheduler.check_can_ever_run
         self._lock = threading.Lock()
         self._ids = count(1)
         self._is_shut_down = False
-        self._worker = Worker(built.executor, built.queue, self._fail_all)
+        self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         self._worker.start()
-        # A thread that is inside torch when the interpreter ends would abort the process.
-        atexit.register(self.shutdown)
+        # At shutdown, when nobody holds this object any more, or when the interpreter ends, which a thread that is
+        # inside torch would turn into an abort.
+        self._end = weakref.finalize(self, _end, self._worker, self._queue, self._results)
 
     @classmethod
     def from_args(cls, args: LlmArgs) -> "LLM":
@@ -77,18 +83,22 @@ class LLM:
                 _one_each("sampling_params", sampling_params, 1),
                 _one_each("priority", priority, 1),
             )
-            return self.generate_async(alone, params, priority=rank).result()
+            result = self.generate_async(alone, params, priority=rank)
+            with _aborted_if_interrupted([result]):
+                return result.result()
         prompts = list(cast(Sequence[Prompt], inputs))
         all_params = _one_each("sampling_params", sampling_params, len(prompts))
         priorities = _one_each("priority", priority, len(prompts))
-        results = [
-            self._submit_or_explain(*each) for each in zip(prompts, all_params, priorities, strict=True)
-        ]
-        if not use_tqdm:
-            return [result.result() for result in results]
-        from tqdm import tqdm
+        results: list[RequestHandle] = []
+        with _aborted_if_interrupted(results):
+            for each in zip(prompts, all_params, priorities, strict=True):
+                results.append(self._submit_or_explain(*each))
+            if not use_tqdm:
+                return [result.result() for result in results]
+            from tqdm import tqdm
 
-        return [result.result() for result in tqdm(results, desc="Processed requests", dynamic_ncols=True)]
+            shown_results = tqdm(results, desc="Processed requests", dynamic_ncols=True)
+            return [result.result() for result in shown_results]
 
     def generate_async(
         self,
@@ -108,8 +118,8 @@ class LLM:
         params = _params(sampling_params)
         prompt, token_ids = self._tokens_of(inputs, params)
         rules = self._rules(params, token_ids)
-        if isinstance(priority, bool) or not 0 <= priority <= 1:
-            raise ValueError(f"priority = {priority!r}: 0 to 1 is accepted")
+        if not isinstance(priority, (int, float)) or isinstance(priority, bool) or not 0 <= priority <= 1:
+            raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
         cancel = self._cancel_of(ids)
@@ -119,15 +129,20 @@ class LLM:
             self._request(index, request_id, token_ids, params, rules, _sample_seed(seed, index))
             for index, request_id in enumerate(ids)
         ]
+        self._check_can_run(requests[0])
         for request in requests:
             request.streaming, request.priority = streaming, float(priority)
-            self._results[request.request_id] = result
-        self._queue.put(requests)
-        self._check_alive()  # whoever ended the executor meanwhile has not seen these requests
+            self._results.add(request.request_id, result)
+        if not self._queue.put(requests):  # it has ended since the first look
+            self._results.fail_all(self._worker.why_ended)
+            raise RuntimeError(self._worker.why_ended)
         return result
 
     def check_integrity(self) -> None:
-        """Waits until the executor idles; raises AssertionError when slots or KV pages do not add up."""
+        """Waits until the executor idles. Raises AssertionError when slots or KV pages do not add up, RuntimeError
+        after shutdown."""
+        if self._is_shut_down:
+            raise RuntimeError("the LLM is shut down")
         self._worker.wait_until_idle()
         self._executor.check_integrity()
 
@@ -147,15 +162,14 @@ class LLM:
         return not self._is_shut_down and self._worker.failure is None
 
     def shutdown(self) -> None:
-        """Cancels what is running and ends the executor's thread. May be called twice."""
+        """Cancels what is running, ends the executor's thread and lets go of models and KV cache, so that the next LLM
+        has their memory. May be called twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        atexit.unregister(self.shutdown)
-        for request_id in list(self._results):
-            self._queue.cancel(request_id)
-        self._worker.stop()
-        self._fail_all("the LLM was shut down")  # what came after the cancellations
+        self._end()
+        del self._executor
+        self._check_can_run = self._new_mark = _refuse  # what they were held all of it
 
     def __enter__(self) -> "LLM":
         return self
@@ -181,17 +195,18 @@ class LLM:
                 raise ValueError(
                     f"a prompt mapping has either 'prompt' or 'prompt_token_ids', not {sorted(inputs)}"
                 )
-            inputs = next(iter(inputs.values()))
+            ((kind, inputs),) = inputs.items()
+            if isinstance(inputs, str) != (kind == "prompt"):
+                wanted = "text" if kind == "prompt" else "a list of token ids"
+                raise ValueError(f"{kind} = {shown(inputs)}: {wanted} is needed")
         if isinstance(inputs, str):
+            check_text(inputs)
             if self.tokenizer is None:
                 raise ValueError(
                     "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
                 )
             return inputs, self.tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
-        token_ids = list(cast(Sequence[int], inputs))
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
-            raise ValueError("prompt_token_ids must be integers")
-        return None, token_ids
+        return None, _token_ids(inputs)
 
     def _rules(self, params: SamplingParams, token_ids: list[int]) -> DecodingRules:
         """What the model makes of the parameters, after all checks of prompt and parameters against the model."""
@@ -263,26 +278,31 @@ class LLM:
 
         return cancel
 
-    def _respond(self, responses: list[Response]) -> None:
-        """From the executor's thread."""
-        for response in responses:
-            result = self._results[response.request_id]
-            if response.finish_reason is not None:
-                del self._results[response.request_id]
-            result.receive(response)
-
-    def _fail_all(self, message: str) -> None:
-        """The executor died: nobody waits for ever."""
-        for request_id, result in list(self._results.items()):
-            index = request_id - result.request_id  # the samples of a request have consecutive ids
-            result.receive(Response(request_id, [], index, finish_reason="error", error=message))
-        self._results.clear()
-
     def _check_alive(self) -> None:
         if self._is_shut_down:
             raise RuntimeError("the LLM is shut down")
         if self._worker.failure is not None:
             raise RuntimeError(f"the executor has died: {self._worker.failure}")
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise RuntimeError("the LLM is shut down")
+
+
+def _end(worker: Worker, queue: RequestQueue, results: Results) -> None:
+    for request_id in results.ids():
+        queue.cancel(request_id)
+    worker.stop()
+
+
+@contextmanager
+def _aborted_if_interrupted(results: Sequence[RequestHandle]) -> Iterator[None]:
+    """Nobody waits any more for what was asked when Ctrl-C (or an error) ends the wait."""
+    try:
+        yield
+    finally:
+        for result in results:
+            result.abort()
 
 
 def _tokenizer(args: LlmArgs) -> Tokenizer | None:
@@ -298,9 +318,24 @@ def _end_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def _is_single(inputs: object) -> bool:
-    if isinstance(inputs, (str, Mapping)):
+    """One prompt, or something that is none; otherwise a list of prompts."""
+    if not isinstance(inputs, Sequence) or isinstance(inputs, (str, bytes)):
         return True
-    return isinstance(inputs, Sequence) and bool(inputs) and isinstance(inputs[0], int)
+    return bool(inputs) and isinstance(inputs[0], Integral)
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """A copy of a prompt's token ids, which may be NumPy's integers."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+        raise ValueError(
+            f"prompt = {shown(prompt)}: text, a list of token ids, or one of them as {{'prompt': ...}} or "
+            "{'prompt_token_ids': ...} is needed"
+        )
+    if all(type(token) is int for token in prompt):
+        return list(prompt)
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+        raise ValueError(f"prompt_token_ids = {shown(prompt)} must be integers")
+    return [int(token) for token in prompt]
 
 
 def _params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
@@ -311,7 +346,7 @@ def _params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:
     """The same value for all prompts, or the caller's list of them."""
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         return [value] * number
     if len(value) != number:
         raise ValueError(f"{name} has {len(value)} entries for {number} prompts")

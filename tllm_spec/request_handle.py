@@ -46,7 +46,7 @@ class RequestHandle(RequestOutput):
         outputs = [CompletionOutput(index) for index in range(params.n)]
         super().__init__(request_id, prompt, prompt_token_ids, outputs, RequestMetrics(monotonic()))
         self._params = params
-        self._cancel = cancel
+        self._cancel: Callable[[], None] | None = cancel  # None when finished: outputs do not hold the LLM
         self._texts = [_text_of(params, tokenizer) for _ in range(params.n)]
         self._arrived: deque[Arrival] = deque()
         self._changed = threading.Condition()
@@ -63,8 +63,9 @@ class RequestHandle(RequestOutput):
 
     def abort(self) -> None:
         """Ends the request; what was generated so far stays. Harmless when it has finished."""
-        if not self.finished:
-            self._cancel()
+        cancel = self._cancel  # which the executor's thread may take away meanwhile
+        if cancel is not None:
+            cancel()
 
     def result(self, timeout: float | None = None) -> "RequestHandle":
         """Waits for the end. Raises TimeoutError after `timeout` seconds."""
@@ -172,8 +173,37 @@ class RequestHandle(RequestOutput):
         output.speculative_decoding = response.speculative
         self.error = self.error or response.error
         if all(each.finish_reason is not None for each in self.outputs):
-            self.finished = True
+            self.finished, self._cancel = True, None
             self.metrics.finished_time = time
+
+
+class Results:
+    """The requests that are not answered yet, each by the id that the executor knows it by. The executor's thread holds
+    this, not the LLM: an LLM that nobody holds can go."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, RequestHandle] = {}
+
+    def add(self, request_id: int, handle: RequestHandle) -> None:
+        self._handles[request_id] = handle
+
+    def ids(self) -> list[int]:
+        return list(self._handles)
+
+    def respond(self, responses: list[Response]) -> None:
+        """From the executor's thread."""
+        for response in responses:
+            handle = self._handles[response.request_id]
+            if response.finish_reason is not None:
+                del self._handles[response.request_id]
+            handle.receive(response)
+
+    def fail_all(self, message: str) -> None:
+        """The executor has ended: nobody waits for ever."""
+        for request_id, handle in list(self._handles.items()):
+            index = request_id - handle.request_id  # the samples of a request have consecutive ids
+            handle.receive(Response(request_id, [], index, finish_reason="error", error=message))
+        self._handles.clear()
 
 
 def _text_of(params: SamplingParams, tokenizer: Tokenizer | None) -> StreamedText | None:

@@ -9,10 +9,10 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tllm_spec.option_checks import NotServed, refuse_not_served, unknown_option
+from tllm_spec.option_checks import NotServed, refuse_not_served, shown, unknown_option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,14 +52,16 @@ NOT_SERVED: Mapping[str, NotServed] = {
 }
 
 
+MAX_SAMPLES = 16384  # each is a request of its own, and all are made before the first runs
+
 # Lowest and highest value of each integer option.
 INTEGERS: Mapping[str, tuple[int, float]] = {
     "end_id": (-1, math.inf),  # -1 as in TensorRT-LLM: no token ends the text
     "pad_id": (-1, math.inf),
     "max_tokens": (1, math.inf),
     "min_tokens": (0, math.inf),
-    "n": (1, math.inf),
-    "best_of": (1, math.inf),
+    "n": (1, MAX_SAMPLES),
+    "best_of": (1, MAX_SAMPLES),
     "top_k": (0, math.inf),
     "seed": (-(2**63), 2**63 - 1),
     "logprobs": (0, math.inf),
@@ -98,6 +100,28 @@ class SpeculationParams:
         _check_bool("speculation.enabled", self.enabled)
 
 
+AnyClass = TypeVar("AnyClass", bound=type)
+
+
+def _explains_refusals(cls: AnyClass) -> AnyClass:
+    """The constructor of a dataclass knows TensorRT-LLM's options that are not served, too: "off" is taken, everything
+    else is a ValueError with the reason."""
+    plain: Any = cls
+    make, known = plain.__init__, {each.name for each in fields(plain)}
+
+    @wraps(make)
+    def init(self: Any, **options: Any) -> None:
+        refuse_not_served(options, NOT_SERVED)
+        for name, value in options.items():
+            if name not in known and name not in NOT_SERVED:
+                raise ValueError(unknown_option(name, value, known))
+        make(self, **{name: value for name, value in options.items() if name in known})
+
+    plain.__init__ = init
+    return cls
+
+
+@_explains_refusals
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling, stopping and output options of one request.
@@ -185,12 +209,19 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r}: a non-empty string or a list of them is needed"
                 )
+        _check_list("bad_token_ids", self.bad_token_ids)
+        for word in self.bad_token_ids or ():
+            if not isinstance(word, int):
+                _check_list("an entry of bad_token_ids", word, or_none=False)
         if not all(self.bad_sequences):
             raise ValueError(f"bad_token_ids = {self.bad_token_ids!r} has an empty sequence")
         for token_id in (token for word in self.bad_sequences for token in word):
             _check_integer("a token id of bad_token_ids", token_id)
+        _check_list("stop_token_ids", self.stop_token_ids)
         for token_id in self.stop_token_ids or ():
             _check_integer("a token id of stop_token_ids", token_id)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias = {shown(self.logit_bias)}: a mapping of token ids is needed")
         for token_id, bias in (self.logit_bias or {}).items():
             _check_integer("a token id of logit_bias", token_id)
             _check_number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf)
@@ -201,12 +232,9 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
         """Parameters from YAML or HTTP. Raises ValueError for options that are unknown or not served."""
-        refuse_not_served(options, NOT_SERVED)
-        known = {each.name for each in fields(cls)}
-        for name in options:
-            if name not in known and name not in NOT_SERVED:
-                raise ValueError(unknown_option(name, options[name], known))
-        return cls(**{name: value for name, value in options.items() if name in known})
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise ValueError(f"sampling_params = {shown(options)}: SamplingParams or a mapping is needed")
+        return cls(**options)
 
     @cached_property
     def is_greedy(self) -> bool:
@@ -260,6 +288,13 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+
+
+def _check_list(name: str, value: object, *, or_none: bool = True) -> None:
+    if not (or_none and value is None) and (
+        not isinstance(value, Sequence) or isinstance(value, (str, bytes))
+    ):
+        raise ValueError(f"{name} = {shown(value)}: a list of token ids is needed")
 
 
 def _check_bool(name: str, value: object) -> None:

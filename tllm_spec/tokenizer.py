@@ -49,6 +49,18 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     return cast(Tokenizer, tokenizer)
 
 
+def check_text(prompt: str) -> None:
+    """Raises ValueError for half a character (a lone surrogate), which JSON and Python can write and no tokenizer
+    takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(prompt[error.start]):04X}"
+        raise ValueError(
+            f"prompt: character {error.start} is {half}, one half of a surrogate pair; Unicode text is needed"
+        ) from None
+
+
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raises ValueError with the first differences when an id does not stand for the same token in both.
 

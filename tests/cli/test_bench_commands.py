@@ -205,3 +205,24 @@ def test_text_prompts_need_exactly_one_source() -> None:
     lengths = ["--num_requests", "3", "--input_len", "16", "--output_len", "5"]
     result = run("prepare-dataset", "text", *lengths)
     assert result.exit_code == 1 and "either --folder FOLDER or --heldout" in result.output
+
+
+def test_a_report_that_could_not_be_written_is_known_before_anything_runs(
+    dataset: Path, tmp_path: Path
+) -> None:
+    result = run("throughput", "--dataset", dataset, "--report_json", tmp_path / "no" / "report.json")
+    assert (result.exit_code, FakeLLM.made) == (2, [])
+    assert "Folder" in result.output and "does not exist" in result.output
+
+
+def test_a_yaml_file_that_names_another_model_is_refused(dataset: Path, tmp_path: Path) -> None:
+    other = write_yaml(tmp_path, "other", "model: zoo:llama-draft")
+    result = run("throughput", "--dataset", dataset, "--config", other)
+    assert (result.exit_code, FakeLLM.made) == (1, [])
+    assert "model = 'zoo:llama-draft'" in result.output
+
+
+def test_tensorrt_llms_parallel_options_reach_the_llm_under_its_names(dataset: Path) -> None:
+    assert run("throughput", "--dataset", dataset, "--tp", 1, "--backend", "pytorch").exit_code == 0
+    result = run("throughput", "--dataset", dataset, "--tp", 2)
+    assert "tensor_parallel_size = 2 is refused" in result.output

@@ -54,3 +54,26 @@ def test_a_taken_port_is_known_before_the_model_is_loaded() -> None:
     assert result.exit_code == 1
     assert f"--port {port}" in result.output
     assert "no/such/folder" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--max_batch_size", "0"], "max_batch_size = 0: input should be greater than 0"),
+        (["--tp_size", "2"], "tensor_parallel_size = 2 is refused: one device serves a model"),
+        (["--backend", "tensorrt"], "backend = 'tensorrt' is refused: there is one backend"),
+        (["--trust_remote_code"], "trust_remote_code = True is refused: code that comes with a checkpoint"),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_refused_with_the_reason(
+    arguments: list[str], sentence: str
+) -> None:
+    result = serve("no/such/folder", "--port", "0", *arguments)
+    assert (result.exit_code, sentence in result.output) == (1, True)
+
+
+def test_tensorrt_llms_flags_with_the_served_values_are_taken() -> None:
+    result = serve(
+        "no/such/folder", "--port", "0", "--backend", "pytorch", "--tp_size", "1", "--pp_size", "1"
+    )
+    assert "no/such/folder" in result.output

@@ -1,13 +1,14 @@
 """An LLM without a model for the HTTP server: it answers every prompt with a known text, token by token."""
 
-import asyncio
+import threading
+import time
 from typing import Any
 
 from tllm_spec.executor.response import Response
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.tokenizer import check_text, load_tokenizer
 
 STATS = SpeculativeStats(2, 5, (2, 2), (2, 1))
 STATE = {
@@ -29,6 +30,7 @@ STATE = {
     },
     "controller": {"decisions": {"num_switches": 16}},
 }
+MODEL = "fake"
 FAILING_PROMPT = "fail"
 SLOW_PROMPT = "slow"
 
@@ -48,7 +50,6 @@ class FakeLLM:
         self.aborted: set[int] = set()
         self.sampling: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def server_info(self) -> dict[str, Any]:
         if not self.is_healthy:
@@ -61,6 +62,8 @@ class FakeLLM:
     def generate_async(
         self, inputs: str | list[int], params: SamplingParams, *, streaming: bool = False
     ) -> RequestHandle:
+        if isinstance(inputs, str):
+            check_text(inputs)
         token_ids = self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
@@ -74,12 +77,10 @@ class FakeLLM:
 
         prompt = inputs if isinstance(inputs, str) else None
         handle = RequestHandle(request_id, prompt, token_ids, params, self.tokenizer, abort)
-        task = asyncio.get_running_loop().create_task(self._answer(handle, params, streaming))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        threading.Thread(target=self._answer, args=(handle, params, streaming), daemon=True).start()
         return handle
 
-    async def _answer(self, handle: RequestHandle, params: SamplingParams, streaming: bool) -> None:
+    def _answer(self, handle: RequestHandle, params: SamplingParams, streaming: bool) -> None:
         def respond(index: int, tokens: list[int], **end: Any) -> None:
             logprobs = _logprobs(params, tokens)
             handle.receive(Response(handle.request_id, tokens, index=index, logprobs=logprobs, **end))
@@ -90,11 +91,11 @@ class FakeLLM:
             tokens = self.tokenizer.encode(answer_text(index))
             limit = len(tokens) if params.max_tokens is None else params.max_tokens
             while handle.prompt == SLOW_PROMPT and handle.request_id not in self.aborted:
-                await asyncio.sleep(0.005)
+                time.sleep(0.005)
                 if streaming:
                     respond(index, tokens[:1])
             for token in tokens[:limit] if streaming else []:
-                await asyncio.sleep(0)
+                time.sleep(0)
                 respond(index, [token])
             reason = "length" if limit < len(tokens) else "stop"
             rest = [] if streaming else tokens[:limit]

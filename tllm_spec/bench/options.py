@@ -4,7 +4,7 @@ The names are trtllm-bench's. An option that is None was not given.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ class EngineOptions:
     kv_cache_free_gpu_mem_fraction: float | None = None
     enable_chunked_context: bool = False
     scheduler_policy: str | None = None
+    own_names: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # further options, named as LLM's arguments are
 
     def sharing_memory(self, num_engines: int) -> "EngineOptions":
         """For several engines on one device: each takes its part of the cache memory that one would take."""
@@ -34,7 +37,10 @@ class EngineOptions:
         return replace(self, kv_cache_free_gpu_mem_fraction=one / num_engines)
 
     def arguments(self, yaml_path: Path | None) -> dict[str, Any]:
-        """Keyword arguments of `LLM`: where an option and the file both speak, the file wins."""
+        """Keyword arguments of `LLM` beside the model: where an option and the file both speak, the file wins."""
+        file = read_yaml(yaml_path) if yaml_path else {}
+        if "model" in file:
+            raise ValueError(f"model = {file['model']!r} in {yaml_path}: the command line names the model")
         flags = {
             "max_batch_size": self.max_batch_size,
             "max_num_tokens": self.max_num_tokens,
@@ -44,7 +50,7 @@ class EngineOptions:
             "kv_cache_config": given(free_gpu_memory_fraction=self.kv_cache_free_gpu_mem_fraction),
             "scheduler_config": given(capacity_scheduler_policy=self.scheduler_policy),
         }
-        return overlay(given(**flags), read_yaml(yaml_path) if yaml_path else {})
+        return overlay(given(**flags, **self.own_names), file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +75,12 @@ class WorkloadOptions:
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[WorkloadOptions, EngineOptions]:
-    """The two groups out of one command's options, which hold nothing else."""
+    """The two groups out of one command's options; what has no field in them is an argument of `LLM`."""
     workload = {each.name: options[each.name] for each in fields(WorkloadOptions)}
-    engine = {name: value for name, value in options.items() if name not in workload}
-    return WorkloadOptions(**workload), EngineOptions(**engine)
+    names = {each.name for each in fields(EngineOptions)}
+    engine = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names | workload.keys()}
+    return WorkloadOptions(**workload), EngineOptions(**engine, own_names=others)
 
 
 def given(**options: Any) -> dict[str, Any]:

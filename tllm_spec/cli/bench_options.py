@@ -1,18 +1,33 @@
 """Command-line options that several commands of `tllm-bench` share, under trtllm-bench's names."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import click
+
+from tllm_spec.cli.trtllm_options import trtllm_options
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 
+
+class OutputFile(click.Path):
+    """A file that can be written once the work is done: where that cannot be, it is known before."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"Folder {str(path.parent)!r} does not exist.", param, ctx)
+        return path
+
+
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-OUTPUT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+OUTPUT_FILE = OutputFile(dir_okay=False, writable=True, path_type=Path)
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.IntRange(min=0)
 SHARE = click.FloatRange(0, 1, min_open=True)
@@ -58,6 +73,7 @@ workload_options = together(
     ),
 )
 engine_options = together(
+    trtllm_options,
     click.option("--max_num_tokens", type=POSITIVE, help="Tokens of one forward."),
     click.option("--max_seq_len", type=POSITIVE, help="Prompt and output of one request together."),
     click.option("--max_input_len", type=POSITIVE, help="Longer prompts are refused."),

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from tllm_spec.cli.trtllm_options import trtllm_options
 from tllm_spec.config import LlmArgs
 
 
@@ -35,6 +36,7 @@ from tllm_spec.config import LlmArgs
     type=click.Path(dir_okay=False),
     help="YAML file with any LLM arguments (speculative_config, ...); it overrides the options above.",
 )
+@trtllm_options
 @click.option(
     "--log_level", type=click.Choice(["debug", "info", "warning", "error", "critical"]), default="info"
 )
@@ -81,7 +83,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def read_args(model: str, flags: dict[str, Any], yaml_path: str | None) -> LlmArgs:
     """LLM's arguments; what is in the YAML file wins over the flags."""
-    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}
     fraction = given.pop("kv_cache_free_gpu_memory_fraction", None)
     if fraction is not None:
         given["kv_cache_config"] = {"free_gpu_memory_fraction": fraction}

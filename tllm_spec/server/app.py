@@ -5,8 +5,10 @@ What a body may hold is in `protocol`, what an answer looks like in `responses`,
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -25,11 +27,13 @@ from tllm_spec.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    StreamOptions,
     error_body,
     param_of,
 )
 from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
 from tllm_spec.server.streaming import EngineError, event_stream, unless_disconnected, whole_answer
+from tllm_spec.tokenizer import check_text
 
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM
@@ -59,17 +63,21 @@ class OpenAIServer:
         self._model = served_model_name
         self._created = int(time.time())
         self._metrics = EngineMetrics(llm.server_info)
+        # Turning a long prompt into tokens takes seconds, in which everybody else's answers must go on. One thread: a
+        # tokenizer is not for two at a time.
+        self._intake = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tllm-intake")
 
     def app(self) -> FastAPI:
         """The application to run."""
         app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
-        app.add_api_route("/health", self.health)
+        app.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         app.add_api_route("/version", self.version)
         for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
             app.add_api_route(path, self.server_info)
         for path in ("/metrics", "/prometheus/metrics"):  # the second is TensorRT-LLM's
             app.add_api_route(path, self.metrics, response_model=None)
         app.add_api_route("/v1/models", self.models)
+        app.add_api_route("/v1/models/{model:path}", self.model)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_exception_handler(RequestRefused, _refused)
@@ -82,6 +90,7 @@ class OpenAIServer:
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         yield
+        self._intake.shutdown()
         self._llm.shutdown()
 
     async def health(self) -> Response:
@@ -104,15 +113,19 @@ class OpenAIServer:
 
     async def models(self) -> dict[str, Any]:
         """The one model that is served."""
-        model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "tllm_spec"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await self.model(self._model)]}
+
+    async def model(self, model: str) -> dict[str, Any]:
+        """The one model by its name."""
+        self._check_name(model)
+        return {"id": model, "object": "model", "created": self._created, "owned_by": "tllm_spec"}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continues each prompt of the body."""
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
-            handles = self._start(body.prompt, params, body.stream)
+        handles = await self._start(lambda: body.prompt, params, body.stream)
         answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await _respond(body, request, answer, handles)
 
@@ -121,19 +134,24 @@ class OpenAIServer:
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
-            handles = self._start([self._chat_prompt(body)], params, body.stream)
+        handles = await self._start(lambda: [self._chat_prompt(body)], params, body.stream)
         answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await _respond(body, request, answer, handles)
 
     def _check_servable(self, body: GenerationRequest) -> None:
         if not self._llm.is_healthy:
             raise RequestRefused(503, ENGINE_DOWN, "internal_error")
-        if body.model != self._model:
-            message = f"model = {body.model!r} is not served here; the model is {self._model!r}"
+        self._check_name(body.model)
+
+    def _check_name(self, model: str) -> None:
+        if model != self._model:
+            message = f"model = {model!r} is not served here; the model is {self._model!r}"
             raise RequestRefused(404, message, "invalid_request_error", code="model_not_found")
 
     def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Token ids of the conversation. Raises ValueError when the model's template cannot express it."""
+        for message in body.messages:
+            check_text(message.content)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         variables = body.chat_template_kwargs or {}
         if taken := variables.keys() & signature(self._tokenizer.apply_chat_template).parameters.keys():
@@ -150,26 +168,31 @@ class OpenAIServer:
             raise ValueError(f"messages do not fit the model's chat template: {error}") from error
         return token_ids
 
-    def _start(
-        self, prompts: Sequence[str | list[int]], params: SamplingParams, streaming: bool
+    async def _start(
+        self, prompts: Callable[[], Sequence[str | list[int]]], params: SamplingParams, streaming: bool
     ) -> list[RequestHandle]:
-        """Starts a request for each prompt, or none. Raises ValueError for a prompt that cannot be served."""
-        handles: list[RequestHandle] = []
-        try:
-            for prompt in prompts:
-                handles.append(self._llm.generate_async(prompt, params, streaming=streaming))
-        except ValueError:
-            for handle in handles:
-                handle.abort()
-            raise
-        return handles
+        """Starts a request for each prompt, or none. Raises RequestRefused for a prompt that cannot be served."""
+
+        def start() -> list[RequestHandle]:
+            handles: list[RequestHandle] = []
+            try:
+                for prompt in prompts():
+                    handles.append(self._llm.generate_async(prompt, params, streaming=streaming))
+            except ValueError:
+                for handle in handles:
+                    handle.abort()
+                raise
+            return handles
+
+        with bad_request(), engine_running():
+            return await asyncio.get_running_loop().run_in_executor(self._intake, start)
 
 
 async def _respond(
     body: GenerationRequest, request: Request, answer: Answer, handles: Sequence[RequestHandle]
 ) -> Response:
     if body.stream:
-        events = event_stream(answer, handles, include_usage=body.include_usage)
+        events = event_stream(answer, handles, body.stream_options or StreamOptions())
         return StreamingResponse(events, media_type="text/event-stream")
     whole = await unless_disconnected(request, whole_answer(answer, handles))
     return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
@@ -206,6 +229,10 @@ async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
     assert isinstance(invalid, RequestValidationError)
     causes = [detail.get("ctx", {}).get("error") or detail["msg"] for detail in invalid.errors()]
     message = "\n".join(map(str, causes))
+    if any(
+        detail["loc"] == ("body",) and "error" not in detail.get("ctx", {}) for detail in invalid.errors()
+    ):
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
     return JSONResponse(error_body(message, "invalid_request_error", param=param_of(message)), 400)
 
 

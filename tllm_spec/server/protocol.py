@@ -11,35 +11,60 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from tllm_spec.config_base import ConfigModel
 from tllm_spec.option_checks import NotServed
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
-MAX_CHOICES = 128  # OpenAI's, too; each is a request of its own
+MAX_SAMPLES = 128  # both as at OpenAI
 NO_TOOLS = "tools are not served"
 NOT_STORED = "nothing is stored"
 
+NO_GUIDANCE = "guided decoding is not served yet"
+
+GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
+    **{name: NotServed((None, *accepted), reason) for name, (accepted, reason) in NOT_SERVED.items()},
+    "cache_salt": NotServed((None,), "all requests share the prefix cache"),
+    "detokenize": NotServed((None, True), "answers are text"),
+    "disaggregated_params": NotServed((None,), "prefill and decoding run in one place"),
+    "guided_choice": NotServed((None,), NO_GUIDANCE),
+    "guided_grammar": NotServed((None,), NO_GUIDANCE),
+    "guided_json": NotServed((None,), NO_GUIDANCE),
+    "guided_regex": NotServed((None,), NO_GUIDANCE),
+    "lora_request": NotServed((None,), "LoRA is not served"),
+    "priority": NotServed((None,), "requests over HTTP have equal rank"),
+    "prompt_logprobs": NotServed((None,), "they are served by LLM.generate"),
+    "response_format": NotServed((None, {"type": "text"}), NO_GUIDANCE),
+    "return_token_ids": NotServed((None, False), "answers are text"),
+    "spaces_between_special_tokens": NotServed((None, True), "the tokenizer decides on spaces"),
+    "structured_outputs": NotServed((None,), NO_GUIDANCE),
+}
 COMPLETION_NOT_SERVED: Mapping[str, NotServed] = {
+    **GENERATION_NOT_SERVED,
     "echo": NotServed((None, False), "the prompt is not repeated"),
     "suffix": NotServed((None, ""), "text is not inserted before a suffix"),
 }
 CHAT_NOT_SERVED: Mapping[str, NotServed] = {
+    **GENERATION_NOT_SERVED,
     "audio": NotServed((None,), "only text is served"),
+    "chat_template": NotServed((None,), "the model's own template is used"),
+    "continue_final_message": NotServed((None, False), "an answer begins a message of its own"),
+    "documents": NotServed((None,), "use chat_template_kwargs"),
     "function_call": NotServed((None, "none"), NO_TOOLS),
     "functions": NotServed((None, []), NO_TOOLS),
     "metadata": NotServed((None, {}), NOT_STORED),
     "modalities": NotServed((None, ["text"]), "only text is served"),
+    "parallel_tool_calls": NotServed((None, True, False), NO_TOOLS),
     "prediction": NotServed((None,), "speculation is configured at start-up"),
     "reasoning_effort": NotServed((None,), "use chat_template_kwargs"),
-    "response_format": NotServed((None, {"type": "text"}), "guided decoding is not served yet"),
     "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
     "store": NotServed((None, False), NOT_STORED),
     "tool_choice": NotServed((None, "none"), NO_TOOLS),
     "tools": NotServed((None, []), NO_TOOLS),
+    "verbosity": NotServed((None,), "use chat_template_kwargs"),
     "web_search_options": NotServed((None,), NO_TOOLS),
 }
 
@@ -67,9 +92,14 @@ def _token_ids_as_integers(bias: object) -> object:
 
 
 class StreamOptions(ConfigModel):
-    """`include_usage`: a last chunk with the token counts."""
+    """`include_usage`: a last chunk with the token counts. `continuous_usage_stats`: every chunk has them so far."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        "include_obfuscation": NotServed((None, False), "chunks are not padded"),
+    }
 
 
 class GenerationRequest(ConfigModel):
@@ -78,14 +108,18 @@ class GenerationRequest(ConfigModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # for the caller's own records: it has no effect
+    user: str | None = None  # this and the next two are for the caller's own records: they have no effect
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(le=MAX_SAMPLES)] | None = None
     best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, SkipValidation] = (
+        None  # this and `bad`: SamplingParams checks them
+    )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids_as_integers)] = None
@@ -98,8 +132,8 @@ class GenerationRequest(ConfigModel):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    bad: str | list[str] | None = None
-    bad_token_ids: list[int] | list[list[int]] | None = None
+    bad: Annotated[str | list[str] | None, SkipValidation] = None
+    bad_token_ids: Annotated[list[int] | list[list[int]] | None, SkipValidation] = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     speculation: dict[str, Any] | None = None
@@ -109,11 +143,6 @@ class GenerationRequest(ConfigModel):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options = {...} needs stream = true")
         return self
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, **own: object) -> SamplingParams:
         """The sampling options of the body and `own`. Raises ValueError for a value out of range."""

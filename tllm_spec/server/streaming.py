@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.server.protocol import error_body
-from tllm_spec.server.responses import Answer, Json
+from tllm_spec.server.protocol import StreamOptions, error_body
+from tllm_spec.server.responses import Answer, Json, usage_of
 
 if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
@@ -63,21 +63,21 @@ async def whole_answer(answer: Answer, handles: Sequence[RequestHandle]) -> Json
 
 
 async def event_stream(
-    answer: Answer, handles: Sequence[RequestHandle], *, include_usage: bool
+    answer: Answer, handles: Sequence[RequestHandle], options: StreamOptions
 ) -> AsyncGenerator[str, None]:
     """The answer as server-sent events. A request that fails ends the stream with an error event."""
-    results: dict[int, RequestOutput] = {}
     async with aclosing(updates(handles)) as outputs:
         try:
             async for i, result in outputs:
-                results[i] = result
                 for chunk in answer.chunks(i, result):
-                    yield _event(chunk)
+                    yield _event(
+                        chunk | ({"usage": usage_of(handles)} if options.continuous_usage_stats else {})
+                    )
         except EngineError as error:
             yield _event(error_body(str(error), "internal_error"))
             return
-    if include_usage:
-        yield _event(answer.usage_chunk([results[i] for i in range(len(handles))]))
+    if options.include_usage:
+        yield _event(answer.usage_chunk(handles))
     yield DONE
 
 

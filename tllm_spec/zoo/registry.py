@@ -15,7 +15,7 @@ def resolve_model(path_or_name: str | Path) -> Path:
     if isinstance(path_or_name, str) and path_or_name in _FOLDERS:
         return _FOLDERS[path_or_name]
     folder = Path(path_or_name)
-    if folder.is_dir():
+    if path_or_name != "" and folder.is_dir():
         return folder
     raise ValueError(
         f"model {str(path_or_name)!r} is neither an existing local folder nor a model of the zoo; "

@@ -1,0 +1,81 @@
+"""Bodies that cannot be served are answered with 400 in OpenAI's shape, by a sentence that names the field."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_llm import MODEL
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "sentence"),
+    [
+        ("/v1/completions", {"prompt": "a", "temprature": 1}, "temprature", "did you mean temperature"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
+        ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not repeated"),
+        ("/v1/completions", {"prompt": "a", "speculation": {"x": 1}}, "speculation.x", "max_draft_len"),
+        ("/v1/completions", {"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt", "list of texts"),
+        ("/v1/completions", {"prompt": [[]]}, None, "empty"),
+        ("/v1/completions", {}, "prompt", "required"),
+        ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "a non-empty string or a list"),
+        ("/v1/completions", {"prompt": "a", "n": 10**7}, "n", "less than or equal to 128"),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no beam search"),
+        ("/v1/completions", {"prompt": "a", "guided_json": {}}, "guided_json", "not served yet"),
+        ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "equal rank"),
+        ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            None,
+            "only text",
+        ),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "not served"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"tokenize": 0}},
+            None,
+            "tokenize",
+        ),
+        ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs = true"),
+    ],
+)
+def test_a_bad_request_is_answered_with_400_in_openais_shape(
+    post: Callable[..., httpx.Response], path: str, body: dict[str, Any], param: str | None, sentence: str
+) -> None:
+    response = post(path, **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert sentence in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_a_body_that_is_no_json_is_a_bad_request(url: str) -> None:
+    response = httpx.post(f"{url}/v1/completions", content="{", headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "error" in response.json()
+
+
+def test_a_body_of_another_content_type_is_answered_with_what_is_wanted(url: str) -> None:
+    response = httpx.post(f"{url}/v1/completions", content=json.dumps({"model": MODEL, "prompt": "a"}))
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
+
+
+def test_half_a_character_is_a_bad_request(url: str) -> None:
+    for path, prompt in (
+        ("completions", r'"prompt": "\ud800"'),
+        ("chat/completions", r'"messages": [{"role": "user", "content": "\ud800"}]'),
+    ):
+        body = f'{{"model": "{MODEL}", {prompt}}}'
+        response = httpx.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, "surrogate" in response.text) == (400, True)

@@ -1,0 +1,204 @@
+"""What `LLM` takes and refuses: every mistake is a sentence, and nobody waits for an answer that cannot come."""
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.llm import LLM
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.request_handle import RequestHandle
+from tllm_spec.sampling_params import SamplingParams
+
+THREE = SamplingParams(max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("zoo:llama", max_seq_len=256, max_num_tokens=64, kv_cache_config={"max_tokens": 192}) as llm:
+        yield llm
+        llm.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        (None, "prompt = None: text, a list of token ids"),
+        (5, "prompt = 5: text"),
+        (b"abc", "prompt = b'abc': text"),
+        ({"prompt": [1, 2]}, r"prompt = \[1, 2\]: text is needed"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids = 'abc': a list of token ids is needed"),
+        ([1, "a"], r"prompt_token_ids = \[1, 'a'\] must be integers"),
+        ("ab\ud800", r"character 2 is U\+D800, one half of a surrogate pair"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_a_sentence(llm: LLM, prompt: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        llm.generate(prompt, THREE)
+
+
+def test_what_is_no_prompt_in_a_list_does_not_harm_the_others(llm: LLM) -> None:
+    prompts: Any = ["import os", None, 7]
+    good, none, seven = llm.generate(prompts, THREE, use_tqdm=False)
+    assert good.outputs[0].length == 3
+    assert none.error.startswith("prompt = None") and seven.error.startswith("prompt = 7")
+
+
+def test_token_ids_may_be_numpys_integers(llm: LLM) -> None:
+    plain = llm.generate([5, 6, 7], THREE)
+    assert llm.generate(list(np.array([5, 6, 7])), THREE).outputs == plain.outputs
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"sampling_params": 5}, "sampling_params = 5: SamplingParams or a mapping"),
+        ({"sampling_params": "greedy"}, "sampling_params = 'greedy': SamplingParams or a mapping"),
+        ({"priority": "high"}, "priority = 'high': a number of 0 to 1"),
+        ({"priority": None}, "priority = None: a number of 0 to 1"),
+    ],
+)
+def test_a_wrong_type_beside_the_prompt_is_refused_by_name(
+    llm: LLM, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        llm.generate("import os", **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ([1] * 65, THREE, "the prompt has 65 tokens and max_num_tokens is 64"),
+        ([1] * 10, SamplingParams(max_tokens=240), "the request may need 8 KV pages"),
+    ],
+)
+def test_a_request_that_no_round_could_hold_is_refused_where_it_is_made(
+    llm: LLM, prompt: list[int], params: SamplingParams, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        llm.generate_async(prompt, params)
+
+
+def test_a_bad_word_outside_the_vocabulary_is_refused_by_its_own_name(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="bad_token_ids names token id 99999"):
+        llm.generate("import os", SamplingParams(bad_token_ids=[99999]))
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"), [(None, "model = None"), (5, "model = 5"), ("", "model '' is neither")]
+)
+def test_a_model_that_is_no_path_is_refused_by_name(model: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        LLM(model)
+
+
+def test_a_processor_that_exits_fails_its_own_request(llm: LLM) -> None:
+    def exits(tokens: list[int], logits: Tensor) -> Tensor:
+        sys.exit("no more")
+
+    failed = llm.generate_async("import os", SamplingParams(max_tokens=3, logits_processor=exits))
+    assert failed.result(timeout=60).error == "SystemExit: no more"
+    assert llm.generate("import os", THREE).outputs[0].length == 3
+
+
+@pytest.mark.parametrize("prompt", ["import os", ["import os", "def f("]])
+def test_an_interrupted_wait_aborts_what_it_waited_for(
+    llm: LLM, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_for: list[RequestHandle] = []
+
+    def interrupted(handle: RequestHandle, timeout: float | None) -> None:
+        waited_for.append(handle)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RequestHandle, "_wait", interrupted)
+        llm.generate(prompt, SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False)
+    assert waited_for[0].result(timeout=60).outputs[0].finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("is_last_moment", [True, False])
+def test_a_request_that_comes_while_the_engine_ends_is_answered_or_refused(
+    monkeypatch: pytest.MonkeyPatch, is_last_moment: bool
+) -> None:
+    late = LLM("zoo:llama", max_seq_len=256)
+    take_calls = RequestQueue.take_calls
+    errors: list[str | None] = []
+
+    def ask() -> None:
+        monkeypatch.setattr(late, "_is_shut_down", False)  # as a thread sees it that looked before
+        try:
+            handle = late.generate_async("import os", THREE)
+        except RuntimeError as refusal:
+            errors.append(str(refusal))
+        else:
+            waiting.append(handle)
+
+    def one_more_at_the_end(queue: RequestQueue, *, last: bool = False) -> Any:
+        if last and is_last_moment:
+            ask()
+        calls = take_calls(queue, last=last)
+        if last and not is_last_moment:
+            ask()
+        return calls
+
+    waiting: list[RequestHandle] = []
+    monkeypatch.setattr(RequestQueue, "take_calls", one_more_at_the_end)
+    late.shutdown()
+    errors += [handle.result(timeout=60).error for handle in waiting]
+    assert errors == ["the executor has been shut down"]
+    assert bool(waiting) == is_last_moment
+    with pytest.raises(RuntimeError, match="shut down"):
+        late.generate_async("import os", THREE)
+
+
+def model_of(llm: LLM) -> "weakref.ref[CausalLM]":
+    return weakref.ref(llm._executor.parts.runner.engine.model)
+
+
+@pytest.mark.parametrize(
+    "speculative_config", [None, {"decoding_type": "NGram", "max_draft_len": 3, "adaptive": {}}]
+)
+def test_an_llm_that_is_shut_down_holds_no_weights(speculative_config: Any) -> None:
+    with LLM("zoo:llama", max_seq_len=256, speculative_config=speculative_config) as llm:
+        model = model_of(llm)
+        llm.generate("import os", THREE)
+    gc.collect()
+    assert model() is None
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.check_integrity()
+
+
+def test_an_llm_that_nobody_holds_ends_though_its_answers_are_kept() -> None:
+    llm = LLM("zoo:llama", max_seq_len=256)
+    model, worker, answer = model_of(llm), llm._worker, llm.generate("import os", THREE)
+    del llm
+    gc.collect()
+    assert (model(), worker._thread.is_alive(), answer.error) == (None, False, None)
+
+
+def test_a_request_under_way_holds_its_llm() -> None:
+    handle = LLM("zoo:llama", max_seq_len=256).generate_async("import os", THREE)
+    gc.collect()
+    assert handle.result(timeout=60).outputs[0].length == 3
+
+
+def test_requests_of_many_threads_are_all_answered(llm: LLM) -> None:
+    lengths: list[int] = []
+
+    def ask(number: int) -> None:
+        lengths.append(llm.generate([number, number + 1], THREE).outputs[0].length)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lengths == [3] * 8
