@@ -1,7 +1,7 @@
 """Point 6: from starting an interpreter to an `LLM` that answers, second by second; weights from files on disk.
 
 Run as a script this is the interpreter that is started: it takes one JSON object of `Start`'s fields and prints one of
-seconds and bytes. Phases are timed by wrapping what `build.py` calls.
+seconds and bytes. Phases are timed by wrapping what `building/engines.py` calls.
 """
 
 import json
@@ -26,7 +26,7 @@ from model_shapes import LLAMA_8B, Config, head_dim
 
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.executor import build
+from tllm_spec.executor.building import engines
 from tllm_spec.executor.round_runner import RoundRunner
 
 GIB = 1 << 30
@@ -122,8 +122,8 @@ def measure(start: Start, imported: float) -> dict[str, float]:
     with ExitStack() as stack:
         peak = stack.enter_context(peak_host_growth())
         phases = {
-            "weights": stack.enter_context(stopwatch(build, "load_model", settle=True)),
-            "head": stack.enter_context(stopwatch(build, "load_head", settle=True)),
+            "weights": stack.enter_context(stopwatch(engines, "load_model", settle=True)),
+            "head": stack.enter_context(stopwatch(engines, "load_head", settle=True)),
             "KV pools": stack.enter_context(stopwatch(KVPool, "__init__", settle=True)),
             "graphs": stack.enter_context(stopwatch(RoundRunner, "capture_graphs", settle=True)),
         }

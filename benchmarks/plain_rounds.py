@@ -24,7 +24,7 @@ import torch
 from driven_rounds import Rounds, release, synchronize
 from model_shapes import write_configs
 
-from tllm_spec.executor.build import _Builder
+from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
 
 NUM_ROUNDS = 6 * BACKLOG_LEN  # whole cycles
@@ -53,7 +53,7 @@ def measure(drafter: str, model: str, batch_size: int, repeat: int, **options: A
         "plain": Rounds(model, **options),
         "kept": Rounds(model, **options, speculative_config=speculation),
     }
-    with mock.patch.object(_Builder, "may_be_plain", False):
+    with mock.patch.object(BuildPlan, "may_be_plain", False):
         engines["at once"] = Rounds(model, **options, speculative_config=speculation)
     runners = {name: each.executor.parts.runner for name, each in engines.items()}
     assert runners["kept"]._backlog is not None and runners["at once"]._backlog is None

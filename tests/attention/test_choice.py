@@ -16,7 +16,9 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.build import _Builder, build_executor
+from tllm_spec.executor.build import build_executor
+from tllm_spec.executor.building.memory import reserved_bytes
+from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.kernels.paged_prefill import NUM_PLANS, PLAN_BYTES, PagedPrefill
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -117,7 +119,7 @@ def test_an_engine_refuses_it_before_it_loads_weights(shape: Path) -> None:
 
 def test_memory_planning_counts_the_workspace(shape: Path) -> None:
     planned = [
-        _Builder(LlmArgs.from_kwargs(shape, device="cpu", attn_backend=name)).reserved_bytes(None)
+        reserved_bytes(BuildPlan(LlmArgs.from_kwargs(shape, device="cpu", attn_backend=name)), None)
         for name in ("VANILLA", "TRITON")
     ]
     geometry = AttentionGeometry(1, 1, 1, 8, 1.0)

@@ -9,7 +9,8 @@ from tests.kernels.interpreter import check_under_the_interpreter, only_outside_
 from tllm_spec.attention.row_invariant import RowInvariantAttention
 from tllm_spec.kernels.row_invariant_attention import QueryTiles
 
-LONG = {"tiles of chunks and windows": Batch(((9, 50), (0, 3)), (30, 45), window=23)}
+# A tile has 21 tokens.
+LONG = {"tiles of chunks and windows": Batch(((9, 24), (0, 3)), (30, 45), window=22)}
 
 
 @on_each_device

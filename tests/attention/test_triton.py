@@ -1,16 +1,12 @@
 """TRITON attention against VANILLA through the backends' interface: with the kernels' plain-torch twins here, with the
 kernels under Triton's interpreter in a process of their own, and on a CUDA device (`-m gpu`)."""
 
-import importlib.metadata
-import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from tests.kernels.interpreter import INTERPRETED, check_under_the_interpreter, only_outside_the_interpreter
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
@@ -19,7 +15,6 @@ from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.triton_support import has_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_each_device = pytest.mark.parametrize(
     "device",
@@ -171,13 +166,6 @@ def test_a_generation_forward_never_waits_for_the_device() -> None:
     assert torch.equal(output, expected)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@only_outside_the_interpreter
 def test_the_backend_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    version = importlib.metadata.version("triton")
-    if tuple(map(int, version.split(".")[:2])) < (3, 7):
-        pytest.skip(f"the interpreter of Triton {version} does not run with today's NumPy; 3.7 does")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_under_the_interpreter(__file__, num_tests=7)

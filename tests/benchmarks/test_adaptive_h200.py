@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import adaptive_h200
+import adaptive_h200_tables
 import driven_rounds
+import forced_rounds
 import pytest
 from adaptive_h200 import ZOO
 from adaptive_h200_tables import LADDER, Cell, Found, Phase, RoundTimes, misses, over_best_static
@@ -77,18 +79,22 @@ def test_rounds_of_plain_decoding_are_counted_too() -> None:
 
 
 def test_a_run_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder = (0, 2, 5)
     monkeypatch.setattr(
         adaptive_h200,
         "ZOO",
         replace(ZOO, batch_sizes=(2,), acceptances=(0.5,), settling_rounds=2, adaptive_rounds=2),
     )
+    for module in (adaptive_h200, adaptive_h200_tables):
+        monkeypatch.setattr(module, "LADDER", ladder)
     monkeypatch.setattr(driven_rounds, "WARM_UP_ROUNDS", 1)
+    monkeypatch.setattr(forced_rounds, "CHECKED_ROUNDS", 2)
     output = tmp_path / "result.json"
     options = ["--shape", "zoo", "--device", "cpu", "--phase-seconds", "0.01", "--output", str(output)]
     adaptive_h200.main(options)
     found = json.loads(output.read_text())
     assert [row["batch_size"] for row in found["times"]] == [2]
-    assert list(found["times"][0]["by_draft_len"]) == list(map(str, LADDER))
+    assert list(found["times"][0]["by_draft_len"]) == list(map(str, ladder))
     assert sum(found["cells"][0]["rounds_by_draft_len"].values()) == 4
     assert Counter(phase["traffic"] for phase in found["phases"]) == {"phases": 4, "bursts": 6}
     assert found["left_out"] == []

@@ -13,7 +13,8 @@ from tests.executor.harness import Harness, all_pages_are_back, draft_target, ou
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import CudaGraphConfig, LlmArgs
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.build import _Builder
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured, graph_keys
 from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
 from tllm_spec.executor.request import LlmRequest
@@ -239,10 +240,11 @@ class KeyRecorder:
 def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
     """What the composition root would have captured on a CUDA device."""
     built, recorder = Harness(model, **options), KeyRecorder()
-    builder = _Builder(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
-    builder.device = torch.device("cuda")
+    plan = BuildPlan(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
+    plan.device = torch.device("cuda")
     runner: Any = recorder
-    builder.controller(runner, Speculation(built.parts.drafter, round_end=built.parts.runner.round_end), [])
+    speculation = Speculation(built.parts.drafter, round_end=built.parts.runner.round_end)
+    build_controller(plan, runner, speculation, [])
     return recorder.keys
 
 

@@ -25,7 +25,9 @@ from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.build import _Builder
+from tllm_spec.executor.building.engines import load_draft
+from tllm_spec.executor.building.memory import reserved_bytes
+from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest
@@ -306,8 +308,9 @@ def test_only_an_engine_whose_rounds_may_be_plain_has_a_backlog_and_memory_for_i
         speculation = one_model(tiny_draft, head, "eagle3", **own)
         harness = Harness(tiny, **speculation)
         sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256}
-        builder = _Builder(LlmArgs.from_kwargs(tiny, **sizes, **speculation))
-        reserved.append(builder.reserved_bytes(builder.load_draft(harness.parts.runner.engine.model)))
+        plan = BuildPlan(LlmArgs.from_kwargs(tiny, **sizes, **speculation))
+        draft = load_draft(plan, harness.parts.runner.engine.model)
+        reserved.append(reserved_bytes(plan, draft))
     backlog = harness.parts.runner._backlog
     assert (backlog is not None) == may_be_plain
     num_bytes = 0

@@ -14,7 +14,9 @@ from tests.executor.harness import Harness
 from tests.executor.test_cuda_graphs import KeyRecorder
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.build import _Builder
+from tllm_spec.executor.building.memory import reserved_bytes
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
 from tllm_spec.executor.draft_lens import measure_round_times
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
@@ -40,13 +42,13 @@ def build_keys(
     """What the composition root would have captured on a CUDA device: the target's, then the drafts'."""
     drafter = Harness(model, **options).parts.drafter
     assert isinstance(drafter, GraphDrafter)
-    builder = _Builder(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
-    builder.device = torch.device("cuda")
+    plan = BuildPlan(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
+    plan.device = torch.device("cuda")
     recorder, seen = KeyRecorder(), list[GraphKey]()
     monkeypatch.setattr(drafter, "capture_graphs", lambda target, keys: seen.extend(keys))
     round_end = drafter if isinstance(drafter, DeferredDrafter) else None
     runner: Any = recorder
-    builder.controller(runner, Speculation(drafter, round_end=round_end, graph_drafter=drafter), [])
+    build_controller(plan, runner, Speculation(drafter, round_end=round_end, graph_drafter=drafter), [])
     return recorder.keys, seen
 
 
@@ -59,7 +61,7 @@ def test_which_drafts_are_captured_beside_which_rounds(
     assert lengths == {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)} and set(drafting) < set(rounds)
     assert {key.sampled for key in drafting} == {False, True}
     ladder = {"adaptive": {"candidate_steps": [0, 1, 3]}}
-    monkeypatch.setattr("tllm_spec.executor.build.measure_round_times", lambda *_: None)
+    monkeypatch.setattr("tllm_spec.executor.building.rounds.measure_round_times", lambda *_: None)
     _, drafting = build_keys(tiny, monkeypatch, **two_model(drafts, "draft_target", **ladder))
     assert {key.draft_len for key in drafting} == {1, 3}
     rounds, drafting = build_keys(
@@ -121,13 +123,13 @@ def test_memory_is_set_aside_for_the_graphs_of_drafts(
     tiny: Path, drafts: tuple[Path, Path], mode: str, lengths: int
 ) -> None:
     options = eagle3(drafts[1]) if mode == "one_model" else two_model(drafts, mode)
-    builder = _Builder(
+    plan = BuildPlan(
         LlmArgs.from_kwargs(
             tiny, max_batch_size=8, max_seq_len=256, cuda_graph_config={"batch_sizes": [2, 8]}, **options
         )
     )
-    assert builder.draft_plan is not None
-    net: Any = SimpleNamespace(config=builder.config)
-    draft = LoadedDraft(builder.draft_plan, net, None)
-    workspaces = 2 * builder.attention.workspace_bytes(builder.config.attention_geometry(builder.mapping))
-    assert builder.reserved_bytes(draft) - workspaces == (4 + lengths) * 2 * 2 * BYTES_A_GRAPH
+    assert plan.draft_plan is not None
+    net: Any = SimpleNamespace(config=plan.config)
+    draft = LoadedDraft(plan.draft_plan, net, None)
+    workspaces = 2 * plan.attention.workspace_bytes(plan.config.attention_geometry(plan.mapping))
+    assert reserved_bytes(plan, draft) - workspaces == (4 + lengths) * 2 * 2 * BYTES_A_GRAPH

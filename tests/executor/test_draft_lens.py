@@ -7,22 +7,11 @@ import pytest
 
 from tests.executor.harness import Harness
 from tests.executor.test_cuda_graphs import keys_of_build
-from tests.executor.tiny_llama import write_tiny_llama
-from tests.lossless.engines import tiny_engine, write_tiny_drafts
+from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.draft_lens import controller_for, without_outliers
 from tllm_spec.speculative_config import NGramDecodingConfig
 
 LADDER = {"candidate_steps": [0, 1, 4]}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.mark.parametrize("mode", ["draft_target_one_model", "draft_target", "eagle3_two_model", "ngram"])
@@ -62,7 +51,7 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
 
 
 def test_without_adaptive_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
-    monkeypatch.setattr("tllm_spec.executor.build.measure_round_times", None)
+    monkeypatch.setattr("tllm_spec.executor.building.rounds.measure_round_times", None)
     for own in ({}, {"adaptive": "conservative"}):
         config = {"decoding_type": "NGram", "max_draft_len": 7, **own}
         assert Harness(tiny, speculative_config=config).parts.controller.steps_for(1) in (3, 7)

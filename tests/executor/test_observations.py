@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, output_of, user_provided
-from tests.executor.tiny_llama import write_tiny_llama
-from tests.lossless.engines import tiny_engine, write_tiny_drafts
+from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.outputs import SpeculativeStats
@@ -32,16 +31,6 @@ class Told:
             return observe(size, accepted, steps, seconds, **more)
 
         harness.parts.controller.observe = listen  # type: ignore[method-assign,assignment] # the test looks on
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.fixture(scope="module")

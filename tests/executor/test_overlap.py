@@ -1,6 +1,7 @@
 """Rounds that overlap: the next one is launched before the host has read the one before, and nobody can tell."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -55,7 +56,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["plain", "draft_target", "eagle3"])
+@pytest.fixture(scope="module", params=["plain", "draft_target", "eagle3"])
 def make(request: pytest.FixtureRequest, tiny: Path, draft: Path, head: Path) -> Make:
     """A harness of one of the modes whose rounds overlap."""
 
@@ -234,6 +235,7 @@ def test_the_round_too_many_of_a_finished_request_harms_neither_who_gets_its_pag
 GOOD: dict[str, Any] = {"logit_bias": {NAN_TOKEN: -100.0}, "presence_penalty": 0.5, "temperature": 0.9}
 
 
+@cache
 def good_texts(make: Make, num_requests: int = 3) -> list[list[int]]:
     return [text_alone(make, [i, *PROMPT], 24, seed=i, **GOOD) for i in range(num_requests)]
 

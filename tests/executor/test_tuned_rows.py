@@ -9,8 +9,7 @@ import torch
 
 from tests.executor.harness import Harness
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor import build
-from tllm_spec.executor.build import _Builder
+from tllm_spec.executor.building import plan, rounds
 from tllm_spec.executor.speculative.modes import Speculation
 
 
@@ -33,16 +32,16 @@ def test_products_are_tuned_for_the_rows_of_graphs_and_of_contexts_before_graphs
 ) -> None:
     events: list[Any] = []
     drafter = Harness(tiny).parts.drafter
-    monkeypatch.setattr(build, "tune_linears", lambda models, rows, device: events.append(set(rows)))
-    monkeypatch.setattr(build, "has_kernels", lambda device: True)
+    monkeypatch.setattr(rounds, "tune_linears", lambda models, rows, device: events.append(set(rows)))
+    monkeypatch.setattr(plan, "has_kernels", lambda device: True)
     options: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 300, "deterministic": deterministic}
     if not has_graphs:
         options["cuda_graph_config"] = None
     spec = {"decoding_type": "NGram", "max_draft_len": 2}
-    builder = _Builder(LlmArgs.from_kwargs(tiny, max_seq_len=128, speculative_config=spec, **options))
-    builder.device = torch.device("cuda")
+    building = plan.BuildPlan(LlmArgs.from_kwargs(tiny, max_seq_len=128, speculative_config=spec, **options))
+    building.device = torch.device("cuda")
     runner: Any = FakeRunner(events)
-    builder.controller(runner, Speculation(drafter, round_end=None), [])
+    rounds.build_controller(building, runner, Speculation(drafter, round_end=None), [])
     windows = {size * window for size in (1, 2, 4, 8) for window in (1, 2, 3)}
     rows = {300, 37} | (windows if has_graphs else set())
     assert events == ([] if deterministic else [rows]) + (["captured"] if has_graphs else [])

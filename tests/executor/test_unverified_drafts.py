@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.executor.harness import Harness, output_of, user_provided
-from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.speculative.unverified_drafts import MAX_REQUESTS, Proposal, UnverifiedDrafts
 
@@ -137,11 +136,6 @@ def test_everybody_gets_a_turn(setup: Setup) -> None:
         seen |= set(places)
     assert seen == set(range(30))
     assert sorted(setup.unverified.places(3)) == [0, 1, 2]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 def test_good_drafts_are_found_at_draft_length_0_without_a_probe_and_the_text_stays(

@@ -15,6 +15,11 @@ DEVICES = (
     [pytest.param("cpu", id="interpreted")] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 on_each_kernel_device = pytest.mark.parametrize("device", DEVICES)
+if INTERPRETED:
+    from tests.kernels import quick_interpreter
+
+    quick_interpreter.install()
+
 only_outside_the_interpreter = pytest.mark.skipif(INTERPRETED, reason="this is that process")
 
 # The largest relative error of one rounding of float32. The interpreter cuts bfloat16 off instead.

@@ -1,17 +1,17 @@
 """Window attention against the formula in float64: the plain-torch twin here, the kernels under Triton's interpreter in
 a process of their own (it must be chosen before Triton is imported), and on a CUDA device (`-m gpu`)."""
 
-import importlib.metadata
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from tests.kernels.interpreter import (
+    check_under_the_interpreter,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+)
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write, plain_write_kv
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention import (
@@ -26,12 +26,6 @@ from tllm_spec.kernels.window_attention import (
     plain_window_attention,
     window_attention,
 )
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = (
-    [pytest.param("cpu", id="interpreted")] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
-)
-on_each_kernel_device = pytest.mark.parametrize("device", DEVICES)
 
 
 @dataclass(frozen=True)
@@ -57,9 +51,9 @@ CASES = {
     "one-token pages": Case((5, 6, 140), 5, 1, 16, 1, kv_heads=3),
     "padding": Case((8, 70), 8, 4, 32, 16, padding=(1, 7, 10**9)),
     "more rows than a tile": Case((9, 40), 8, 9, 16, 16, kv_heads=1),
-    "splits": Case((1, 300, 64, 1029), 1, 3, 32, 16, num_programs=64, spare_pages=3),
-    "splits of windows": Case((5, 700), 5, 4, 16, 32, kv_heads=1, padding=(1, 10**9), num_programs=40),
-    "most splits empty": Case((8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=40),
+    "splits": Case((1, 300, 64, 1029), 1, 3, 32, 16, num_programs=32, spare_pages=3),
+    "splits of windows": Case((5, 700), 5, 4, 16, 32, kv_heads=1, padding=(1, 10**9), num_programs=16),
+    "most splits empty": Case((8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=16),
     "splits and two tiles": Case((200,), 8, 9, 80, 16, kv_heads=1, num_programs=12, spare_pages=60),
     "only the long one is split": Case((300, 5000, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=2),
     "long ones of eight heads": Case((300, 5000), 2, 8, 16, 32, kv_heads=1, spare_pages=2),
@@ -294,17 +288,10 @@ def test_a_launch_that_fills_the_device_splits_only_what_is_long() -> None:
     assert workspace.splits(512, 2048, 10**6) == Splits(MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT, True)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@only_outside_the_interpreter
 def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> None:
     assert not has_kernels(torch.device("cpu"))
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    version = importlib.metadata.version("triton")
-    if tuple(map(int, version.split(".")[:2])) < (3, 7):
-        pytest.skip(f"the interpreter of Triton {version} does not run with today's NumPy; 3.7 does")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_under_the_interpreter(__file__, num_tests=47)
 
 
 @pytest.mark.gpu

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, ScriptedDrafter, output_of
-from tests.executor.tiny_llama import write_tiny_llama
 from tests.lossless.cases import Case, assert_same, generate
 from tests.lossless.drafters import AdversarialDrafter
-from tests.lossless.engines import MODES, OVERLAPPING, engine, tiny_engine, write_tiny_drafts
+from tests.lossless.engines import MODES, OVERLAPPING, engine, tiny_engine
 from tests.lossless.oracle import Oracle
-from tllm_spec.executor import build
+from tllm_spec.executor.building import rounds
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
 from tllm_spec.llm import LLM
@@ -54,16 +53,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "adaptive": {"strategy": "ema", **EVERY_ROUND, 1: {"candidate_steps": [1, 3]}},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
 
 
 def submit_all(harness: Harness) -> list[LlmRequest]:
@@ -145,7 +134,7 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
     overlap: bool,
     strategy: str,
 ) -> None:
-    monkeypatch.setattr(build, "measure_round_times", lambda *_: ROUND_TIMES)
+    monkeypatch.setattr(rounds, "measure_round_times", lambda *_: ROUND_TIMES)
     harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, **STRATEGIES[strategy]))
     lengths = chosen_lengths(harness)
     requests = submit_all(harness)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, draft_target, output_of, user_provided
-from tests.executor.tiny_llama import write_tiny_llama
-from tests.lossless.engines import OVERLAPPING, tiny_engine, write_tiny_drafts
+from tests.lossless.engines import OVERLAPPING, tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.round_runner import LaunchedRound
@@ -19,16 +18,6 @@ from tllm_spec.sampling_params import SamplingParams, SpeculationParams
 
 MAX_DRAFT_LEN, NUM_REQUESTS = 4, 6
 WITH_DRAFT_WEIGHTS = ("draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.executor.tiny_llama import write_tiny_llama
 from tests.lossless.cases import latest_new_token
-from tests.lossless.engines import OVERLAPPING, tiny_engine, write_tiny_drafts
+from tests.lossless.engines import OVERLAPPING, tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.round_runner import LaunchedRound
@@ -35,16 +34,6 @@ class Watched(Harness):
             return update(launched)
 
         self.executor._update_requests = counted  # type: ignore[method-assign] # the harness looks on
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.executor.tiny_llama import write_tiny_llama
-from tests.lossless.engines import MODES, OVERLAPPING, tiny_engine, write_tiny_drafts
+from tests.lossless.engines import MODES, OVERLAPPING, tiny_engine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
@@ -25,16 +24,10 @@ BUSY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture(scope="module", params=[*MODES, *(f"{mode} in turn" for mode in OVERLAPPING)])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def engine(request: pytest.FixtureRequest, drafts: tuple[Path, Path]) -> dict[str, Any]:
     """ "in turn": where rounds would overlap, they do not."""
     mode = request.param.removesuffix(" in turn")
-    drafts = write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
     return tiny_engine(mode, drafts, 3) | {"disable_overlap_scheduler": mode != request.param}
 
 

@@ -1,0 +1,107 @@
+"""Models with their weights, and engines around them: pools, caches, attention. Knows no round and no request."""
+
+from pathlib import Path
+
+import torch
+
+from tllm_spec.attention.choice import create_backend
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.row_invariant import RowInvariantAttention
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.device_choice import pick_dtype
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.rows import RowBuilder
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.executor.speculative.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, draft_folder, load_head
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.registry import LoadFormat, load_model
+from tllm_spec.zoo.registry import resolve_model
+
+
+def load_target(plan: BuildPlan) -> CausalLM:
+    args = plan.args
+    return _load(plan, resolve_model(args.model), args.load_format, row_invariant=args.deterministic)
+
+
+def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
+    """Drafts only propose: with `deterministic`, too, they may depend on the batch, the text does not."""
+    draft = plan.draft_plan
+    assert draft is not None
+    if not draft.is_head:
+        return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
+    return load_head(draft, target, max_positions=plan.max_len, max_num_tokens=plan.args.max_num_tokens)
+
+
+def _load(plan: BuildPlan, folder: Path, load_format: LoadFormat, *, row_invariant: bool = False) -> CausalLM:
+    config = ModelConfig.from_pretrained(folder)
+    return load_model(
+        folder,
+        dtype=pick_dtype(plan.args.dtype, config.dtype, plan.device),
+        device=plan.device,
+        load_format=load_format,
+        max_positions=plan.max_len,
+        mapping=plan.mapping,
+        row_invariant=row_invariant,
+    )
+
+
+def build_engine(
+    plan: BuildPlan,
+    model: CausalLM,
+    num_pages: int,
+    draft: LoadedDraft | None = None,
+    *,
+    row_invariant: bool = False,
+) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
+    """A model with a cache of `num_pages` pages; `draft` is what shares them."""
+    geometry = model.config.attention_geometry(plan.mapping)
+    pools = [_pool(plan, geometry, model.dtype, num_pages)]
+    table = BlockTable(plan.slots, -(-plan.max_len // plan.page_size), plan.device)
+    rows = RowBuilder(table, plan.page_size, plan.device)
+    layers, spec = None, None
+    if draft is not None and draft.plan.shares_pages:
+        own = draft.net.config.attention_geometry(plan.mapping)
+        pools.append(_pool(plan, own, draft.net.dtype, num_pages))
+        backend = create_backend(plan.attention, own, pools[-1])
+        layers = draft.layers(backend, rows, plan.config.vocab_size)
+        spec = draft.spec
+    kv = KVCacheManager(
+        _cache(plan, pools, lookahead=int(spec is not None)),
+        pools[0],
+        table,
+        extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
+        waits_for_draft=draft is not None and draft.plan.follows_a_round_later,
+    )
+    if row_invariant:
+        attention: AttentionBackend = RowInvariantAttention(geometry, pools[0])
+    else:
+        attention = create_backend(plan.attention, geometry, pools[0])
+    return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
+
+
+def _pool(plan: BuildPlan, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int) -> KVPool:
+    return KVPool(geometry, num_pages=num_pages, page_size=plan.page_size, dtype=dtype, device=plan.device)
+
+
+def _cache(plan: BuildPlan, pools: list[KVPool], lookahead: int) -> PagedCache:
+    """One cache for pools that share their page numbers."""
+
+    def copy_page(source: int, destination: int) -> None:
+        for pool in pools:
+            pool.copy_page(source, destination)
+
+    reuse = plan.args.kv_cache_config
+    return PagedCache(
+        pools[0].num_pages,
+        plan.page_size,
+        copy_page=copy_page,
+        enable_block_reuse=reuse.enable_block_reuse,
+        enable_partial_reuse=reuse.enable_partial_reuse,
+        lookahead=lookahead,
+    )

@@ -1,0 +1,106 @@
+"""What the arguments and the target's configuration decide before anything is loaded. Constructs no part of the
+executor but the slots, whose number follows from the arguments.
+"""
+
+import logging
+
+from tllm_spec.attention.choice import choose_backend
+from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.executor.device_choice import pick_device, pick_dtype
+from tllm_spec.executor.draft_lens import controller_for
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.scheduler import SchedulerLimits
+from tllm_spec.executor.speculative.modes import draft_model_of
+from tllm_spec.kernels.few_row_linear import why_unavailable
+from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.zoo.registry import resolve_model
+
+logger = logging.getLogger(__name__)
+
+
+class BuildPlan:
+    """What the steps of one build share. Raises ValueError for what the arguments cannot have."""
+
+    def __init__(self, args: LlmArgs) -> None:
+        self.args = args
+        self.spec = args.speculative_config
+        self.device = pick_device(args.device)
+        if args.deterministic and not has_kernels(self.device):
+            raise ValueError(
+                f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the libraries' sums depend on "
+                "the number of rows"
+            )
+        self.mapping = Mapping()
+        self.config = ModelConfig.from_pretrained(resolve_model(args.model))
+        self.max_seq_len = _max_seq_len(args, self.config)
+        self.max_draft_len = self.spec.max_draft_len if self.spec else 0
+        if self.max_draft_len >= self.max_seq_len:
+            raise ValueError(
+                f"max_draft_len = {self.max_draft_len} must be less than max_seq_len = {self.max_seq_len}"
+            )
+        self.draft_plan = draft_model_of(self.spec)
+        dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
+        self.attention = choose_backend(args.attn_backend, self.device, dtype)
+        self.why_no_overlap = args.why_no_overlap
+        self.page_size = args.kv_cache_config.tokens_per_block
+        # Every generating request has at least one row in every round.
+        self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
+        self._log()
+
+    def _log(self) -> None:
+        """What a user may wonder about later."""
+        if self.args.deterministic:
+            logger.info("deterministic: attention and products of the target run as row-invariant kernels")
+        if self.device.type == "cuda" and (reason := why_unavailable(self.device.index or 0)):
+            logger.info("linear layers of few rows run as torch's products, which is slower: %s", reason)
+        if self.why_no_overlap:
+            logger.info("rounds do not overlap: %s", self.why_no_overlap)
+
+    @property
+    def extra_kv_tokens(self) -> int:
+        """Where drafts after the first one stand in the pages: behind the window that was verified."""
+        plan = self.draft_plan
+        if plan is None or not plan.shares_pages:
+            return 0
+        return self.max_draft_len - 1 if plan.is_head else self.max_draft_len
+
+    @property
+    def may_be_plain(self) -> bool:
+        """Whether rounds may have draft length 0 in a batch of some size."""
+        controller = controller_for(self.spec, max_num_tokens=self.args.max_num_tokens)
+        return any(0 in controller.draft_lens_at(1 + size) for size in range(self.slots.max_batch_size))
+
+    @property
+    def overshoot(self) -> int:
+        """How far behind its last token a request may write: drafts, and with overlap a whole round too many."""
+        rounds = 1 if self.why_no_overlap else 2
+        return rounds * (self.max_draft_len + 1) - 1 + self.extra_kv_tokens
+
+    @property
+    def max_len(self) -> int:
+        return self.max_seq_len + self.overshoot + 1
+
+    def limits(self, kv: KVCacheManager) -> SchedulerLimits:
+        scheduling = self.args.scheduler_config
+        return SchedulerLimits(
+            max_num_tokens=self.args.max_num_tokens,
+            overshoot=self.overshoot,
+            extra_kv_tokens=kv.extra_kv_tokens,
+            chunked_prefill=self.args.enable_chunked_prefill,
+            may_preempt=scheduling.capacity_scheduler_policy == "MAX_UTILIZATION",
+            by_priority=scheduling.waiting_queue_policy == "priority",
+        )
+
+
+def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
+    if args.max_seq_len is None:
+        return config.max_position_embeddings
+    if args.max_seq_len > config.max_position_embeddings:
+        raise ValueError(
+            f"max_seq_len = {args.max_seq_len} exceeds the model's max_position_embeddings, "
+            f"{config.max_position_embeddings}"
+        )
+    return args.max_seq_len

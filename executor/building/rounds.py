@@ -1,0 +1,106 @@
+"""Rounds made ready before the first request: the fastest products, CUDA graphs, and the controller of the draft length
+with the times of those rounds.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.cuda_graphs import GraphKey, graph_keys
+from tllm_spec.executor.draft_lens import (
+    EAGER_SIZES,
+    controller_for,
+    draft_lens_of_rounds,
+    measure_round_times,
+)
+from tllm_spec.executor.engine.memory_plan import ServedModel
+from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.modes import Speculation
+from tllm_spec.executor.speculative.round_times import RoundTimes
+from tllm_spec.models.linear_tuning import tune_linears
+
+logger = logging.getLogger(__name__)
+
+
+def build_controller(
+    plan: BuildPlan, runner: RoundRunner, speculation: Speculation, models: Sequence[ServedModel]
+) -> AdaptiveController:
+    """Of the draft length. Captures the graphs that it may ask for, once the models' products are the fastest for
+    them, and times their rounds if it compares them."""
+    spec, max_num_tokens = plan.spec, plan.args.max_num_tokens
+    controller = controller_for(spec, max_num_tokens=max_num_tokens)
+    sizes = graph_sizes(plan, runner, speculation)
+    keys = graph_keys(sizes, draft_lens_of_rounds(controller, spec, speculation))
+    keys = [key for key in keys if key.num_tokens <= max_num_tokens]
+    if not plan.args.deterministic:
+        # Windows of all requests, a row of each of them, full chunks of contexts, and a prompt of some length.
+        row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
+        tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device)
+    if sizes:
+        _capture(plan, runner, speculation, keys, graph_keys(sizes, controller.draft_lens_at))
+    if spec is None or spec.adaptive is None:
+        return controller
+    times = _round_times(plan, runner, speculation, controller, sizes) if controller.compares_times else None
+    return controller_for(spec, graph_batch_sizes=sizes, round_times=times, max_num_tokens=max_num_tokens)
+
+
+def graph_sizes(plan: BuildPlan, runner: RoundRunner, speculation: Speculation) -> tuple[int, ...]:
+    """Batch sizes of CUDA graphs; none where there can be no graphs."""
+    graphs, spec = plan.args.cuda_graph_config, plan.spec
+    if graphs is None or plan.device.type != "cuda":
+        return ()
+    if not runner.engine.backend.supports_graphs:
+        logger.warning("no CUDA graphs: attn_backend %s needs lengths on the host", plan.args.attn_backend)
+        return ()
+    if spec is not None and spec.use_rejection_sampling and speculation.round_end is None:
+        logger.info("no CUDA graphs: rejection sampling needs what a separate draft model drew from")
+        return ()
+    # Where a limit changes the draft length, a graph ends: batches below it need no padding beyond.
+    schedule = spec.draft_len_schedule if spec else None
+    also = [size - 1 for size in schedule or () if size > 1]
+    also.append((spec.max_concurrency if spec else None) or 0)
+    also.append(plan.args.max_num_tokens // (1 + plan.max_draft_len))  # the largest that fits a round
+    return graphs.sizes(plan.slots.max_batch_size, also)
+
+
+def _capture(
+    plan: BuildPlan,
+    runner: RoundRunner,
+    speculation: Speculation,
+    keys: list[GraphKey],
+    asked: list[GraphKey],
+) -> None:
+    """keys: of rounds. asked: the part of them, but for limits of tokens, that the controller may ask for."""
+    assert plan.args.cuda_graph_config is not None
+    runner.capture_graphs(
+        keys, plan.slots.dummy_slot, plan.device, pads=plan.args.cuda_graph_config.enable_padding
+    )
+    drafter = speculation.graph_drafter
+    if drafter is not None and runner.graphs is not None:
+        drafter.capture_graphs(runner.graphs, drafter.keys(keys, asked))
+
+
+def _round_times(
+    plan: BuildPlan,
+    runner: RoundRunner,
+    speculation: Speculation,
+    controller: AdaptiveController,
+    sizes: tuple[int, ...],
+) -> RoundTimes:
+    assert plan.spec is not None and plan.spec.adaptive is not None
+    in_forward = speculation.round_end is not None and speculation.round_end.in_graph
+    draft_cost = plan.spec.adaptive.times.assumed_draft_cost
+    if in_forward or plan.draft_plan is None:
+        draft_cost = 0.0
+    room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // (1 + plan.max_draft_len))
+    timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
+    return measure_round_times(
+        runner,
+        controller,
+        timed,
+        plan.slots.dummy_slot,
+        plan.device,
+        draft_cost,
+        speculation.graph_drafter,
+    )

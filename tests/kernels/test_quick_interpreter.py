@@ -1,0 +1,82 @@
+"""Triton's interpreter made quick: it still finds integers that overflow, and still runs device functions."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from tests.kernels import quick_interpreter
+
+REPLACED = ("_patch_lang", "_get_np_dtype")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in REPLACED:
+        monkeypatch.setattr(interpreter, name, getattr(interpreter, name))
+    semantic = interpreter.interpreter_semantic
+    own = semantic.binary_op_sanitize_overflow_impl
+    monkeypatch.setattr(semantic, "binary_op_sanitize_overflow_impl", own)
+    quick_interpreter.install()
+
+
+def run(kernel: Callable[..., None], *arguments: Any, programs: int = 1) -> None:
+    interpreter.InterpretedFunction(kernel)[(programs,)](*arguments)
+
+
+def add(x: Any, n: Any) -> None:
+    tl.store(x, tl.load(x) + n)
+
+
+def subtract(x: Any, n: Any) -> None:
+    tl.store(x, tl.load(x) - n)
+
+
+def multiply(x: Any, n: Any) -> None:
+    tl.store(x, tl.load(x) * n)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "start", "fits", "too_much"),
+    [
+        (add, 2**31 - 10, 9, 10),
+        (subtract, 2**31 - 10, -9, -10),
+        (subtract, 10 - 2**31, 10, 11),
+        (multiply, 2**30, -2, 2),
+    ],
+)
+def test_an_integer_that_overflows_breaks_the_launch_off(
+    kernel: Callable[..., None], start: int, fits: int, too_much: int, quick: None
+) -> None:
+    for n, dtype in ((fits, torch.int32), (too_much, torch.int64)):  # 64 bits have room
+        run(kernel, torch.tensor([start], dtype=dtype), n)
+    with pytest.raises(interpreter.InterpreterError, match="overflow"):
+        run(kernel, torch.tensor([start], dtype=torch.int32), too_much)
+
+
+def half(x: Any) -> Any:
+    return tl.load(x) // 2
+
+
+def halve(x: Any) -> None:
+    place = tl.program_id(0)
+    tl.store(x + place, device_function(x + place))
+
+
+device_function = interpreter.InterpretedFunction(half)
+
+
+def test_functions_run_in_every_launch_and_leave_the_language_as_it_was(quick: None) -> None:
+    x = torch.tensor([1, 2, 7], dtype=torch.int32)
+    for expected in ([0, 1, 3], [0, 0, 1]):
+        run(halve, x, programs=3)
+        assert x.tolist() == expected
+    assert tl.core.is_builtin(tl.load)
