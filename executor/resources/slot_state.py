@@ -93,10 +93,14 @@ class BlockTable:
         """Sends the changed entries; nothing happens in the many rounds in which no page was added."""
         if not self._changed:
             return
-        device, size = self.device_rows.device, len(self._changed)
-        places = torch.from_numpy(numpy.fromiter(self._changed, numpy.int64, size))
-        pages = torch.from_numpy(numpy.fromiter(self._changed.values(), numpy.int32, size))
-        self.device_rows.put_(to_device(places, device), to_device(pages, device))
+        size = len(self._changed)
+        # Places (64 bits) and pages (32) behind each other: a copy costs the host more than what is in it.
+        entries = torch.empty(3 * size, dtype=torch.int32)
+        numbers = entries.numpy()
+        numbers[: 2 * size].view(numpy.int64)[:] = numpy.fromiter(self._changed, numpy.int64, size)
+        numbers[2 * size :] = numpy.fromiter(self._changed.values(), numpy.int32, size)
+        sent = to_device(entries, self.device_rows.device)
+        self.device_rows.put_(sent[: 2 * size].view(torch.int64), sent[2 * size :])
         self._changed.clear()
 
     def rows(self, slot_ids: torch.Tensor, num_pages: int) -> torch.Tensor:

@@ -79,7 +79,9 @@ class AcceptanceEstimate:
                 reached -= num_accepted.count(position)
             trials.append(reached)
         self._look_for_change(trials)
-        self._combine(self._learn(self._count(trials)))
+        level = self._count(trials)
+        self._bend(trials, level)
+        self._combine(level)
 
     def _look_for_change(self, trials: list[int]) -> None:
         """Page's test, in both directions: trials since the excess was last 0 are of another text where it is large,
@@ -102,28 +104,28 @@ class AcceptanceEstimate:
             accepted = excess.accepted[position]
             self._counts[position] += (accepted - reached * self._counts[position]) / (prior + reached)
 
-    def _count(self, trials: list[int]) -> list[int]:
-        """Updates the counts of the window's positions; how many trials each had."""
-        counts, weights = self._counts, self._weights
+    def _count(self, trials: list[int]) -> float:
+        """Updates the counts of the window's positions; their level, given their shape."""
+        counts, weights, shape = self._counts, self._weights, self._shape
+        seen = expected = 0.0
         for position, (reached, accepted) in enumerate(pairwise(trials)):
-            weights[position] += reached
-            counts[position] += (accepted - reached * counts[position]) / weights[position]
-        return trials[:-1]
+            weights[position] = weight = weights[position] + reached
+            counts[position] += (accepted - reached * counts[position]) / weight
+            seen += weight * counts[position]
+            expected += weight * shape[position]
+        return max(MIN_RATE, seen / expected)
 
-    def _learn(self, trials: list[int]) -> float:
-        """The level of the window's positions, given their shape; then their shape, given the level."""
+    def _bend(self, trials: list[int], level: float) -> None:
+        """The shape of the window's positions, given their level."""
         counts, weights, shape, strength = (
             self._counts,
             self._weights,
             self._shape,
             self._options.ratio_weight,
         )
-        level = sum(map(mul, weights, counts[: len(trials)])) / sum(map(mul, weights, shape[: len(trials)]))
-        level = float(max(MIN_RATE, level))
-        for position, reached in enumerate(trials):
+        for position, reached in enumerate(trials[:-1]):
             surprise = counts[position] / level - shape[position]
             shape[position] += surprise * reached / (strength + weights[position])
-        return level
 
     def _combine(self, level: float) -> None:
         strength, rates, expected = self._options.ratio_weight, self.rates, self.expected_accepted

@@ -141,7 +141,7 @@ class CostModelSlot:
             self._prober.earn(row.get(steps, 0.0))
             return
         extra = row[probe.steps] / row[tier] - 1
-        beyond = sum(max(0, number - tier) for number in num_accepted) / max(1, len(num_accepted))
+        beyond = sum(number - tier for number in num_accepted if number > tier) / max(1, len(num_accepted))
         gain = self._drafted_share * (beyond - extra * self._estimate.expected_accepted[tier]) - extra
         is_in_vain = max(num_accepted, default=0) == tier
         self._prober.book(probe, steps == probe.steps, gain, max(0.0, extra * row[tier]), is_in_vain)
@@ -149,7 +149,7 @@ class CostModelSlot:
     def _start_probe(self, batch_size: int, tier: int, max_steps: int) -> None:
         """The next longer length, if full acceptance of what it adds would make it better, and it can be paid."""
         options, longer = self._options, self._longer.get(tier)
-        if longer is None or longer > max_steps:
+        if longer is None or longer > max_steps or not self._prober.is_ready:
             return
         row, expected = self._times.row(batch_size), self._estimate.expected_accepted
         if not self._prober.can_pay(row[longer] - row[tier]):

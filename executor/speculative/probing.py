@@ -21,6 +21,7 @@ class Probe:
     steps: int
     rounds_to_see: int  # that had drafts of this length and won nothing by them
     rounds_left: int  # of any kind, but for those that won
+    rounds_to_win: int = 32  # a length that is better shows it in so many, one that is as good never
     gain: float = 0.0
 
 
@@ -36,10 +37,14 @@ class Prober:
         self._max_rounds = MAX_SAVED_PROBES * (options.probe_rounds + 1)
         self._pause = self._pause_left = options.probe_pause
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the rounds of a probe in vain are paid for; one that wins pays for itself."""
+        return self._pause_left <= 0 and self.rounds >= ROUNDS_IN_VAIN
+
     def can_pay(self, extra_seconds: float) -> bool:
-        """A probe whose rounds take so much longer than what is played; one that wins pays for itself."""
-        has_credit = self.rounds >= ROUNDS_IN_VAIN and self.seconds >= ROUNDS_IN_VAIN * extra_seconds
-        return has_credit and self._pause_left <= 0
+        """The time of such a probe, whose rounds take so much longer than what is played."""
+        return self.seconds >= ROUNDS_IN_VAIN * extra_seconds
 
     def start(self, steps: int, rounds_to_see: int) -> None:
         self.probe = Probe(steps, rounds_to_see, rounds_to_see + SPARE_ROUNDS)
@@ -62,13 +67,14 @@ class Prober:
         if is_seen:
             probe.gain += gain
         if is_seen and gain >= 0:
-            return
-        self.rounds -= 1
-        self.seconds -= extra_seconds
-        probe.rounds_left -= 1
-        probe.rounds_to_see -= is_seen
+            probe.rounds_to_win -= 1
+        else:
+            self.rounds -= 1
+            self.seconds -= extra_seconds
+            probe.rounds_left -= 1
+            probe.rounds_to_see -= is_seen
         is_lost = is_seen and is_in_vain and probe.gain < 0
-        if is_lost or not (probe.rounds_left and probe.rounds_to_see):
+        if is_lost or not (probe.rounds_to_win and probe.rounds_left and probe.rounds_to_see):
             self.end()
 
     def end(self) -> None:

@@ -53,14 +53,21 @@ def test_a_probe_whose_drafts_are_accepted_lasts_until_it_convinces() -> None:
     assert runs(asked)[-1] == (True, first_probe(asked)), "it goes over into drafting without a pause"
 
 
-def test_rounds_that_win_are_not_charged() -> None:
+def test_rounds_that_win_are_not_charged_and_come_to_an_end() -> None:
     controls = after_hopeless_rounds(
         window_trials=1e9, change_excess=1e9, prior_weight=1e6
     )  # nothing convinces
-    saved_up = controls.state()["slots"]["1"]["probe_rounds_saved_up"]
-    asked = late_rounds(controls, 450, [1])
-    assert runs(asked)[-1][1] > 200
-    assert controls.state()["slots"]["1"]["probe_rounds_saved_up"] >= saved_up - 1
+
+    def credit() -> float:
+        return float(controls.state()["slots"]["1"]["probe_rounds_saved_up"])
+
+    while not controls.steps_for(1):
+        controls.observe(1, [], 0)
+    before = credit()
+    assert runs(late_rounds(controls, 34, [1])) == [(True, 33), (False, 1)], (
+        "the first finds no drafts, 32 win"
+    )
+    assert before - credit() == pytest.approx(1, abs=0.02)
 
 
 def test_probes_in_vain_follow_each_other_at_growing_distances() -> None:
