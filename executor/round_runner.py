@@ -63,7 +63,6 @@ class RoundRunner:
         self.engine = engine
         self.round_end = round_end
         self._backlog = backlog
-        self._catch_ups: CudaGraphs | None = None
         self.graphs: CudaGraphs | None = None
         self._sampler = sampler
         self._slots = sampler.slots
@@ -72,7 +71,7 @@ class RoundRunner:
     def launch(self, batch: ScheduledBatch) -> LaunchedRound:
         """Enqueues the round's work; the slots then hold what the next round needs."""
         if self._backlog is not None and self._backlog.is_due(batch):
-            self._catch_up(self._backlog, batch.generation_requests)
+            self._backlog.read(batch.generation_requests)
         logprobs = LogprobRows()
         ended = batch.last_chunk_requests
         if batch.context_requests:
@@ -110,9 +109,7 @@ class RoundRunner:
         graphs.capture(keys)
         self.graphs = graphs
         if self._backlog is not None:
-            sizes = {key.batch_size for key in keys if key.batch_size <= self._backlog.max_requests}
-            self._catch_ups = graphs.beside(self._catch_up_for)
-            self._catch_ups.capture(GraphKey(size, 0, False) for size in sizes)
+            self._backlog.capture_graphs(graphs, keys)
 
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
         """How long the device takes for a generation round, best of a few, with nothing but dummies."""
@@ -137,22 +134,6 @@ class RoundRunner:
         longest = self.engine.rows.max_len
         max_kv_len = longest if max_kv_len is None else min(max_kv_len, longest)
         return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
-
-    def _catch_up(self, backlog: DraftBacklog, requests: list[LlmRequest]) -> None:
-        """The draft network reads what rounds without drafts have left it, of so many requests at a time."""
-        for first in range(0, len(requests), backlog.max_requests):
-            some = requests[first : first + backlog.max_requests]
-            slot_ids = backlog.send(some)
-            slots = [request.slot for request in some]
-            if self._catch_ups is None or not self._catch_ups.run(slots, 0, False):
-                backlog.catch_up(slot_ids, max(request.num_tokens_bound for request in some))
-            for request in some:
-                request.draft_backlog = 0
-
-    def _catch_up_for(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> None:
-        """What a graph holds of it."""
-        assert self._backlog is not None
-        self._backlog.catch_up(slot_ids, self.engine.rows.max_len)
 
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
         requests = batch.generation_requests

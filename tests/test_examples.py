@@ -66,11 +66,12 @@ def test_there_is_an_example_for_every_way_of_running() -> None:
 def test_an_adaptive_example_is_served_by_its_strategy(name: str, kind: type) -> None:
     [path] = [path for path in EXAMPLES if path.stem == name]
     with LLM.from_args(LlmArgs.from_yaml(path, model="zoo:llama")) as llm:
-        controller = llm._executor.parts.controller
+        parts = llm._executor.parts
         generate(llm)
+    controller = parts.controller
     assert {type(slot) for slot in controller._slots} == {kind}
     assert controller.state()["draft_lens"] == ([0, 1, 3, 5] if name == "adaptive" else [0, 1, 3, 7])
-    assert llm._executor.parts.draft_len_for == controller.steps_for
+    assert parts.draft_len_for == controller.steps_for
 
 
 def test_rounds_overlap_in_the_examples_that_draft_inside_the_forward_or_not_at_all() -> None:

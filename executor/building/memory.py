@@ -31,7 +31,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
 
 
 def _keeps_backlog(plan: BuildPlan, draft: LoadedDraft) -> bool:
-    return not draft.plan.drafts_before_the_forward and plan.may_be_plain
+    return draft.plan.shares_pages and plan.may_be_plain
 
 
 def _graphs_a_size(plan: BuildPlan, draft: LoadedDraft | None) -> int:

@@ -19,6 +19,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
+from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.worker import ContextResult, DraftWorker, RoundEnd, WindowResult
 from tllm_spec.executor.transfer import to_device
@@ -35,16 +36,38 @@ class _Pending:
     slots: dict[LlmRequest, tuple[int, int]]
     replayed: tuple[SampledTokens, int] | None = None
 
+    @property
+    def width(self) -> int:
+        """Of the windows; 0 without any."""
+        if self.replayed is not None:
+            return self.replayed[0].new_tokens.shape[1]
+        return self.windows.width if self.windows is not None else 0
+
+    @property
+    def windowed(self) -> list[LlmRequest]:
+        num_ended = 0
+        if self.contexts is not None:
+            num_ended = sum(following is None for following in self.contexts.following)
+        return self.group.requests[num_ended:]
+
 
 class DeferredDrafter(GraphDrafter, RoundEnd):
-    """Requests that ended or were preempted since the round send their rows to the dummy slot."""
+    """Requests that ended or were preempted since the round send their rows to the dummy slot. What rounds without
+    drafts leave while none are wanted goes to the `backlog`; None: it is read at once."""
 
     in_graph = False
 
     def __init__(
-        self, worker: DraftWorker, slots: SlotState, groups: RowGroups, dummy_slot: int, max_len: int
+        self,
+        worker: DraftWorker,
+        backlog: DraftBacklog | None,
+        slots: SlotState,
+        groups: RowGroups,
+        dummy_slot: int,
+        max_len: int,
     ) -> None:
         self._worker = worker
+        self._backlog = backlog
         self._slots = slots
         self._groups = groups
         self._max_len = max_len
@@ -76,6 +99,8 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
     def capture_graphs(self, target: CudaGraphs, keys: list[GraphKey]) -> None:
         self._target = target
         super().capture_graphs(target, keys)
+        if self._backlog is not None:
+            self._backlog.capture_graphs(target, keys)
 
     def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
         assert self._target is not None
@@ -104,9 +129,18 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         alive = {request for request, place in pending.slots.items() if _place(request) == place}
         if not self._replay(pending, alive, num_drafts):
             self._draft_eagerly(pending, alive, num_drafts)
+        if self._backlog is not None and pending.width == 1 and not num_drafts:
+            self._note(self._backlog, [request for request in pending.windowed if request in alive])
         for request in alive:
-            request.draft_kv_len = request.kv_len
+            request.draft_kv_len = request.kv_len - request.draft_backlog
             request.num_drafts_ready = num_drafts if request in pending.group.requests else 0
+
+    def _note(self, backlog: DraftBacklog, requests: list[LlmRequest]) -> None:
+        """The round's position of each now waits, or is read where that fills a ring."""
+        for request in requests:
+            request.draft_backlog += 1
+        if any(request.draft_backlog == BACKLOG_LEN for request in requests):
+            backlog.read(requests)
 
     def _replay(self, pending: _Pending, alive: set[LlmRequest], num_drafts: int) -> bool:
         """A round of a graph whose length is the next one's, too: all but the few where the draft length changes."""
@@ -134,7 +168,22 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
                     for chunk, request in zip(contexts.chunks, contexts.requests, strict=True)
                 ]
                 contexts = replace(contexts, chunks=chunks)
+        due = [request for request in pending.windowed if request in alive and request.draft_backlog]
+        if num_drafts and due:
+            self._read_backlog(contexts, windows, due)
         self._worker.draft(contexts, windows, group, num_drafts)
+
+    def _read_backlog(
+        self, contexts: ContextResult | None, windows: WindowResult | None, due: list[LlmRequest]
+    ) -> None:
+        """What waited before this round, and with it this round's position: rings end where the slots end. Drafting
+        from it then reads that position again."""
+        assert self._backlog is not None and windows is not None and windows.width == 1
+        first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
+        self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
+        for request in due:
+            request.draft_backlog += 1
+        self._backlog.read(due)
 
     def _windows(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> WindowResult:
         """The windows that a graph verified: the slots have advanced by what was emitted. The dummy slot's have not,

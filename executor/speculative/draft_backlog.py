@@ -1,4 +1,4 @@
-"""What rounds without drafts leave for a draft network inside the forward, until it reads many of them at once.
+"""What rounds without drafts leave for a draft network on the target's pages, until it reads many of them at once.
 
 A round of draft length 0 adds one position to every request. Reading it at once costs a pass over the draft's weights;
 here it is kept, and one forward reads up to `BACKLOG_LEN` positions of all requests. The host counts what a request has
@@ -6,11 +6,12 @@ waiting (`LlmRequest.draft_backlog`: such a round adds exactly one, so it need n
 the positions themselves, by slot. What happens to a slot in between is harmless: the count is the request's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -29,6 +30,7 @@ class DraftBacklog:
         self.max_requests = max(1, max_num_tokens // BACKLOG_LEN)
         self._layers = layers
         self._slots = slots
+        self._graphs: CudaGraphs | None = None
         size = (len(slots.kv_lens), BACKLOG_LEN)
         self._tokens = torch.zeros(size, dtype=torch.int64, device=slots.device)  # of the position after it
         self._num_due = torch.zeros(size[0], dtype=torch.int64, device=slots.device)
@@ -60,14 +62,34 @@ class DraftBacklog:
         kept = 0 if batch.num_new_drafts else BACKLOG_LEN - 1
         return any(request.draft_backlog > kept for request in batch.generation_requests)
 
-    def send(self, requests: Sequence[LlmRequest]) -> torch.Tensor:
+    def read(self, requests: Sequence[LlmRequest]) -> None:
+        """The draft network reads what they have waiting, of so many requests at a time."""
+        for first in range(0, len(requests), self.max_requests):
+            some = requests[first : first + self.max_requests]
+            slot_ids = self._send(some)
+            if self._graphs is None or not self._graphs.run([request.slot for request in some], 0, False):
+                self._catch_up(slot_ids, max(request.num_tokens_bound for request in some))
+            for request in some:
+                request.draft_backlog = 0
+
+    def capture_graphs(self, target: CudaGraphs, keys: Iterable[GraphKey]) -> None:
+        """From now on reading is one graph launch where one of the keys' sizes fits. `target`: with its graphs."""
+        sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
+        self._graphs = target.beside(self._catch_up_for)
+        self._graphs.capture(GraphKey(size, 0, False) for size in sizes)
+
+    def _catch_up_for(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> None:
+        """What a graph holds."""
+        self._catch_up(slot_ids, self._layers.rows.max_len)
+
+    def _send(self, requests: Sequence[LlmRequest]) -> torch.Tensor:
         """Tells the device how much each request has waiting. Their slots, `[B]`."""
         numbers = [[r.slot for r in requests], [r.draft_backlog for r in requests]]
         slots, num_due = to_device(numbers, self._slots.device).unbind(0)
         self._num_due[slots] = num_due
         return slots
 
-    def catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
+    def _catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
         """Reads what is due of slots `[B]`: the last rows of windows that end where these end. A function of device
         tensors, so that a CUDA graph can hold it. max_kv_len: bound of the slots' lengths with one more token."""
         net = self._layers.net

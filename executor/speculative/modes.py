@@ -60,8 +60,8 @@ class Surroundings:
 @dataclass(frozen=True)
 class Speculation:
     """What a mode adds to the executor. `round_end` is told of every round that the target has run; `backlog` has what
-    it puts off. `graph_drafter` is the drafter if it can be captured. `watch` lets it be seen while nobody asks it for
-    drafts; None: its drafts cost the device something."""
+    it puts off inside the forward. `graph_drafter` is the drafter if it can be captured. `watch` lets it be seen while
+    nobody asks it for drafts; None: its drafts cost the device something."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
@@ -144,21 +144,28 @@ def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculati
     if config.eagle3_one_model:
         return _one_model(config, around)
     assert around.layers is not None
-    worker, max_len = _worker(config, around), around.layers.rows.max_len
-    drafter = DeferredDrafter(worker, around.slots, around.sampler.groups, around.dummy_slot, max_len)
+    backlog = _backlog(around)
+    worker, max_len = _worker(config, around, backlog), around.layers.rows.max_len
+    drafter = DeferredDrafter(
+        worker, backlog, around.slots, around.sampler.groups, around.dummy_slot, max_len
+    )
     return Speculation(drafter, round_end=drafter, graph_drafter=drafter)
 
 
 def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Speculation:
-    assert around.layers is not None
-    backlog = None
-    if around.may_be_plain:
-        backlog = DraftBacklog(around.layers, around.slots, around.max_num_tokens)
+    backlog = _backlog(around)
     return Speculation(OneModelDrafter(), round_end=_worker(config, around, backlog), backlog=backlog)
 
 
+def _backlog(around: Surroundings) -> DraftBacklog | None:
+    assert around.layers is not None
+    if not around.may_be_plain:
+        return None
+    return DraftBacklog(around.layers, around.slots, around.max_num_tokens)
+
+
 def _worker(
-    config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog | None = None
+    config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog | None
 ) -> DraftWorker:
     assert around.layers is not None
     sampling = DraftSampling(around.sampler, _draws(config), around.layers.net.token_map)

@@ -40,6 +40,10 @@ class WindowResult:
     windows: Windows
     sampled: SampledTokens
 
+    @property
+    def width(self) -> int:
+        return self.sampled.new_tokens.shape[1]
+
 
 class RoundEnd(Protocol):
     """Who wants to know what came out of a round, right behind the sampling. `in_graph`: as a part of the round's
@@ -66,8 +70,8 @@ class RoundEnd(Protocol):
 
 
 class DraftWorker(RoundEnd):
-    """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already. What rounds of windows that are
-    not drafted from leave goes to the `backlog`; None: it is read at once."""
+    """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already. What windows of one token leave
+    that are not drafted from goes to the `backlog`; None: it is read at once."""
 
     in_graph = True
 
@@ -96,7 +100,8 @@ class DraftWorker(RoundEnd):
         num_drafts: int,
     ) -> None:
         """With `num_drafts` 0 the draft cache is brought up to date, windows perhaps later, and nothing else."""
-        if self._backlog is not None and windows is not None and not num_drafts:
+        is_put_off = not num_drafts and windows is not None and windows.width == 1
+        if self._backlog is not None and windows is not None and is_put_off:
             first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
             self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
             if contexts is None:

@@ -1,6 +1,7 @@
 """What a draft network on the target's pages should hold and propose: from one prefill of the true tokens, and a plain
 loop behind it. Shared by the tests of the one-model worker, the deferred drafter, graphs and overlap."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -162,3 +163,28 @@ def assert_cached_pages_are_whole(harness: Harness) -> int:
             assert pool.data[:, :, node.page, :num_positions].isfinite().all()
         num_cached += num_positions
     return num_cached
+
+
+def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
+    """Rounds of these draft lengths, whatever the schedule says."""
+    harness.parts.draft_len_for = lambda _: lengths if isinstance(lengths, int) else next(lengths)
+
+
+def count_forwards(harness: Harness) -> list[int]:
+    """Rows of every forward of the draft network."""
+    rows: list[int] = []
+    net = worker_of(harness).net
+    forward = net.forward
+
+    def counted(token_ids: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.append(len(token_ids))
+        return forward(token_ids, *others)
+
+    net.forward = counted  # type: ignore[method-assign] # a spy on this one object
+    return rows
+
+
+def random_lengths(random: Random) -> Iterator[int]:
+    while True:
+        yield from [random.randrange(1, 4)] * random.randrange(1, 5)
+        yield from [0] * random.choice((1, 5, 15, 16, 17, 40))

@@ -1,7 +1,6 @@
 """Rounds without drafts inside the forward: the draft network reads many of them at once, and its cache then is what it
 would have been."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,11 +13,14 @@ from tests.executor.draft_caches import (
     SMALL_POOL,
     assert_cached_pages_are_whole,
     assert_nothing_is_missing,
+    count_forwards,
     generating,
     one_model,
     pools_of,
+    random_lengths,
     spoil_free_pages,
     submit_traffic,
+    with_lengths,
     worker_of,
 )
 from tests.executor.harness import Harness, all_pages_are_back, output_of
@@ -57,25 +59,6 @@ def backlog_of(harness: Harness) -> DraftBacklog:
     return backlog
 
 
-def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
-    """Rounds of these draft lengths, whatever the schedule says."""
-    harness.parts.draft_len_for = lambda _: lengths if isinstance(lengths, int) else next(lengths)
-
-
-def count_forwards(harness: Harness) -> list[int]:
-    """Rows of every forward of the draft network."""
-    rows: list[int] = []
-    net = worker_of(harness).net
-    forward = net.forward
-
-    def counted(token_ids: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        rows.append(len(token_ids))
-        return forward(token_ids, *others)
-
-    net.forward = counted  # type: ignore[method-assign] # a spy on this one object
-    return rows
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_plain_rounds_run_no_forward_of_the_draft_but_one_for_many(
     tiny: Path, speculation: dict[str, Any], overlap: bool
@@ -103,12 +86,6 @@ def test_plain_rounds_run_no_forward_of_the_draft_but_one_for_many(
     del rows[:]
     harness.round()
     assert rows == [4, 1, 1]
-
-
-def random_lengths(random: Random) -> Iterator[int]:
-    while True:
-        yield from [random.randrange(1, 4)] * random.randrange(1, 5)
-        yield from [0] * random.choice((1, 5, 15, 16, 17, 40))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -171,7 +148,7 @@ def test_catching_up_writes_what_waits_and_nothing_else(tiny: Path, speculation:
         pool.data[:, :, 0] = 0.0
     before = [pool.data.clone() for pool in pools_of(harness)]
     with torch.inference_mode():
-        harness.parts.runner._catch_up(backlog_of(harness), requests)
+        backlog_of(harness).read(requests)
     target, draft = (
         {(page, place) for page, place in (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()}
         for pool, old in zip(pools_of(harness), before, strict=True)
@@ -319,8 +296,3 @@ def test_only_an_engine_whose_rounds_may_be_plain_has_a_backlog_and_memory_for_i
         rings = (backlog._tokens, backlog._states, backlog._num_due)
         num_bytes = sum(ring.nbytes for ring in rings) + 4 * BYTES_A_GRAPH  # of 1, 2, 4 and 8 requests
     assert reserved[1] - reserved[0] == num_bytes
-
-
-def test_two_model_drafters_have_no_backlog(tiny: Path, tiny_draft: Path, head: Path) -> None:
-    harness = Harness(tiny, **one_model(tiny_draft, head, "eagle3_two_model", **MAY_PAUSE))
-    assert harness.parts.runner._backlog is None

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, one_model
+from tests.executor.draft_caches import HOT, one_model, worker_of
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.executor.cuda_graphs import graph_keys
+from tllm_spec.executor.cuda_graphs import CudaGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
 
-MODES = ["draft_target", "eagle3"]
+MODES = ["draft_target", "eagle3", "eagle3_two_model"]
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot behind those of max_batch_size
 PAUSES = {"draft_len_schedule": {1: 3, 5: 0}}
@@ -25,15 +26,24 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def captured(harness: Harness, sizes: tuple[int, ...], *, pads: bool = True) -> Harness:
     with torch.inference_mode():
+        runner, drafter = harness.parts.runner, harness.parts.drafter
         keys = graph_keys(sizes, lambda _: {0, 3})
-        harness.parts.runner.capture_graphs(keys, DUMMY, CPU, pads=pads)
+        runner.capture_graphs(keys, DUMMY, CPU, pads=pads)
+        if isinstance(drafter, DeferredDrafter):
+            assert runner.graphs is not None
+            drafter.capture_graphs(runner.graphs, drafter.keys(keys, ()))
     return harness
+
+
+def catch_ups_of(harness: Harness) -> CudaGraphs:
+    backlog = worker_of(harness)._backlog
+    assert backlog is not None and backlog._graphs is not None
+    return backlog._graphs
 
 
 def watch_catch_ups(harness: Harness) -> list[tuple[int, bool]]:
     """How many requests catch up at a time, and whether a graph does it."""
-    graphs = harness.parts.runner._catch_ups
-    assert graphs is not None
+    graphs = catch_ups_of(harness)
     replay, seen = graphs.run, list[tuple[int, bool]]()
 
     def watched(slots: list[int], draft_len: int, sampled: bool) -> bool:
@@ -89,8 +99,7 @@ def test_no_catch_up_has_more_rows_than_a_round_may_have(
     seen = watch_catch_ups(harness)
     assert_alike(*run_in_step([harness, eager], sampled=False))
     assert set(seen) == {(1, True), (2, True)}
-    graphs = harness.parts.runner._catch_ups
-    assert graphs is not None and {size for size, _ in graphs.tiers[0].graphs} == {1, 2}
+    assert {size for size, _ in catch_ups_of(harness).tiers[0].graphs} == {1, 2}
 
 
 def test_a_catch_up_that_fits_no_graph_runs_without(

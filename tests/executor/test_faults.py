@@ -332,13 +332,13 @@ def test_who_submits_while_the_executor_ends_does_not_wait_for_ever(
     llm = make_llm(model)
     put = llm._queue.put
 
-    def end_first(requests: list[LlmRequest]) -> None:
+    def end_first(requests: list[LlmRequest]) -> bool:
         if end == "shutdown":
             llm.shutdown()
         else:
             llm._worker.failure = "gone"
-            llm._fail_all("gone")
-        put(requests)
+            llm._worker._queue.take_calls(last=True)  # as its last act does
+        return put(requests)
 
     monkeypatch.setattr(llm._queue, "put", end_first)
     with pytest.raises(RuntimeError, match="shut down" if end == "shutdown" else "has died: gone"):

@@ -138,7 +138,7 @@ def test_after_plain_rounds_acceptance_is_what_it_is_without_any(tokenizer: Toke
         (3 * BACKLOG_LEN + 2, False),
     ],
 )
-@pytest.mark.parametrize("mode", ["eagle3", "draft_target_one_model"])
+@pytest.mark.parametrize("mode", ["eagle3", "draft_target_one_model", "eagle3_two_model"])
 def test_however_long_a_pause_a_draft_that_puts_it_off_accepts_the_same_after_it(
     tokenizer: Tokenizer, mode: str, num_plain: int, overlap: bool
 ) -> None:
