@@ -1,5 +1,5 @@
-"""What draft length 0 costs where a drafter is inside the forward: rounds of an engine that is asked for no drafts,
-beside those of one without speculation.
+"""What draft length 0 costs where a drafter is on the target's pages, inside the forward or (EAGLE-3 two-model) before
+it: rounds of an engine that is asked for no drafts, beside those of one without speculation.
 
     python benchmarks/plain_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--repeat 5] [--output result.json]
 
@@ -25,7 +25,9 @@ from driven_rounds import Rounds, release, synchronize
 from model_shapes import write_configs
 
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.speculative.worker import DraftWorker
 
 NUM_ROUNDS = 6 * BACKLOG_LEN  # whole cycles
 DRAFT_LEN = 3
@@ -55,8 +57,7 @@ def measure(drafter: str, model: str, batch_size: int, repeat: int, **options: A
     }
     with mock.patch.object(BuildPlan, "may_be_plain", False):
         engines["at once"] = Rounds(model, **options, speculative_config=speculation)
-    runners = {name: each.executor.parts.runner for name, each in engines.items()}
-    assert runners["kept"]._backlog is not None and runners["at once"]._backlog is None
+    assert keeps_a_backlog(engines["kept"]) and not keeps_a_backlog(engines["at once"])
     times: dict[str, list[float]] = {name: [] for name in engines}
     with torch.inference_mode():
         for engine in engines.values():
@@ -76,6 +77,12 @@ def measure(drafter: str, model: str, batch_size: int, repeat: int, **options: A
     )
     print(table_line(row), flush=True)
     return row
+
+
+def keeps_a_backlog(engine: Rounds) -> bool:
+    round_end = engine.executor.parts.runner.round_end
+    assert isinstance(round_end, DraftWorker | DeferredDrafter)
+    return round_end._backlog is not None
 
 
 def timed(engine: Rounds) -> float:
@@ -98,7 +105,7 @@ def table_line(row: Row) -> str:
 
 
 def drafters(shape: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]], dict[str, Any]]:
-    """The target, one-model configurations by name, and what else `LlmArgs` needs for them."""
+    """The target, configurations by name, and what else `LlmArgs` needs for them."""
     head, draft = "zoo:llama-eagle3", "zoo:llama-draft"
     model, options = "zoo:llama", dict[str, Any]()
     if shape == "llama-8b":
@@ -108,8 +115,12 @@ def drafters(shape: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]], 
     shared = NEVER | options
     eagle3 = {"decoding_type": "Eagle3", "speculative_model": head, **shared}
     draft_target = {"decoding_type": "Draft_Target", "speculative_model": draft, **shared}
-    one_model = {"EAGLE-3": eagle3, "Draft/Target": draft_target | {"draft_target_one_model": True}}
-    return model, one_model, options
+    configs = {
+        "EAGLE-3": eagle3,
+        "EAGLE-3 two-model": eagle3 | {"eagle3_one_model": False},
+        "Draft/Target": draft_target | {"draft_target_one_model": True},
+    }
+    return model, configs, options
 
 
 def main() -> None:

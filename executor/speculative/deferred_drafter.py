@@ -127,10 +127,13 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
 
     def _draft_from(self, pending: _Pending, num_drafts: int) -> None:
         alive = {request for request, place in pending.slots.items() if _place(request) == place}
+        windowed = [request for request in pending.windowed if request in alive]
+        if self._backlog is not None and num_drafts:
+            self._read_all(self._backlog, [request for request in windowed if request.draft_backlog])
         if not self._replay(pending, alive, num_drafts):
             self._draft_eagerly(pending, alive, num_drafts)
         if self._backlog is not None and pending.width == 1 and not num_drafts:
-            self._note(self._backlog, [request for request in pending.windowed if request in alive])
+            self._note(self._backlog, windowed)
         for request in alive:
             request.draft_kv_len = request.kv_len - request.draft_backlog
             request.num_drafts_ready = num_drafts if request in pending.group.requests else 0
@@ -141,6 +144,13 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
             request.draft_backlog += 1
         if any(request.draft_backlog == BACKLOG_LEN for request in requests):
             backlog.read(requests)
+
+    def _read_all(self, backlog: DraftBacklog, requests: list[LlmRequest]) -> None:
+        """What waits, before drafts are made from the round behind it, whose position counts because rings end where
+        the slots end. Nobody stored it: making drafts reads it properly."""
+        for request in requests:
+            request.draft_backlog += 1
+        backlog.read(requests)
 
     def _replay(self, pending: _Pending, alive: set[LlmRequest], num_drafts: int) -> bool:
         """A round of a graph whose length is the next one's, too: all but the few where the draft length changes."""
@@ -168,22 +178,7 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
                     for chunk, request in zip(contexts.chunks, contexts.requests, strict=True)
                 ]
                 contexts = replace(contexts, chunks=chunks)
-        due = [request for request in pending.windowed if request in alive and request.draft_backlog]
-        if num_drafts and due:
-            self._read_backlog(contexts, windows, due)
         self._worker.draft(contexts, windows, group, num_drafts)
-
-    def _read_backlog(
-        self, contexts: ContextResult | None, windows: WindowResult | None, due: list[LlmRequest]
-    ) -> None:
-        """What waited before this round, and with it this round's position: rings end where the slots end. Drafting
-        from it then reads that position again."""
-        assert self._backlog is not None and windows is not None and windows.width == 1
-        first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
-        self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
-        for request in due:
-            request.draft_backlog += 1
-        self._backlog.read(due)
 
     def _windows(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> WindowResult:
         """The windows that a graph verified: the slots have advanced by what was emitted. The dummy slot's have not,

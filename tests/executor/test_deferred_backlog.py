@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.draft_caches import (
     SMALL_POOL,
@@ -83,6 +84,9 @@ def test_the_heads_cache_lacks_nothing_but_what_waits(
     plain, harness = Harness(tiny), Harness(tiny, **SMALL_POOL | pool, **speculation)
     expected, requests = (submit_traffic(each, Random(seed), 40) for each in (plain, harness))
     plain.run()
+    backlog = worker_of(harness)._backlog
+    assert backlog is not None and backlog._states is not None
+    backlog._states.fill_(torch.nan)  # what nobody has put there shows
     random, waited = Random(seed), set[int]()
     with_lengths(harness, random_lengths(random))
     spoil_free_pages(harness)
