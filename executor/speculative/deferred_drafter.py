@@ -128,11 +128,12 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
     def _draft_from(self, pending: _Pending, num_drafts: int) -> None:
         alive = {request for request, place in pending.slots.items() if _place(request) == place}
         windowed = [request for request in pending.windowed if request in alive]
-        if self._backlog is not None and num_drafts:
+        is_put_off = pending.width == 1 and not num_drafts
+        if self._backlog is not None and not is_put_off:
             self._read_all(self._backlog, [request for request in windowed if request.draft_backlog])
         if not self._replay(pending, alive, num_drafts):
             self._draft_eagerly(pending, alive, num_drafts)
-        if self._backlog is not None and pending.width == 1 and not num_drafts:
+        if self._backlog is not None and is_put_off:
             self._note(self._backlog, windowed)
         for request in alive:
             request.draft_kv_len = request.kv_len - request.draft_backlog
@@ -146,8 +147,8 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
             backlog.read(requests)
 
     def _read_all(self, backlog: DraftBacklog, requests: list[LlmRequest]) -> None:
-        """What waits, before drafts are made from the round behind it, whose position counts because rings end where
-        the slots end. Nobody stored it: making drafts reads it properly."""
+        """What waits, before the round behind it is read, whose position counts because rings end where the slots end.
+        Nobody stored it: whoever reads that round writes it properly."""
         for request in requests:
             request.draft_backlog += 1
         backlog.read(requests)

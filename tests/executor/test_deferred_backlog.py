@@ -128,6 +128,32 @@ def test_a_prefix_ends_where_the_head_has_come_to(tiny: Path, speculation: dict[
     assert second.cached_tokens == expected
 
 
+@pytest.mark.parametrize("later", [[3, 3], [3, 0], [0, 3]])
+def test_a_round_that_breaks_off_leaves_no_hole_behind_what_waits(
+    tiny: Path, speculation: dict[str, Any], later: list[int]
+) -> None:
+    def fail(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) > 5:
+            raise KeyError("not today")
+        return logits
+
+    harness = Harness(tiny, **PAGES, **speculation)
+    with_lengths(harness, 0)
+    request = harness.submit(PROMPT, max_tokens=40)
+    for _ in range(6):
+        harness.round()
+    bad = harness.submit([1, 2, 3], max_tokens=30, logits_processor=fail)
+    while not bad.is_finished:
+        harness.round()
+    assert bad.error == "KeyError: 'not today'" and request.draft_backlog > 3
+    lengths = iter(later)
+    harness.parts.draft_len_for = lambda _: next(lengths, 0)
+    while harness.round():
+        if request in generating(harness):
+            assert_the_head_has_read(harness, request)
+    assert request.num_output_tokens == 40
+
+
 def test_a_preempted_request_has_nothing_waiting(tiny: Path, speculation: dict[str, Any]) -> None:
     harness = Harness(tiny, **SMALL_POOL, **speculation)
     with_lengths(harness, 0)
