@@ -7,8 +7,8 @@ from tllm_spec.adaptive_config import CostModelOptions
 
 class DraftAccount:
     """In the time of plain rounds, of as many requests as a probe should see; larger batches count for more. Losses are
-    kept for good, winnings up to `plain_after_win`: so drafts never take longer than plain decoding would have taken
-    by more than `plain_after_loss`, whatever the text, but for probes."""
+    kept until they are won back, winnings up to `plain_after_win`: drafts that estimates, too, find worse than none
+    go on no longer than it takes to lose those and `plain_after_loss`."""
 
     def __init__(self, options: CostModelOptions) -> None:
         self._options = options

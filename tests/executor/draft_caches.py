@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.executor.harness import Harness, draft_target
+from tests.executor.harness import Harness, draft_target, output_of
 from tests.models.eagle3_runner import HeadRunner, captured_states
 from tests.models.helpers import PagedRunner
 from tllm_spec.attention.kv_pool import KVPool
@@ -188,3 +188,10 @@ def random_lengths(random: Random) -> Iterator[int]:
     while True:
         yield from [random.randrange(1, 4)] * random.randrange(1, 5)
         yield from [0] * random.choice((1, 5, 15, 16, 17, 40))
+
+
+def assert_texts_are(requests: list[LlmRequest], expected: list[LlmRequest]) -> None:
+    """The same as those of plain decoding; of cancelled ones a beginning."""
+    for own, other in zip(requests, expected, strict=True):
+        assert output_of(own) == output_of(other)[: own.num_output_tokens]
+        assert own.num_output_tokens == other.num_output_tokens or own.finish_reason == "cancelled"

@@ -12,23 +12,12 @@ import torch
 
 from tests.executor.draft_caches import assert_cached_pages_are_whole, spoil_free_pages
 from tests.executor.harness import Harness, all_pages_are_back, output_of, user_provided
-from tests.executor.tiny_llama import write_tiny_llama
-from tests.lossless.engines import MODES, tiny_engine, write_tiny_drafts
+from tests.lossless.engines import MODES, tiny_engine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.outputs import Logprob
 
 NUM_DRAWS, MAX_ROUNDS = 14, 1500
 USER = "user_provided"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_drafts(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.fixture(scope="module")
