@@ -169,7 +169,7 @@ class LLM:
         self._is_shut_down = True
         self._end()
         del self._executor
-        self._check_can_run = self._new_mark = _refuse  # what they were held all of it
+        self._check_can_run = self._new_mark = _refuse  # methods that would keep the executor alive
 
     def __enter__(self) -> "LLM":
         return self

@@ -127,8 +127,8 @@ class CostModelSlot:
         return [(1 + share * expected[steps]) / row[steps] for steps in lengths]
 
     def _is_too_early_for_none(self, allowed: tuple[int, ...], batch_size: int) -> bool:
-        """Without drafts only probes see the text, so nobody stops drafting while that has cost nothing yet, unless the
-        shortest drafts could bring nothing even if all were right."""
+        """Without drafts only probes see the text, so nobody stops drafting before drafts have lost what they may,
+        unless the shortest could bring nothing even if all were right."""
         if self.is_watched or allowed[0] or len(allowed) < 2 or self._account.is_used_up:
             return False
         row = self._times.row(batch_size)
