@@ -1,5 +1,5 @@
-"""A linear layer for up to 8 rows, fused with what stands around it: RMSNorm of its input before it; bias, SiLU gate or
-the running sum after it.
+"""A linear layer for up to 8 rows, fused with what stands around it: RMSNorm of its input before it; bias, SiLU gate
+or the running sum after it.
 
 `few_row_linear` runs one CUDA kernel where it can (`serves`) and its plain-torch twin elsewhere. Its time is that of
 reading the weights once. For more rows torch's own products are faster, even with the ops around them. It does not
@@ -9,25 +9,16 @@ The kernel takes another way to the norm than the twin: x times the norm's weigh
 root mean square comes at the very end, where the twin rounds the whole norm. Everything else is float32, rounded once.
 """
 
+import ctypes
 import functools
 from dataclasses import dataclass
 
 import torch
 
 from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.few_row_plan import MAX_ROWS, plan, splits_that_fit
 from tllm_spec.kernels.rms_norm import plain_rms_norm, rms_norm
 from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
-
-MAX_ROWS = 8
-WARPS = 8
-# A tile: 16 rows of the weights for each group of warps.
-ROW_GROUPS = (4, 2, 1)
-# CTAs that share the columns of a tile. More would leave multiprocessors idle: not every cluster of 4 finds a place.
-SPLITS = (2, 1)
-STEP_COLUMNS = 64
-# Steps of 2 KB in a warp's ring, where there is room for them: on an H200 more do not help.
-MAX_DEPTH, MIN_DEPTH = 8, 3
-SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True)
@@ -69,47 +60,13 @@ def few_row_linear(
     return output
 
 
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: NormWeight | None,
-    gated: bool,
-    add_to: torch.Tensor | None,
-    output: torch.Tensor,
-) -> None:
-    assert x.stride(1) == output.stride(1) == 1 and weight.is_contiguous()
-    (rows, features), (out_features, in_features) = output.shape, weight.shape
-    device = x.device.index or 0
-    prepared = _prepare(device, x.dtype, rows, in_features, features, norm is not None, gated)
-    optional = (bias, None if norm is None else norm.weight, add_to)
-    prepared.kernel.launch(
-        prepared.launch,
-        torch.cuda.current_stream(device).cuda_stream,
-        (
-            x.data_ptr(),
-            weight.data_ptr(),
-            *(0 if tensor is None else tensor.data_ptr() for tensor in optional),
-            output.data_ptr(),
-            rows,
-            out_features,
-            in_features,
-            x.stride(0),
-            output.stride(0),
-            0.0 if norm is None else norm.eps,
-            prepared.num_tiles,
-        ),
-        (nvrtc.POINTER,) * 6 + (nvrtc.INT,) * 5 + (nvrtc.FLOAT, nvrtc.INT),
-    )
-
-
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel does: device, type and size."""
     return (
         x.is_cuda
         and 0 < x.shape[0] <= MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
-        and bool(_splits_that_fit(x.shape[0], weight.shape[1]))
+        and bool(splits_that_fit(x.shape[0], weight.shape[1]))
         and why_unavailable(x.device.index or 0) is None
     )
 
@@ -122,71 +79,39 @@ def why_unavailable(device: int) -> str | None:
     return None if nvrtc.is_installed() else "cuda-python is not installed; pip install tllm_spec[cuda]"
 
 
-@functools.cache
-def _splits_that_fit(rows: int, in_features: int) -> tuple[int, ...]:
-    return tuple(
-        splits
-        for splits in SPLITS
-        if in_features % (splits * STEP_COLUMNS) == 0 and _depth(rows, in_features, splits) >= MIN_DEPTH
+class _Product(ctypes.Structure):
+    """The kernel's argument, as it has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "norm_weight", "residual", "out")),
+        *((name, ctypes.c_int) for name in ("out_features", "in_features", "x_stride", "out_stride")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_tiles", "row_groups", "splits", "gated")),
+        ("eps", ctypes.c_float),
     )
 
 
-def _shared_bytes(rows: int, in_features: int, splits: int, depth: int) -> int:
-    """Rings, x, the sums of two tiles, and squares: by warp, and by CTA of the cluster."""
-    rings = WARPS * depth * 16 * STEP_COLUMNS * 2
-    staged = rows * (in_features // splits * 2 + 16)
-    return rings + staged + 4 * (2 * WARPS * 16 * 8 + rows * WARPS + splits * 8)
-
-
-def _depth(rows: int, in_features: int, splits: int) -> int:
-    """The deepest ring that fits beside the rest."""
-    left = SHARED_BYTES - _shared_bytes(rows, in_features, splits, 0)
-    return min(MAX_DEPTH, left // (WARPS * 16 * STEP_COLUMNS * 2))
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A kernel and the shape of its launch."""
-
-    kernel: nvrtc.Kernel
-    launch: nvrtc.Launch
-    num_tiles: int
-
-
-@functools.cache
-def _prepare(
-    device: int, dtype: torch.dtype, rows: int, in_features: int, features: int, norm: bool, gated: bool
-) -> _Prepared:
-    """Chooses the size of a tile and the shares of its columns with which the multiprocessor that has the most rows of
-    the weights has the fewest."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    candidates = []
-    for splits in _splits_that_fit(rows, in_features):
-        for row_groups in ROW_GROUPS:
-            num_tiles = -(-features // (row_groups * (8 if gated else 16)))
-            num_clusters = min(num_tiles, processors // splits)
-            most = -(-num_tiles // num_clusters) * row_groups / splits
-            candidates.append((most, splits, row_groups, num_clusters, num_tiles))
-    _, splits, row_groups, num_clusters, num_tiles = min(candidates, key=lambda candidate: candidate[0])
-    depth = _depth(rows, in_features, splits)
-    shared = _shared_bytes(rows, in_features, splits, depth)
-    launch = nvrtc.Launch(num_clusters * splits, 32 * WARPS, splits, shared)
-    return _Prepared(_kernel(device, definitions(dtype, row_groups, depth, norm, gated)), launch, num_tiles)
-
-
-def definitions(
-    dtype: torch.dtype, row_groups: int, depth: int, norm: bool, gated: bool
-) -> tuple[tuple[str, int], ...]:
-    """The source's macros."""
-    flags = (("BFLOAT16", dtype == torch.bfloat16), ("NORM", norm), ("GATED", gated))
-    return (*flags, ("ROW_GROUPS", row_groups), ("DEPTH", depth))
-
-
-@functools.cache
-def _kernel(device: int, macros: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = nvrtc.compile_source("few_row_linear.cu", f"sm_{major}{minor}", macros)
-    return nvrtc.Kernel(cubin, "few_row_linear", SHARED_BYTES)
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: NormWeight | None,
+    gated: bool,
+    add_to: torch.Tensor | None,
+    output: torch.Tensor,
+) -> None:
+    assert x.stride(1) == output.stride(1) == 1 and weight.is_contiguous()
+    (rows, features), device = output.shape, x.device.index or 0
+    prepared = plan(device, x.dtype, rows, weight.shape[1], features, gated)
+    optional = (bias, None if norm is None else norm.weight, add_to)
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in (x, weight, *optional, output))
+    tiles = prepared.tiles
+    product = _Product(
+        *addresses,
+        *(*weight.shape, x.stride(0), output.stride(0)),
+        *(rows, tiles.number, tiles.row_groups, tiles.splits, gated),
+        0.0 if norm is None else norm.eps,
+    )
+    prepared.kernel.launch(prepared.launch, torch.cuda.current_stream(device).cuda_stream, product)
 
 
 def plain_few_row_linear(

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What a launch passes: a pointer, an integer or a float.
-Argument = int | float
-
 
 @functools.cache
 def is_installed() -> bool:
@@ -81,14 +78,14 @@ class Kernel:
 
         return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, self._config(launch, 0))))
 
-    def launch(
-        self, launch: Launch, stream: int, arguments: tuple[Argument, ...], types: tuple[Any, ...]
-    ) -> None:
+    def launch(self, launch: Launch, stream: int, argument: ctypes.Structure) -> None:
         """Start the kernel as soon as all CTAs of the kernel before it have said that it may (programmatic dependent
-        launch): it has to wait itself before it touches what others write. types: of ctypes, one an argument."""
+        launch): it has to wait itself before it touches what others write. argument: the kernel's only one."""
         from cuda.bindings import driver
 
-        _checked(driver.cuLaunchKernelEx(self._config(launch, stream), self._function, (arguments, types), 0))
+        config = self._config(launch, stream)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0))
 
     def _config(self, launch: Launch, stream: int) -> Any:
         from cuda.bindings import driver
@@ -102,11 +99,8 @@ class Kernel:
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
         cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = (
-            launch.cluster,
-            1,
-            1,
-        )
+        size = cluster.value.clusterDim
+        size.x, size.y, size.z = launch.cluster, 1, 1
         config.attrs, config.numAttrs = [early, cluster], 2
         return config
 
@@ -117,6 +111,3 @@ def _checked(result: tuple[Any, ...]) -> Any:
     if error.value:
         raise RuntimeError(f"{type(error).__name__}: {error.name}")
     return values[0] if values else None
-
-
-POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float

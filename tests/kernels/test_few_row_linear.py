@@ -7,14 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tllm_spec.kernels import few_row_linear as module
-from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels.few_row_linear import (
-    MAX_ROWS,
-    NormWeight,
-    few_row_linear,
-    plain_few_row_linear,
-    serves,
-)
+from tllm_spec.kernels import few_row_plan, nvrtc
+from tllm_spec.kernels.few_row_linear import NormWeight, few_row_linear, plain_few_row_linear, serves
+from tllm_spec.kernels.few_row_plan import MAX_ROWS, Ring
 
 EPS = 1e-5
 # norm, gated, added to a sum, bias
@@ -90,43 +85,54 @@ def test_the_twin_equals_the_formula_and_adds_in_place(
     assert relative_error(case.run(), expected) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("dtype", "row_groups", "norm", "gated"),
-    [
-        (torch.bfloat16, 4, False, False),
-        (torch.bfloat16, 4, True, True),
-        (torch.bfloat16, 2, True, False),
-        (torch.float16, 1, False, True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ring", [Ring(5, 128), Ring(few_row_plan.MIN_DEPTH, 64)], ids=str)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
-def test_the_source_compiles(
-    dtype: torch.dtype, row_groups: int, norm: bool, gated: bool, architecture: str
-) -> None:
-    macros = module.definitions(dtype, row_groups, module.MAX_DEPTH, norm, gated)
+def test_the_source_compiles(dtype: torch.dtype, ring: Ring, architecture: str) -> None:
+    macros = few_row_plan.definitions(dtype, ring)
     assert nvrtc.compile_source("few_row_linear.cu", architecture, macros).startswith(b"\x7fELF")
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -> None:
-    with pytest.raises(RuntimeError, match=r"few_row_linear\.cu does not compile for sm_90.*\n.*ROW_GROUPS"):
+    with pytest.raises(
+        RuntimeError, match=r"few_row_linear\.cu does not compile for sm_90.*\n.*STEP_COLUMNS"
+    ):
         nvrtc.compile_source("few_row_linear.cu", "sm_90")
 
 
-@pytest.mark.parametrize("in_features", [64, 2048, 4096, 8192, 12288, 14336])
+@pytest.mark.parametrize("in_features", [64, 320, 2048, 4096, 8192, 12288, 14336])
 @pytest.mark.parametrize("rows", [1, 4, MAX_ROWS])
 def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(rows: int, in_features: int) -> None:
-    fitting = module._splits_that_fit(rows, in_features)
+    fitting = few_row_plan.splits_that_fit(rows, in_features)
     assert fitting
     for splits in fitting:
-        depth = module._depth(rows, in_features, splits)
-        assert module.MIN_DEPTH <= depth <= module.MAX_DEPTH
-        assert module._shared_bytes(rows, in_features, splits, depth) <= module.SHARED_BYTES
+        ring = few_row_plan.ring_of(rows, in_features, splits)
+        assert ring is not None and ring.depth >= few_row_plan.MIN_DEPTH
+        assert ring.bytes_of_all <= few_row_plan.MAX_RING_BYTES
+        assert few_row_plan.shared_bytes(rows, in_features, splits, ring) <= few_row_plan.SHARED_BYTES
+        assert in_features % (splits * ring.step_columns) == 0
 
 
 def test_widths_that_do_not_fit_are_left_to_torch() -> None:
-    assert module._splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
-    assert module._splits_that_fit(1, 100) == ()  # no whole steps
+    assert few_row_plan.splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
+    assert few_row_plan.splits_that_fit(1, 100) == ()  # no whole steps
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("in_features", "features"), [(4096, 6144), (14336, 4096), (4096, 14336), (4096, 128256), (64, 48)]
+)
+def test_tiles_cover_the_output_once_and_no_multiprocessor_has_much_more_than_its_share(
+    in_features: int, features: int, gated: bool
+) -> None:
+    processors = 132
+    tiles = few_row_plan.tiles_of(4, in_features, features, gated, processors)
+    rows_of_tile = tiles.row_groups * (8 if gated else 16)
+    assert (tiles.number - 1) * rows_of_tile < features <= tiles.number * rows_of_tile
+    workers = min(tiles.number, processors // tiles.splits)
+    most = -(-tiles.number // workers) * rows_of_tile / tiles.splits
+    smallest = (8 if gated else 16) / tiles.splits
+    assert most <= few_row_plan.TOLERANCE * (features / processors + smallest)
 
 
 @pytest.mark.parametrize(

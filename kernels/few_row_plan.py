@@ -1,0 +1,115 @@
+"""How a launch of few_row_linear.cu is laid out: tiles, shares of the columns, shared memory, grid.
+
+It knows sizes only, no tensors.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.kernels import nvrtc
+
+MAX_ROWS = 8
+WARPS = 8
+# A tile: 16 rows of the weights for each group of warps.
+ROW_GROUPS = (4, 2, 1)
+# CTAs that share the columns of a tile. More would leave multiprocessors idle: not every cluster of 4 finds a place.
+SPLITS = (2, 1)
+# So much more work than the least may the busiest multiprocessor have where that makes tiles larger, which read faster.
+TOLERANCE = 1.05
+# Of a row, in a step of a warp's ring: 256 bytes where the width allows it.
+STEP_COLUMNS = (128, 64)
+# Bytes of all rings: on an H200 more are slower, where much is on its way already.
+MAX_RING_BYTES, MIN_DEPTH = 160 << 10, 3
+SHARED_BYTES = 227 << 10
+# Sums of two tiles in float32, both halves of 8 pairs of rows for each warp and 8 rows of x; sums of squares by CTA of
+# a worker and by warp.
+SUM_BYTES = 4 * (2 * 2 * 8 * WARPS * MAX_ROWS + (max(SPLITS) + WARPS) * MAX_ROWS)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """As the kernel takes them."""
+
+    number: int
+    row_groups: int
+    splits: int
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Of each warp: so many steps of 16 rows and so many columns of the weights."""
+
+    depth: int
+    step_columns: int
+
+    @property
+    def bytes_of_all(self) -> int:
+        return WARPS * self.depth * 16 * self.step_columns * 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel, the shape of its launch, and its tiles."""
+
+    kernel: nvrtc.Kernel
+    launch: nvrtc.Launch
+    tiles: Tiles
+
+
+@functools.cache
+def plan(device: int, dtype: torch.dtype, rows: int, in_features: int, features: int, gated: bool) -> Plan:
+    """features: columns of the output. The sizes have to fit (`splits_that_fit`)."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    tiles = tiles_of(rows, in_features, features, gated, processors)
+    ring = ring_of(rows, in_features, tiles.splits)
+    assert ring is not None
+    grid = min(tiles.number, processors // tiles.splits) * tiles.splits
+    shared = shared_bytes(rows, in_features, tiles.splits, ring)
+    launch = nvrtc.Launch(grid, 32 * WARPS, tiles.splits, shared)
+    return Plan(_kernel(device, definitions(dtype, ring)), launch, tiles)
+
+
+def tiles_of(rows: int, in_features: int, features: int, gated: bool, processors: int) -> Tiles:
+    """The largest with which the multiprocessor that has the most rows of the weights has about the fewest."""
+    found: list[tuple[float, Tiles]] = []
+    for splits in splits_that_fit(rows, in_features):
+        for row_groups in ROW_GROUPS:
+            number = -(-features // (row_groups * (8 if gated else 16)))
+            most = -(-number // min(number, processors // splits)) * row_groups / splits
+            found.append((most, Tiles(number, row_groups, splits)))
+    least = min(most for most, _ in found)
+    return next(tiles for most, tiles in found if most <= TOLERANCE * least)
+
+
+@functools.cache
+def splits_that_fit(rows: int, in_features: int) -> tuple[int, ...]:
+    return tuple(splits for splits in SPLITS if ring_of(rows, in_features, splits) is not None)
+
+
+def ring_of(rows: int, in_features: int, splits: int) -> Ring | None:
+    """With the longest steps, the deepest that fits beside the rest; None: none does."""
+    left = SHARED_BYTES - shared_bytes(rows, in_features, splits, Ring(0, 0))
+    for columns in STEP_COLUMNS:
+        depth = min(MAX_RING_BYTES, left) // Ring(1, columns).bytes_of_all
+        if in_features % (splits * columns) == 0 and depth >= MIN_DEPTH:
+            return Ring(depth, columns)
+    return None
+
+
+def shared_bytes(rows: int, in_features: int, splits: int, ring: Ring) -> int:
+    """Rings, sums, x."""
+    return ring.bytes_of_all + SUM_BYTES + rows * (in_features // splits * 2 + 16)
+
+
+def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
+    """The source's macros."""
+    return (("BFLOAT16", dtype == torch.bfloat16), ("STEP_COLUMNS", ring.step_columns), ("DEPTH", ring.depth))
+
+
+@functools.cache
+def _kernel(device: int, macros: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = nvrtc.compile_source("few_row_linear.cu", f"sm_{major}{minor}", macros)
+    return nvrtc.Kernel(cubin, "few_row_linear", SHARED_BYTES)
