@@ -85,8 +85,10 @@ class Prompts:
         return [self._random.choices(self._ids, k=length) for _ in range(number)]
 
 
-def _sampling(number: int, max_tokens: int) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed) for seed in range(number)]
+def _sampling(number: int, max_tokens: int, first_seed: int = 0) -> list[SamplingParams]:
+    """With seeds of their own: which drafts are accepted depends on a request's seed and the position alone."""
+    seeds = range(first_seed, first_seed + number)
+    return [SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed) for seed in seeds]
 
 
 def _generate(setup: Setup, report: Report, llm: LLM, prompts: Prompts, name: str) -> None:
@@ -98,9 +100,11 @@ def _generate(setup: Setup, report: Report, llm: LLM, prompts: Prompts, name: st
         repeats = scale.single_repeats if batch_size == 1 else 1
         first_s = whole_s = 0.0
         stats = SpeculativeStats()
-        for _ in range(repeats):
+        for repeat in range(repeats):
             first_s += _timed_batch(llm, prompts, batch_size, scale.prompt_len, 1)[0]
-            seconds, outputs = _timed_batch(llm, prompts, batch_size, scale.prompt_len, scale.output_len)
+            seconds, outputs = _timed_batch(
+                llm, prompts, batch_size, scale.prompt_len, scale.output_len, first_seed=repeat * batch_size
+            )
             whole_s += seconds
             stats = sum((output.speculative_decoding or SpeculativeStats() for output in outputs), stats)
         number, batch = batch_size * repeats, f"batch {batch_size}"
@@ -118,10 +122,10 @@ def _generate(setup: Setup, report: Report, llm: LLM, prompts: Prompts, name: st
 
 
 def _timed_batch(
-    llm: LLM, prompts: Prompts, number: int, prompt_len: int, max_tokens: int
+    llm: LLM, prompts: Prompts, number: int, prompt_len: int, max_tokens: int, first_seed: int = 0
 ) -> tuple[float, list[RequestOutput]]:
     """Seconds of one `generate`. Raises RuntimeError when a request did not get all its tokens."""
-    chosen, sampling = prompts.draw(number, prompt_len), _sampling(number, max_tokens)
+    chosen, sampling = prompts.draw(number, prompt_len), _sampling(number, max_tokens, first_seed)
     start = time.perf_counter()
     outputs = llm.generate(chosen, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start

@@ -29,7 +29,7 @@ class Scale:
     traced_rounds: int = 40
     long_prompt_len: int = 8192
     repeats: int = 3
-    single_repeats: int = 6  # one request's acceptance varies: so many requests one after the other
+    single_repeats: int = 8  # one request's acceptance varies: so many requests one after the other
     serving_input_len: int = 512
     serving_output_len: int = 256
     serving_loads: tuple[tuple[int, int], ...] = ((1, 2), (8, 16), (64, 128), (256, 256))  # at a time, in all
@@ -85,7 +85,6 @@ class Setup:
             rounds=min(15, scale.rounds),
             traced_rounds=min(15, scale.traced_rounds),
             repeats=2,
-            single_repeats=min(3, scale.single_repeats),
             serving_loads=loads,
         )
 

@@ -3,6 +3,12 @@ waits for its end in its first statement. In a CUDA graph of many short kernels 
 
 It changes no result. Every kernel that takes part begins with `begin` (early_launch_triton.py), which waits before
 anything is read or written and lets the next kernel be set up. Kernels that know nothing of it wait as ever.
+
+A launch in which no program waits would let the next one run before the one in front of it has ended.
+
+Window attention reads lengths before it waits. That is safe where they were written before the kernel in front of it
+(the projection) began to work: few_row_linear.cu waits before it lets the next kernel be set up, and library kernels are
+not launched early.
 """
 
 import functools

@@ -298,9 +298,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_row_linear(const __
     stream.point();
 #pragma unroll 1
     for (int slot = 0; slot < DEPTH - 1; ++slot) stream.fetch(slot);
-    asm volatile("griddepcontrol.launch_dependents;");
     sum.arrive();
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    // Only now: what the kernels before the last one wrote is there for the next one even before it waits itself.
+    asm volatile("griddepcontrol.launch_dependents;");
     stage_tokens(p, tokens, stride, squares + 2 * TOKENS, part.first_column, part.share);
 
     // Rows of x that are not there have sums that nobody reads.

@@ -12,7 +12,7 @@ program reads what another of the launch has written.
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.early_launch_triton import announce, wait
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -178,11 +178,17 @@ def attention_kernel(
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): neighbours read the heads of the same keys, and splits that
     may have none come last."""
-    begin(EARLY)
+    announce(EARLY)
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Lengths are older than the projection (early_launch.py), and there before it ends.
+    kv_len, num_own = tl.load(kv_lens + request), _num_own(num_padding, request, WINDOW, PADDED)
+    num_old, share, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
+    if split >= num_used:  # the reduction leaves such a split out; the first one always goes on, and waits
+        return
+    wait(EARLY)
+
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     kv_head = tile % KV_HEADS
-    kv_len, num_own = tl.load(kv_lens + request), _num_own(num_padding, request, WINDOW, PADDED)
     dims = tl.arange(0, BLOCK_D)
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     real_rows = rows < WINDOW * GROUP
@@ -191,10 +197,6 @@ def attention_kernel(
     queries = _rotated(
         qkv, turns, norm_weights, eps, tokens, heads, real_rows, HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D
     ).to(dot_type)
-    num_old, share, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
-    if split >= num_used:  # the reduction leaves such a split out
-        return
-
     first = split * share
     top, total, mixed = _attend(
         queries, layer, block_tables + request * table_stride, kv_head, first, tl.minimum(first + share, num_old),
@@ -246,11 +248,12 @@ def reduction_kernel(
 ) -> None:
     """Some output rows (query heads of a token) a program, one after the other, of requests whose keys were split.
     Reads only the splits that had keys: the others' places hold what an earlier launch left there."""
-    begin(EARLY)
+    announce(EARLY)
     first = tl.program_id(0) * ROWS
     request = first // (WINDOW * HEADS)
     num_own = _num_own(num_padding, request, WINDOW, PADDED)
     _, _, num_used = _shares(tl.load(kv_lens + request), num_own, max_len, num_splits, min_keys, BLOCK_N)
+    wait(EARLY)
     if num_used == 1:  # the output is there
         return
     splits = tl.arange(0, BLOCK_S)
