@@ -18,6 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
+
 _BLOCK = 1024  # tokens a program where noise is made
 _LONG_BLOCK = 4096  # where it is not and there are rows enough to fill the device
 # Contraction of products and sums would change the logarithms' last bit with Triton's default, which is changing.
@@ -60,11 +63,20 @@ def choose_token_triton(
         vocab_size,
         domain,
         block,
+        **early_launch(device),
         **_OPTIONS,
     )
     width = triton.next_power_of_2(num_parts)
     _choose_among_parts[(num_rows,)](
-        part_values, part_tokens, token_map, chosen, num_parts, width, 0 if drafting else -1, num_warps=1
+        part_values,
+        part_tokens,
+        token_map,
+        chosen,
+        num_parts,
+        width,
+        0 if drafting else -1,
+        **early_launch(device),
+        num_warps=1,
     )
     return chosen
 
@@ -138,9 +150,11 @@ def _choose_part(
     vocab_size: tl.tensor,
     domain: tl.constexpr,
     block: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """The best of `block` tokens of one row. Writes its value and id; a NaN counts as +inf with the id -1, so that it
     wins over everything, by the rule for ties too."""
+    begin(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
     exists = tokens < vocab_size
@@ -174,8 +188,10 @@ def _choose_among_parts(
     num_parts: tl.tensor,
     width: tl.constexpr,
     nothing: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """The best of a row's parts, as an id of `token_map`; `nothing` where it is a NaN or -inf."""
+    begin(EARLY)
     row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, width)
     exists = parts < num_parts
     values = tl.load(part_values + row * num_parts + parts, mask=exists, other=float("-inf"))

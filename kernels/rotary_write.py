@@ -22,12 +22,14 @@ class Rotary:
     """`[max_positions, 2, 1, D]`, contiguous: cosines, then sines, those of the first half of D with a minus."""
     positions: torch.Tensor
     """`[T]` int64, rows of the table."""
+    known: torch.Tensor | None = None
+    """What `gathered` gives, from whoever had a launch for it anyway."""
 
     @functools.cached_property
     def gathered(self) -> torch.Tensor:
         """The table's rows `[T, 2, 1, D]`, contiguous: gathered once for all layers that ask, which
         `rotary_write` does not."""
-        return self.table.index_select(0, self.positions)
+        return self.table.index_select(0, self.positions) if self.known is None else self.known
 
     @functools.cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
 from tllm_spec.kernels.gumbel import COIN_DOMAIN
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 
@@ -40,6 +42,7 @@ def accept_windows_triton(
         width,
         triton.next_power_of_2(width),
         COIN_DOMAIN,
+        **early_launch(slots.device),
         num_warps=1,
     )
     return tokens, lens
@@ -61,6 +64,7 @@ def write_drafts_triton(
         draft_limits,
         length,
         triton.next_power_of_2(length),
+        **early_launch(slots.device),
         num_warps=1,
     )
 
@@ -83,8 +87,10 @@ def _accept(
     width: tl.constexpr,
     block: tl.constexpr,
     coin_domain: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """The first draft that is not accepted ends the run."""
+    begin(EARLY)
     request, place = tl.program_id(0), tl.arange(0, block)
     slot, kv_len = tl.load(slots + request), tl.load(kv_lens + request)
     window = windows + slot * windows_stride
@@ -127,7 +133,9 @@ def _write(
     draft_limits: tl.tensor,
     length: tl.constexpr,
     block: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     request, place = tl.program_id(0), tl.arange(0, block)
     slot = tl.load(slots + request)
     exists = place < length

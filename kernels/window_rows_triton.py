@@ -5,6 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
+
 _BLOCK = 1024
 
 
@@ -32,6 +35,7 @@ def window_rows_triton(
         width,
         triton.next_power_of_2(width),
         block,
+        **early_launch(device),
     )
     return positions, kv_slots, kv_lens, block_tables
 
@@ -51,7 +55,9 @@ def _rows(
     width: tl.constexpr,
     padded_width: tl.constexpr,
     block: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = table + tl.load(slots + request) * table_stride
     index = part * block + tl.arange(0, block)

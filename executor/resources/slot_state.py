@@ -30,6 +30,7 @@ class SlotState:
         self.num_drafts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.previous_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._draft_limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._steps = torch.arange(max_draft_len + 1, device=device).unsqueeze(1)  # to make it is a launch
         self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
 
     def start(self, request: LlmRequest) -> None:
@@ -37,6 +38,10 @@ class SlotState:
         self.num_drafts[request.slot].fill_(0)
         # Assigning a number to one element copies it from pageable memory, for which the host waits.
         self._draft_limits[request.slot].fill_(request.draft_limit)
+
+    def places(self, slot_ids: torch.Tensor, draft_len: int) -> torch.Tensor:
+        """Positions of the bonus token and of the drafts behind it, `[K + 1, B]`."""
+        return self.kv_lens.index_select(0, slot_ids) + self._steps[: draft_len + 1]
 
     def write_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
         """drafts `[B, K]` for the next windows of the slots `[B]`; a request's own limit may be lower than K."""

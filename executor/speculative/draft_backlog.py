@@ -31,6 +31,7 @@ class DraftBacklog:
         self._layers = layers
         self._slots = slots
         self._graphs: CudaGraphs | None = None
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         size = (len(slots.kv_lens), BACKLOG_LEN)
         self._tokens = torch.zeros(size, dtype=torch.int64, device=slots.device)  # of the position after it
         self._num_due = torch.zeros(size[0], dtype=torch.int64, device=slots.device)
@@ -90,8 +91,9 @@ class DraftBacklog:
         return slots
 
     def _catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
-        """Reads what is due of slots `[B]`: the last rows of windows that end where these end. A function of device
-        tensors, so that a CUDA graph can hold it. max_kv_len: bound of the slots' lengths with one more token."""
+        """Reads what is due of slots `[B]`: the last rows of windows that end where these end. Nothing but their K and
+        V is wanted. A function of device tensors, so that a CUDA graph can hold it. max_kv_len: bound of the slots'
+        lengths with one more token."""
         net = self._layers.net
         ends = self._slots.kv_lens.index_select(0, slot_ids)
         rows = torch.arange(-BACKLOG_LEN, 0, device=ends.device)
@@ -106,4 +108,4 @@ class DraftBacklog:
             max_kv_len=max_kv_len,
             num_padding=BACKLOG_LEN - self._num_due.index_select(0, slot_ids),
         )
-        self._layers.forward([], windows, state)
+        self._layers.forward([], windows, state, wanted=self._no_rows)

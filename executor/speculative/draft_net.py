@@ -46,12 +46,12 @@ class DraftNet(ABC):
         positions: torch.Tensor,
         context: ForwardContext,
         state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features for `compute_logits` and the state for the next step, both `[T, H]`. state `[T, H]` of the step
-        before; None after a forward of the target."""
+    ) -> torch.Tensor:
+        """The state for `compute_logits` and for the next step, `[T, H]`, or `[R, H]` of the rows that the context
+        wants. state `[T, H]` of the step before; None after a forward of the target."""
 
     @abstractmethod
-    def compute_logits(self, features: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, vocab_size]` in the network's dtype."""
 
 
@@ -81,13 +81,13 @@ class Eagle3Net(DraftNet):
         positions: torch.Tensor,
         context: ForwardContext,
         state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         if state is None:
             state = self.head.fuse(self._spec.captured(token_ids.shape[0]))
         return self.head.forward(token_ids, positions, state, context)
 
-    def compute_logits(self, features: torch.Tensor) -> torch.Tensor:
-        return self.head.compute_logits(features)
+    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
+        return self.head.compute_logits(state)
 
 
 class CausalNet(DraftNet):
@@ -109,11 +109,10 @@ class CausalNet(DraftNet):
         positions: torch.Tensor,
         context: ForwardContext,
         state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         if self._clamps:
             token_ids = token_ids.clamp_max(self.vocab_size - 1)
-        hidden = self._model.forward(token_ids, positions, context)
-        return hidden, hidden
+        return self._model.forward(token_ids, positions, context)
 
-    def compute_logits(self, features: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(features)
+    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(state)

@@ -151,23 +151,22 @@ class ModelDrafter(GraphDrafter):
         """K steps on the device, and what each drew from, where rejection sampling needs it. The first reads the last
         two tokens, the others the draft before. longest: bound of the group's tokens."""
         slots = self._slots
-        kv_lens = slots.kv_lens.index_select(0, group.slots)  # the bonus token's position
+        places = slots.places(group.slots, draft_len)
         previous = slots.previous_token.index_select(0, group.slots)
         bonus = slots.window.index_select(0, group.slots)[:, 0]
         # The dummy slot, which pads graphs, has no token before the bonus token.
-        token_ids, first = torch.stack((previous, bonus), dim=1), (kv_lens - 1).clamp_min(0)
+        token_ids, first = torch.stack((previous, bonus), dim=1), (places[0] - 1).clamp_min(0)
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for step in range(draft_len):
             width = token_ids.shape[1]
             hidden = self._engine.forward([], Windows(group.slots, first, token_ids, longest + step))
             logits = self._engine.compute_logits(hidden[width - 1 :: width])
-            tokens, distribution = self._sampling.choose(group, step, logits, kv_lens + 1)
+            tokens, distribution = self._sampling.choose(group, step, logits, places[1])
             drafts.append(tokens)
             if distribution is not None:
                 probs.append(distribution)
-            first = first + width
-            token_ids = tokens.unsqueeze(1)
+            token_ids, first = tokens.unsqueeze(1), places[step + 1]
         slots.write_drafts(group.slots, torch.stack(drafts, dim=1))
         return probs
 

@@ -87,6 +87,10 @@ class DraftWorker(RoundEnd):
         self._backlog = backlog
         self._slots = slots
         self._sampling = sampling
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
+        # Kept, because to make them would be a launch in every round.
+        num_rows = len(slots.kv_lens) * (slots.max_draft_len + 1)
+        self._rows_before = torch.arange(-1, num_rows - 1, device=slots.device)
         self._probs: torch.Tensor | None = None
         if sampling.keeps_probs:
             size = (len(slots.kv_lens), slots.max_draft_len, sampling.width(net.vocab_size))
@@ -107,19 +111,19 @@ class DraftWorker(RoundEnd):
             if contexts is None:
                 return
             windows = None
-        features, state, bound = self._catch_up(contexts, windows)
-        if not num_drafts or not len(group.slots):
+        is_drafting = num_drafts > 0 and len(group.slots) > 0
+        state, bound = self._catch_up(contexts, windows, is_drafting)
+        if not is_drafting:
             return
-        kv_lens = self._slots.kv_lens.index_select(0, group.slots)
-        places = kv_lens + torch.arange(num_drafts + 1, device=kv_lens.device).unsqueeze(1)  # [K + 1, N]
+        places = self._slots.places(group.slots, num_drafts)
         drafts: list[torch.Tensor] = []
         for step in range(num_drafts):
             if step:
                 # The draft before stands at kv_lens + step; see DraftNet.shift for its place in the cache.
                 first = places[step - 1 + self.net.shift]
                 window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
-                features, state = self._layers.forward([], window, state)
-            logits = self.net.compute_logits(features)
+                state = self._layers.forward([], window, state)
+            logits = self.net.compute_logits(state)
             tokens, probs = self._sampling.choose(group, step, logits, places[1])
             drafts.append(tokens)
             if probs is not None:
@@ -132,34 +136,39 @@ class DraftWorker(RoundEnd):
         return self._sampling.spread(self._probs.index_select(0, slot_ids)[:, :num_drafts])
 
     def _catch_up(
-        self, contexts: ContextResult | None, windows: WindowResult | None
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Reads what the target has just read, one token further. Features and state of the rows that the first draft
-        comes from, `[N, H]`; and a bound of the cache's length for the steps after it."""
+        self, contexts: ContextResult | None, windows: WindowResult | None, is_drafting: bool
+    ) -> tuple[torch.Tensor, int]:
+        """Reads what the target has just read, one token further. The state of the rows that the first draft comes
+        from, `[N, H]`, no rows if nobody is drafting; and a bound of the cache's length for the steps after it."""
         chunks, patched, last_rows = self._chunks(contexts)
         shifted = None
-        num_rows = sum(len(chunk.tokens) for chunk in chunks)
-        rows = [to_device(last_rows, self._slots.device)] if last_rows else []
         bound = max((chunk.end for chunk in chunks), default=0)
         if windows is not None:
-            target, sampled = windows.windows, windows.sampled
+            target = windows.windows
             shifted = replace(
                 target,
                 first=target.first + self.net.shift if self.net.shift else target.first,
-                token_ids=sampled.new_tokens.clamp_min(0),
+                token_ids=windows.sampled.new_tokens.clamp_min(0),
                 max_kv_len=target.max_kv_len + self.net.shift,
             )
             bound = max(bound, shifted.max_kv_len)
-            batch, width = sampled.new_tokens.shape
-            before = num_rows - 1  # the row before each window's first
-            starts = torch.arange(before, before + batch * width, width, device=self._slots.device)
-            rows.append(starts + sampled.new_lens)
-        features, state = self._layers.forward(chunks, shifted, None, patched)
-        if not rows:
-            return features[:0], state[:0], bound
-        wanted = rows[0] if len(rows) == 1 else torch.cat(rows)
-        of_rows = features.index_select(0, wanted)
-        return of_rows, of_rows if state is features else state.index_select(0, wanted), bound
+        wanted = self._no_rows
+        if is_drafting:
+            num_rows = sum(len(chunk.tokens) for chunk in chunks)
+            wanted = self._drafted_from(last_rows, windows, num_rows)
+        return self._layers.forward(chunks, shifted, None, patched, wanted), bound
+
+    def _drafted_from(
+        self, last_rows: list[int], windows: WindowResult | None, num_rows: int
+    ) -> torch.Tensor:
+        """The rows that drafts begin at, `[N]`: the last ones of ended contexts, and behind the `num_rows` rows of all
+        chunks each window's row of its last new token."""
+        ended = to_device(last_rows, self._slots.device) if last_rows else self._no_rows
+        if windows is None:
+            return ended
+        batch, width = windows.sampled.new_tokens.shape
+        rows = self._rows_before[: batch * width : width] + windows.sampled.new_lens
+        return torch.cat((ended, rows + num_rows)) if num_rows else rows
 
     def _chunks(
         self, contexts: ContextResult | None

@@ -176,7 +176,7 @@ def count_forwards(harness: Harness) -> list[int]:
     net = worker_of(harness).net
     forward = net.forward
 
-    def counted(token_ids: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
         rows.append(len(token_ids))
         return forward(token_ids, *others)
 

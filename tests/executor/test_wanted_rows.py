@@ -1,14 +1,19 @@
 """Rows whose hidden states nobody asks for skip what lies behind the last layer's attention."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.executor.draft_caches import count_forwards, one_model, with_lengths
 from tests.executor.harness import Harness
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.llama import MLP
 
@@ -94,3 +99,57 @@ def test_what_a_draft_head_reads_is_captured_of_all_rows(captured: int, tiny: Pa
     (all_states, expected), (some_states, found) = states
     torch.testing.assert_close(some_states, all_states)
     torch.testing.assert_close(found, expected)
+
+
+def drafting(tiny: Path, tmp_path: Path, mode: str, max_num_tokens: int, **options: Any) -> Harness:
+    """Drafts of 3 tokens by a draft network with one layer; the target has two."""
+    head = write_tiny_eagle3(tmp_path / "head", num_captured=2)
+    draft = write_tiny_llama(tmp_path / "draft", num_layers=1)
+    return Harness(
+        tiny,
+        enable_chunked_prefill=True,
+        max_num_tokens=max_num_tokens,
+        disable_overlap_scheduler=True,
+        **one_model(draft, head, mode, **options),
+    )
+
+
+# Rows of the MLPs in each round: two prompts of 10 tokens in chunks of 8, then windows of 4. A head reads the target's
+# last layer, too, so that there all rows go on.
+STEADY = [8, 8, 2, 2, 2]
+ROWS_OF_ROUNDS = {
+    "eagle3": [[8, 8], [8, 8, 1, 1, 1], STEADY, STEADY],
+    "draft_target": [[8], [8, 1, 1, 1, 1], [8, 5, 2, 2, 2], STEADY],
+    "eagle3 in its own engine": [[8, 8], [8, 8], [1, 1, 1, 8, 8], [2, 2, 2, 8, 8], [2, 2, 2, 8, 8]],
+}
+
+
+@pytest.mark.parametrize("mode", ROWS_OF_ROUNDS)
+def test_of_what_a_draft_network_catches_up_with_one_row_of_each_request_goes_on(
+    mode: str, tiny: Path, tmp_path: Path, rows_of_mlps: list[int]
+) -> None:
+    harness = drafting(tiny, tmp_path, mode, max_num_tokens=8)
+    for i in range(2):
+        harness.submit([i, *PROMPT[1:]], max_tokens=40)
+    for expected in ROWS_OF_ROUNDS[mode]:
+        rows_of_mlps.clear()
+        harness.round()
+        assert rows_of_mlps == expected
+
+
+@pytest.mark.parametrize("mode", ROWS_OF_ROUNDS)
+@pytest.mark.parametrize("puts_off", [True, False], ids=["put off", "at once"])
+def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
+    puts_off: bool, mode: str, tiny: Path, tmp_path: Path, rows_of_mlps: list[int]
+) -> None:
+    options = {"draft_len_schedule": {1: 3, 2: 0}} if puts_off else {}  # who never pauses puts nothing off
+    harness = drafting(tiny, tmp_path, mode, max_num_tokens=64, **options)
+    with_lengths(harness, 0)
+    harness.submit(PROMPT[:5], max_tokens=40)
+    harness.round()
+    read = count_forwards(harness)
+    rows_of_mlps.clear()
+    for _ in range(BACKLOG_LEN + 2):
+        harness.round()
+    assert (BACKLOG_LEN in read) == puts_off and sum(read) >= BACKLOG_LEN
+    assert rows_of_mlps == [1, 1] * (BACKLOG_LEN + 2)  # the target's

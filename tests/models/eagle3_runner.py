@@ -40,10 +40,10 @@ class HeadRunner(PagedRunner):
         before = hidden.clone()
         context = ForwardContext(self.backend, self.backend.plan(metadata))
         flat = torch.tensor([token for row in tokens.values() for token in row])
-        normed, recurrent = self.model.forward(flat, metadata.positions, hidden, context)
+        recurrent = self.model.forward(flat, metadata.positions, hidden, context)
         assert torch.equal(hidden, before), "the caller's hidden states were changed"
         counts = [len(row) for row in tokens.values()]
-        logits = self.model.compute_logits(normed)
+        logits = self.model.compute_logits(recurrent)
         return dict(zip(rows, zip(logits.split(counts), recurrent.split(counts), strict=True), strict=True))
 
 

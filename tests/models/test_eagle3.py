@@ -13,6 +13,7 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.eagle3_runner import HeadRunner, captured_states, load_head
 from tests.models.helpers import CPU, MAX_POSITIONS, load, random_tokens, save_checkpoint
 from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
+from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
 
@@ -149,6 +150,29 @@ def test_prefill_and_recurrent_steps_equal_the_papers_forward(
     captured = captured_states(target, TOKENS, layers=tuple(range(num_captured)))
     head = load_head(folder, target, num_captured=num_captured)
     assert_drafts_like_the_paper(head, Paper(folder, target), captured)
+
+
+@pytest.mark.parametrize("name", ["reduced vocabulary", "norm_output", "two layers"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_kv(
+    dtype: torch.dtype, name: str, tmp_path: Path
+) -> None:
+    target = load(write_tiny_llama(tmp_path / "target", num_layers=6), dtype=dtype)
+    head = load_head(write_tiny_eagle3(tmp_path / "head", **VARIANTS[name]), target)
+    hidden = head.fuse(captured_states(target, TOKENS, (0, 1, 2)))
+    states, pools = [], []
+    for wanted in (None, [9, 4], []):
+        runner = HeadRunner(head)
+        metadata = runner.metadata({0: TOKENS}, {}, slack=0)
+        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+        context = ForwardContext(runner.backend, runner.backend.plan(metadata), wanted=rows)
+        states.append(head.forward(torch.tensor(TOKENS), metadata.positions, hidden, context))
+        pools.append(runner.pool.data)
+    every, some, none = states
+    torch.testing.assert_close(some, every[[9, 4]])
+    assert none.shape == (0, 32) and torch.equal(pools[1], pools[0]) and torch.equal(pools[2], pools[0])
+    assert pools[0][-1].count_nonzero() > 0
 
 
 def test_a_qwen3_target_with_its_own_head_size_is_drafted_for_like_any_other(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3_checkpoint import check_sizes, head_tensors, target_ids
@@ -51,23 +52,44 @@ class Eagle3Layer(Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, placement)
         self.hidden_norm = RMSNorm(size, eps, placement)
+        self._norms = DraftInputNorms(self.input_layernorm.weight, self.hidden_norm.weight, eps)
         self.self_attn = Attention(config, 0, placement, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps, placement)
         self.mlp = MLP(config, placement)
 
     def forward(
         self,
-        embeddings: torch.Tensor,
+        input_ids: torch.Tensor,
+        embedding: Embedding,
         hidden: torch.Tensor,
         rotary: Rotary,
         context: ForwardContext,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The running sum behind the block, `[T, H]`."""
-        both = torch.cat((self.input_layernorm.forward(embeddings), self.hidden_norm.forward(hidden)), -1)
-        total = hidden.clone()
-        self.self_attn.o_proj.add_to(total, self.self_attn.forward(both, None, rotary, context))
-        self.mlp.add_to(total, self.post_attention_layernorm)
-        return total
+        """The running sum behind the block, `[T, H]`; of the rows `wanted` only, `[R, H]`. `hidden` is not changed."""
+        given = self._input(input_ids, embedding, hidden, rotary, wanted)
+        attended = self.self_attn.forward(given.both, None, given.rotary, context)
+        if wanted is not None:
+            attended = attended.index_select(0, wanted)
+        if len(given.total):
+            self.self_attn.o_proj.add_to(given.total, attended)
+            self.mlp.add_to(given.total, self.post_attention_layernorm)
+        return given.total
+
+    def _input(
+        self,
+        input_ids: torch.Tensor,
+        embedding: Embedding,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        wanted: torch.Tensor | None,
+    ) -> DraftInput:
+        """See `draft_input`. Norms that are specialised for a CPU are faster there than its twin's."""
+        if self.hidden_norm.scaled_weight is None:
+            return draft_input(input_ids, embedding.weight, hidden, self._norms, rotary, wanted)
+        embedded = self.input_layernorm.forward(embedding.forward(input_ids))
+        both = torch.cat((embedded, self.hidden_norm.forward(hidden)), -1)
+        return DraftInput(both, hidden.clone() if wanted is None else hidden.index_select(0, wanted), rotary)
 
 
 class Eagle3Head(Module):
@@ -125,7 +147,7 @@ class Eagle3Head(Module):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """One step. `hidden` is not changed.
 
         Args:
@@ -135,21 +157,23 @@ class Eagle3Head(Module):
             context: of the head's own KV pool.
 
         Returns:
-            `[T, H]` for `compute_logits`, and `[T, H]` for the next step; with `norm_output` they are one tensor.
+            `[T, H]`, or `[R, H]` of the rows that the context wants: for `compute_logits` and for the next step. With
+            `norm_output` it is normed, otherwise only the output layer reads it through the norm.
         """
         rotary = Rotary(self.rotary, positions)
-        embeddings = self.borrowed.embed_tokens.forward(input_ids)
         first, *later = self.layers
-        total = first.forward(embeddings, hidden, rotary, context)
+        wanted = context.wanted
+        total = first.forward(
+            input_ids, self.borrowed.embed_tokens, hidden, rotary, context, None if later else wanted
+        )
         for layer in later:
-            layer.forward(total, rotary, context)
-        normed = self.norm.forward(total)
-        return normed, normed if self.config.norm_output else total
+            total = layer.forward(total, rotary, context, wanted if layer is later[-1] else None)
+        return self.norm.forward(total) if self.config.norm_output and len(total) else total
 
-    def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` to `[R, V_draft]`."""
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, H]` to `[R, V_draft]`, of what `forward` returns."""
         lm_head = self.borrowed.lm_head if self.lm_head is None else self.lm_head
-        return lm_head.forward(normed)
+        return lm_head.forward(hidden, None if self.config.norm_output else self.norm)
 
 
 def load_eagle3_head(

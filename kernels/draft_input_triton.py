@@ -1,0 +1,127 @@
+"""The Triton kernel behind draft_input.py, which says what goes in and comes out. Importing this file imports Triton.
+
+One launch in the place of an embedding, two norms, a concatenation, a copy and a gathering of rows. It takes part in
+the early launches of its neighbours, which torch's ops do not. The norms take the steps of rms_norm_triton.py.
+
+Bytes: 4 T H elements, 2 R H and 4 T D, and the weights. H = 4096 and D = 128 in bfloat16: 49 KiB a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.rotary_write import Rotary
+
+_ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements a thread
+_PARTS = 4  # of a row: embedding, hidden state, copy, rotary
+
+
+def draft_input_triton(
+    token_ids: torch.Tensor,
+    table: torch.Tensor,
+    hidden: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    rotary: Rotary,
+    wanted: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `draft_input`: both, total, and the rows of the rotary table. weights and eps: of its norms."""
+    (num_rows, size), num_wanted = hidden.shape, len(hidden if wanted is None else wanted)
+    assert token_ids.is_contiguous() and table.is_contiguous() and (hidden.stride(1) == 1 or size == 1)
+    assert num_wanted <= num_rows and table.dtype == hidden.dtype
+    assert rotary.table.is_contiguous() and rotary.positions.is_contiguous()
+    both, total = hidden.new_empty(num_rows, 2 * size), hidden.new_empty(num_wanted, size)
+    turns = rotary.table.new_empty(num_rows, *rotary.table.shape[1:])
+    block = triton.next_power_of_2(size)
+    draft_input_kernel[(num_rows, _PARTS)](
+        token_ids,
+        table,
+        hidden,
+        hidden.stride(0),
+        *weights,
+        wanted,
+        rotary.table,
+        rotary.positions,
+        both,
+        total,
+        turns,
+        num_wanted,
+        eps,
+        SIZE=size,
+        TURN=turns.stride(0),
+        BLOCK=block,
+        TURN_BLOCK=triton.next_power_of_2(turns.stride(0)),
+        **early_launch(hidden.device),
+        num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
+    )
+    return both, total, turns
+
+
+@triton.jit(do_not_specialize=["num_wanted"])  # type: ignore[untyped-decorator]  # triton has no types
+def draft_input_kernel(
+    token_ids: tl.tensor,
+    table: tl.tensor,
+    hidden: tl.tensor,
+    hidden_stride: tl.tensor,
+    embedding_weight: tl.tensor,
+    hidden_weight: tl.tensor,
+    wanted: tl.tensor,
+    rotary: tl.tensor,
+    positions: tl.tensor,
+    both: tl.tensor,
+    total: tl.tensor,
+    turns: tl.tensor,
+    num_wanted: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    TURN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURN_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid (rows, parts of a row): what a program reads and writes is in its registers at once."""
+    begin(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if part == 0:
+        embedding = table + tl.load(token_ids + row) * SIZE
+        _norm(embedding, embedding_weight, both + row * 2 * SIZE, eps, SIZE, BLOCK)
+    elif part == 1:
+        _norm(hidden + row * hidden_stride, hidden_weight, both + (row * 2 + 1) * SIZE, eps, SIZE, BLOCK)
+    elif part == 2:
+        if row < num_wanted:
+            if wanted is None:
+                source = row
+            else:
+                source = tl.load(wanted + row)
+            _copy(hidden + source * hidden_stride, total + row * SIZE, SIZE, BLOCK)
+    else:
+        _copy(rotary + tl.load(positions + row) * TURN, turns + row * TURN, TURN, TURN_BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _copy(source: tl.tensor, output: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Of one row."""
+    columns = tl.arange(0, BLOCK)
+    real = columns < SIZE
+    tl.store(output + columns, tl.load(source + columns, mask=real), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _norm(
+    x: tl.tensor,
+    weight: tl.tensor,
+    output: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Of one row."""
+    columns = tl.arange(0, BLOCK)
+    real = columns < SIZE
+    weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+    values = tl.load(x + columns, mask=real, other=0.0).to(tl.float32)
+    mean_square = tl.div_rn(tl.sum(values * values, 0), SIZE * 1.0)
+    normed = values * tl.rsqrt(mean_square + eps) * weights
+    tl.store(output + columns, normed.to(output.dtype.element_ty), mask=real)

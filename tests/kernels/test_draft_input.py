@@ -1,0 +1,174 @@
+"""What a draft head's first layer reads: the kernel against its twin, the twin against the formula in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import (
+    ROUNDING,
+    check_like_the_twin,
+    check_under_the_interpreter,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+)
+from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_input, plain_draft_input
+from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.triton_support import has_kernels
+
+EPS = 1e-5
+VOCAB_SIZE = 37
+MAX_POSITIONS, HEAD_DIM = 19, 12
+SHAPES = [(1, 4096), (3, 192), (5, 100), (2, 1), (7, 2560), (0, 64)]
+WANTED: dict[str, list[int] | None] = {"all": None, "some": [4, 1, 3], "twice": [2, 2], "none": []}
+on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+on_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, DraftInputNorms, Rotary]
+
+
+def arguments(
+    shape: tuple[int, int], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+) -> Arguments:
+    """Token ids, table, hidden states, norms and rotary; rows of very different sizes, and two norms that differ."""
+    (num_rows, size), generator = shape, torch.Generator().manual_seed(seed)
+
+    def rows(number: int) -> torch.Tensor:
+        sizes = torch.logspace(-3, 1, number)[:, None]
+        return (torch.randn(number, size, generator=generator) * sizes).to(device, dtype)
+
+    def weight() -> torch.Tensor:
+        return (torch.rand(size, generator=generator) + 0.5).to(device, dtype)
+
+    token_ids = torch.randint(VOCAB_SIZE, (num_rows,), generator=generator)
+    token_ids[:2] = torch.tensor([VOCAB_SIZE - 1, 0])[:num_rows]  # the table's last and first row
+    norms = DraftInputNorms(weight(), weight(), EPS)
+    turns = torch.randn(MAX_POSITIONS, 2, 1, HEAD_DIM, generator=generator).to(device, dtype)
+    positions = torch.randint(MAX_POSITIONS, (num_rows,), generator=generator).to(device)
+    positions[:1] = MAX_POSITIONS - 1
+    rotary = Rotary(turns, positions)
+    return token_ids.to(device), rows(VOCAB_SIZE), rows(num_rows), norms, rotary
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The formula in float64."""
+    return x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def check(found: DraftInput, given: Arguments, wanted: torch.Tensor | None = None) -> None:
+    token_ids, table, hidden, norms, rotary = given
+    assert found.both.dtype == hidden.dtype and found.both.is_contiguous()
+    expected = torch.cat((normed(table[token_ids], norms.embedding), normed(hidden, norms.hidden)), -1)
+    # One rounding of the result, and a little for the float32 arithmetic before it.
+    rounding = ROUNDING[hidden.dtype] + 6e-7
+    torch.testing.assert_close(found.both.double(), expected, rtol=rounding, atol=1e-7)
+    assert torch.equal(found.total, hidden if wanted is None else hidden[wanted])
+    gathered = found.rotary.gathered
+    assert gathered.is_contiguous() and torch.equal(gathered, rotary.table[rotary.positions])
+
+
+@on_each_shape
+@on_each_dtype
+def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    given = arguments(shape, dtype)
+    check(plain_draft_input(*given), given)
+
+
+@on_each_kernel_device
+@on_each_shape
+@on_each_dtype
+def test_the_kernel_equals_the_formula_and_its_twin(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    assert has_kernels(torch.device(device))
+    given = arguments(shape, dtype, device)
+    before = given[2].clone()
+    found = draft_input(*given)
+    assert torch.equal(given[2], before) and found.rotary.known is not None
+    check(found, given)
+    check_like_the_twin(found.both, plain_draft_input(*given).both)
+
+
+def check_the_sum_is_a_copy_of(wanted: list[int] | None, device: str) -> None:
+    given = arguments((5, 192), torch.bfloat16, device)
+    rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=device)
+    found = draft_input(*given, rows)
+    check(found, given, rows)
+    before = given[2].clone()
+    found.total.fill_(7)
+    assert torch.equal(given[2], before)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("name", WANTED)
+def test_the_sum_is_a_copy_of_the_wanted_rows(name: str, device: str) -> None:
+    check_the_sum_is_a_copy_of(WANTED[name], device)
+
+
+@only_outside_the_interpreter
+@pytest.mark.parametrize("name", WANTED)
+def test_the_twins_sum_is_a_copy_of_the_wanted_rows(name: str) -> None:
+    check_the_sum_is_a_copy_of(WANTED[name], "cpu")
+
+
+@on_each_kernel_device
+@on_each_dtype
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, device: str) -> None:
+    token_ids, table, hidden, norms, rotary = arguments((6, 1000), dtype, device)
+    whole = draft_input(token_ids, table, hidden, norms, rotary).both
+    for row in range(6):
+        own = slice(row, row + 1)
+        turns = Rotary(rotary.table, rotary.positions[own])
+        alone = draft_input(token_ids[own], table, hidden[own], norms, turns).both
+        assert torch.equal(alone[0], whole[row])
+
+
+@on_each_kernel_device
+def test_hidden_states_may_be_views(device: str) -> None:
+    token_ids, table, hidden, norms, rotary = arguments((8, 3 * 192), torch.bfloat16, device)
+    columns = slice(192, 384)
+    norms = replace(norms, embedding=norms.embedding[columns], hidden=norms.hidden[columns])
+    given = (token_ids[:4], table[:, columns].contiguous(), hidden[::2, columns], norms, rotary.first(4))
+    wanted = torch.tensor([3, 0], device=device)
+    check(draft_input(*given, wanted), given, wanted)
+
+
+@on_each_kernel_device
+def test_a_nan_stays_in_its_own_half_of_its_row(device: str) -> None:
+    given = arguments((4, 192), torch.bfloat16, device)
+    given[2][1, 7] = torch.nan
+    halves = draft_input(*given).both.view(4, 2, 192).isnan().any(-1)
+    assert halves.nonzero().tolist() == [[1, 1]]
+
+
+@on_each_kernel_device
+def test_epsilon_counts(device: str) -> None:
+    token_ids, table, hidden, norms, rotary = arguments((2, 64), torch.float32, device)
+    large = replace(norms, eps=3.0)
+    found = draft_input(token_ids, table, hidden, large, rotary).both
+    torch.testing.assert_close(found, plain_draft_input(token_ids, table, hidden, large, rotary).both)
+    assert (found - draft_input(token_ids, table, hidden, norms, rotary).both).abs().amax() > 0.1
+
+
+@only_outside_the_interpreter
+def test_the_kernel_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
+    check_under_the_interpreter(__file__, 28)
+
+
+@pytest.mark.gpu
+@on_each_dtype
+def test_a_captured_graph_reads_what_its_tensors_hold_at_the_replay(dtype: torch.dtype) -> None:
+    given = arguments((6, 4096), dtype, "cuda")
+    token_ids, _, hidden, _, rotary = given
+    wanted = torch.tensor([5, 2], device="cuda")
+    draft_input(*given, wanted)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = draft_input(*given, wanted)
+    for seed in (1, 2):
+        new = arguments((6, 4096), dtype, seed=seed)
+        token_ids.copy_(new[0])
+        hidden.copy_(new[2])
+        rotary.positions.copy_(new[4].positions)
+        wanted.copy_(torch.tensor([seed, 0]))
+        graph.replay()
+        check(found, given, wanted)
