@@ -5,6 +5,7 @@ Knows what `build.py` would plug together; no figures.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from random import Random
 from types import SimpleNamespace
@@ -62,7 +63,8 @@ class Script:
     def _table(self, num_rows: int, draft_len: int) -> SampledTokens:
         size = num_rows, 1 + draft_len
         tokens = torch.tensor(self._random.choices(self._token_ids, k=size[0] * size[1])).view(size)
-        return SampledTokens(tokens, torch.tensor([self._num_new(draft_len) for _ in range(num_rows)]))
+        sampled = SampledTokens(tokens, torch.tensor([self._num_new(draft_len) for _ in range(num_rows)]))
+        return replace(sampled, table=sampled.side_by_side())
 
     def _num_new(self, draft_len: int) -> int:
         return next(

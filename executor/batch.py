@@ -40,7 +40,20 @@ class SampledTokens:
 
     `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]` int64 is how many are
     valid (accepted drafts + 1). A token of -1 says that the logits of that position were not numbers.
+    `table` `[N, K+2]`: lengths, then tokens, as they are sent to the host; None: nobody has put them together.
     """
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
+    table: torch.Tensor | None = None
+
+    def side_by_side(self) -> torch.Tensor:
+        """A new `table`."""
+        return torch.cat((self.new_lens.unsqueeze(1), self.new_tokens), dim=1)
+
+    def first(self, number: int) -> "SampledTokens":
+        """Of the first requests only."""
+        if number == len(self.new_lens):
+            return self
+        table = None if self.table is None else self.table[:number]
+        return SampledTokens(self.new_tokens[:number], self.new_lens[:number], table)

@@ -116,7 +116,7 @@ class CudaGraphs:
             return None
         result = captured.result
         assert result is not None
-        return SampledTokens(result.new_tokens[: len(slots)], result.new_lens[: len(slots)])
+        return result.first(len(slots))
 
     def run(self, slots: list[int], draft_len: int, sampled: bool) -> bool:
         """Replays what leaves its results in the slots; False when no graph fits."""

@@ -59,6 +59,11 @@ class DecodingRules:
         )
 
     @cached_property
+    def graph_samples(self) -> bool | None:
+        """Whether a CUDA graph for it has to sample; None: none can follow its rules."""
+        return not self.is_greedy if self.is_simple else None
+
+    @cached_property
     def needs_host_edits(self) -> bool:
         return bool(self.processors or self.bad_sequences)
 

@@ -140,8 +140,10 @@ class PyExecutor:
         draft_len = 0
         if self._speculating and any(request.draft_limit for request in generating):
             draft_len = self.parts.draft_len_for(len(generating))
+        placeholders = [0] * draft_len
         for request in generating:
-            request.py_draft_tokens = [0] * draft_len
+            if request.py_draft_tokens != placeholders:  # as a drafter inside the forward leaves them
+                request.py_draft_tokens = placeholders.copy()
             request.py_num_draft_tokens = 0
 
     def _schedule(self, generating: list[LlmRequest]) -> ScheduledBatch:

@@ -4,7 +4,7 @@ Nothing here waits for the device. What the host wants to know is on its way to 
 read, the next round can be launched from the slot state alone (DESIGN section 4).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from time import perf_counter
 
@@ -26,7 +26,8 @@ from tllm_spec.outputs import Logprob
 
 TIMED_RUNS = 4  # the first may compile
 TIMED_KV_LEN = 512
-_is_simple, _is_greedy = attrgetter("rules.is_simple"), attrgetter("rules.is_greedy")
+_num_ready, _num_drafts = attrgetter("num_drafts_ready"), attrgetter("py_num_draft_tokens")
+_graph_samples, _slot = attrgetter("rules.graph_samples"), attrgetter("slot")
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,15 @@ class RoundRunner:
             sampled = self._run_mixed(batch, ended, logprobs)
         else:
             sampled = self._replay(batch) or self._run_windows(batch, logprobs)
+        table = sampled.side_by_side() if sampled.table is None else sampled.table
         self._groups.end_round()
         if self._backlog is not None:
             self._backlog.note(batch)
-        table = torch.cat((sampled.new_lens.unsqueeze(1), sampled.new_tokens), dim=1)
         num_steps, to_host = self._num_steps(batch), ToHost([table, *logprobs.tensors])
         return LaunchedRound(
             batch,
             ended,
-            [request.py_num_draft_tokens for request in batch.generation_requests],
+            list(map(_num_drafts, batch.generation_requests)),
             num_steps,
             num_steps if self.round_end is not None else batch.num_asked,
             to_host,
@@ -98,8 +99,7 @@ class RoundRunner:
         """Drafts that a round left behind are as many as it was told to make, whatever this one verifies."""
         if self.round_end is None:
             return batch.draft_len
-        ready = [request.num_drafts_ready for request in batch.generation_requests]
-        return min(batch.draft_len, max(ready, default=0))
+        return min(batch.draft_len, max(map(_num_ready, batch.generation_requests), default=0))
 
     def capture_graphs(
         self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool
@@ -133,14 +133,15 @@ class RoundRunner:
         drafting = group.one_row_each() if in_graph else None
         longest = self.engine.rows.max_len
         max_kv_len = longest if max_kv_len is None else min(max_kv_len, longest)
-        return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
+        sampled = self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
+        return replace(sampled, table=sampled.side_by_side())  # in a graph it costs the host nothing
 
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
         requests = batch.generation_requests
-        if self.graphs is None or not all(map(_is_simple, requests)):
+        needed = set(map(_graph_samples, requests))
+        if self.graphs is None or None in needed:
             return None
-        is_sampled = not all(map(_is_greedy, requests))
-        sampled = self.graphs.replay([request.slot for request in requests], batch.draft_len, is_sampled)
+        sampled = self.graphs.replay(list(map(_slot, requests)), batch.draft_len, True in needed)
         if sampled is not None and self.round_end is not None and not self.round_end.in_graph:
             self.round_end.replayed(self._groups.get(requests, 1), sampled, _longest(batch))
         return sampled

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.resources.kv_cache import KVCacheManager
+from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 
 
@@ -75,14 +75,26 @@ class Scheduler:
         with placeholders, equally many for each."""
         batch = ScheduledBatch(generation_requests=generating)
         num_drafts = len(generating[0].py_draft_tokens) if generating else 0
-        for request in self._kv.without_room(generating, num_drafts + self.limits.extra_kv_tokens):
+        short = self._kv.without_room(generating, num_drafts + self.limits.extra_kv_tokens)
+        for request in short:
             self._make_room(request, request.num_tokens_bound + num_drafts, batch)
+        if short and not self.limits.may_preempt:
+            self._take_ahead(generating, num_drafts)
         budget = self.limits.max_num_tokens - len(batch.generation_requests) * (1 + num_drafts)
         context = RequestState.CONTEXT
         for request in [request for request in self.running if request.state is context]:
             if request.state is context and budget > 0:  # else it was preempted meanwhile
                 budget -= self._schedule_context(request, budget, batch)
         return batch, self._admit_waiting(budget, batch)
+
+    def _take_ahead(self, generating: list[LlmRequest], num_drafts: int) -> None:
+        """Since somebody needs pages, everybody gets those of the next rounds, too, of the ones that it was admitted
+        with: most rounds then take none, and have none to tell the device of."""
+        num_more = num_drafts + self.limits.extra_kv_tokens + ROUNDS_AHEAD * (1 + num_drafts)
+        for request in self._kv.without_room(generating, num_more):
+            if request.tokens_in_flight:  # else they would be given back at the end of this round
+                end = min(request.num_tokens_bound + num_more, self._last_token(request))
+                self._kv.extend(request, end)
 
     def _schedule_context(self, request: LlmRequest, budget: int, batch: ScheduledBatch) -> int:
         chunk = self._chunk_len(request, budget)

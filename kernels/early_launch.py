@@ -7,8 +7,8 @@ anything is read or written and lets the next kernel be set up. Kernels that kno
 A launch in which no program waits would let the next one run before the one in front of it has ended.
 
 Window attention reads lengths before it waits. That is safe where they were written before the kernel in front of it
-(the projection) began to work: few_row_linear.cu waits before it lets the next kernel be set up, and library kernels are
-not launched early.
+(the projection) began to work: few_row_linear.cu waits before it lets the next kernel be set up, and kernels of
+libraries are not launched early.
 """
 
 import functools

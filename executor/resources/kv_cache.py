@@ -13,6 +13,9 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.slot_state import BlockTable
 
+# For how many rounds more than it needs a request is given room when there is a round in flight, and keeps it.
+ROUNDS_AHEAD = 4
+
 
 @dataclass(slots=True)
 class _Row:
@@ -119,12 +122,15 @@ class KVCacheManager(ResourceManager):
 
     def update_resources(self, batch: ScheduledBatch) -> None:
         rows, page_size, finished = self._rows, self._page_size, RequestState.FINISHED
+        extra, next_rounds = self.extra_kv_tokens, (1 + ROUNDS_AHEAD) * batch.window
         for request in batch.generation_requests:
             row = rows.get(request.request_id)  # None: it was preempted since
             if row is None or request.state is finished:
                 continue
-            # The round in flight and a drafter on the same pages have tokens behind what the host knows.
-            kept = request.kv_len + request.tokens_in_flight + self.extra_kv_tokens
+            # The round in flight and a drafter on the same pages have tokens behind what the host knows, and the rounds
+            # that are launched next would take again what is given back here.
+            in_flight = request.tokens_in_flight
+            kept = request.kv_len + extra + (in_flight + next_rounds if in_flight else 0)
             if kept <= (len(row.pages) - 1) * page_size:
                 self.rewind(request, kept)
         for request in batch.context_requests:

@@ -5,7 +5,6 @@ scatter by slot. The host writes a row when a request starts generating and keep
 to read a row back. The last row is the dummy slot of graph padding.
 """
 
-import numpy
 import torch
 
 from tllm_spec.executor.request import LlmRequest
@@ -82,30 +81,34 @@ class SlotState:
 
 
 class BlockTable:
-    """`[S, P]` int32 page numbers on the device; entries that changed are sent once a round."""
+    """`[S, P]` int32 page numbers on the device; entries that changed are sent once a round.
+
+    Neighbours are sent two at a time as one 64-bit number, the first in its low half as everything that CUDA runs on
+    has it in memory: places and what belongs there are then one list, and a round in which pages were added is one
+    copy and one write. P is even for this, `max_pages` or one more.
+    """
 
     def __init__(self, slots: SeqSlotManager, max_pages: int, device: torch.device) -> None:
         num_rows = slots.dummy_slot + 1
-        self.device_rows = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
-        self._changed: dict[int, int] = {}  # place in the flattened table -> page
+        self._pairs_a_row = -(-max_pages // 2)
+        self.device_rows = torch.zeros((num_rows, 2 * self._pairs_a_row), dtype=torch.int32, device=device)
+        self._pairs = self.device_rows.view(torch.int64)
+        self._changed: dict[int, int] = {}  # place in the flattened pairs -> pair
 
     def write(self, slot: int, pages: list[int], first_changed: int) -> None:
         """Pages from index `first_changed` on differ from what the row holds."""
-        row = slot * self.device_rows.shape[1]
-        self._changed.update(enumerate(pages[first_changed:], row + first_changed))
+        row = slot * self._pairs_a_row
+        for place in range(first_changed // 2, -(-len(pages) // 2)):
+            first, *second = pages[2 * place : 2 * place + 2]
+            self._changed[row + place] = first | second[0] << 32 if second else first
 
     def flush(self) -> None:
-        """Sends the changed entries; nothing happens in the many rounds in which no page was added."""
+        """Sends the changed entries; nothing happens in rounds in which no page was added."""
         if not self._changed:
             return
-        size = len(self._changed)
-        # Places (64 bits) and pages (32) behind each other: a copy costs the host more than what is in it.
-        entries = torch.empty(3 * size, dtype=torch.int32)
-        numbers = entries.numpy()
-        numbers[: 2 * size].view(numpy.int64)[:] = numpy.fromiter(self._changed, numpy.int64, size)
-        numbers[2 * size :] = numpy.fromiter(self._changed.values(), numpy.int32, size)
-        sent = to_device(entries, self.device_rows.device)
-        self.device_rows.put_(sent[: 2 * size].view(torch.int64), sent[2 * size :])
+        sent = to_device([*self._changed, *self._changed.values()], self._pairs.device)
+        places, pairs = sent.chunk(2)
+        self._pairs.put_(places, pairs)
         self._changed.clear()
 
     def rows(self, slot_ids: torch.Tensor, num_pages: int) -> torch.Tensor:

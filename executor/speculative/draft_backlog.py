@@ -7,6 +7,7 @@ the positions themselves, by slot. What happens to a slot in between is harmless
 """
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -21,6 +22,7 @@ from tllm_spec.executor.transfer import to_device
 # With 4 query heads a KV head, a window that fills one tile of the attention kernel. Each position more would be one
 # more token that a finished request may leave behind without reuse.
 BACKLOG_LEN = 16
+_backlog_of = attrgetter("draft_backlog")
 
 
 class DraftBacklog:
@@ -60,8 +62,8 @@ class DraftBacklog:
 
     def is_due(self, batch: ScheduledBatch) -> bool:
         """Whether the batch's requests must catch up before it runs: it drafts, or somebody's ring is full."""
-        kept = 0 if batch.num_new_drafts else BACKLOG_LEN - 1
-        return any(request.draft_backlog > kept for request in batch.generation_requests)
+        longest = max(map(_backlog_of, batch.generation_requests), default=0)
+        return longest > (0 if batch.num_new_drafts else BACKLOG_LEN - 1)
 
     def read(self, requests: Sequence[LlmRequest]) -> None:
         """The draft network reads what they have waiting, of so many requests at a time."""

@@ -31,10 +31,11 @@ class OneModelDrafter(Drafter):
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
+        draft_len = scheduled_requests.draft_len
         for request in scheduled_requests.generation_requests:
-            request.py_num_draft_tokens = min(
-                scheduled_requests.draft_len, request.num_drafts_ready, request.draft_limit
-            )
+            ready, limit = request.num_drafts_ready, request.draft_limit
+            # Not `min` of three, which takes longer than the rest of the loop: most requests have them all.
+            request.py_num_draft_tokens = draft_len if ready >= draft_len <= limit else min(ready, limit)
 
 
 class NoDrafter(Drafter):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.harness import tensors_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured
@@ -32,8 +33,8 @@ class EagerGraph:
         self.replays += 1
         result = self.run()
         if self.result is not None and result is not None:
-            self.result.new_tokens.copy_(result.new_tokens)
-            self.result.new_lens.copy_(result.new_lens)
+            for own, new in zip(tensors_of(self.result), tensors_of(result), strict=True):
+                own.copy_(new)
 
     def pool(self) -> None:
         return None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.executor.draft_caches import eagle3
-from tests.executor.harness import Harness, draft_target, output_of
+from tests.executor.harness import Harness, draft_target, output_of, tensors_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured, graph_keys
 from tllm_spec.executor.request import LlmRequest
@@ -46,8 +46,8 @@ class EagerGraph:
         if self.result is not None and result is not None:
             for other in self.others:
                 spoil(other)
-            self.result.new_tokens.copy_(result.new_tokens)
-            self.result.new_lens.copy_(result.new_lens)
+            for own, new in zip(tensors_of(self.result), tensors_of(result), strict=True):
+                own.copy_(new)
         self.depth.pop()
 
     def pool(self) -> str:
@@ -55,7 +55,8 @@ class EagerGraph:
 
 
 def spoil(result: SampledTokens) -> None:
-    result.new_tokens.fill_(1 << 40)
+    for tensor in tensors_of(result):
+        tensor.fill_(1 << 40)
     result.new_lens.fill_(99)
 
 
@@ -72,7 +73,7 @@ def captures_without_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         result = run()
         if result is not None:
-            result = SampledTokens(result.new_tokens.clone(), result.new_lens.clone())
+            result = SampledTokens(*(tensor.clone() for tensor in tensors_of(result)))
             spoil(result)  # a capture computes nothing
             results.append(result)
         stand_in: Any = EagerGraph(run, result, inside, results)

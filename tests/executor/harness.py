@@ -5,8 +5,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.build import build_executor
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.py_executor import PyExecutor
@@ -141,3 +143,8 @@ def all_pages_are_back(executor: PyExecutor) -> bool:
     return all(kv.num_available == kv.num_usable for kv in caches) and all(
         each.num_free == each.max_batch_size for each in slots
     )
+
+
+def tensors_of(result: SampledTokens) -> list[torch.Tensor]:
+    """What a graph of rounds leaves in its memory."""
+    return [result.new_tokens, result.new_lens, *([] if result.table is None else [result.table])]

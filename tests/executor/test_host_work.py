@@ -4,17 +4,21 @@ and how much it does is counted, not timed."""
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from random import Random
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 from scripted_rounds import ScriptedEngine
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
+from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.round_runner import LaunchedRound
+from tllm_spec.executor.speculative.drafter import OneModelDrafter
 
 RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_seven": (1.0,) * 7}
 
@@ -199,3 +203,80 @@ def test_a_request_costs_few_calls_a_round(
         found.append(calls_of_a_step(engine, 64))
     per_request = [(many - one) / 64 for one, many in zip(*found, strict=True)]
     assert per_request[0] <= python_calls and per_request[1] <= c_calls, per_request
+
+
+@pytest.mark.parametrize("way", ["plain", "three"])
+def test_most_rounds_take_no_page_and_no_page_is_taken_twice(way: str) -> None:
+    engine = ScriptedEngine(64, RATES[way], page_size=16)
+    requests = engine.put(64, 100, 1000)
+    while not all(request.tokens_in_flight and request.num_output_tokens > 20 for request in requests):
+        engine.executor.step()
+    kv, cache = engine.parts.kv, engine.parts.kv.cache
+    num_sent, given_back, flush, rewind = 0, 0, kv.table.flush, cache.rewind
+
+    def watched_flush() -> None:
+        nonlocal num_sent
+        num_sent += bool(kv.table._changed)
+        flush()
+
+    def watched_rewind(seq_id: int, num_tokens: int) -> int:
+        nonlocal given_back
+        given_back += (number := rewind(seq_id, num_tokens))
+        return number
+
+    with (
+        mock.patch.object(kv.table, "flush", watched_flush),
+        mock.patch.object(cache, "rewind", watched_rewind),
+    ):
+        for _ in range(100):
+            engine.executor.step()
+    assert 5 < num_sent <= 100 / (1 + ROUNDS_AHEAD) and given_back == 0
+    assert not any(request.is_finished for request in requests)
+
+
+@pytest.mark.parametrize(("may_preempt", "in_flight"), [(False, 1), (True, 1), (False, 0)])
+def test_pages_are_taken_ahead_only_of_those_that_a_request_was_admitted_with(
+    may_preempt: bool, in_flight: int
+) -> None:
+    """The pool has what eight requests may need, and not a page more. Nothing is taken ahead of what nobody was
+    promised, nor what the end of the round would give back."""
+    most = -(-(40 + 60 + 9) // 4)  # prompt, max_tokens and overshoot
+    watched = Watched(RATES["three"], max_len=100, num_pages=1 + 8 * most, may_preempt=may_preempt)
+    watched.parts.max_in_flight = in_flight
+    requests = watched.engine.put(20, 40, 60)
+    kv, prepare, num_ahead = watched.parts.kv, watched.parts.kv.prepare_resources, 0
+
+    def watched_prepare(batch: ScheduledBatch) -> None:
+        nonlocal num_ahead
+        for request in batch.generation_requests:
+            needed = kv.pages_for(request.num_tokens_bound + 3 + kv.extra_kv_tokens)
+            assert needed <= kv.num_held(request) <= most
+            num_ahead += kv.num_held(request) > needed
+        prepare(batch)
+
+    with mock.patch.object(kv, "prepare_resources", watched_prepare):
+        watched.run()
+    assert bool(num_ahead) == (in_flight > 0 and not may_preempt)
+    assert not watched.parts.scheduler.num_preemptions or may_preempt
+    assert all(request.is_finished and request.error is None for request in requests)
+
+
+def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_before_left() -> None:
+    engine = ScriptedEngine(4, RATES["three"])
+    requests = engine.put(4, 5, 20)
+    left: list[list[int]] = [[], [0, 0, 0], [7, 8, 9], [0, 0]]
+    for request, tokens in zip(requests, left, strict=True):
+        request.py_draft_tokens, request.py_num_draft_tokens = tokens, len(tokens)
+    engine.executor._prepare_draft_requests(requests)
+    assert [request.py_draft_tokens for request in requests] == [[0, 0, 0]] * 4
+    assert len({id(request.py_draft_tokens) for request in requests}) == 4
+    assert not any(request.py_num_draft_tokens for request in requests)
+
+
+def test_drafts_of_the_forward_are_as_many_as_were_made_as_the_round_has_and_as_the_request_wants() -> None:
+    requests = ScriptedEngine(25, RATES["three"]).put(25, 5, 20)
+    numbers = list(product(range(5), repeat=2))
+    for request, (ready, limit) in zip(requests, numbers, strict=True):
+        request.num_drafts_ready, request.draft_limit = ready, limit
+    OneModelDrafter().prepare_draft_tokens(ScheduledBatch(generation_requests=requests, draft_len=3))
+    assert [request.py_num_draft_tokens for request in requests] == [min(3, *each) for each in numbers]

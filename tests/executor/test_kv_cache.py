@@ -1,5 +1,6 @@
 """The KV cache of requests, with draft layers in its pages: which tokens the pages of a request are cached under."""
 
+import pytest
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
@@ -114,13 +115,21 @@ def test_pages_that_change_hands_reach_the_device() -> None:
     bench.kv.check_integrity()
 
 
-def test_the_device_is_sent_the_latest_page_of_a_place_and_no_other_place() -> None:
-    table = BlockTable(SeqSlotManager(2), 4, torch.device("cpu"))
+@pytest.mark.parametrize("max_pages", [5, 6])
+def test_the_device_is_sent_the_latest_page_of_a_place_and_none_before_the_first_pair_that_changed(
+    max_pages: int,
+) -> None:
+    table, last = BlockTable(SeqSlotManager(2), max_pages, torch.device("cpu")), 2**31 - 1
+    table.device_rows.fill_(99)
     table.write(0, [5, 6, 7], 0)
-    table.write(1, [8, 9], 1)
-    table.write(0, [5, 6, 3], 2)
+    table.write(1, [1, 2, 8, 9, 4], 3)
+    table.write(0, [5, 6, last, last], 2)
     table.flush()
-    assert table.device_rows.tolist() == [[5, 6, 3, 0], [0, 9, 0, 0], [0, 0, 0, 0]]
+    expected = [[5, 6, last, last, 99, 99], [99, 99, 8, 9, 4, 0], [99] * 6]
+    assert table.device_rows.tolist() == expected
+    table.write(1, [1, 2, 8, 9, 4, 3], 5)
+    table.flush()
+    assert table.device_rows[1].tolist() == [99, 99, 8, 9, 4, 3]
     table.device_rows.zero_()
     table.flush()
     assert not table.device_rows.any(), "what was sent is sent again"

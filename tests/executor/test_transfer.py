@@ -1,0 +1,72 @@
+"""Copies between host and device, and what they may do where there is no device to see it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tllm_spec.executor.transfer import ToHost, to_device
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class PinnedMemory:
+    """Stands in for torch's makers of pinned memory: what they gave, and that nobody pins anything afterwards."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given: list[torch.Tensor] = []
+        for name in ("empty", "tensor"):
+            self._watch(monkeypatch, name, getattr(torch, name))
+        monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", None)
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, name: str, make: Any) -> None:
+        def made(*arguments: Any, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+            tensor: torch.Tensor = make(*arguments, **keywords)
+            if pin_memory:
+                self.given.append(tensor)
+            return tensor
+
+        monkeypatch.setattr(torch, name, made)
+
+
+@pytest.mark.parametrize("values", [[[1, 2], [3, 4]], torch.tensor([1.5, 2.5], dtype=torch.float32), []])
+def test_what_goes_to_a_device_goes_through_pinned_memory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, values: Any
+) -> None:
+    memory, copied = PinnedMemory(monkeypatch), []
+    original = torch.Tensor.to
+
+    def copy(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((tensor, non_blocking))
+        return original(tensor, device)
+
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    expected = values.clone() if isinstance(values, torch.Tensor) else torch.tensor(values)
+    sent = [to_device(values, META) for _ in range(3)]
+    assert all(
+        (each.shape, each.dtype, each.device) == (expected.shape, expected.dtype, META) for each in sent
+    )
+    sources = [tensor for tensor, _ in copied]
+    assert all(ours is theirs for ours, theirs in zip(sources, memory.given, strict=True))
+    assert all(tensor.equal(expected) and non_blocking for tensor, non_blocking in copied)
+    # An earlier copy may be under way still: nothing is written where it reads.
+    places = [tensor.data_ptr() for tensor in sources if tensor.numel()]
+    assert len(set(places)) == len(places)
+    assert not isinstance(values, torch.Tensor) or values.data_ptr() not in places
+
+
+def test_on_the_host_nothing_is_pinned_and_a_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, values = PinnedMemory(monkeypatch), torch.arange(3)
+    assert to_device(values, CPU) is values
+    assert to_device([3, 4], CPU).tolist() == [3, 4]
+    assert not memory.given
+
+
+def test_the_host_reads_what_was_there_when_the_copy_began() -> None:
+    table, lens = torch.arange(6).view(2, 3), torch.ones(2)
+    to_host = ToHost([table, lens])
+    table.fill_(9)
+    lens.fill_(9)
+    assert to_host.is_here
+    assert [tensor.tolist() for tensor in to_host.wait()] == [[[0, 1, 2], [3, 4, 5]], [1, 1]]
