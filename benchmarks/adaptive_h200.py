@@ -5,7 +5,7 @@
 
 An 8B Llama's shape in bf16 with random weights and a one-model EAGLE-3 head, greedy, prompts of 512 random tokens.
 Acceptance is scripted: every draft is accepted with the same probability, given those before it. A static draft length
-is the same engine with the same graphs, held to that length, and plays in turn with the adaptive one, in mirrored
+is the same engine with the same graphs, held to that length, and plays before and behind the adaptive one, in mirrored
 order, so that growing contexts weigh on both alike. Tokens are counted by their expectation at the true acceptance
 from the drafts that each round really verified; times are measured.
 
@@ -65,8 +65,8 @@ class Sizes:
     plain_rounds: int = 32  # of each of four blocks, of plain decoding and of draft length 0
     table_rounds: int = 12  # of each of two
     settling_rounds: int = 60  # twice as many below SLOW_BELOW
-    adaptive_rounds: int = 40  # of each of two
-    static_rounds: int = 8  # of each of two
+    adaptive_rounds: int = 80
+    static_rounds: int = 8  # of each of two, before and behind the adaptive ones
 
     def quick(self) -> "Sizes":
         return replace(self, batch_sizes=self.batch_sizes[:4], settling_rounds=40, plain_rounds=16)
@@ -80,7 +80,7 @@ ZOO = Sizes(
     plain_rounds=4,
     table_rounds=2,
     settling_rounds=4,
-    adaptive_rounds=4,
+    adaptive_rounds=8,
     static_rounds=2,
 )
 
@@ -142,17 +142,18 @@ class Measurement:
         rounds, sizes = self._rounds, self._sizes
         rounds.set_acceptance(acceptance)
         settling_rounds = sizes.settling_rounds * (1 + (acceptance < SLOW_BELOW))
-        num_rounds = settling_rounds + 2 * (sizes.adaptive_rounds + len(LADDER) * sizes.static_rounds)
+        num_rounds = settling_rounds + sizes.adaptive_rounds + 2 * len(LADDER) * sizes.static_rounds
         if not rounds.has_room(num_rounds * (0.3 + 0.7 * acceptance)):  # enough on average; play looks again
             rounds.refill()
         adaptive = copy.deepcopy(self._fresh)
         settling = rounds.play(adaptive, rounds=settling_rounds)
         static = {length: Block() for length in LADDER}
         played = Block()
-        for lengths in (LADDER, LADDER[::-1]):
-            for length in lengths:
+        for length in (*LADDER, None, *reversed(LADDER)):  # in the middle contexts are as long as on average
+            if length is None:
+                played += rounds.play(adaptive, rounds=sizes.adaptive_rounds)
+            else:
                 static[length] += rounds.play(self._static[length], rounds=sizes.static_rounds)
-            played += rounds.play(adaptive, rounds=sizes.adaptive_rounds)
         cell = Cell(
             batch_size,
             acceptance,

@@ -89,7 +89,7 @@ def measure_round_times(
     """Greedy rounds of dummies, by batch size and draft length. What is drafted outside the target's forward is timed
     where `drafter` has graphs of it; without them each draft takes `draft_cost` plain rounds. Without graphs every
     length is timed, those that a limit forbids at a size too: smaller batches are on a line with them. Graphs end where
-    a limit begins."""
+    a limit begins, and their dummies have empty contexts."""
     is_timed = drafter is not None and drafter.graphs is not None
     assumed = 0.0 if is_timed else draft_cost
     seconds: dict[int, dict[int, float]] = {}
@@ -104,7 +104,7 @@ def measure_round_times(
             steps: time + steps * a_draft + _drafting_seconds(drafter, GraphKey(size, steps, False))
             for steps, time in row.items()
         }
-    return MeasuredRoundTimes(seconds)
+    return MeasuredRoundTimes(seconds, of_empty_contexts=runner.graphs is not None)
 
 
 def _drafting_seconds(drafter: GraphDrafter | None, key: GraphKey) -> float:

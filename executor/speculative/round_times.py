@@ -1,7 +1,7 @@
 """How long a round takes, by batch size and draft length: measured at start-up, corrected while serving.
 
-It knows nothing of tokens. Seconds are those of rounds that only generate; a context chunk in a round makes its
-time meaningless here.
+It knows nothing of tokens, nor how long contexts are. Seconds are those of rounds that only generate; a context chunk in
+a round makes its time meaningless here.
 """
 
 from bisect import bisect_left
@@ -16,6 +16,9 @@ MAX_SURPRISE = 2.0  # a time further from its expectation than this factor count
 
 
 class RoundTimes(Protocol):
+    of_empty_contexts: bool
+    """Whether no keys were read in these rounds."""
+
     def round_time(self, batch_size: int, draft_len: int) -> float:
         """Seconds of a round with `draft_len` drafts a request; 0 = plain decoding."""
 
@@ -25,6 +28,7 @@ class AssumedRoundTimes:
     """Where nothing was measured: every draft costs the same share of a plain round, at any batch size."""
 
     draft_cost: float
+    of_empty_contexts = False
 
     def round_time(self, batch_size: int, draft_len: int) -> float:
         return 1 + self.draft_cost * draft_len
@@ -33,7 +37,10 @@ class AssumedRoundTimes:
 class MeasuredRoundTimes:
     """Times at some batch sizes and draft lengths; between them, and beyond the last, straight lines."""
 
-    def __init__(self, seconds: Mapping[int, Mapping[int, float]]) -> None:
+    def __init__(
+        self, seconds: Mapping[int, Mapping[int, float]], *, of_empty_contexts: bool = False
+    ) -> None:
+        self.of_empty_contexts = of_empty_contexts
         if not seconds or not all(row and min(row.values()) > 0 for row in seconds.values()):
             raise ValueError("round times need at least one batch size, each with times above 0")
         self._rows = {size: sorted(row.items()) for size, row in sorted(seconds.items())}
@@ -69,19 +76,47 @@ def _on_line(points: list[tuple[int, float]], at: int) -> float:
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
+class _Scale:
+    """A slower clock, or other work on the machine, stretches rounds of all lengths."""
+
+    value = 1.0
+
+    def of(self, own: float) -> float:
+        return own * self.value
+
+    def found(self, seconds: float, own: float) -> float:
+        return seconds / own
+
+
+class _Extra:
+    """Reading the contexts takes as long in a round of any length."""
+
+    value = 0.0
+
+    def of(self, own: float) -> float:
+        return max(own + self.value, own / MAX_SURPRISE)
+
+    def found(self, seconds: float, own: float) -> float:
+        return seconds - own
+
+
 class _Row:
     """One batch size: measured times, what all of them were off by, and what each was off by itself."""
 
-    def __init__(self, measured: dict[int, float]) -> None:
-        self.measured = measured
+    def __init__(self, measured: dict[int, float], common: "_Scale | _Extra") -> None:
+        self.measured, self.common = measured, common
         self.factors = dict.fromkeys(measured, 1.0)
-        self.seconds = dict(measured)  # measured times factors: what decisions compare
-        self.scale, self.num_observed = 1.0, 0
+        self.seconds = dict(measured)  # what decisions compare
+        self.num_observed = 0
+
+    def own(self, steps: int) -> float:
+        return self.measured[steps] * self.factors[steps]
 
 
 class CorrectedRoundTimes:
-    """Longer contexts or a slower clock stretch all lengths alike: a scale, learned fast. A length's own factor is
-    learned slowly, and fades where it cannot be told from the scale because no other length is played.
+    """What all lengths of a batch size are off by is learned fast: an extra time where the measured rounds had empty
+    contexts, a factor elsewhere. A length's own factor is learned slowly, and fades where it cannot be told from the
+    common one because no other length is played.
     """
 
     def __init__(self, source: RoundTimes, draft_lens: tuple[int, ...], options: RoundTimeOptions) -> None:
@@ -95,7 +130,7 @@ class CorrectedRoundTimes:
     def _row(self, batch_size: int) -> _Row:
         if batch_size not in self._rows:
             times = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
-            self._rows[batch_size] = _Row(times)
+            self._rows[batch_size] = _Row(times, _Extra() if self._source.of_empty_contexts else _Scale())
         return self._rows[batch_size]
 
     def observe(self, batch_size: int, draft_len: int, seconds: float) -> None:
@@ -103,21 +138,25 @@ class CorrectedRoundTimes:
         if draft_len not in row.measured:
             return  # a limit's length, which no decision compares
         row.num_observed += 1
+        common, own = row.common, row.own(draft_len)
         is_settled = row.num_observed * options.time_smoothing > 1
-        scale = seconds / row.seconds[draft_len]
         if is_settled:
-            scale = min(max(scale, row.scale / MAX_SURPRISE), row.scale * MAX_SURPRISE)
-        row.scale += max(1 / row.num_observed, options.time_smoothing) * (scale - row.scale)
+            expected = common.of(own)
+            seconds = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+        rate = max(1 / row.num_observed, options.time_smoothing)
+        common.value += rate * (common.found(seconds, own) - common.value)
         if is_settled:
-            share = options.time_cell_smoothing
-            factor = row.factors[draft_len]
-            factor += share * (factor * (scale / row.scale - 1) - (factor - 1) / 20)
+            factor, share = row.factors[draft_len], options.time_cell_smoothing
+            factor += share * (factor * (seconds / common.of(own) - 1) - (factor - 1) / 20)
             row.factors[draft_len] = factor
-            row.seconds[draft_len] = row.measured[draft_len] * factor
+        if isinstance(common, _Extra):
+            row.seconds = {steps: common.of(row.own(steps)) for steps in row.measured}
+        else:  # what all are stretched by does not matter to a comparison
+            row.seconds[draft_len] = row.own(draft_len)
 
     def state(self) -> dict[str, Any]:
         """Milliseconds as now expected, by batch size and draft length."""
         return {
-            str(size): {str(steps): seconds * row.scale * 1e3 for steps, seconds in row.seconds.items()}
+            str(size): {str(steps): row.common.of(row.own(steps)) * 1e3 for steps in row.measured}
             for size, row in sorted(self._rows.items())
         }

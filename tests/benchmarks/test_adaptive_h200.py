@@ -83,7 +83,7 @@ def test_a_run_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         adaptive_h200,
         "ZOO",
-        replace(ZOO, batch_sizes=(2,), acceptances=(0.5,), settling_rounds=2, adaptive_rounds=2),
+        replace(ZOO, batch_sizes=(2,), acceptances=(0.5,), settling_rounds=2, adaptive_rounds=4),
     )
     for module in (adaptive_h200, adaptive_h200_tables):
         monkeypatch.setattr(module, "LADDER", ladder)

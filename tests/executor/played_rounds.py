@@ -11,8 +11,8 @@ LADDER = (0, 1, 2, 3)
 class LinearTimes:
     """A plain round takes 10 ms, each draft `draft_ms` more."""
 
-    def __init__(self, draft_ms: float) -> None:
-        self.draft_ms = draft_ms
+    def __init__(self, draft_ms: float, *, of_empty_contexts: bool = False) -> None:
+        self.draft_ms, self.of_empty_contexts = draft_ms, of_empty_contexts
 
     def round_time(self, batch_size: int, draft_len: int) -> float:
         return (10 + self.draft_ms * draft_len) / 1e3

@@ -235,7 +235,23 @@ def test_the_first_rounds_have_the_length_that_was_asked_for() -> None:
     ]
 
 
-def test_longer_contexts_stretch_all_lengths_alike() -> None:
+def test_longer_contexts_add_the_same_time_to_all_lengths_that_were_measured_with_empty_ones() -> None:
+    times = CorrectedRoundTimes(LinearTimes(4.0, of_empty_contexts=True), LADDER, RoundTimeOptions())
+    for _ in range(500):
+        times.observe(1, 0, 0.040)  # four times what was measured
+    assert times.row(1)[0] == pytest.approx(0.040, rel=0.01)
+    assert times.row(1)[3] == pytest.approx(0.052, rel=0.01)
+    assert times.state()["1"]["3"] == pytest.approx(52, rel=0.01)
+
+
+def test_rounds_faster_than_measured_with_empty_contexts_leave_all_times_above_zero() -> None:
+    times = CorrectedRoundTimes(LinearTimes(4.0, of_empty_contexts=True), LADDER, RoundTimeOptions())
+    for _ in range(500):
+        times.observe(1, 3, 0.003)
+    assert min(times.row(1).values()) > 0
+
+
+def test_a_slower_machine_stretches_all_lengths_alike() -> None:
     times = CorrectedRoundTimes(LinearTimes(1.0), LADDER, RoundTimeOptions())
     for _ in range(500):
         times.observe(1, 3, 0.026)  # twice what was measured
