@@ -1,7 +1,7 @@
 """How long a round takes, by batch size and draft length: measured at start-up, corrected while serving.
 
-It knows nothing of tokens, nor how long contexts are. Seconds are those of rounds that only generate; a context chunk in
-a round makes its time meaningless here.
+It knows nothing of tokens, nor how long contexts are. Seconds are those of rounds that only generate; a context chunk
+in a round makes its time meaningless here.
 """
 
 from bisect import bisect_left
