@@ -72,37 +72,32 @@ class Kernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(self._function, attribute, max_shared_bytes))
 
-    def max_clusters(self, launch: Launch) -> int:
-        """How many clusters of this shape the device holds at once."""
-        from cuda.bindings import driver
-
-        return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, self._config(launch, 0))))
-
     def launch(self, launch: Launch, stream: int, argument: ctypes.Structure) -> None:
         """Start the kernel as soon as all CTAs of the kernel before it have said that it may (programmatic dependent
         launch): it has to wait itself before it touches what others write. argument: the kernel's only one."""
         from cuda.bindings import driver
 
-        config = self._config(launch, stream)
+        config = _config(launch, stream)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0))
 
-    def _config(self, launch: Launch, stream: int) -> Any:
-        from cuda.bindings import driver
 
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
-        config.sharedMemBytes = launch.shared_bytes
-        config.hStream = stream
-        early, cluster = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
-        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
-        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = cluster.value.clusterDim
-        size.x, size.y, size.z = launch.cluster, 1, 1
-        config.attrs, config.numAttrs = [early, cluster], 2
-        return config
+def _config(launch: Launch, stream: int) -> Any:
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
+    config.sharedMemBytes = launch.shared_bytes
+    config.hStream = stream
+    early, cluster = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = cluster.value.clusterDim
+    size.x, size.y, size.z = launch.cluster, 1, 1
+    config.attrs, config.numAttrs = [early, cluster], 2
+    return config
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

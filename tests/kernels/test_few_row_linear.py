@@ -1,6 +1,8 @@
 """The linear layer for few rows: its twin against the formula, its source compiled, its kernel against both."""
 
+import ctypes
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +93,22 @@ def test_the_twin_equals_the_formula_and_adds_in_place(
 def test_the_source_compiles(dtype: torch.dtype, ring: Ring, architecture: str) -> None:
     macros = few_row_plan.definitions(dtype, ring)
     assert nvrtc.compile_source("few_row_linear.cu", architecture, macros).startswith(b"\x7fELF")
+
+
+def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
+    source = Path(few_row_plan.__file__).with_name("few_row_linear.cu").read_text(encoding="utf-8")
+    (declared,) = re.findall(r"struct Product {[^\n]*\n(.*?)\n\n", source, re.DOTALL)
+    types = {
+        "const u16 *": ctypes.c_void_p,
+        "u16*": ctypes.c_void_p,
+        "int": ctypes.c_int,
+        "float": ctypes.c_float,
+    }
+    fields = []
+    for line in declared.replace("const u16 *x", "const u16 * x").splitlines():
+        kind, names = re.fullmatch(r" *(const u16 \*|u16\*|int|float) (.*);", line).groups()  # type: ignore[union-attr]
+        fields += [(name.strip(" *"), types[kind]) for name in names.split(",")]
+    assert fields == list(module._Product._fields_)
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -> None:
