@@ -74,7 +74,7 @@ __device__ inline uint4 load_piece(const u16* source) {
 
 __device__ inline u32 shared_address(const void* place) { return static_cast<u32>(__cvta_generic_to_shared(place)); }
 
-// No L2 prefetch size here: with 256 bytes, all that is on its way at once does not fit, and some of it comes twice.
+// Without a prefetch size for the L2 cache: with one of 256 bytes every product was slower on an H200.
 __device__ inline void copy_piece(uint4* destination, const u16* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
         :: "r"(shared_address(destination)), "l"(source) : "memory");
