@@ -15,9 +15,8 @@ from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import Tokenizer
 
-# bfloat16 numbers between 8 and 16, where the best logits are, are so far apart. Each of two candidates may be off by
-# that: half of it in the last rounding, as much in the layers.
-SPACING = 1 / 16
+# bfloat16 numbers between 8 and 16, where the best logits are, are 1/16 apart; sampling divides them by 0.7.
+TOLERANCE = 0.1
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {},
     "chunks beside windows": {"enable_chunked_prefill": True, "max_num_tokens": 70},
@@ -75,5 +74,4 @@ def test_texts_are_those_of_triton(
     ours = [record for record in caplog.records if record.name.startswith("tllm_spec")]
     assert not [record for record in ours if record.levelno >= logging.WARNING], "FlashInfer runs all layers"
     for case, output, plain in zip(cases, found["FLASHINFER"], found["TRITON"], strict=True):
-        tolerance = 2 * SPACING / (case.params.effective_temperature or 1)
-        assert_same(case, output, plain, lambda: oracle_of(wide[0]), tolerance)
+        assert_same(case, output, plain, lambda: oracle_of(wide[0]), TOLERANCE)
