@@ -8,18 +8,19 @@ a round does, nor requests.
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.graph_pool import Captured, GraphPool
 from tllm_spec.executor.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_RUNS = 2  # compiles kernels and lets libraries allocate, which a capture must not
+TIMED_SECONDS = 0.03  # of replays in a row, once to warm up and once to be timed
 
 
 @dataclass(frozen=True, order=True)
@@ -35,10 +36,7 @@ class GraphKey:
         return self.batch_size * (1 + self.draft_len)
 
 
-@dataclass(frozen=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    result: SampledTokens | None
+_Captured = Captured[SampledTokens | None]
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,8 @@ class CudaGraphs:
         device: torch.device,
         *,
         pads: bool = True,
-        beside: "CudaGraphs | None" = None,
+        pool: GraphPool | None = None,
     ) -> None:
-        """beside: graphs that were captured before and never run at the same time; these use their memory."""
         self._generate = generate
         self._pads = pads
         self._dummy_slot = dummy_slot
@@ -73,16 +70,14 @@ class CudaGraphs:
         self._sizes: tuple[int, ...] = ()
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._sent: list[int] = []  # what the first of them are
-        self._stream: torch.cuda.Stream | None = beside._stream if beside is not None else None
-        self._pool: Any = beside._pool if beside is not None else None
+        self._pool = pool or GraphPool(device)
 
     def beside(self, generate: Callable[[torch.Tensor, int, bool], SampledTokens | None]) -> "CudaGraphs":
         """Graphs of something else for the same slots, to be captured next."""
-        return CudaGraphs(generate, self._dummy_slot, self._device, pads=self._pads, beside=self)
+        return CudaGraphs(generate, self._dummy_slot, self._device, pads=self._pads, pool=self._pool)
 
     def capture(self, keys: Iterable[GraphKey], before: Callable[[GraphKey], None] | None = None) -> None:
-        """Largest first, into one memory pool that the smaller ones then fit in. `before` is called with each key, to
-        bring about what its first runs read.
+        """Largest first. `before` is called with each key, to bring about what its first runs read.
 
         Raises ValueError when the memory does not suffice.
         """
@@ -95,10 +90,8 @@ class CudaGraphs:
             try:
                 if before is not None:
                     before(key)
-                captured = self._capture(key, self._pool)
                 tier = self.tiers.setdefault(key.draft_len, SpecRuntimeState(key.draft_len, {}))
-                tier.graphs[key.batch_size, key.sampled] = captured
-                self._pool = captured.graph.pool()
+                tier.graphs[key.batch_size, key.sampled] = self._capture(key)
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(
                     f"out of memory while the CUDA graph of {key.batch_size} requests with {key.draft_len} drafts was "
@@ -144,14 +137,22 @@ class CudaGraphs:
         return self._find(key) is not None
 
     def seconds(self, key: GraphKey) -> float:
-        """Of one replay with nothing but dummies, on the device."""
+        """Of a replay with nothing but dummies, on the device, in a long row of them: under load its clock may be lower
+        than in the first replay after a pause."""
         captured = self._find(key)
         assert captured is not None
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
         self._slot_ids.fill_(self._dummy_slot)
         self._sent = []
+        number = max(1, round(TIMED_SECONDS / self._replays(captured, 1)))
+        self._replays(captured, number)
+        return self._replays(captured, number) / number
+
+    def _replays(self, captured: _Captured, number: int) -> float:
+        """Seconds of so many."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
         start.record()
-        captured.graph.replay()
+        for _ in range(number):
+            captured.graph.replay()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
@@ -160,22 +161,9 @@ class CudaGraphs:
         tier = self.tiers.get(key.draft_len)
         return tier.graphs.get((key.batch_size, key.sampled)) if tier is not None else None
 
-    def _capture(self, key: GraphKey, pool: Any) -> _Captured:
+    def _capture(self, key: GraphKey) -> _Captured:
         slot_ids = self._slot_ids[: key.batch_size]
-        if (
-            self._stream is None
-        ):  # one for all: what a warm-up allocates is kept for the stream that it ran on
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has no annotation
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                self._generate(slot_ids, key.draft_len, key.sampled)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            result = self._generate(slot_ids, key.draft_len, key.sampled)
-        return _Captured(graph, result)
+        return self._pool.capture(partial(self._generate, slot_ids, key.draft_len, key.sampled))
 
 
 def graph_keys(sizes: Iterable[int], draft_lens: Callable[[int], set[int]]) -> list[GraphKey]:

@@ -8,7 +8,7 @@ import torch
 
 from tllm_spec.adaptive_config import MarkOptions
 from tllm_spec.executor.cuda_graphs import GraphKey
-from tllm_spec.executor.round_runner import TIMED_RUNS, RoundRunner
+from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, AcceptanceGate, DraftLenLimits
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
@@ -108,7 +108,7 @@ def measure_round_times(
 
 
 def _drafting_seconds(drafter: GraphDrafter | None, key: GraphKey) -> float:
-    return 0.0 if drafter is None else min(drafter.seconds(key) for _ in range(TIMED_RUNS))
+    return 0.0 if drafter is None else drafter.seconds(key)
 
 
 def without_outliers(row: Mapping[int, float]) -> dict[int, float]:

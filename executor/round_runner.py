@@ -11,9 +11,11 @@ from time import perf_counter
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.context_graphs import ContextGraphs, capture_contexts
 from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.graph_pool import GraphPool
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
@@ -65,6 +67,7 @@ class RoundRunner:
         self.round_end = round_end
         self._backlog = backlog
         self.graphs: CudaGraphs | None = None
+        self.context_graphs: ContextGraphs | None = None
         self._sampler = sampler
         self._slots = sampler.slots
         self._groups = sampler.groups
@@ -76,7 +79,7 @@ class RoundRunner:
         logprobs = LogprobRows()
         ended = batch.last_chunk_requests
         if batch.context_requests:
-            sampled = self._run_mixed(batch, ended, logprobs)
+            sampled = self._run_apart(batch, ended, logprobs) or self._run_mixed(batch, ended, logprobs)
         else:
             sampled = self._replay(batch) or self._run_windows(batch, logprobs)
         table = sampled.side_by_side() if sampled.table is None else sampled.table
@@ -102,19 +105,30 @@ class RoundRunner:
         return min(batch.draft_len, max(map(_num_ready, batch.generation_requests), default=0))
 
     def capture_graphs(
-        self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool
+        self,
+        keys: list[GraphKey],
+        dummy_slot: int,
+        device: torch.device,
+        *,
+        pads: bool,
+        pool: GraphPool | None = None,
     ) -> None:
         """From now on a round of generation windows that fits one of the keys is one graph launch."""
-        graphs = CudaGraphs(self._generate_for, dummy_slot, device, pads=pads)
+        graphs = CudaGraphs(self._generate_for, dummy_slot, device, pads=pads, pool=pool)
         graphs.capture(keys)
         self.graphs = graphs
         if self._backlog is not None:
             self._backlog.capture_graphs(graphs, keys)
 
+    def capture_contexts(self, max_num_tokens: int, dummy_slot: int, pool: GraphPool) -> None:
+        """From now on a few short context chunks are one graph launch, where attention can be captured."""
+        self.context_graphs = capture_contexts(self.engine, max_num_tokens, dummy_slot, pool)
+
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
-        """How long the device takes for a generation round, best of a few, with nothing but dummies."""
+        """How long the device takes for a generation round with nothing but dummies: in a long row of replays; without
+        a graph the best of a few."""
         if self.graphs is not None and key in self.graphs:
-            return min(self.graphs.seconds(key) for _ in range(TIMED_RUNS))
+            return self.graphs.seconds(key)
         slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
         times = []
         for _ in range(TIMED_RUNS):
@@ -180,36 +194,68 @@ class RoundRunner:
         if batch.generation_requests:
             group = self._groups.get(batch.generation_requests, batch.window)
             windows = self._windows(group, _longest(batch))
-        chunks = [
-            ContextChunk(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk])
-            for r in batch.context_requests
-        ]
+        chunks = _chunks(batch)
         wanted = _sampled_rows(batch, self._slots.device)
-        if any(request.rules.prompt_logprobs is not None for request in batch.context_requests):
+        if _wants_prompt_logprobs(batch):
             hidden = self.engine.forward(chunks, windows)
             collect_prompt_logprobs(batch.context_requests, hidden, self.engine.compute_logits)
             hidden = hidden.index_select(0, wanted)
         else:
             hidden = self.engine.forward(chunks, windows, wanted)
         logits = self.engine.compute_logits(hidden)
-        parts: list[SampledTokens] = []
-        if ended:
-            first = self._sample_contexts(ended, logits[: len(ended)], logprobs)
-            parts.append(first)
-        if group is not None:
+        parts = self._sample_contexts(ended, logits[: len(ended)], logprobs) if ended else []
+        result = None
+        if group is not None and windows is not None:
             probs = self._draft_probs(group, batch.draft_probs)
             parts.append(self._sampler.sample_windows(group, logits[len(ended) :], probs, logprobs))
-        if self.round_end is not None:
-            following = [
-                r.tokens[r.kv_len + r.context_chunk] if not r.is_last_context_chunk else None
-                for r in batch.context_requests
-            ]
-            requests = batch.context_requests
-            contexts = ContextResult(requests, chunks, following, first.new_tokens[:, 0] if ended else None)
-            result = WindowResult(windows, parts[-1]) if windows is not None else None
-            drafting = self._groups.get(ended + batch.generation_requests, 1)
-            self.round_end.draft(contexts, result, drafting, batch.num_new_drafts)
+            result = WindowResult(windows, parts[-1])
+        self._draft_behind_contexts(batch, chunks, ended, parts, result)
         return _joined(parts, batch.window, hidden.device)
+
+    def _run_apart(
+        self, batch: ScheduledBatch, ended: list[LlmRequest], logprobs: LogprobRows
+    ) -> SampledTokens | None:
+        """Context chunks by a graph, then generation windows as in a round of their own. None where that cannot be: no
+        graph fits, or somebody reads later what the windows would overwrite."""
+        reads_later = self.round_end is not None and not self.round_end.in_graph
+        if self.context_graphs is None or _wants_prompt_logprobs(batch):
+            return None
+        if batch.generation_requests and reads_later:
+            return None
+        chunks = _chunks(batch)
+        hidden = self.context_graphs.run(chunks)
+        if hidden is None:
+            return None
+        parts: list[SampledTokens] = []
+        if ended:
+            if len(ended) < len(chunks):
+                places = [i for i, r in enumerate(batch.context_requests) if r.is_last_context_chunk]
+                hidden = hidden.index_select(0, to_device(places, hidden.device))
+            parts = self._sample_contexts(ended, self.engine.compute_logits(hidden), logprobs)
+        self._draft_behind_contexts(batch, chunks, ended, parts, None)
+        if batch.generation_requests:
+            parts.append(self._replay(batch) or self._run_windows(batch, logprobs))
+        return _joined(parts, batch.window, hidden.device)
+
+    def _draft_behind_contexts(
+        self,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        ended: list[LlmRequest],
+        parts: list[SampledTokens],
+        result: WindowResult | None,
+    ) -> None:
+        """result: of windows that were in the same forward."""
+        if self.round_end is None:
+            return
+        requests = batch.context_requests
+        following = [
+            None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk] for r in requests
+        ]
+        sampled = parts[0].new_tokens[:, 0] if ended else None
+        contexts = ContextResult(requests, chunks, following, sampled)
+        drafting = self._groups.get(ended + (batch.generation_requests if result is not None else []), 1)
+        self.round_end.draft(contexts, result, drafting, batch.num_new_drafts)
 
     def _windows(self, group: RowGroup, max_kv_len: int) -> Windows:
         return Windows(
@@ -226,12 +272,23 @@ class RoundRunner:
 
     def _sample_contexts(
         self, ended: list[LlmRequest], logits: torch.Tensor, logprobs: LogprobRows
-    ) -> SampledTokens:
+    ) -> list[SampledTokens]:
         group = self._groups.get(ended, 1)
         lens = to_device([request.num_tokens for request in ended], logits.device)
         self._slots.kv_lens[group.slots] = lens
         tails = to_device([request.tokens[-1] for request in ended], logits.device)
-        return self._sampler.sample_contexts(group, logits, tails, logprobs)
+        return [self._sampler.sample_contexts(group, logits, tails, logprobs)]
+
+
+def _chunks(batch: ScheduledBatch) -> list[ContextChunk]:
+    return [
+        ContextChunk(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk])
+        for r in batch.context_requests
+    ]
+
+
+def _wants_prompt_logprobs(batch: ScheduledBatch) -> bool:
+    return any(request.rules.prompt_logprobs is not None for request in batch.context_requests)
 
 
 def _longest(batch: ScheduledBatch) -> int:

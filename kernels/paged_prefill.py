@@ -17,6 +17,7 @@ import torch
 NUM_PLANS = 2
 # What a wrapper of FlashInfer allocates on the device for a plan (8 MiB) and for the lengths in it.
 PLAN_BYTES = (8 << 20) + 32768 * 4
+HOPPER = 9  # compute capability, of whose kernels (FA3) every launch of a graph takes its whole schedule from a plan
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,15 @@ class PrefillRows:
         return cls(host[0], host[1], host[2, :-1], host[3, :-1], pages, starts[0][-1], max(chunk_lens))
 
 
+@dataclass(frozen=True)
+class PrefillLimits:
+    """Of plans in place: rows of all chunks together, chunks, and pages of a chunk's request."""
+
+    max_rows: int
+    num_chunks: int
+    max_pages: int
+
+
 class PagedPrefill:
     """FlashInfer's kernels for one geometry. Raises RuntimeError or OSError where they are neither prebuilt for it nor
     can be compiled, and ImportError without FlashInfer."""
@@ -67,21 +77,36 @@ class PagedPrefill:
 
         # Partial results of a split over keys would lie here. Without the split a row's result does not depend on
         # the batch around it. The FA3 kernels never split.
-        workspace = torch.empty(16, dtype=torch.uint8, device=layer.device)
+        self._workspace = torch.empty(16, dtype=torch.uint8, device=layer.device)
         self._wrappers = [
-            BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="auto") for _ in range(NUM_PLANS)
+            BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="auto")
+            for _ in range(NUM_PLANS)
         ]
         self._copied = [torch.cuda.Event() for _ in range(NUM_PLANS)]  # type: ignore[no-untyped-call] # torch's
         self._turn = 0
         self._layer, self._num_heads, self._scale = layer, num_heads, scale
-        self._try()
+        for _ in range(NUM_PLANS):
+            self._try(self.plan(self._rows_of_page_0(1)))
 
     def plan(self, rows: PrefillRows) -> Any:
         """What `run` needs of a forward. It lasts until `NUM_PLANS` further ones have been made, and the host waits for
         the device only when it is so many ahead."""
         turn, self._turn = self._turn, (self._turn + 1) % NUM_PLANS
-        wrapper = self._wrappers[turn]
-        self._copied[turn].synchronize()
+        self._fill(self._wrappers[turn], rows, self._copied[turn])
+        return self._wrappers[turn]
+
+    def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None:
+        """q `[T, Hq, D]`, any stride of rows; out `[T, Hq, D]`, contiguous, overwritten."""
+        plan.run(q, (layer[0], layer[1]), out=out)
+
+    def in_place(self, limits: PrefillLimits) -> "PrefillInPlace | None":
+        """Plans that a CUDA graph can follow; None where not all of a plan is known to lie on the device."""
+        if torch.cuda.get_device_capability(self._layer.device)[0] != HOPPER:
+            return None
+        return PrefillInPlace(self, limits)
+
+    def _fill(self, wrapper: Any, rows: PrefillRows, copied: torch.cuda.Event) -> None:
+        copied.synchronize()
         wrapper.plan(
             rows.query_starts,
             rows.page_starts,
@@ -98,24 +123,51 @@ class PagedPrefill:
             max_token_per_sequence=rows.max_chunk_len,
             disable_split_kv=True,
         )
-        self._copied[turn].record(torch.cuda.current_stream(self._layer.device))
-        return wrapper
+        copied.record(torch.cuda.current_stream(self._layer.device))
 
-    def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None:
-        """q `[T, Hq, D]`, any stride of rows; out `[T, Hq, D]`, contiguous, overwritten."""
-        plan.run(q, (layer[0], layer[1]), out=out)
+    def _rows_of_page_0(self, num_rows: int, num_chunks: int = 1) -> PrefillRows:
+        page_size = self._layer.shape[2]
+        table = torch.zeros(
+            num_chunks, -(-num_rows // page_size), dtype=torch.int32, device=self._layer.device
+        )
+        lens = [num_rows] + [0] * (num_chunks - 1)
+        return PrefillRows.build(lens, lens, table, page_size)
 
-    def _try(self) -> None:
-        """One row over page 0: kernels are loaded or compiled now, not when the first request waits for them."""
-        for _ in range(NUM_PLANS):
-            table = torch.zeros(1, 1, dtype=torch.int32, device=self._layer.device)
-            q = self._layer.new_zeros(1, self._num_heads, self._layer.shape[4])
-            self.run(
-                self.plan(PrefillRows.build([1], [1], table, self._layer.shape[2])),
-                q,
-                self._layer,
-                torch.empty_like(q),
-            )
+    def _try(self, plan: Any, num_rows: int = 1) -> None:
+        """Kernels are loaded or compiled now, not when the first request waits for them."""
+        q = self._layer.new_zeros(num_rows, self._num_heads, self._layer.shape[4])
+        self.run(plan, q, self._layer, torch.empty_like(q))
+
+
+class PrefillInPlace:
+    """Every plan is written over the one before: graphs that hold a `run` of it do what the latest one says. Those of
+    fewer rows can be made of it, too. Plans have `num_chunks` chunks, some of which may be empty."""
+
+    def __init__(self, kernels: PagedPrefill, limits: PrefillLimits) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        def buffer(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=kernels._layer.device)
+
+        self._kernels = kernels
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            kernels._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=buffer(limits.num_chunks + 1),
+            paged_kv_indptr_buf=buffer(limits.num_chunks + 1),
+            paged_kv_indices_buf=buffer(limits.num_chunks * limits.max_pages),
+            paged_kv_last_page_len_buf=buffer(limits.num_chunks),
+            backend="fa3",
+        )
+        # The first plan decides where on the device the parts of all plans stand: it has the most rows.
+        kernels._try(self.plan(kernels._rows_of_page_0(limits.max_rows, limits.num_chunks)), limits.max_rows)
+
+    def plan(self, rows: PrefillRows) -> Any:
+        """Always the same object, for `PagedPrefill.run`."""
+        self._kernels._fill(self._wrapper, rows, self._copied)
+        return self._wrapper
 
 
 def plain_paged_prefill(

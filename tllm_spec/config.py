@@ -68,7 +68,6 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "moe_tensor_parallel_size": NotServed((None, -1, 1), ONE_GPU),
     "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
     "pipeline_parallel_size": NotServed((1,), ONE_GPU),
-    "prefill_cuda_graph_backend": NotServed(("disabled",), "only generation rounds run as CUDA graphs"),
     "print_iter_log": NotServed((False,), NO_STATISTICS),
     "quant_config": NotServed((None,), "quantised weights are not served"),
     "reasoning_parser": NotServed((None,), "reasoning text is not split off"),
@@ -147,7 +146,7 @@ class CudaGraphConfig(ConfigModel):
     enable_padding: bool = True
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
-        "mode": NotServed(("decode",), "only generation rounds run as CUDA graphs"),
+        "mode": NotServed(("decode",), "contexts have prefill_cuda_graph_backend"),
     }
 
     @field_validator("batch_sizes")
@@ -198,7 +197,8 @@ class LlmArgs(ConfigModel):
     """Everything that `LLM(model, **kwargs)` takes.
 
     `attn_backend`: `auto` is VANILLA on a CPU; on CUDA FLASHINFER where it can be had, else TRITON.
-    `cuda_graph_config`: None runs without graphs.
+    `cuda_graph_config`: None runs without graphs. `prefill_cuda_graph_backend`: `auto` captures short contexts, too,
+    where attention can be captured (FLASHINFER on Hopper).
     `deterministic`: kernels whose result for a token has the same bits whatever runs beside it, so that text (and log
     probabilities, to the last bit) cannot depend on batch, draft length, chunks, prefix hits or preemption. CUDA only.
     """
@@ -223,6 +223,7 @@ class LlmArgs(ConfigModel):
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
     cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
+    prefill_cuda_graph_backend: Literal["auto", "disabled"] = "auto"
     speculative_config: SpeculativeConfig | None = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = NOT_SERVED

@@ -74,6 +74,13 @@ class BuildPlan:
         return any(0 in controller.draft_lens_at(1 + size) for size in range(self.slots.max_batch_size))
 
     @property
+    def has_context_graphs(self) -> bool:
+        """Whether they are wanted; attention may not be able to."""
+        args = self.args
+        wanted = args.cuda_graph_config is not None and args.prefill_cuda_graph_backend == "auto"
+        return wanted and self.device.type == "cuda"
+
+    @property
     def overshoot(self) -> int:
         """How far behind its last token a request may write: drafts, and with overlap a whole round too many."""
         rounds = 1 if self.why_no_overlap else 2

@@ -14,6 +14,7 @@ from tllm_spec.executor.draft_lens import (
     measure_round_times,
 )
 from tllm_spec.executor.engine.memory_plan import ServedModel
+from tllm_spec.executor.graph_pool import GraphPool
 from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.modes import Speculation
@@ -37,8 +38,11 @@ def build_controller(
         # Windows of all requests, a row of each of them, full chunks of contexts, and a prompt of some length.
         row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
         tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device)
+    pool = GraphPool(plan.device)
+    if plan.has_context_graphs:  # first, as they need most
+        runner.capture_contexts(max_num_tokens, plan.slots.dummy_slot, pool)
     if sizes:
-        _capture(plan, runner, speculation, keys, graph_keys(sizes, controller.draft_lens_at))
+        _capture(plan, runner, speculation, keys, graph_keys(sizes, controller.draft_lens_at), pool)
     if spec is None or spec.adaptive is None:
         return controller
     times = _round_times(plan, runner, speculation, controller, sizes) if controller.compares_times else None
@@ -70,12 +74,12 @@ def _capture(
     speculation: Speculation,
     keys: list[GraphKey],
     asked: list[GraphKey],
+    pool: GraphPool,
 ) -> None:
     """keys: of rounds. asked: the part of them, but for limits of tokens, that the controller may ask for."""
     assert plan.args.cuda_graph_config is not None
-    runner.capture_graphs(
-        keys, plan.slots.dummy_slot, plan.device, pads=plan.args.cuda_graph_config.enable_padding
-    )
+    pads = plan.args.cuda_graph_config.enable_padding
+    runner.capture_graphs(keys, plan.slots.dummy_slot, plan.device, pads=pads, pool=pool)
     drafter = speculation.graph_drafter
     if drafter is not None and runner.graphs is not None:
         drafter.capture_graphs(runner.graphs, drafter.keys(keys, asked))

@@ -6,7 +6,7 @@ speculation: context chunks are (slot, start, tokens), generation windows are sl
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend, ForwardContext
+from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, ForwardContext
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.models.causal_lm import CausalLM
@@ -42,14 +42,23 @@ class ModelEngine:
 
         wanted: the rows `[R]` to be returned, `[R, H]`; the others skip most of the last layer's work."""
         metadata, token_ids = self.rows.build(contexts, windows)
+        return self.run(token_ids, metadata.positions, self.backend.plan(metadata), wanted)
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttentionPlan,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The forward of planned rows `[T]`: device work only."""
         if self._clamps:
             token_ids = token_ids.clamp_max(self._last_token_id)
-        plan = self.backend.plan(metadata)
         if wanted is None or not self._captures_last_layer:
             context = ForwardContext(self.backend, plan, self.spec, wanted)
-            return self.model.forward(token_ids, metadata.positions, context)
+            return self.model.forward(token_ids, positions, context)
         context = ForwardContext(self.backend, plan, self.spec)
-        return self.model.forward(token_ids, metadata.positions, context).index_select(0, wanted)
+        return self.model.forward(token_ids, positions, context).index_select(0, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype."""

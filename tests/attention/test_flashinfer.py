@@ -1,18 +1,19 @@
 """FLASHINFER against VANILLA: with the plain-torch twin of FlashInfer's prefill here, with FlashInfer on a CUDA device
 (`-m gpu`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.attention.plain_prefill import PlainPrefill
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
-from tllm_spec.kernels.paged_prefill import PrefillRows, plain_paged_prefill
+from tllm_spec.kernels.paged_prefill import PrefillLimits, PrefillRows
 from tllm_spec.kernels.rotary_write import Rotary
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -40,19 +41,6 @@ BATCHES = {
     "chunks and windows": Batch(((0, 7), (250, 129)), (40, 5, 200), window=4),
     "a chunk and single tokens": Batch(((33, 5),), (64, 65)),
 }
-
-
-class PlainPrefill:
-    """The twin in the place of `PagedPrefill`."""
-
-    def __init__(self, geometry: AttentionGeometry) -> None:
-        self.scale = geometry.scale
-
-    def plan(self, rows: PrefillRows) -> PrefillRows:
-        return rows
-
-    def run(self, plan: PrefillRows, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None:
-        plain_paged_prefill(q, layer, plan, self.scale, out)
 
 
 class Forward:
@@ -256,6 +244,50 @@ def test_a_row_does_not_depend_on_the_batch_or_the_chunks_around_it() -> None:
     rotary = Rotary(together.rotary.table, first.positions)
     alone = backend.run(LAYER, together.qkv[:129].clone(), rotary, backend.plan(first))
     assert torch.equal(alone, output[:129])
+
+
+IN_PLACE = (Batch(((90, 40), (0, 200), (7, 2))), BATCHES["three requests"], Batch(((0, 1),)))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@torch.inference_mode()
+def test_a_plan_in_place_runs_whatever_was_planned_last(device: str) -> None:
+    """Whoever captured the plan of one batch replays those of others, padded to its rows and number of chunks."""
+    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("Hopper's kernels")
+    forwards = [Forward(batch, device, seed=i) for i, batch in enumerate(IN_PLACE)]
+    num_rows = max(len(forward.qkv) for forward in forwards)
+    backends = sharing_one_prefill(forwards)
+    plans = backends[0].context_plans(PrefillLimits(num_rows, 4, 50))
+    assert plans is not None
+    plans.update(padded_to(forwards[0].metadata, num_rows))
+    kv_slots = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    plan = plans.for_graph(kv_slots)
+    for forward, backend in zip(forwards, backends, strict=True):
+        metadata, own = padded_to(forward.metadata, num_rows), len(forward.qkv)
+        plans.update(metadata)
+        kv_slots.copy_(metadata.kv_slots)
+        qkv = torch.cat((forward.qkv, forward.qkv[:1].expand(num_rows - own, -1, -1)))
+        output = backend.run(LAYER, qkv, Rotary(forward.rotary.table, metadata.positions), plan)
+        assert output.isfinite().all()  # padding, too: its keys go to a page that others may meet
+        forward.check(output[:own])
+
+
+def padded_to(metadata: AttentionMetadata, num_rows: int) -> AttentionMetadata:
+    """With a chunk on page 0, and empty ones, to four chunks."""
+    missing = num_rows - len(metadata.positions)
+    places = torch.arange(missing, device=metadata.positions.device)
+    page_size, empty = 32, 3 - len(metadata.context_lens)
+    more = max(0, -(-missing // page_size) - metadata.block_tables.shape[1])
+    lens = (missing, *[0] * empty)
+    return replace(
+        metadata,
+        context_lens=(*metadata.context_lens, *lens),
+        context_kv_lens=(*metadata.context_kv_lens, *lens),
+        block_tables=torch.nn.functional.pad(metadata.block_tables, (0, more, 0, 1 + empty)),
+        positions=torch.cat((metadata.positions, places.clamp_max(0))),
+        kv_slots=torch.cat((metadata.kv_slots, places % page_size)),
+    )
 
 
 @pytest.mark.gpu

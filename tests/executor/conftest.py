@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 
 from tests.executor.harness import tensors_of
 from tests.executor.tiny_llama import write_tiny_llama
-from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured
+from tllm_spec.executor.graph_pool import Captured, GraphPool
 
 
 @pytest.fixture(scope="session")
@@ -25,30 +23,25 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class EagerGraph:
     """Stands in for a graph where there are none: a replay does the work again, with its result in the same memory."""
 
-    run: Callable[[], SampledTokens | None]
-    result: SampledTokens | None
+    run: Callable[[], Any]
+    result: Any
     replays: int = 0
 
     def replay(self) -> None:
         self.replays += 1
         result = self.run()
-        if self.result is not None and result is not None:
-            for own, new in zip(tensors_of(self.result), tensors_of(result), strict=True):
-                own.copy_(new)
-
-    def pool(self) -> None:
-        return None
+        for own, new in zip(tensors_of(self.result), tensors_of(result), strict=True):
+            own.copy_(new)
 
 
 @pytest.fixture
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures without a CUDA device."""
 
-    def capture(graphs: CudaGraphs, key: GraphKey, pool: Any) -> _Captured:
-        run = partial(graphs._generate, graphs._slot_ids[: key.batch_size], key.draft_len, key.sampled)
-        result = run()
-        stand_in: Any = EagerGraph(run, result)
-        return _Captured(stand_in, result)
+    def capture(pool: GraphPool, work: Callable[[], Any]) -> Captured[Any]:
+        result = work()
+        stand_in: Any = EagerGraph(work, result)
+        return Captured(stand_in, result)
 
-    monkeypatch.setattr(CudaGraphs, "_capture", capture)
+    monkeypatch.setattr(GraphPool, "capture", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))

@@ -11,7 +11,8 @@ import torch
 from tests.executor.draft_caches import eagle3
 from tests.executor.harness import Harness, draft_target, output_of, tensors_of
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured, graph_keys
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, graph_keys
+from tllm_spec.executor.graph_pool import Captured, GraphPool
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.model_drafter import ModelDrafter
@@ -50,9 +51,6 @@ class EagerGraph:
                 own.copy_(new)
         self.depth.pop()
 
-    def pool(self) -> str:
-        return "the pool"
-
 
 def spoil(result: SampledTokens) -> None:
     for tensor in tensors_of(result):
@@ -65,21 +63,16 @@ def captures_without_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     inside: list[int] = []
     results: list[SampledTokens] = []
 
-    def capture(graphs: CudaGraphs, key: GraphKey, pool: Any) -> _Captured:
-        slot_ids = graphs._slot_ids[: key.batch_size]
-
-        def run() -> SampledTokens | None:
-            return graphs._generate(slot_ids, key.draft_len, key.sampled)
-
+    def capture(pool: GraphPool, run: Callable[[], SampledTokens | None]) -> Captured[SampledTokens | None]:
         result = run()
         if result is not None:
             result = SampledTokens(*(tensor.clone() for tensor in tensors_of(result)))
             spoil(result)  # a capture computes nothing
             results.append(result)
         stand_in: Any = EagerGraph(run, result, inside, results)
-        return _Captured(stand_in, result)
+        return Captured(stand_in, result)
 
-    monkeypatch.setattr(CudaGraphs, "_capture", capture)
+    monkeypatch.setattr(GraphPool, "capture", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
     return inside
 

@@ -145,6 +145,8 @@ def all_pages_are_back(executor: PyExecutor) -> bool:
     )
 
 
-def tensors_of(result: SampledTokens) -> list[torch.Tensor]:
-    """What a graph of rounds leaves in its memory."""
+def tensors_of(result: SampledTokens | torch.Tensor | None) -> list[torch.Tensor]:
+    """What a graph leaves in its memory."""
+    if not isinstance(result, SampledTokens):
+        return [] if result is None else [result]
     return [result.new_tokens, result.new_lens, *([] if result.table is None else [result.table])]

@@ -15,8 +15,9 @@ from tllm_spec.config import CudaGraphConfig, LlmArgs
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, _Captured, graph_keys
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, graph_keys
 from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
+from tllm_spec.executor.graph_pool import GraphPool
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.speculative.drafter import NoDrafter
 from tllm_spec.executor.speculative.modes import Speculation
@@ -208,10 +209,10 @@ def test_without_padding_only_batches_of_a_captured_size_are_replayed(tiny: Path
 def test_running_out_of_memory_while_capturing_says_which_options_to_lower(
     tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(graphs: CudaGraphs, key: GraphKey, pool: Any) -> _Captured:
+    def fail(pool: GraphPool, work: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(CudaGraphs, "_capture", fail)
+    monkeypatch.setattr(GraphPool, "capture", fail)
     message = "out of memory .* of 8 requests with 3 drafts .*cuda_graph_config.max_batch_size, max_draft_len"
     with pytest.raises(ValueError, match=message):
         with_graphs(tiny, (1, 8), {3}, **draft_target(tiny, 3, draft_target_one_model=True))
@@ -226,10 +227,14 @@ class KeyRecorder:
         self.keys: list[GraphKey] = []
         self.graphs: list[GraphKey] | None = None
 
+    def capture_contexts(self, max_num_tokens: int, dummy_slot: int, pool: GraphPool) -> None:
+        self.pool = pool
+
     def capture_graphs(
-        self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool
+        self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool, pool: GraphPool
     ) -> None:
         assert (dummy_slot, device.type, pads) == (DUMMY, "cuda", True)
+        assert pool is self.pool  # the memory of contexts, which need more
         self.keys = self.graphs = keys
 
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
@@ -360,3 +365,33 @@ def test_an_adaptive_draft_length_has_a_graph_and_a_measured_round_for_all_that_
     gate = {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}
     keys = keys_of_build(tiny, **speculate(tiny_draft, head, "eagle3", **gate))
     assert {key.draft_len for key in keys} == {0, 3}
+
+
+def test_a_replay_is_timed_among_others_when_the_device_has_slowed_down(
+    eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that takes 2 ms for a replay after a pause, and 3 ms once it has been busy for 20 ms."""
+    now = 0.0
+
+    def generate(slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
+        nonlocal now
+        now += 2.0 if now < 20 else 3.0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.time = -1.0
+
+        def record(self) -> None:
+            self.time = now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.time - self.time
+
+    graphs = CudaGraphs(generate, DUMMY, CPU)
+    graphs.capture([GraphKey(2, 1, False)])
+    now = 0.0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert graphs.seconds(GraphKey(2, 1, False)) == pytest.approx(0.003)

@@ -76,10 +76,8 @@ def test_which_drafts_are_captured_beside_which_rounds(
 def test_drafts_are_captured_into_the_memory_of_the_rounds(depth: list[int]) -> None:
     rounds = CudaGraphs(lambda *_: None, DUMMY, CPU, pads=False)
     rounds.capture([GraphKey(1, 0, False)])
-    stream: Any = object()
-    rounds._stream = stream
     drafting = rounds.beside(lambda *_: None)
-    assert drafting._pool == "the pool" and drafting._stream is stream
+    assert drafting._pool is rounds._pool
     drafting.capture([GraphKey(2, 3, False)])
     assert drafting.run([1, 2], 3, False) and not drafting.run([1], 3, False)  # no padding here either
     assert GraphKey(2, 3, False) not in rounds and not rounds.run([1, 2], 3, False)

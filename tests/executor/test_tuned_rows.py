@@ -21,7 +21,10 @@ class FakeRunner:
     def __init__(self, events: list[Any]) -> None:
         self._events = events
 
-    def capture_graphs(self, *graphs: Any, pads: bool) -> None:
+    def capture_contexts(self, *limits: Any) -> None:
+        self._events.append("contexts")
+
+    def capture_graphs(self, *graphs: Any, **options: Any) -> None:
         self._events.append("captured")
 
 
@@ -44,4 +47,4 @@ def test_products_are_tuned_for_the_rows_of_graphs_and_of_contexts_before_graphs
     rounds.build_controller(building, runner, Speculation(drafter, round_end=None), [])
     windows = {size * window for size in (1, 2, 4, 8) for window in (1, 2, 3)}
     rows = {300, 37} | (windows if has_graphs else set())
-    assert events == ([] if deterministic else [rows]) + (["captured"] if has_graphs else [])
+    assert events == ([] if deterministic else [rows]) + (["contexts", "captured"] if has_graphs else [])

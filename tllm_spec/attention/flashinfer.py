@@ -1,7 +1,7 @@
 """FLASHINFER: context chunks through FlashInfer's paged prefill, generation windows as TRITON runs them.
 
 A forward without chunks is TRITON's, so CUDA graphs hold the same kernels. Contexts are planned once per forward from
-lengths on the host; page numbers stay on the device.
+lengths on the host; page numbers stay on the device. On Hopper a plan in place serves CUDA graphs of contexts.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,16 @@ from typing import Any, Protocol
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, ContextPlans
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention, TritonPlan
-from tllm_spec.kernels.paged_prefill import NUM_PLANS, PLAN_BYTES, PagedPrefill, PrefillRows
+from tllm_spec.kernels.paged_prefill import (
+    NUM_PLANS,
+    PLAN_BYTES,
+    PagedPrefill,
+    PrefillLimits,
+    PrefillRows,
+)
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer has kernels for
@@ -25,6 +31,13 @@ class Prefill(Protocol):
 
     def plan(self, rows: PrefillRows) -> Any: ...
     def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None: ...
+    def in_place(self, limits: PrefillLimits) -> "InPlace | None": ...
+
+
+class InPlace(Protocol):
+    """`PrefillInPlace`, or its twin in tests."""
+
+    def plan(self, rows: PrefillRows) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,25 @@ class FlashInferPlan(TritonPlan):
 
     num_rows: int
     prefill: Any
+
+
+class FlashInferContexts(ContextPlans):
+    """Chunks of the same number, planned in place."""
+
+    def __init__(self, prefill: InPlace, limits: PrefillLimits, page_size: int) -> None:
+        self._prefill, self._limits, self._page_size = prefill, limits, page_size
+        self._plan: Any = None
+
+    def update(self, metadata: AttentionMetadata) -> None:
+        assert len(metadata.context_lens) == self._limits.num_chunks and not metadata.num_generations
+        rows = PrefillRows.build(
+            metadata.context_lens, metadata.context_kv_lens, metadata.block_tables, self._page_size
+        )
+        self._plan = self._prefill.plan(rows)
+
+    def for_graph(self, kv_slots: torch.Tensor) -> FlashInferPlan:
+        assert self._plan is not None
+        return FlashInferPlan(kv_slots, (), None, None, len(kv_slots), self._plan)
 
 
 class FlashInferAttention(TritonAttention):
@@ -45,6 +77,10 @@ class FlashInferAttention(TritonAttention):
     @classmethod
     def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
         return super().workspace_bytes(geometry) + NUM_PLANS * PLAN_BYTES
+
+    def context_plans(self, limits: PrefillLimits) -> FlashInferContexts | None:
+        prefill = self._prefill.in_place(limits)
+        return None if prefill is None else FlashInferContexts(prefill, limits, self.pool.page_size)
 
     def plan(self, metadata: AttentionMetadata) -> TritonPlan:
         if not metadata.context_lens:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.kernels.paged_prefill import PrefillLimits
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 
 
@@ -53,6 +54,16 @@ class AttentionPlan:
     """What a backend prepares once per forward for all layers; each backend has its own."""
 
 
+class ContextPlans(Protocol):
+    """Plans of context chunks in memory that stays where it is, so that a CUDA graph can hold their forward."""
+
+    def update(self, metadata: AttentionMetadata) -> None:
+        """The next replay runs these chunks, as many as the limits say, and no windows."""
+
+    def for_graph(self, kv_slots: torch.Tensor) -> AttentionPlan:
+        """What a forward of so many rows captures; `kv_slots` `[T]` holds the slots of a replay's rows."""
+
+
 class AttentionBackend(ABC):
     """Paged attention over one pool."""
 
@@ -67,6 +78,10 @@ class AttentionBackend(ABC):
     def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
         """Device memory that each instance allocates beside the pool, for memory planning."""
         return 0
+
+    def context_plans(self, limits: PrefillLimits) -> ContextPlans | None:
+        """For CUDA graphs of context chunks; None where a plan of chunks depends on lengths on the host."""
+        return None
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of `[T, Hq + 2 * Hkv, D]`: q `[T, Hq, D]` and kv `[T, 2, Hkv, D]`."""

@@ -1,0 +1,103 @@
+"""Forwards of context chunks as CUDA graphs, one for each padded number of rows: a short prompt takes as long as the
+device needs for it, and not as long as the host needs to launch hundreds of kernels.
+
+Chunks are padded with one of the dummy slot. It knows the engine's rows; no requests, no sampling.
+"""
+
+import logging
+from functools import partial
+from time import monotonic
+
+import torch
+
+from tllm_spec.attention.interface import ContextPlans
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.executor.graph_pool import Captured, GraphPool
+from tllm_spec.executor.transfer import to_device
+from tllm_spec.kernels.paged_prefill import PrefillLimits
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNKS = 8
+# Rows of a graph. From about 1,500 rows on an 8B model's products take longer than a slow host's launches.
+CONTEXT_ROWS = (64, *range(128, 1537, 128))
+
+
+def context_rows(max_num_tokens: int, max_len: int) -> tuple[int, ...]:
+    """The sizes that can be needed: rounds have no more tokens, and the dummy slot's pages hold the padding."""
+    return tuple(size for size in CONTEXT_ROWS if size <= min(max_num_tokens, max_len))
+
+
+class ContextGraphs:
+    """Raises ValueError when the memory does not suffice."""
+
+    def __init__(
+        self,
+        engine: ModelEngine,
+        plans: ContextPlans,
+        sizes: tuple[int, ...],
+        dummy_slot: int,
+        pool: GraphPool,
+    ) -> None:
+        self._engine, self._plans, self._dummy_slot = engine, plans, dummy_slot
+        device = engine.rows.device
+        self._token_ids, self._positions, self._kv_slots = torch.zeros(
+            (3, max(sizes)), dtype=torch.int64, device=device
+        ).unbind(0)
+        self._last_rows = torch.zeros(MAX_CHUNKS, dtype=torch.int64, device=device)
+        start, self._graphs = monotonic(), dict[int, Captured[torch.Tensor]]()
+        for size in sorted(sizes, reverse=True):
+            self._send([], size)
+            try:
+                self._graphs[size] = pool.capture(partial(self._forward, size))
+            except torch.cuda.OutOfMemoryError as error:
+                raise ValueError(
+                    f"out of memory while the CUDA graph of {size} context rows was captured; lower "
+                    "kv_cache_config.free_gpu_memory_fraction, or set prefill_cuda_graph_backend to disabled"
+                ) from error
+        self._sizes = sorted(sizes)
+        logger.info("%d CUDA graphs of contexts took %.1f s", len(sizes), monotonic() - start)
+
+    def run(self, chunks: list[ContextChunk]) -> torch.Tensor | None:
+        """Hidden states of each chunk's last row, `[C, H]`, which the next replay of any graph overwrites. None when no
+        graph fits."""
+        num_rows = sum(len(chunk.tokens) for chunk in chunks)
+        size = next((size for size in self._sizes if size >= num_rows), None)
+        if size is None or len(chunks) > MAX_CHUNKS:
+            return None
+        self._send(chunks, size)
+        captured = self._graphs[size]
+        captured.graph.replay()
+        return captured.result[: len(chunks)]
+
+    def _send(self, chunks: list[ContextChunk], size: int) -> None:
+        """What the graph of `size` rows reads."""
+        ends, end = [0] * MAX_CHUNKS, 0
+        for index, chunk in enumerate(chunks):
+            end += len(chunk.tokens)
+            ends[index] = end - 1
+        nobody = [ContextChunk(self._dummy_slot, 0, [0] * (size - end))]
+        nobody += [ContextChunk(self._dummy_slot, 0, [])] * (MAX_CHUNKS - len(chunks))
+        metadata, token_ids = self._engine.rows.build(chunks + nobody, None)
+        self._plans.update(metadata)
+        self._token_ids[:size].copy_(token_ids)
+        self._positions[:size].copy_(metadata.positions)
+        self._kv_slots[:size].copy_(metadata.kv_slots)
+        self._last_rows.copy_(to_device(ends, self._last_rows.device))
+
+    def _forward(self, size: int) -> torch.Tensor:
+        plan = self._plans.for_graph(self._kv_slots[:size])
+        return self._engine.run(self._token_ids[:size], self._positions[:size], plan, self._last_rows)
+
+
+def capture_contexts(
+    engine: ModelEngine, max_num_tokens: int, dummy_slot: int, pool: GraphPool
+) -> ContextGraphs | None:
+    """None where attention cannot be captured, or no size is of use."""
+    sizes = context_rows(max_num_tokens, engine.rows.max_len)
+    if not sizes:
+        return None
+    num_pages = engine.rows.table.device_rows.shape[1]
+    plans = engine.backend.context_plans(PrefillLimits(sizes[-1], MAX_CHUNKS + 1, num_pages))
+    return None if plans is None else ContextGraphs(engine, plans, sizes, dummy_slot, pool)

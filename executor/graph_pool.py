@@ -1,0 +1,49 @@
+"""Captures work as CUDA graphs. It does not know what the work is.
+
+Graphs of one pool share memory: they never run at the same time, and what one left behind another may overwrite.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+WARM_UP_RUNS = 2  # compiles kernels and lets libraries allocate, which a capture must not
+
+
+@dataclass(frozen=True)
+class Captured(Generic[Result]):
+    """A graph, and where its replays leave their results."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Result
+
+
+class GraphPool:
+    """Capture what needs most first: the rest then fits in its memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def capture(self, work: Callable[[], Result]) -> Captured[Result]:
+        """Raises torch.cuda.OutOfMemoryError."""
+        if (
+            self._stream is None
+        ):  # one for all: what a warm-up allocates is kept for the stream that it ran on
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has no annotation
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                work()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            result = work()
+        self._pool = graph.pool()
+        return Captured(graph, result)

@@ -1,0 +1,190 @@
+"""CUDA graphs of contexts: what runs in them, and that nobody can tell from the text. FlashInfer's twin attends."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention.plain_prefill import PlainPrefill
+from tests.executor.draft_caches import HOT, one_model
+from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.attention.flashinfer import FlashInferAttention
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor import context_graphs
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
+from tllm_spec.executor.cuda_graphs import graph_keys
+from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.executor.graph_pool import GraphPool
+from tllm_spec.executor.request import LlmRequest
+
+CPU = torch.device("cpu")
+DUMMY = 8  # the slot behind those of max_batch_size
+MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
+SIZES = (4, 8, 24, 40)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+def speculate(tiny_draft: Path, head: Path, mode: str) -> dict[str, Any]:
+    if mode == "draft_target_two_model":
+        return draft_target(tiny_draft, 3)
+    return one_model(tiny_draft, head, mode)
+
+
+def with_graphs(
+    monkeypatch: pytest.MonkeyPatch, model: Path, windows: tuple[int, ...] = (), **options: Any
+) -> Harness:
+    """Of contexts, and of rounds of so many windows."""
+    monkeypatch.setattr(context_graphs, "CONTEXT_ROWS", SIZES)
+    harness = Harness(model, **options)
+    runner, pool = harness.parts.runner, GraphPool(CPU)
+    old = runner.engine.backend
+    runner.engine.backend = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
+    draft_lens = {0, harness.max_draft_len}
+    with torch.inference_mode():
+        runner.context_graphs = capture_contexts(runner.engine, 8192, DUMMY, pool)
+        if windows:
+            keys = graph_keys(windows, lambda _: draft_lens)
+            runner.capture_graphs(keys, DUMMY, CPU, pads=True, pool=pool)
+    return harness
+
+
+def replays(harness: Harness) -> dict[int, int]:
+    """By number of rows."""
+    graphs = harness.parts.runner.context_graphs
+    assert graphs is not None
+    stand_ins: dict[int, Any] = {size: captured.graph for size, captured in graphs._graphs.items()}
+    return {size: stand_in.replays for size, stand_in in stand_ins.items() if stand_in.replays}
+
+
+def traffic(harness: Harness, is_sampled: bool) -> list[LlmRequest]:
+    """Prompts of all lengths that join others which generate, some of them behind a shared prefix."""
+    random = Random(5)
+    shared = [random.randrange(64) for _ in range(40)]
+    requests = []
+    for i, length in enumerate((3, 1, 24, 8, 9, 40, 41, 30, 2, 23, 60, 5)):
+        prompt = [random.randrange(64) for _ in range(length)]
+        requests.append(
+            harness.submit(
+                shared[:35] + prompt if i % 4 == 3 else prompt,
+                max_tokens=4 + 3 * i,
+                temperature=HOT if is_sampled and i % 2 else None,
+                presence_penalty=0.3 if i == 6 else 0.0,
+                prompt_logprobs=2 if i == 4 else None,
+                seed=i,
+            )
+        )
+        for _ in range(i % 3):
+            harness.round()
+    harness.run()
+    return requests
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": True, "max_num_tokens": 45}], ids=str)
+@pytest.mark.parametrize("windows", [(), (4, 8)], ids=["eager windows", "windows in graphs"])
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_are_those_without_graphs(
+    mode: str,
+    windows: tuple[int, ...],
+    options: dict[str, Any],
+    is_sampled: bool,
+    tiny: Path,
+    tiny_draft: Path,
+    head: Path,
+    eager_graphs: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = options | speculate(tiny_draft, head, mode)
+    harness, eager = with_graphs(monkeypatch, tiny, windows, **options), Harness(tiny, **options)
+    ours, theirs = traffic(harness, is_sampled), traffic(eager, is_sampled)
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.counters.by_accepted == other.counters.by_accepted
+        assert mine.error is None
+    # What the head of an engine of its own reads next round, windows would overwrite: only prompts alone fit.
+    assert len(replays(harness)) >= (1 if mode == "eagle3_two_model" else 3)
+    assert all_pages_are_back(harness.executor)
+
+
+def test_the_smallest_graph_that_has_room_runs_a_forward(
+    tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = with_graphs(monkeypatch, tiny, kv_cache_config={"enable_block_reuse": False})
+    for length, size in ((1, 4), (4, 4), (5, 8), (23, 24), (24, 24), (25, 40), (40, 40), (41, None)):
+        before = replays(harness)
+        harness.submit([7] * length, max_tokens=1)
+        harness.run()
+        after = replays(harness)
+        assert {key for key in after if after[key] != before.get(key)} == ({size} if size else set())
+
+
+def test_states_are_those_of_an_eager_forward_for_any_chunks(
+    tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind one another: what an earlier replay left in the buffers is nobody's."""
+    harness = with_graphs(monkeypatch, tiny)
+    runner, random = harness.parts.runner, Random(1)
+    graphs, engine = runner.context_graphs, runner.engine
+    assert graphs is not None
+    table = harness.parts.kv.table
+    with torch.inference_mode():
+        table.device_rows[:DUMMY, :4] = torch.arange(1, 33).view(8, 4).int()
+        for lens in ((40,), (1,), (3, 1), (1,) * MAX_CHUNKS, (5, 2, 30), (8,)):
+            chunks = [ContextChunk(slot, 0, random.choices(range(64), k=n)) for slot, n in enumerate(lens)]
+            last = torch.tensor(lens).cumsum(0) - 1
+            expected = engine.forward(chunks, None, last)
+            keys = engine.backend.pool.data.clone()
+            engine.backend.pool.data[:, :, 1:].zero_()
+            found = graphs.run(chunks)
+            assert found is not None
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+            for slot, n in enumerate(lens):  # page 0 is the padding's
+                own, other = (
+                    pool[:, :, 1 + 4 * slot : 5 + 4 * slot].flatten(2, 3)[:, :, :n]
+                    for pool in (engine.backend.pool.data, keys)
+                )
+                torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
+        assert graphs.run([ContextChunk(0, 0, [1])] * (MAX_CHUNKS + 1)) is None
+
+
+def test_contexts_are_captured_unless_that_is_disabled(tiny: Path) -> None:
+    def wants(**options: Any) -> bool:
+        plan = BuildPlan(LlmArgs.from_kwargs(tiny, max_batch_size=8, max_seq_len=256, **options))
+        plan.device = torch.device("cuda")
+        return plan.has_context_graphs
+
+    assert wants() and wants(prefill_cuda_graph_backend="auto")
+    assert not wants(prefill_cuda_graph_backend="disabled") and not wants(cuda_graph_config=None)
+    assert not BuildPlan(LlmArgs.from_kwargs(tiny, max_batch_size=8, max_seq_len=256)).has_context_graphs
+    with pytest.raises(ValueError, match="prefill_cuda_graph_backend"):
+        LlmArgs.from_kwargs(tiny, prefill_cuda_graph_backend="piecewise")
+
+
+def test_sizes_are_those_that_rounds_and_the_padding_can_have() -> None:
+    assert context_rows(8192, 100_000) == (64, *range(128, 1537, 128))
+    assert context_rows(300, 100_000) == context_rows(8192, 300) == (64, 128, 256)
+    assert context_rows(8192, 63) == ()
+
+
+def test_attention_that_cannot_be_captured_has_no_graphs(tiny: Path, eager_graphs: None) -> None:
+    runner = Harness(tiny).parts.runner
+    assert capture_contexts(runner.engine, 8192, DUMMY, GraphPool(CPU)) is None
+
+
+def test_running_out_of_memory_while_capturing_says_what_to_do(
+    tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(pool: GraphPool, work: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(GraphPool, "capture", fail)
+    with pytest.raises(ValueError, match=r"of 40 context rows .* prefill_cuda_graph_backend to disabled"):
+        with_graphs(monkeypatch, tiny)
