@@ -87,6 +87,12 @@ def traffic(harness: Harness, is_sampled: bool) -> list[LlmRequest]:
     return requests
 
 
+def ranks(request: LlmRequest) -> list[dict[int, int | None] | None]:
+    """Of prompt tokens, where they were asked for."""
+    found = request.prompt_logprobs
+    return [entry and {token: each.rank for token, each in entry.items()} for entry in found]
+
+
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": True, "max_num_tokens": 45}], ids=str)
 @pytest.mark.parametrize("windows", [(), (4, 8)], ids=["eager windows", "windows in graphs"])
@@ -109,9 +115,32 @@ def test_texts_are_those_without_graphs(
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.counters.by_accepted == other.counters.by_accepted
         assert mine.error is None
+        assert ranks(mine) == ranks(other)
     # What the head of an engine of its own reads next round, windows would overwrite: only prompts alone fit.
     assert len(replays(harness)) >= (1 if mode == "eagle3_two_model" else 3)
     assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("mode", ["plain", "eagle3"])
+def test_a_prompt_beside_windows_makes_two_launches(
+    mode: str, tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = with_graphs(monkeypatch, tiny, (4,), **speculate(tiny_draft, head, mode))
+    runner = harness.parts.runner
+
+    def fail(*anything: Any) -> None:
+        raise AssertionError("no forward is launched kernel by kernel")
+
+    for launches_kernels in ("_run_mixed", "_run_windows"):
+        monkeypatch.setattr(runner, launches_kernels, fail)
+    requests = []
+    for length in (20, 3, 9):
+        requests.append(harness.submit(list(range(length)), max_tokens=30))
+        for _ in range(3):
+            harness.round()
+    harness.run()
+    assert [len(output_of(request)) for request in requests] == [30] * 3
+    assert sum(replays(harness).values()) == 3
 
 
 def test_the_smallest_graph_that_has_room_runs_a_forward(
