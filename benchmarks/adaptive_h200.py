@@ -46,6 +46,7 @@ from model_shapes import write_configs
 
 from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.report import machine_section
+from tllm_spec.executor.cuda_graphs import GraphKey
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 
 ACCEPTANCES = (0.2, 0.4, 0.6, 0.8, 0.9)
@@ -127,9 +128,18 @@ class Measurement:
                 block += engine.play(self._static[0], rounds=sizes.plain_rounds)
         self._plain.stop()
         by_draft_len = {length: block.round_ms for length, block in self._blocks(sizes.table_rounds).items()}
-        row = RoundTimes(batch_size, plain.round_ms, zero.round_ms, by_draft_len)
+        row = RoundTimes(
+            batch_size, plain.round_ms, zero.round_ms, by_draft_len, self._of_dummies(batch_size)
+        )
         self._say(f"batch {batch_size}: plain {row.plain:.3f} ms, {_spelled(by_draft_len, '.3f')} ms")
         return row
+
+    @torch.inference_mode()
+    def _of_dummies(self, batch_size: int) -> dict[int, float]:
+        parts = self._rounds.executor.parts
+        place = len(parts.slots.kv_lens) - 1, parts.slots.device
+        keys = {length: GraphKey(batch_size, length, False) for length in LADDER}
+        return {length: parts.runner.seconds(key, *place) * 1e3 for length, key in keys.items()}
 
     def _blocks(self, number: int) -> dict[int, Block]:
         """Every static length twice, in mirrored order."""

@@ -12,12 +12,14 @@ COST_MODEL = "cost_model"
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Milliseconds. `plain` and `zero` took turns; `by_draft_len` likewise, a little later."""
+    """Milliseconds. `plain` and `zero` took turns; `by_draft_len` likewise, a little later; `of_dummies` as a start-up
+    measures them, with empty contexts."""
 
     batch_size: int
     plain: float
     zero: float
     by_draft_len: Mapping[int, float]
+    of_dummies: Mapping[int, float]
 
     @property
     def zero_over_plain(self) -> float:

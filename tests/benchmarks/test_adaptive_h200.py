@@ -122,13 +122,13 @@ def test_the_best_single_draft_length_is_best_over_all_phases_together() -> None
 def test_every_missed_bar_is_named() -> None:
     rates = {0: 100.0, 1: 120.0}
     met = Found(
-        [RoundTimes(1, 4.0, 4.08, {})],
+        [RoundTimes(1, 4.0, 4.08, {}, {})],
         [Cell(1, 0.5, rates, 117.6, 118.0, 90.0, {1: 9})],
         [of_phase({1: 100.0}, 105.0)],
     )
     assert misses(met) == []
     missed = Found(
-        [RoundTimes(1, 4.0, 4.09, {})],
+        [RoundTimes(1, 4.0, 4.09, {}, {})],
         [Cell(1, 0.5, rates, 117.5, 121.0, 120.0, {1: 9})],
         [of_phase({1: 100.0}, 104.9)],
     )
