@@ -21,7 +21,8 @@ from random import Random
 from typing import Any
 
 import torch
-from rounds import PROMPT_LEN, Rounds, models
+from driven_rounds import WARM_UP_ROUNDS, Rounds
+from rounds import PROMPT_LEN, models
 
 from tllm_spec import LLM, SamplingParams
 
@@ -50,23 +51,21 @@ def alternate(off: Callable[[], float], on: Callable[[], float]) -> tuple[float,
     return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
-
-
-def rounds(path: str, model: str, batch_size: int, **options: Any) -> Row:
+def rounds(path: str, model: str, batch_size: int, prompt_len: int, **options: Any) -> Row:
+    room = (1 + DRAFT_LEN) * (WARM_UP_ROUNDS + (1 + REPEATS) * ROUNDS)
     off, on = (
-        Rounds(model, batch_size, PROMPT_LEN, deterministic=deterministic, **options)
+        Rounds(
+            model,
+            max_batch_size=batch_size,
+            max_seq_len=prompt_len + room,
+            deterministic=deterministic,
+            **options,
+        )
         for deterministic in (False, True)
     )
-    times = alternate(
-        lambda: milliseconds(lambda: off.run(ROUNDS)) / ROUNDS,
-        lambda: milliseconds(lambda: on.run(ROUNDS)) / ROUNDS,
-    )
+    for engine in (off, on):
+        engine.start(batch_size, prompt_len)
+    times = alternate(lambda: off.timed(ROUNDS).round_ms, lambda: on.timed(ROUNDS).round_ms)
     return Row(path, batch_size, *times)
 
 
@@ -81,7 +80,9 @@ def prefill(model: str, **options: Any) -> Row:
         )
 
         def once(llm: LLM) -> float:
-            return milliseconds(lambda: llm.generate([prompt], params, use_tqdm=False))
+            start = time.perf_counter()
+            llm.generate([prompt], params, use_tqdm=False)
+            return (time.perf_counter() - start) * 1e3
 
         for llm in (off, on):
             once(llm)  # compiles
@@ -100,9 +101,9 @@ def main() -> None:
         model, head, options = models("llama-8b", Path(name), DRAFT_LEN)
         speculates = {"speculative_config": head}
         measurements = [
-            *((lambda size=size: rounds("plain", model, size, **options)) for size in (1, 8, 64)),
+            *((lambda size=size: rounds("plain", model, size, PROMPT_LEN, **options)) for size in (1, 8, 64)),
             *(
-                (lambda size=size: rounds("EAGLE-3 K=3", model, size, **options, **speculates))
+                (lambda size=size: rounds("EAGLE-3 K=3", model, size, PROMPT_LEN, **options, **speculates))
                 for size in (1, 8)
             ),
             lambda: prefill(model, **options),
