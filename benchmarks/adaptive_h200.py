@@ -5,13 +5,14 @@
 
 An 8B Llama's shape in bf16 with random weights and a one-model EAGLE-3 head, greedy, prompts of 512 random tokens.
 Acceptance is scripted: every draft is accepted with the same probability, given those before it. A static draft length
-is the same engine with the same graphs, held to that length, and plays before and behind the adaptive one, in mirrored
-order, so that growing contexts weigh on both alike. Tokens are counted by their expectation at the true acceptance
-from the drafts that each round really verified; times are measured.
+is the same engine with the same graphs, held to that length. Tokens are counted by their expectation at the true
+acceptance from the drafts that each round really verified; times are measured.
 
-Each steady cell begins with a controller that knows nothing but the round times measured at start-up. In moving traffic
-(the simulator's) each policy keeps its controller from phase to phase; a static length's rate in a phase comes from a
-few rounds before and after the policies'. Prompts are in no time. The presets' draft lengths end at the longest here.
+Each steady cell begins with a controller that knows nothing but the round times measured at start-up. Static lengths
+play before and behind it, in mirrored order, so that growing contexts weigh on both alike; large batches are timed once
+the device has slowed down to what it can keep up. In moving traffic (the simulator's) every policy and every static
+length plays each phase for the same time, with new requests, in an order that turns from phase to phase; a policy keeps
+its controller. Prompts are in no time. The presets' draft lengths end at the longest here.
 When the time is over, what is left out is named, and the exit status is 1, as it is where a bar is missed.
 """
 
@@ -62,12 +63,15 @@ class Sizes:
     batch_sizes: tuple[int, ...] = (1, 8, 64, 128, 4, 16, 32)
     acceptances: tuple[float, ...] = ACCEPTANCES
     prompt_len: int = 512
+    traffic_prompt_len: int = 256
     room: int = 1536
     plain_rounds: int = 32  # of each of four blocks, of plain decoding and of draft length 0
     table_rounds: int = 12  # of each of two
     settling_rounds: int = 60  # twice as many below SLOW_BELOW
     adaptive_rounds: int = 80
-    static_rounds: int = 8  # of each of two, before and behind the adaptive ones
+    static_rounds: int = (
+        8  # of each of two, before and behind the adaptive ones; behind as many that are not timed
+    )
 
     def quick(self) -> "Sizes":
         return replace(self, batch_sizes=self.batch_sizes[:4], settling_rounds=40, plain_rounds=16)
@@ -77,6 +81,7 @@ ZOO = Sizes(
     batch_sizes=(1, 4, 2),
     acceptances=(0.2, 0.9),
     prompt_len=32,
+    traffic_prompt_len=32,
     room=480,
     plain_rounds=4,
     table_rounds=2,
@@ -152,7 +157,7 @@ class Measurement:
         rounds, sizes = self._rounds, self._sizes
         rounds.set_acceptance(acceptance)
         settling_rounds = sizes.settling_rounds * (1 + (acceptance < SLOW_BELOW))
-        num_rounds = settling_rounds + sizes.adaptive_rounds + 2 * len(LADDER) * sizes.static_rounds
+        num_rounds = settling_rounds + sizes.adaptive_rounds + 4 * len(LADDER) * sizes.static_rounds
         if not rounds.has_room(num_rounds * (0.3 + 0.7 * acceptance)):  # enough on average; play looks again
             rounds.refill()
         adaptive = copy.deepcopy(self._fresh)
@@ -163,6 +168,7 @@ class Measurement:
             if length is None:
                 played += rounds.play(adaptive, rounds=sizes.adaptive_rounds)
             else:
+                rounds.play(self._static[length], rounds=sizes.static_rounds)
                 static[length] += rounds.play(self._static[length], rounds=sizes.static_rounds)
         cell = Cell(
             batch_size,
@@ -180,31 +186,26 @@ class Measurement:
         return cell
 
     def _traffic(self, name: str, traffic: Traffic, num_phases: int) -> None:
-        controllers = {COST_MODEL: copy.deepcopy(self._fresh)}
-        controllers |= {preset: _preset(preset, self._sizes.batch_sizes) for preset in PRESETS}
+        players: dict[str | int, AdaptiveController] = {COST_MODEL: copy.deepcopy(self._fresh)}
+        players |= {preset: _preset(preset, self._sizes.batch_sizes) for preset in PRESETS}
+        players |= self._static
         for number in range(num_phases):
             requests = traffic((number + 0.5) * self._phase_seconds)
             batch_size = min(len(requests), max(self._sizes.batch_sizes))
             if not self._is_over(1.0, f"phase {number} of {name}"):
-                self.found.phases.append(self._phase(name, batch_size, float(requests[0]), controllers))
-            controllers = dict(
-                [*list(controllers.items())[1:], *list(controllers.items())[:1]]
-            )  # takes turns
+                self.found.phases.append(self._phase(name, batch_size, float(requests[0]), players))
+            turned = list(players.items())
+            players = dict([*turned[4:], *turned[:4]])
 
     def _phase(
-        self, name: str, batch_size: int, acceptance: float, controllers: Mapping[str, AdaptiveController]
+        self, name: str, batch_size: int, acceptance: float, players: Mapping[str | int, AdaptiveController]
     ) -> Phase:
-        rounds = self._rounds
+        rounds, played = self._rounds, dict[str | int, Block]()
         rounds.set_acceptance(acceptance)
-        rounds.start(batch_size, self._sizes.prompt_len)
-        before = self._blocks(self._sizes.static_rounds // 2)
-        played = {
-            policy: rounds.play(controller, seconds=self._phase_seconds)
-            for policy, controller in controllers.items()
-        }
-        for length, block in self._blocks(self._sizes.static_rounds // 2).items():
-            before[length] += block
-        static = {length: block.rate for length, block in before.items()}
+        for player, controller in players.items():
+            rounds.start(batch_size, self._sizes.traffic_prompt_len)
+            played[player] = rounds.play(controller, seconds=self._phase_seconds)
+        static = {length: played[length].rate for length in LADDER}
         policies = {policy: played[policy].rate for policy in (COST_MODEL, *PRESETS)}
         lengths = dict(played[COST_MODEL].rounds_by_draft_len)
         self._say(

@@ -126,36 +126,42 @@ class CudaGraphs:
         captured = self._find(GraphKey(size, draft_len, sampled))
         if captured is None or not (self._pads or size == len(slots)):
             return None
-        padded = slots + [self._dummy_slot] * (size - len(slots))
-        if padded != self._sent:  # graphs only read them
-            self._slot_ids[:size].copy_(to_device(padded, self._device))
-            self._sent = padded
+        self._send(slots + [self._dummy_slot] * (size - len(slots)))
         captured.graph.replay()
         return captured
 
     def __contains__(self, key: GraphKey) -> bool:
         return self._find(key) is not None
 
-    def seconds(self, key: GraphKey) -> float:
-        """Of a replay with nothing but dummies, on the device, in a long row of them: under load its clock may be lower
-        than in the first replay after a pause."""
+    def seconds(
+        self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
+    ) -> float:
+        """Of a replay on the device in a long row of them: under load its clock may be lower than in the first one
+        after a pause. slots: of the round; None: nothing but dummies. `renew` is called before each replay."""
         captured = self._find(key)
         assert captured is not None
-        self._slot_ids.fill_(self._dummy_slot)
-        self._sent = []
-        number = max(1, round(TIMED_SECONDS / self._replays(captured, 1)))
-        self._replays(captured, number)
-        return self._replays(captured, number) / number
+        self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
+        number = max(1, round(TIMED_SECONDS / self._replays(captured, 1, renew)))
+        self._replays(captured, number, renew)
+        return self._replays(captured, number, renew) / number
 
-    def _replays(self, captured: _Captured, number: int) -> float:
+    def _replays(self, captured: _Captured, number: int, renew: Callable[[], None] | None) -> float:
         """Seconds of so many."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
         start.record()
         for _ in range(number):
+            if renew is not None:
+                renew()
             captured.graph.replay()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+    def _send(self, padded: list[int]) -> None:
+        """Whose round the next replay is. Graphs only read it, so the same slots are sent once."""
+        if padded != self._sent:
+            self._slot_ids[: len(padded)].copy_(to_device(padded, self._device))
+            self._sent = padded
 
     def _find(self, key: GraphKey) -> _Captured | None:
         tier = self.tiers.get(key.draft_len)

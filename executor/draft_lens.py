@@ -15,6 +15,7 @@ from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes, RoundTimes
 from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
+from tllm_spec.executor.stand_in_contexts import ContextLimits
 from tllm_spec.speculative_config import DecodingBaseConfig
 
 # Batch sizes whose rounds are timed where there are no graphs; others are on a line with these.
@@ -85,14 +86,17 @@ def measure_round_times(
     device: torch.device,
     draft_cost: float,
     drafter: GraphDrafter | None = None,
+    limits: ContextLimits | None = None,
 ) -> MeasuredRoundTimes:
     """Greedy rounds of dummies, by batch size and draft length. What is drafted outside the target's forward is timed
     where `drafter` has graphs of it; without them each draft takes `draft_cost` plain rounds. Without graphs every
     length is timed, those that a limit forbids at a size too: smaller batches are on a line with them. Graphs end where
-    a limit begins, and their dummies have empty contexts."""
+    a limit begins, and their dummies have empty contexts; what contexts add to each length is measured beside it
+    (`limits`: of theirs; None: not measured)."""
     is_timed = drafter is not None and drafter.graphs is not None
     assumed = 0.0 if is_timed else draft_cost
     seconds: dict[int, dict[int, float]] = {}
+    added: dict[int, dict[int, float]] = {}
     for size in sizes:
         wanted = controller.draft_lens if runner.graphs is None else controller.draft_lens_at(size)
         lengths = sorted({0, *wanted} if assumed else wanted)
@@ -104,7 +108,13 @@ def measure_round_times(
             steps: time + steps * a_draft + _drafting_seconds(drafter, GraphKey(size, steps, False))
             for steps, time in row.items()
         }
-    return MeasuredRoundTimes(seconds, of_empty_contexts=runner.graphs is not None)
+        if limits is not None:
+            longer = {s: runner.seconds_with_contexts(GraphKey(size, s, False), limits) for s in lengths}
+            added[size] = {steps: time - row[steps] for steps, time in longer.items() if time is not None}
+    is_complete = bool(added) and all(len(added[size]) == len(row) for size, row in seconds.items())
+    return MeasuredRoundTimes(
+        seconds, of_empty_contexts=runner.graphs is not None, contexts=added if is_complete else None
+    )
 
 
 def _drafting_seconds(drafter: GraphDrafter | None, key: GraphKey) -> float:

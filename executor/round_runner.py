@@ -23,6 +23,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
+from tllm_spec.executor.stand_in_contexts import ContextLimits, StandInContexts
 from tllm_spec.executor.transfer import ToHost, to_device
 from tllm_spec.outputs import Logprob
 
@@ -136,6 +137,15 @@ class RoundRunner:
             self._generate_for(slot_ids, key.draft_len, key.sampled, TIMED_KV_LEN).new_lens.tolist()
             times.append(perf_counter() - start)
         return min(times)
+
+    def seconds_with_contexts(self, key: GraphKey, limits: ContextLimits) -> float | None:
+        """The same where every request has a context. None where there is no graph, or no place for contexts."""
+        num_pages = self.engine.backend.pool.num_pages
+        contexts = StandInContexts(self._slots, self.engine.rows, num_pages, limits)
+        if self.graphs is None or key not in self.graphs or not contexts.length(key.batch_size):
+            return None
+        with contexts.filled(key.batch_size) as renew:
+            return self.graphs.seconds(key, list(range(key.batch_size)), renew)
 
     def _generate_for(
         self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool, max_kv_len: int | None = None

@@ -19,6 +19,7 @@ from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.executor.speculative.round_times import RoundTimes
+from tllm_spec.executor.stand_in_contexts import ContextLimits
 from tllm_spec.models.linear_tuning import tune_linears
 
 logger = logging.getLogger(__name__)
@@ -107,4 +108,5 @@ def _round_times(
         plan.device,
         draft_cost,
         speculation.graph_drafter,
+        ContextLimits(plan.max_seq_len, 1 + plan.overshoot),
     )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from tllm_spec.adaptive_config import RoundTimeOptions
 from tllm_spec.option_checks import shown
 
+LEAST_SHARE = 0.25
 MAX_SURPRISE = 2.0  # a time further from its expectation than this factor counts as that far
 
 
@@ -22,9 +23,13 @@ class RoundTimes(Protocol):
     def round_time(self, batch_size: int, draft_len: int) -> float:
         """Seconds of a round with `draft_len` drafts a request; 0 = plain decoding."""
 
+    def context_time(self, batch_size: int, draft_len: int) -> float:
+        """What contexts add to it, in any unit; wide windows take longer over them."""
+        return 1.0
+
 
 @dataclass(frozen=True)
-class AssumedRoundTimes:
+class AssumedRoundTimes(RoundTimes):
     """Where nothing was measured: every draft costs the same share of a plain round, at any batch size."""
 
     draft_cost: float
@@ -34,13 +39,19 @@ class AssumedRoundTimes:
         return 1 + self.draft_cost * draft_len
 
 
-class MeasuredRoundTimes:
-    """Times at some batch sizes and draft lengths; between them, and beyond the last, straight lines."""
+class MeasuredRoundTimes(RoundTimes):
+    """Times at some batch sizes and draft lengths; between them, and beyond the last, straight lines. `contexts`: what
+    the same contexts added to each; None: not known, so the same to all."""
 
     def __init__(
-        self, seconds: Mapping[int, Mapping[int, float]], *, of_empty_contexts: bool = False
+        self,
+        seconds: Mapping[int, Mapping[int, float]],
+        *,
+        of_empty_contexts: bool = False,
+        contexts: Mapping[int, Mapping[int, float]] | None = None,
     ) -> None:
         self.of_empty_contexts = of_empty_contexts
+        self._contexts = {size: sorted(row.items()) for size, row in sorted((contexts or {}).items())}
         if not seconds or not all(row and min(row.values()) > 0 for row in seconds.values()):
             raise ValueError("round times need at least one batch size, each with times above 0")
         self._rows = {size: sorted(row.items()) for size, row in sorted(seconds.items())}
@@ -59,8 +70,14 @@ class MeasuredRoundTimes:
         return cls(rows)
 
     def round_time(self, batch_size: int, draft_len: int) -> float:
-        at_size = [(size, _on_line(row, draft_len)) for size, row in self._rows.items()]
-        return _on_line(at_size, batch_size)
+        return _at(self._rows, batch_size, draft_len)
+
+    def context_time(self, batch_size: int, draft_len: int) -> float:
+        return _at(self._contexts, batch_size, draft_len) if self._contexts else 1.0
+
+
+def _at(rows: Mapping[int, list[tuple[int, float]]], batch_size: int, draft_len: int) -> float:
+    return _on_line([(size, _on_line(row, draft_len)) for size, row in rows.items()], batch_size)
 
 
 def _on_line(points: list[tuple[int, float]], at: int) -> float:
@@ -81,30 +98,33 @@ class _Scale:
 
     value = 1.0
 
-    def of(self, own: float) -> float:
+    def of(self, own: float, share: float) -> float:
         return own * self.value
 
-    def found(self, seconds: float, own: float) -> float:
+    def found(self, seconds: float, own: float, share: float) -> float:
         return seconds / own
 
 
 class _Extra:
-    """Reading the contexts takes as long in a round of any length."""
+    """Reading the contexts adds to rounds of every length, to each its share."""
 
     value = 0.0
 
-    def of(self, own: float) -> float:
-        return max(own + self.value, own / MAX_SURPRISE)
+    def of(self, own: float, share: float) -> float:
+        return max(own + self.value * share, own / MAX_SURPRISE)
 
-    def found(self, seconds: float, own: float) -> float:
-        return seconds - own
+    def found(self, seconds: float, own: float, share: float) -> float:
+        return (seconds - own) / share
 
 
 class _Row:
     """One batch size: measured times, what all of them were off by, and what each was off by itself."""
 
-    def __init__(self, measured: dict[int, float], common: "_Scale | _Extra") -> None:
+    def __init__(
+        self, measured: dict[int, float], contexts: dict[int, float], common: "_Scale | _Extra"
+    ) -> None:
         self.measured, self.common = measured, common
+        self.shares = _shares(contexts)
         self.factors = dict.fromkeys(measured, 1.0)
         self.seconds = dict(measured)  # what decisions compare
         self.num_observed = 0
@@ -112,10 +132,22 @@ class _Row:
     def own(self, steps: int) -> float:
         return self.measured[steps] * self.factors[steps]
 
+    def expected(self, steps: int) -> float:
+        return self.common.of(self.own(steps), self.shares[steps])
+
+
+def _shares(contexts: Mapping[int, float]) -> dict[int, float]:
+    """Of what contexts add, by draft length; on average 1. They were measured as differences of long times, so what is
+    far below the average is not believed."""
+    mean = sum(contexts.values()) / len(contexts)
+    if mean <= 0:
+        return dict.fromkeys(contexts, 1.0)
+    return {steps: max(time / mean, LEAST_SHARE) for steps, time in contexts.items()}
+
 
 class CorrectedRoundTimes:
-    """What all lengths of a batch size are off by is learned fast: an extra time where the measured rounds had empty
-    contexts, a factor elsewhere. A length's own factor is learned slowly, and fades where it cannot be told from the
+    """What all lengths of a batch size are off by is learned fast: what contexts add where the measured rounds had
+    empty ones, a factor elsewhere. A length's own factor is learned slowly, and fades where it cannot be told from the
     common one because no other length is played.
     """
 
@@ -130,7 +162,9 @@ class CorrectedRoundTimes:
     def _row(self, batch_size: int) -> _Row:
         if batch_size not in self._rows:
             times = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
-            self._rows[batch_size] = _Row(times, _Extra() if self._source.of_empty_contexts else _Scale())
+            contexts = {steps: self._source.context_time(batch_size, steps) for steps in self._draft_lens}
+            common = _Extra() if self._source.of_empty_contexts else _Scale()
+            self._rows[batch_size] = _Row(times, contexts, common)
         return self._rows[batch_size]
 
     def observe(self, batch_size: int, draft_len: int, seconds: float) -> None:
@@ -138,25 +172,25 @@ class CorrectedRoundTimes:
         if draft_len not in row.measured:
             return  # a limit's length, which no decision compares
         row.num_observed += 1
-        common, own = row.common, row.own(draft_len)
+        common, own, share = row.common, row.own(draft_len), row.shares[draft_len]
         is_settled = row.num_observed * options.time_smoothing > 1
         if is_settled:
-            expected = common.of(own)
+            expected = row.expected(draft_len)
             seconds = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
         rate = max(1 / row.num_observed, options.time_smoothing)
-        common.value += rate * (common.found(seconds, own) - common.value)
+        common.value += rate * (common.found(seconds, own, share) - common.value)
         if is_settled:
-            factor, share = row.factors[draft_len], options.time_cell_smoothing
-            factor += share * (factor * (seconds / common.of(own) - 1) - (factor - 1) / 20)
+            factor, slow = row.factors[draft_len], options.time_cell_smoothing
+            factor += slow * (factor * (seconds / row.expected(draft_len) - 1) - (factor - 1) / 20)
             row.factors[draft_len] = factor
         if isinstance(common, _Extra):
-            row.seconds = {steps: common.of(row.own(steps)) for steps in row.measured}
+            row.seconds = {steps: row.expected(steps) for steps in row.measured}
         else:  # what all are stretched by does not matter to a comparison
             row.seconds[draft_len] = row.own(draft_len)
 
     def state(self) -> dict[str, Any]:
         """Milliseconds as now expected, by batch size and draft length."""
         return {
-            str(size): {str(steps): row.common.of(row.own(steps)) * 1e3 for steps in row.measured}
+            str(size): {str(steps): row.expected(steps) * 1e3 for steps in row.measured}
             for size, row in sorted(self._rows.items())
         }

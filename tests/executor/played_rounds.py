@@ -4,11 +4,12 @@ from typing import Any
 
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_len_limits import DraftLenLimits
+from tllm_spec.executor.speculative.round_times import RoundTimes
 
 LADDER = (0, 1, 2, 3)
 
 
-class LinearTimes:
+class LinearTimes(RoundTimes):
     """A plain round takes 10 ms, each draft `draft_ms` more."""
 
     def __init__(self, draft_ms: float, *, of_empty_contexts: bool = False) -> None:

@@ -244,6 +244,27 @@ def test_longer_contexts_add_the_same_time_to_all_lengths_that_were_measured_wit
     assert times.state()["1"]["3"] == pytest.approx(52, rel=0.01)
 
 
+def test_longer_contexts_add_most_to_lengths_that_took_longest_over_them() -> None:
+    added = {0: 0.001, 1: 0.001, 2: 0.001, 3: 0.003}
+    source = MeasuredRoundTimes(
+        {1: {0: 0.01, 1: 0.011, 2: 0.012, 3: 0.013}}, of_empty_contexts=True, contexts={1: added}
+    )
+    times = CorrectedRoundTimes(source, LADDER, RoundTimeOptions())
+    for _ in range(500):
+        times.observe(1, 0, 0.012)  # contexts of twice the length
+    assert times.row(1) == pytest.approx({0: 0.012, 1: 0.013, 2: 0.014, 3: 0.019}, rel=0.01)
+
+
+@pytest.mark.parametrize("added", [{0: 0.001, 1: 0.001, 2: 0.001, 3: -0.0005}, dict.fromkeys(LADDER, -0.001)])
+def test_a_difference_of_times_that_cannot_be_is_not_believed(added: dict[int, float]) -> None:
+    own = {0: 0.01, 1: 0.011, 2: 0.012, 3: 0.013}
+    source = MeasuredRoundTimes({1: own}, of_empty_contexts=True, contexts={1: added})
+    times = CorrectedRoundTimes(source, LADDER, RoundTimeOptions())
+    for _ in range(500):
+        times.observe(1, 0, 0.012)
+    assert all(times.row(1)[steps] > 1.02 * own[steps] for steps in LADDER)
+
+
 def test_rounds_faster_than_measured_with_empty_contexts_leave_all_times_above_zero() -> None:
     times = CorrectedRoundTimes(LinearTimes(4.0, of_empty_contexts=True), LADDER, RoundTimeOptions())
     for _ in range(500):

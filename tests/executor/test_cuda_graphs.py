@@ -241,6 +241,10 @@ class KeyRecorder:
         assert key in self.keys
         return 1.0
 
+    def seconds_with_contexts(self, key: GraphKey, limits: Any) -> float | None:
+        assert key in self.keys
+        return None
+
 
 def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
     """What the composition root would have captured on a CUDA device."""

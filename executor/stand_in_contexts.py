@@ -1,0 +1,60 @@
+"""Slots that look like running requests with long contexts, so that rounds can be timed before anybody runs.
+
+It knows slots' lengths, block tables and how many pages there are; what is timed is for others. Pages are nobody's yet.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES
+from tllm_spec.executor.engine.rows import RowBuilder
+from tllm_spec.executor.resources.slot_state import SlotState
+
+CONTEXT_LEN = 1024
+LEAST_LEN = 256  # what shorter contexts add is lost in the rest of a round
+
+
+@dataclass(frozen=True)
+class ContextLimits:
+    """Tokens that a context may have, and that a round may write behind it."""
+
+    max_len: int
+    room: int
+
+
+class StandInContexts:
+    def __init__(self, slots: SlotState, rows: RowBuilder, num_pages: int, limits: ContextLimits) -> None:
+        self._slots, self._rows, self._limits = slots, rows, limits
+        self._num_pages = num_pages - DUMMY_PAGES
+
+    def length(self, batch_size: int) -> int:
+        """Tokens of each context; 0 where there is no place for contexts that are long enough."""
+        if batch_size >= len(self._slots.kv_lens):
+            return 0
+        place = self._num_pages // batch_size * self._rows.page_size - self._limits.room
+        length = min(CONTEXT_LEN, self._limits.max_len, place)
+        return length if length >= LEAST_LEN else 0
+
+    @contextmanager
+    def filled(self, batch_size: int) -> Iterator[Callable[[], None]]:
+        """Inside, the first slots have contexts, each on pages of its own. What it yields takes back by how much a
+        round has made them longer."""
+        length = self.length(batch_size)
+        assert length
+        count = -(-(length + self._limits.room) // self._rows.page_size)
+        tables, kv_lens = self._rows.table.device_rows[:batch_size], self._slots.kv_lens[:batch_size]
+        pages = torch.arange(batch_size * count, dtype=torch.int32, device=tables.device) + DUMMY_PAGES
+        tables[:, :count] = pages.view(batch_size, count)
+
+        def renew() -> None:
+            kv_lens.fill_(length)
+
+        renew()
+        try:
+            yield renew
+        finally:
+            tables.zero_()
+            kv_lens.zero_()
