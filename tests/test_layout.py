@@ -32,7 +32,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.draft_lens", "tllm_spec.executor.seen_round", "tllm_spec.executor.device_choice"),
     ("tllm_spec.executor.round_runner",),
     ("tllm_spec.executor.speculative",),
+    ("tllm_spec.executor.context_graphs", "tllm_spec.executor.stand_in_contexts"),
     ("tllm_spec.executor.cuda_graphs", "tllm_spec.executor.engine", "tllm_spec.executor.scheduler"),
+    ("tllm_spec.executor.graph_pool",),
     ("tllm_spec.executor.sampling",),
     ("tllm_spec.executor.resources",),
     (

@@ -1,0 +1,39 @@
+"""How long a replay takes, with a device whose clock is the test's own."""
+
+import pytest
+import torch
+
+from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+
+CPU = torch.device("cpu")
+DUMMY = 8
+
+
+def test_a_replay_is_timed_among_others_when_the_device_has_slowed_down(
+    eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that takes 2 ms for a replay after a pause, and 3 ms once it has been busy for 20 ms."""
+    now = 0.0
+
+    def generate(slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
+        nonlocal now
+        now += 2.0 if now < 20 else 3.0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.time = -1.0
+
+        def record(self) -> None:
+            self.time = now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.time - self.time
+
+    graphs = CudaGraphs(generate, DUMMY, CPU)
+    graphs.capture([GraphKey(2, 1, False)])
+    now = 0.0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert graphs.seconds(GraphKey(2, 1, False)) == pytest.approx(0.003)
