@@ -19,6 +19,7 @@ from tllm_spec.bench.report import percentiles
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 
 Prompt = list[int]
+WARM_UP_TOKENS = 48  # while the last prompts of a load are read, its first requests have so many
 
 
 def plain(setup: Setup, report: Report) -> None:
@@ -196,7 +197,7 @@ def _serve(
     scale = setup.scale
     shape = f"{scale.serving_input_len} in / {scale.serving_output_len} out"
     warm_up = prompts.draw(loads[-1][0], scale.serving_input_len)
-    asyncio.run(_all_streams(llm, warm_up, 4, len(warm_up)))
+    asyncio.run(_all_streams(llm, warm_up, WARM_UP_TOKENS, len(warm_up)))
     for at_a_time, total in loads:
         chosen = prompts.draw(total, scale.serving_input_len)
         start = time.perf_counter()

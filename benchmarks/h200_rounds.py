@@ -163,13 +163,16 @@ def _traces(setup: Setup, report: Report, name: str, rounds: Rounds) -> None:
 
 
 def _delay(setup: Setup, where: str, rounds: Rounds) -> Figure:
-    """How much longer the running requests' next rounds take when a prompt joins, beside the prompt alone."""
+    """How much longer the running requests' next rounds take when a prompt joins, than the rounds before and behind
+    these, beside the prompt alone. Contexts grow, and a prompt heats the device: both are in the rounds behind."""
     prompt_len, delays = setup.scale.prompt_len, []
     for _ in range(1 + DELAYS):
-        undisturbed = rounds.timed(ROUNDS_AROUND_A_PROMPT)
+        before = rounds.timed(ROUNDS_AROUND_A_PROMPT)
         rounds.put(1, prompt_len, 1)
         disturbed = rounds.timed(ROUNDS_AROUND_A_PROMPT)
-        delays.append((disturbed.round_ms - undisturbed.round_ms) * ROUNDS_AROUND_A_PROMPT)
+        behind = rounds.timed(ROUNDS_AROUND_A_PROMPT)
+        undisturbed_ms = (before.round_ms + behind.round_ms) / 2
+        delays.append((disturbed.round_ms - undisturbed_ms) * ROUNDS_AROUND_A_PROMPT)
     rounds.stop()
     alone = [rounds.seconds_of_prompts(1, prompt_len) * 1e3 for _ in range(1 + DELAYS)]
     delay, own = statistics.median(delays[1:]), statistics.median(alone[1:])

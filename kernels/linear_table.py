@@ -14,7 +14,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # raised when choices are made by other rules, too
+FORMAT = 1
 SMALLEST_ROWS = 16
 
 

@@ -6,19 +6,17 @@ It does not know which layers a model has, nor where the table is kept.
 Candidates run on weights that take turns, so that no cache holds them. Before each, torch's product of the same sizes
 keeps the device busy until the host has enqueued the candidate. Products of many rows are limited by power, and which
 algorithm is the fastest depends on the clock that this leaves: they are compared on a device that is busy all the time.
-A candidate's time is that between two events on the device, and what the host needs longer for graphs of it.
+A candidate's time is that between two events on the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from operator import add
 from statistics import median
 
 import torch
 
 from tllm_spec.kernels.cublas_lt import CLUSTERS, CublasLt, Plan, Sizes
-from tllm_spec.kernels.graph_nodes import num_other_nodes
 from tllm_spec.kernels.linear_table import LinearTable, ProductKey, rows_class
 from tllm_spec.kernels.tuned_linear import key_of, plain_tuned_linear
 
@@ -39,8 +37,6 @@ HOT_ROWS = 128
 # An H200's. On a slower device everything takes longer.
 BYTES_A_US, OPERATIONS_A_US = 4e6, 700e6
 SHORTEST = 5  # microseconds of any launch
-# A graph of kernels alone is launched in 10, whatever their number; each memset or copy adds so much.
-OTHER_NODE = 4.5
 # What a choice has to gain; less is noise, and torch's own is the better known.
 GAIN = 0.975
 
@@ -113,8 +109,7 @@ class Search:
         finalists = self._ranked(sorted(self._algorithms))[:FINALISTS]
         calls = [self._torch, *map(self._call_of, finalists)]
         rounds = [self.microseconds(calls) for _ in range(ROUNDS)]
-        times = map(median, zip(*rounds, strict=True))
-        baseline, *finals = map(add, times, map(self._others, calls))
+        baseline, *finals = map(median, zip(*rounds, strict=True))
         best, algorithm = min(zip(finals, finalists, strict=True), default=(baseline, b""))
         return algorithm if best < GAIN * baseline else None
 
@@ -130,10 +125,6 @@ class Search:
             events.append((start, end))
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 / self._launches for start, end in events]
-
-    def _others(self, call: Call) -> float:
-        """Microseconds that a launch of a graph takes longer on the host where the call is not only kernels."""
-        return OTHER_NODE * num_other_nodes(lambda: self._run(call, 1))
 
     @property
     def _launches(self) -> int:

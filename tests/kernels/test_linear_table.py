@@ -47,7 +47,7 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
         '{"format": 1, "choi',
         "[]",
         '{"format": 1}',
-        '{"format": 3, "choices": {}}',
+        '{"format": 2, "choices": {}}',
         '{"format": 1, "choices": {"a": "zz"}}',
         '{"format": 1, "choices": {"a": 5}}',
         '{"format": 1, "choices": {"a": "00ff"}}',

@@ -57,7 +57,6 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
     monkeypatch.setattr(linear_tuner, "Plan", FakePlan)
     monkeypatch.setattr(linear_tuner, "HEAT", 50)
     monkeypatch.setattr(Search, "microseconds", lambda search, calls: clocked(search, calls))
-    monkeypatch.setattr(linear_tuner, "num_other_nodes", lambda work: 0)
     return clocked
 
 
@@ -80,29 +79,6 @@ def test_the_fastest_of_proposals_and_of_few_rows_variants_is_chosen_if_it_beats
 ) -> None:
     clocked.torch_time = torch_time
     assert fastest(rows) == expected
-
-
-def test_memory_operations_that_make_a_graph_slow_to_launch_count(
-    clocked: Clocked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`middle+` takes 20 and a memset; `best` 30. And torch's memset lets go of torch."""
-    running: list[bytes | None] = []
-    run = FakePlan.run
-    monkeypatch.setattr(FakePlan, "run", lambda *args: (running.append(args[1]), run(*args))[1])
-    others: dict[bytes | None, int] = {b"middle+": 3}
-
-    def num_other_nodes(work: Any) -> int:
-        running.append(None)  # torch's products leave no trace
-        work()
-        return others.get(running[-1], 0)
-
-    monkeypatch.setattr(linear_tuner, "num_other_nodes", num_other_nodes)
-    clocked.torch_time = 32.0
-    assert fastest(64) == b"best"  # 20 + 3 x 4.5 is more than 30
-    clocked.torch_time = 30.5
-    assert fastest(64) is None
-    others[None] = 1
-    assert fastest(64) == b"best"
 
 
 def test_what_is_refused_when_it_runs_is_not_chosen(
