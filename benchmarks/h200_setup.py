@@ -59,7 +59,7 @@ SCALES: Mapping[str, Scale] = {
         serving_input_len=16,
         serving_output_len=6,
         serving_loads=((1, 1), (2, 3), (3, 3)),
-        room=224,
+        room=320,
     ),
 }
 
