@@ -37,3 +37,29 @@ def test_a_replay_is_timed_among_others_when_the_device_has_slowed_down(
     now = 0.0
     monkeypatch.setattr(torch.cuda, "Event", Event)
     assert graphs.seconds(GraphKey(2, 1, False)) == pytest.approx(0.003)
+
+
+def test_a_round_is_renewed_before_every_replay_and_runs_for_the_slots_that_were_given(
+    eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[object] = []
+
+    def generate(slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
+        happened.append(slot_ids.tolist())
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+        def elapsed_time(self, end: "Event") -> float:
+            return 6.0
+
+    graphs = CudaGraphs(generate, DUMMY, CPU)
+    graphs.capture([GraphKey(3, 0, False)])
+    happened.clear()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert graphs.seconds(GraphKey(3, 0, False), [4, 0, 2], lambda: happened.append("renewed")) == 0.006 / 5
+    assert happened == ["renewed", [4, 0, 2]] * (1 + 5 + 5)
+    happened.clear()
+    graphs.seconds(GraphKey(3, 0, False))
+    assert happened == [[DUMMY] * 3] * (1 + 5 + 5)
