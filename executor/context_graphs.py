@@ -25,7 +25,7 @@ CONTEXT_ROWS = (64, *range(128, 1537, 128))
 
 
 def context_rows(max_num_tokens: int, max_len: int) -> tuple[int, ...]:
-    """The sizes that can be needed: rounds have no more tokens, and the dummy slot's pages hold the padding."""
+    """The sizes that can be needed: rounds have no more tokens, and the dummy slot's positions hold the padding."""
     return tuple(size for size in CONTEXT_ROWS if size <= min(max_num_tokens, max_len))
 
 
@@ -92,10 +92,9 @@ class ContextGraphs:
 
 
 def capture_contexts(
-    engine: ModelEngine, max_num_tokens: int, dummy_slot: int, pool: GraphPool
+    engine: ModelEngine, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool
 ) -> ContextGraphs | None:
-    """None where attention cannot be captured, or no size is of use."""
-    sizes = context_rows(max_num_tokens, engine.rows.max_len)
+    """None where attention cannot be captured, or there is no size."""
     if not sizes:
         return None
     num_pages = engine.rows.table.device_rows.shape[1]

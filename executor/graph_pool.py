@@ -32,9 +32,8 @@ class GraphPool:
 
     def capture(self, work: Callable[[], Result]) -> Captured[Result]:
         """Raises torch.cuda.OutOfMemoryError."""
-        if (
-            self._stream is None
-        ):  # one for all: what a warm-up allocates is kept for the stream that it ran on
+        if self._stream is None:
+            # One for all: what a warm-up allocates is kept for the stream that it ran on.
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has no annotation
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))

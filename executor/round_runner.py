@@ -121,9 +121,9 @@ class RoundRunner:
         if self._backlog is not None:
             self._backlog.capture_graphs(graphs, keys)
 
-    def capture_contexts(self, max_num_tokens: int, dummy_slot: int, pool: GraphPool) -> None:
+    def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
         """From now on a few short context chunks are one graph launch, where attention can be captured."""
-        self.context_graphs = capture_contexts(self.engine, max_num_tokens, dummy_slot, pool)
+        self.context_graphs = capture_contexts(self.engine, sizes, dummy_slot, pool)
 
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
         """How long the device takes for a generation round with nothing but dummies: in a long row of replays; without

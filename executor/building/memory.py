@@ -3,7 +3,6 @@
 import torch
 
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.context_graphs import context_rows
 from tllm_spec.executor.draft_lens import controller_for
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
@@ -26,8 +25,8 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     if args.cuda_graph_config is not None:
         sizes = args.cuda_graph_config.sizes(plan.slots.max_batch_size)
         num_bytes += len(sizes) * _graphs_a_size(plan, draft) * BYTES_A_GRAPH
-    if plan.has_context_graphs:
-        num_bytes += len(context_rows(args.max_num_tokens, plan.max_len)) * BYTES_A_GRAPH + PLAN_BYTES
+    if plan.context_rows:
+        num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
     if draft is not None and draft.plan.shares_pages and plan.spec and plan.spec.use_rejection_sampling:
         rows = num_slots * plan.max_draft_len
         num_bytes += rows * plan.config.vocab_size * torch.float32.itemsize

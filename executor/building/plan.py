@@ -7,6 +7,7 @@ import logging
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.executor.context_graphs import context_rows
 from tllm_spec.executor.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.draft_lens import controller_for
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
@@ -74,11 +75,13 @@ class BuildPlan:
         return any(0 in controller.draft_lens_at(1 + size) for size in range(self.slots.max_batch_size))
 
     @property
-    def has_context_graphs(self) -> bool:
-        """Whether they are wanted; attention may not be able to."""
+    def context_rows(self) -> tuple[int, ...]:
+        """Sizes of the contexts that CUDA graphs are wanted for; attention may not be able to."""
         args = self.args
         wanted = args.cuda_graph_config is not None and args.prefill_cuda_graph_backend == "auto"
-        return wanted and self.device.type == "cuda"
+        if not wanted or self.device.type != "cuda":
+            return ()
+        return context_rows(args.max_num_tokens, self.max_len)
 
     @property
     def overshoot(self) -> int:

@@ -40,8 +40,7 @@ def build_controller(
         row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
         tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device)
     pool = GraphPool(plan.device)
-    if plan.has_context_graphs:  # first, as they need most
-        runner.capture_contexts(max_num_tokens, plan.slots.dummy_slot, pool)
+    runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)  # first, as they need most
     if sizes:
         _capture(plan, runner, speculation, keys, graph_keys(sizes, controller.draft_lens_at), pool)
     if spec is None or spec.adaptive is None:

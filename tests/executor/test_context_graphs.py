@@ -13,7 +13,6 @@ from tests.executor.harness import Harness, all_pages_are_back, draft_target, ou
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor import context_graphs
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
 from tllm_spec.executor.cuda_graphs import graph_keys
@@ -42,14 +41,13 @@ def with_graphs(
     monkeypatch: pytest.MonkeyPatch, model: Path, windows: tuple[int, ...] = (), **options: Any
 ) -> Harness:
     """Of contexts, and of rounds of so many windows."""
-    monkeypatch.setattr(context_graphs, "CONTEXT_ROWS", SIZES)
     harness = Harness(model, **options)
     runner, pool = harness.parts.runner, GraphPool(CPU)
     old = runner.engine.backend
     runner.engine.backend = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
     draft_lens = {0, harness.max_draft_len}
     with torch.inference_mode():
-        runner.context_graphs = capture_contexts(runner.engine, 8192, DUMMY, pool)
+        runner.context_graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
         if windows:
             keys = graph_keys(windows, lambda _: draft_lens)
             runner.capture_graphs(keys, DUMMY, CPU, pads=True, pool=pool)
@@ -185,14 +183,17 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
 
 
 def test_contexts_are_captured_unless_that_is_disabled(tiny: Path) -> None:
-    def wants(**options: Any) -> bool:
-        plan = BuildPlan(LlmArgs.from_kwargs(tiny, max_batch_size=8, max_seq_len=256, **options))
+    def sizes(**options: Any) -> tuple[int, ...]:
+        plan = BuildPlan(LlmArgs.from_kwargs(tiny, **{"max_batch_size": 8, "max_seq_len": 252} | options))
         plan.device = torch.device("cuda")
-        return plan.has_context_graphs
+        return plan.context_rows
 
-    assert wants() and wants(prefill_cuda_graph_backend="auto")
-    assert not wants(prefill_cuda_graph_backend="disabled") and not wants(cuda_graph_config=None)
-    assert not BuildPlan(LlmArgs.from_kwargs(tiny, max_batch_size=8, max_seq_len=256)).has_context_graphs
+    assert (
+        sizes() == sizes(prefill_cuda_graph_backend="auto") == (64, 128)
+    )  # a page has more positions than a request
+    assert sizes(max_num_tokens=100) == (64,)
+    assert not sizes(prefill_cuda_graph_backend="disabled") and not sizes(cuda_graph_config=None)
+    assert not BuildPlan(LlmArgs.from_kwargs(tiny, max_batch_size=8, max_seq_len=256)).context_rows
     with pytest.raises(ValueError, match="prefill_cuda_graph_backend"):
         LlmArgs.from_kwargs(tiny, prefill_cuda_graph_backend="piecewise")
 
@@ -205,7 +206,7 @@ def test_sizes_are_those_that_rounds_and_the_padding_can_have() -> None:
 
 def test_attention_that_cannot_be_captured_has_no_graphs(tiny: Path, eager_graphs: None) -> None:
     runner = Harness(tiny).parts.runner
-    assert capture_contexts(runner.engine, 8192, DUMMY, GraphPool(CPU)) is None
+    assert capture_contexts(runner.engine, SIZES, DUMMY, GraphPool(CPU)) is None
 
 
 def test_running_out_of_memory_while_capturing_says_what_to_do(

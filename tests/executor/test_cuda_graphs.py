@@ -227,7 +227,7 @@ class KeyRecorder:
         self.keys: list[GraphKey] = []
         self.graphs: list[GraphKey] | None = None
 
-    def capture_contexts(self, max_num_tokens: int, dummy_slot: int, pool: GraphPool) -> None:
+    def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
         self.pool = pool
 
     def capture_graphs(

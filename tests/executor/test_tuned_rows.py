@@ -21,8 +21,8 @@ class FakeRunner:
     def __init__(self, events: list[Any]) -> None:
         self._events = events
 
-    def capture_contexts(self, *limits: Any) -> None:
-        self._events.append("contexts")
+    def capture_contexts(self, sizes: tuple[int, ...], *others: Any) -> None:
+        self._events += ["contexts"] if sizes else []
 
     def capture_graphs(self, *graphs: Any, **options: Any) -> None:
         self._events.append("captured")
