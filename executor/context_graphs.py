@@ -20,7 +20,7 @@ from tllm_spec.kernels.paged_prefill import PrefillLimits
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS = 8
-# Rows of a graph. From about 1,500 rows on an 8B model's products take longer than a slow host's launches.
+# Rows of a graph. The products of many more take an 8B model longer than the host needs to launch them.
 CONTEXT_ROWS = (64, *range(128, 1537, 128))
 
 

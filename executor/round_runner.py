@@ -80,7 +80,9 @@ class RoundRunner:
         logprobs = LogprobRows()
         ended = batch.last_chunk_requests
         if batch.context_requests:
-            sampled = self._run_apart(batch, ended, logprobs) or self._run_mixed(batch, ended, logprobs)
+            chunks = _chunks(batch)
+            sampled = self._run_apart(batch, chunks, ended, logprobs)
+            sampled = sampled or self._run_mixed(batch, chunks, ended, logprobs)
         else:
             sampled = self._replay(batch) or self._run_windows(batch, logprobs)
         table = sampled.side_by_side() if sampled.table is None else sampled.table
@@ -197,14 +199,17 @@ class RoundRunner:
         return sampled
 
     def _run_mixed(
-        self, batch: ScheduledBatch, ended: list[LlmRequest], logprobs: LogprobRows
+        self,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        ended: list[LlmRequest],
+        logprobs: LogprobRows,
     ) -> SampledTokens:
         """Context chunks, with or without generation windows behind them."""
         windows, group = None, None
         if batch.generation_requests:
             group = self._groups.get(batch.generation_requests, batch.window)
             windows = self._windows(group, _longest(batch))
-        chunks = _chunks(batch)
         wanted = _sampled_rows(batch, self._slots.device)
         if _wants_prompt_logprobs(batch):
             hidden = self.engine.forward(chunks, windows)
@@ -223,7 +228,11 @@ class RoundRunner:
         return _joined(parts, batch.window, hidden.device)
 
     def _run_apart(
-        self, batch: ScheduledBatch, ended: list[LlmRequest], logprobs: LogprobRows
+        self,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        ended: list[LlmRequest],
+        logprobs: LogprobRows,
     ) -> SampledTokens | None:
         """Context chunks by a graph, then generation windows as in a round of their own. None where that cannot be: no
         graph fits, or somebody reads later what the windows would overwrite."""
@@ -232,7 +241,6 @@ class RoundRunner:
             return None
         if batch.generation_requests and reads_later:
             return None
-        chunks = _chunks(batch)
         hidden = self.context_graphs.run(chunks)
         if hidden is None:
             return None

@@ -115,10 +115,10 @@ def assert_same(
     output: RequestOutput,
     plain: RequestOutput,
     oracle: Callable[[], Oracle],
-    tolerance: float | Callable[[float], float] = TOLERANCE,
+    tolerance: float = TOLERANCE,
 ) -> None:
-    """Equal tokens, text and reasons. Where two candidates are closer than `tolerance` (of the larger of their two
-    logits, if it is a function), the text may part there (NearTie)."""
+    """Equal tokens, text and reasons. Where two candidates are closer than `tolerance`, the text may part there
+    (NearTie)."""
     assert output.error is None, f"{case.name}: {output.error}"
     ours, theirs = output.outputs[0], plain.outputs[0]
     if ours.token_ids == theirs.token_ids:
@@ -129,11 +129,7 @@ def assert_same(
     place = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
     assert place is not None, f"{case.name}: {len(ours.token_ids)} tokens instead of {len(theirs.token_ids)}"
     candidates = (ours.token_ids[place], theirs.token_ids[place])
-    before = theirs.token_ids[:place]
-    gap = oracle().gap(case.params, case.prompt, before, candidates)
-    if not isinstance(tolerance, float):
-        logits = oracle().logits(case.prompt + before)[-1]
-        tolerance = tolerance(float(logits[list(candidates)].max()))
+    gap = oracle().gap(case.params, case.prompt, theirs.token_ids[:place], candidates)
     message = f"{case.name}: token {place} is {candidates[0]} instead of {candidates[1]}, {gap:.1e} apart"
     assert gap < tolerance, message
     warnings.warn(message, NearTie, stacklevel=2)

@@ -1,7 +1,6 @@
 """Texts with FLASHINFER are those with TRITON, up to near ties of bfloat16. The models are the zoo's, made wider."""
 
 import logging
-import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,13 +17,9 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import Tokenizer
 
-
-def tolerance(logit: float) -> float:
-    """bfloat16 numbers between 8 and 16 are 1/16 apart, and sampling divides logits by 0.7: 0.1. From 16 to 32, where
-    these models' best logits often are, they are twice as far apart."""
-    return 0.1 * max(1.0, 2.0 ** (math.frexp(logit)[1] - 4))
-
-
+# bfloat16 numbers between 8 and 16 are 1/16 apart; sampling divides them by 0.7. From 16 on they are twice as far
+# apart, and one text on an H200 parts by a little more where a candidate is there: see the test of errors below.
+TOLERANCE = 0.1
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {},
     "chunks beside windows": {"enable_chunked_prefill": True, "max_num_tokens": 70},
@@ -82,7 +77,7 @@ def test_texts_are_those_of_triton(
     ours = [record for record in caplog.records if record.name.startswith("tllm_spec")]
     assert not [record for record in ours if record.levelno >= logging.WARNING], "FlashInfer runs all layers"
     for case, output, plain in zip(cases, found["FLASHINFER"], found["TRITON"], strict=True):
-        assert_same(case, output, plain, lambda: oracle_of(wide[0]), tolerance)
+        assert_same(case, output, plain, lambda: oracle_of(wide[0]), TOLERANCE)
 
 
 @pytest.mark.gpu
