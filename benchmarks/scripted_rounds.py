@@ -83,7 +83,9 @@ class ScriptedRunner(RoundRunner):
         graphs: Any = script
         self.graphs = graphs
 
-    def _run_mixed(self, batch: ScheduledBatch, ended: list[LlmRequest], logprobs: Any) -> SampledTokens:
+    def _run_mixed(
+        self, batch: ScheduledBatch, chunks: Any, ended: list[LlmRequest], logprobs: Any
+    ) -> SampledTokens:
         return self._script.tokens(len(ended) + len(batch.generation_requests), batch.draft_len)
 
 
