@@ -9,6 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.graph_memsets import memsets_as_kernels
+
 Result = TypeVar("Result")
 
 WARM_UP_RUNS = 2  # compiles kernels and lets libraries allocate, which a capture must not
@@ -41,8 +44,11 @@ class GraphPool:
             for _ in range(WARM_UP_RUNS):
                 work()
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             result = work()
+        if nvrtc.is_installed():
+            memsets_as_kernels(graph.raw_cuda_graph())
+        graph.instantiate()
         self._pool = graph.pool()
         return Captured(graph, result)

@@ -34,7 +34,7 @@ def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, i
     from cuda.bindings import nvrtc
 
     source = Path(__file__).with_name(name).read_bytes()
-    program = _checked(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",
@@ -42,12 +42,12 @@ def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, i
     ]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if error.value:
-        log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        checked(nvrtc.nvrtcGetProgramLog(program, log))
         raise RuntimeError(f"{name} does not compile for {architecture} with {definitions}:\n{log.decode()}")
-    cubin = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
+    cubin = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
+    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    checked(nvrtc.nvrtcDestroyProgram(program))
     return cubin
 
 
@@ -67,10 +67,23 @@ class Kernel:
     def __init__(self, cubin: bytes, name: str, max_shared_bytes: int) -> None:
         from cuda.bindings import driver
 
-        self._module = _checked(driver.cuModuleLoadData(cubin))
-        self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        self._module = checked(driver.cuModuleLoadData(cubin))
+        self._function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, attribute, max_shared_bytes))
+        checked(driver.cuFuncSetAttribute(self._function, attribute, max_shared_bytes))
+
+    def node_params(
+        self, num_threads: int, values: tuple[Any, ...], types: tuple[type["ctypes._SimpleCData[Any]"], ...]
+    ) -> Any:
+        """Of a node of a CUDA graph: one CTA of so many threads, its arguments and their types in C."""
+        from cuda.bindings import driver
+
+        params = driver.CUDA_KERNEL_NODE_PARAMS()
+        params.func = self._function
+        params.gridDimX = params.gridDimY = params.gridDimZ = 1
+        params.blockDimX, params.blockDimY, params.blockDimZ = num_threads, 1, 1
+        params.kernelParams = (values, types)
+        return params
 
     def launch(self, launch: Launch, stream: int, argument: ctypes.Structure) -> None:
         """Start the kernel as soon as all CTAs of the kernel before it have said that it may (programmatic dependent
@@ -79,7 +92,7 @@ class Kernel:
 
         config = _config(launch, stream)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0))
+        checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0))
 
 
 def _config(launch: Launch, stream: int) -> Any:
@@ -100,7 +113,7 @@ def _config(launch: Launch, stream: int) -> Any:
     return config
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """What a call of cuda-python returns besides its error code. Raises RuntimeError for an error."""
     error, *values = result
     if error.value:
