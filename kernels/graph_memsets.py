@@ -3,7 +3,7 @@
 To launch a graph of nothing but kernels costs the host about as much for 400 nodes as for one; with memsets among them
 each is handed to the driver in pieces. cuBLASLt clears a counter before every product whose sums it splits.
 
-It knows a graph's nodes and edges, not what they are for. It needs cuda-python, and the graph before it is instantiated.
+It knows nodes and edges, not what they are for. It needs cuda-python, and a graph that is not instantiated yet.
 """
 
 import ctypes

@@ -13,7 +13,7 @@ from tllm_spec.kernels.graph_memsets import MAX_ELEMENTS, memsets_as_kernels
 
 pytest.importorskip("cuda.bindings")
 
-from cuda.bindings import driver  # noqa: E402 # where it is installed
+from cuda.bindings import driver
 
 MEMSET, KERNEL = "memset", "kernel"
 SUCCESS = driver.CUresult.CUDA_SUCCESS
