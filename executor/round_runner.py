@@ -24,7 +24,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.stand_in_contexts import ContextLimits, StandInContexts
-from tllm_spec.executor.transfer import ToHost, to_device
+from tllm_spec.executor.transfer import Places, ToHost, to_device
 from tllm_spec.outputs import Logprob
 
 TIMED_RUNS = 4  # the first may compile
@@ -72,6 +72,7 @@ class RoundRunner:
         self._sampler = sampler
         self._slots = sampler.slots
         self._groups = sampler.groups
+        self._places = Places()
 
     def launch(self, batch: ScheduledBatch) -> LaunchedRound:
         """Enqueues the round's work; the slots then hold what the next round needs."""
@@ -89,7 +90,7 @@ class RoundRunner:
         self._groups.end_round()
         if self._backlog is not None:
             self._backlog.note(batch)
-        num_steps, to_host = self._num_steps(batch), ToHost([table, *logprobs.tensors])
+        num_steps, to_host = self._num_steps(batch), ToHost([table, *logprobs.tensors], self._places)
         return LaunchedRound(
             batch,
             ended,

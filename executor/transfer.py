@@ -24,24 +24,57 @@ def to_device(values: torch.Tensor | Sequence[object], device: torch.device) -> 
 
 class ToHost:
     """Tensors of one device on their way to the host, as they are now: what is written to them later does not count.
-    `wait` is the only place where a round waits for the device."""
+    `wait` is the only place where a round waits for the device. `places`: where the first of them goes, which is free
+    for the next copy once it was waited for; None: to memory of its own."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._host = [_start_copy(tensor) for tensor in tensors]
-        self._arrived: torch.cuda.Event | None = None
+    def __init__(self, tensors: Sequence[torch.Tensor], places: "Places | None" = None) -> None:
+        self._place: Place | None = None
+        self._places = places
         if tensors and tensors[0].is_cuda:
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no annotation
-            self._arrived.record()
+            shape, dtype = tensors[0].shape, tensors[0].dtype
+            self._place = Place(shape, dtype) if places is None else places.take(shape, dtype)
+            first = self._place.host.copy_(tensors[0], non_blocking=True)
+            self._host = [first, *map(_start_copy, tensors[1:])]
+            self._place.arrived.record()
+        else:
+            self._host = [_start_copy(tensor) for tensor in tensors]
 
     @property
     def is_here(self) -> bool:
-        """Nothing has to be waited for: the device is the host."""
-        return self._arrived is None
+        """Nothing has to be waited for."""
+        return self._place is None
 
     def wait(self) -> list[torch.Tensor]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        """Only valid until the next copy begins."""
+        if self._place is not None:
+            self._place.arrived.synchronize()
+            if self._places is not None:
+                self._places.give_back(self._place)
+            self._place = None
         return self._host
+
+
+class Place:
+    """Pinned memory, and the event that says that a copy to it has ended."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.host = torch.empty(shape, dtype=dtype, pin_memory=True)
+        self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no annotation
+
+
+class Places:
+    """Those that were read, by shape, for the next copies: making one takes as long as the copy. There are as many as
+    copies were under way at once. One that is never read is lost, and harms nobody."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Place]] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Place:
+        free = self._free.get((shape, dtype))
+        return free.pop() if free else Place(shape, dtype)
+
+    def give_back(self, place: Place) -> None:
+        self._free.setdefault((place.host.shape, place.host.dtype), []).append(place)
 
 
 def _start_copy(tensor: torch.Tensor) -> torch.Tensor:

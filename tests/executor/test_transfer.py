@@ -1,11 +1,11 @@
 """Copies between host and device, and what they may do where there is no device to see it."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from tllm_spec.executor.transfer import ToHost, to_device
+from tllm_spec.executor.transfer import Places, ToHost, to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -70,3 +70,76 @@ def test_the_host_reads_what_was_there_when_the_copy_began() -> None:
     lens.fill_(9)
     assert to_host.is_here
     assert [tensor.tolist() for tensor in to_host.wait()] == [[[0, 1, 2], [3, 4, 5]], [1, 1]]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device."""
+
+    is_cuda = True
+
+
+class Arrival:
+    """Stands in for a CUDA event: the copies of a round and who waited for them, in order."""
+
+    log: ClassVar[list[str]] = []
+
+    def record(self) -> None:
+        self.log.append("copy")
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+
+def on_device(values: list[int]) -> torch.Tensor:
+    tensor: torch.Tensor = torch.Tensor._make_subclass(OnDevice, torch.tensor(values))
+    return tensor
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> PinnedMemory:
+    Arrival.log.clear()
+    monkeypatch.setattr(torch.cuda, "Event", Arrival)
+    return PinnedMemory(monkeypatch)
+
+
+def test_rounds_in_turn_use_two_places_and_none_is_written_before_it_was_read(memory: PinnedMemory) -> None:
+    places = Places()
+    before = ToHost([on_device([0, 0])], places)
+    for number in range(1, 9):
+        after = ToHost([on_device([number, -number])], places)  # launched before the one before it is read
+        assert not before.is_here
+        assert before.wait()[0].tolist() == [number - 1, 1 - number]
+        before = after
+    assert len(memory.given) == 2
+    assert Arrival.log == ["copy", *["copy", "wait"] * 8]
+
+
+def test_a_round_that_is_read_twice_gives_its_place_back_once(memory: PinnedMemory) -> None:
+    places = Places()
+    to_host = ToHost([on_device([1, 2])], places)
+    assert to_host.wait()[0].tolist() == to_host.wait()[0].tolist() == [1, 2]
+    both = [ToHost([on_device([value])], places) for value in (3, 4)]
+    assert [each.wait()[0].tolist() for each in both] == [[3], [4]]
+
+
+def test_places_are_of_one_shape_and_type_and_a_lost_one_is_made_again(memory: PinnedMemory) -> None:
+    places = Places()
+    tensors = [
+        on_device([1, 2, 3]),
+        on_device([4, 5]),
+        on_device([[6, 7]]),
+        on_device([8, 9]).to(torch.int32),
+    ]  # type: ignore[list-item]
+    for tensor in tensors:
+        for _ in range(2):
+            assert ToHost([tensor], places).wait()[0].tolist() == tensor.tolist()
+    assert len(memory.given) == len(tensors)
+    ToHost([tensors[0]], places)  # of a round that broke off
+    assert ToHost([tensors[0]], places).wait()[0].tolist() == [1, 2, 3]
+    assert len(memory.given) == len(tensors) + 1
+
+
+def test_what_comes_beside_the_first_tensor_has_memory_of_its_own(memory: PinnedMemory) -> None:
+    places = Places()
+    rounds = [ToHost([on_device([value]), on_device([-value])], places) for value in (1, 2)]
+    assert [[tensor.tolist() for tensor in each.wait()] for each in rounds] == [[[1], [-1]], [[2], [-2]]]
