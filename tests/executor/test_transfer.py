@@ -118,8 +118,8 @@ def test_a_round_that_is_read_twice_gives_its_place_back_once(memory: PinnedMemo
     places = Places()
     to_host = ToHost([on_device([1, 2])], places)
     assert to_host.wait()[0].tolist() == to_host.wait()[0].tolist() == [1, 2]
-    both = [ToHost([on_device([value])], places) for value in (3, 4)]
-    assert [each.wait()[0].tolist() for each in both] == [[3], [4]]
+    both = [ToHost([on_device([value, 0])], places) for value in (3, 4)]
+    assert [each.wait()[0].tolist() for each in both] == [[3, 0], [4, 0]]
 
 
 def test_places_are_of_one_shape_and_type_and_a_lost_one_is_made_again(memory: PinnedMemory) -> None:
