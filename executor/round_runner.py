@@ -102,6 +102,13 @@ class RoundRunner:
             perf_counter() if to_host.is_here else None,
         )
 
+    def forget_round(self) -> None:
+        """The latest round was nobody's: it had the dummy slot only."""
+        self._groups.forget()
+        self._slots.reset_dummy()
+        if self.round_end is not None:
+            self.round_end.forget()
+
     def _num_steps(self, batch: ScheduledBatch) -> int:
         """Drafts that a round left behind are as many as it was told to make, whatever this one verifies."""
         if self.round_end is None:

@@ -14,6 +14,10 @@ import triton.language as tl
 
 from tllm_spec.kernels.early_launch_triton import announce, wait
 
+_LENGTHS = ["max_len", "num_splits", "min_keys"]
+# Beside contexts these begin anywhere behind the contexts' rows: each alignment would be one more kernel to compile.
+_PLACES = ["kv_slots", "block_tables", "kv_lens", "num_padding"]
+
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _rotated(
@@ -165,7 +169,7 @@ def _window_keys(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["table_stride", "max_len", "num_splits", "min_keys"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=[*_LENGTHS, "table_stride"], do_not_specialize_on_alignment=_PLACES)  # type: ignore[untyped-decorator]  # triton has no types
 def attention_kernel(
     qkv: tl.tensor, turns: tl.tensor, norm_weights: tl.tensor, eps: tl.tensor,
     layer: tl.tensor, value_offset: tl.tensor, kv_slots: tl.tensor,
@@ -226,7 +230,7 @@ def attention_kernel(
 # fmt: on
 
 
-@triton.jit(do_not_specialize=["max_len", "num_splits", "min_keys"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_PLACES[2:])  # type: ignore[untyped-decorator]  # triton has no types
 def reduction_kernel(
     partial_outputs: tl.tensor,
     log_sums: tl.tensor,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.cuda_graphs import GraphKey, graph_keys
 from tllm_spec.executor.draft_lens import (
     EAGER_SIZES,
@@ -43,6 +44,9 @@ def build_controller(
     runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)  # first, as they need most
     if sizes:
         _capture(plan, runner, speculation, keys, graph_keys(sizes, controller.draft_lens_at), pool)
+    if plan.device.type == "cuda":
+        sizes_of_rounds = {"max_num_tokens": max_num_tokens, "max_len": plan.max_seq_len}
+        WarmUp(runner, plan.slots.dummy_slot, **sizes_of_rounds).run(keys)
     if spec is None or spec.adaptive is None:
         return controller
     times = _round_times(plan, runner, speculation, controller, sizes) if controller.compares_times else None

@@ -88,6 +88,9 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
     def replayed(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> None:
         self._pending = _Pending(None, None, group, _places(group.requests), (sampled, max_kv_len))
 
+    def forget(self) -> None:
+        self._pending = None
+
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
         """Each reads the results of the target's graph of the same key, so that the padding must be the same."""
         return of_rounds

@@ -65,6 +65,10 @@ class RoundEnd(Protocol):
         replay overwrites `sampled`."""
         return
 
+    def forget(self) -> None:
+        """The latest round was nobody's."""
+        return
+
     def draft_probs(self, slot_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """What the drafts of the slots were drawn from, `[B, K, V]` over the target's vocabulary."""
 

@@ -1,0 +1,85 @@
+"""Rounds with contexts that run before the first request: kernels that are compiled or loaded when they first run
+delay nobody, then.
+
+It knows which rounds; their requests are nobody's. They live in the dummy slot and leave nothing behind.
+"""
+
+import logging
+from collections.abc import Iterable
+from itertools import count
+from time import monotonic
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.cuda_graphs import GraphKey
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+CHUNK_ROWS = 2048  # beside windows: more than a graph of contexts holds, so the forward has both
+
+
+class WarmUp:
+    """Of a runner whose graphs are captured. max_num_tokens: rows of one round; max_len: tokens of a request."""
+
+    def __init__(self, runner: RoundRunner, dummy_slot: int, *, max_num_tokens: int, max_len: int) -> None:
+        self._runner, self._dummy_slot = runner, dummy_slot
+        self._max_num_tokens, self._max_len = max_num_tokens, max_len
+        self._ids = count(-1, -1)
+
+    def run(self, keys: Iterable[GraphKey]) -> None:
+        """The longest round of contexts, and contexts beside some of the keys' windows."""
+        start, chosen = monotonic(), some_of(keys)
+        longest = max((key.draft_len for key in chosen), default=0)
+        for is_sampled in (False, True):
+            self._round(self._max_num_tokens, GraphKey(0, longest, is_sampled))
+        for key in chosen:
+            self._round(min(CHUNK_ROWS, self._max_num_tokens - key.num_tokens), key)
+        logger.info("%d rounds that warm up took %.1f s", 2 + len(chosen), monotonic() - start)
+
+    def _round(self, num_rows: int, key: GraphKey) -> None:
+        """Waits for its end, so that no more memory is taken than by two rounds that overlap."""
+        if num_rows <= 0:
+            return
+        chunks = [self._max_len] * (num_rows // self._max_len) + [num_rows % self._max_len]
+        batch = ScheduledBatch(
+            [self._context(length, key) for length in chunks if length],
+            [self._generating(key) for _ in range(key.batch_size)],
+            draft_len=key.draft_len if key.batch_size else 0,
+            num_new_drafts=key.draft_len,
+        )
+        self._runner.launch(batch).wait()
+        self._runner.forget_round()
+
+    def _context(self, length: int, key: GraphKey) -> LlmRequest:
+        request = self._request(length, key)
+        request.state, request.context_chunk = RequestState.CONTEXT, length
+        return request
+
+    def _generating(self, key: GraphKey) -> LlmRequest:
+        request = self._request(1, key)
+        request.state, request.py_draft_tokens = RequestState.GENERATION, [0] * key.draft_len
+        return request
+
+    def _request(self, length: int, key: GraphKey) -> LlmRequest:
+        rules = DecodingRules.from_params(
+            SamplingParams(temperature=float(key.sampled)), vocab_size=1, end_ids=(), encode=None
+        )
+        request = LlmRequest(next(self._ids), [0] * length, rules, seed=0, draft_limit=key.draft_len)
+        request.slot = self._dummy_slot
+        return request
+
+
+def some_of(keys: Iterable[GraphKey]) -> list[GraphKey]:
+    """Of the shortest and the longest draft length: few windows, some, and as many as there can be. What is compiled
+    for windows does not depend on their exact number."""
+    chosen: set[GraphKey] = set()
+    wanted = sorted(keys)
+    lengths = [key.draft_len for key in wanted]
+    for draft_len in {min(lengths), max(lengths)} if wanted else ():
+        own = [key for key in wanted if key.draft_len == draft_len]
+        greedy = [key for key in own if not key.sampled]
+        chosen |= {own[-1], greedy[0], greedy[len(greedy) // 2], greedy[-1]}
+    return sorted(chosen)

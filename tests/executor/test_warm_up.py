@@ -1,0 +1,157 @@
+"""Rounds of nobody before the first request: which they are, that each takes the way that real ones take, and that
+nothing is left of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import one_model
+from tests.executor.harness import Harness, output_of
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.building import rounds
+from tllm_spec.executor.building.warm_up import CHUNK_ROWS, WarmUp, some_of
+from tllm_spec.executor.cuda_graphs import GraphKey, graph_keys
+from tllm_spec.executor.round_runner import LaunchedRound
+
+DUMMY = 8
+MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "ngram", "adaptive", "rejection"]
+KEYS = graph_keys((1, 4, 8), lambda _: {3})
+
+
+def options(mode: str, tiny_draft: Path, head: Path) -> dict[str, Any]:
+    if mode == "plain":
+        return {}
+    if mode == "ngram":
+        return {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}}
+    if mode == "adaptive":
+        return one_model(tiny_draft, head, "eagle3", adaptive={"candidate_steps": [0, 1, 3]})
+    if mode == "rejection":
+        return one_model(tiny_draft, head, "draft_target", use_rejection_sampling=True)
+    return one_model(tiny_draft, head, mode)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+@pytest.fixture(params=MODES)
+def both(request: pytest.FixtureRequest, tiny: Path, drafts: tuple[Path, Path], head: Path) -> Iterator[Any]:
+    """Two engines of one kind."""
+    yield [Harness(tiny, max_num_tokens=512, **options(request.param, drafts[0], head)) for _ in range(2)]
+
+
+def keys_of(harness: Harness) -> list[GraphKey]:
+    return [GraphKey(size, min(steps, harness.max_draft_len), s) for size, steps, s in map(tuple_of, KEYS)]
+
+
+def tuple_of(key: GraphKey) -> tuple[int, int, bool]:
+    return key.batch_size, key.draft_len, key.sampled
+
+
+def state_of(harness: Harness) -> list[torch.Tensor]:
+    """What requests can ever see: all slots but the dummy, all pages but the dummy's."""
+    slots, pool, table = harness.parts.slots, harness.parts.kv.pool, harness.parts.kv.table
+    state = [slots.kv_lens, slots.window, slots.num_drafts, slots.previous_token, table.device_rows]
+    return [tensor[:DUMMY].clone() for tensor in state] + [pool.data[:, :, 1:].clone()]
+
+
+@torch.inference_mode()
+def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_without_it(both: Any) -> None:
+    warm, cold = both
+    before = state_of(warm)
+    WarmUp(warm.parts.runner, DUMMY, max_num_tokens=512, max_len=256).run(keys_of(warm))
+    assert all(map(torch.equal, before, state_of(warm)))
+    assert not warm.parts.slots.kv_lens.any()
+    warm.executor.check_integrity()
+    for harness in both:
+        requests = [harness.submit([5, 9, 2, i], max_tokens=30, temperature=i % 2, seed=i) for i in range(6)]
+        harness.run()
+        assert not any(request.error for request in requests)
+        harness.texts = [output_of(request) for request in requests]
+        harness.accepted = [request.counters.by_accepted for request in requests]
+    assert warm.texts == cold.texts and warm.accepted == cold.accepted
+
+
+def launched_by(harness: Harness, monkeypatch: pytest.MonkeyPatch, max_num_tokens: int) -> list[Any]:
+    found: list[Any] = []
+    launch = harness.parts.runner.launch
+
+    def watched(batch: ScheduledBatch) -> LaunchedRound:
+        sampled = any(request.rules.temperature for request in batch.requests())
+        rows = sum(request.context_chunk for request in batch.context_requests)
+        found.append((rows, len(batch.generation_requests), batch.draft_len, batch.num_new_drafts, sampled))
+        return launch(batch)
+
+    monkeypatch.setattr(harness.parts.runner, "launch", watched)
+    with torch.inference_mode():
+        WarmUp(harness.parts.runner, DUMMY, max_num_tokens=max_num_tokens, max_len=256).run(KEYS)
+    return found
+
+
+def test_rounds_are_the_longest_context_and_contexts_beside_few_some_and_many_windows(
+    tiny: Path, drafts: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
+    assert launched_by(harness, monkeypatch, 512) == [
+        (512, 0, 0, 3, False),
+        (512, 0, 0, 3, True),
+        (512 - 4, 1, 3, 3, False),
+        (512 - 16, 4, 3, 3, False),
+        (512 - 32, 8, 3, 3, False),
+        (512 - 32, 8, 3, 3, True),
+    ]
+
+
+def test_no_round_has_more_rows_than_a_round_may_have(
+    tiny: Path, drafts: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
+    found = launched_by(harness, monkeypatch, 20)
+    assert [(rows, windows) for rows, windows, *_ in found] == [(20, 0), (20, 0), (16, 1), (4, 4)]
+
+
+def test_chosen_are_windows_of_the_shortest_and_the_longest_draft_length() -> None:
+    keys = graph_keys((1, 2, 4, 8, 16), lambda _: {0, 1, 2, 5})
+    assert some_of(keys) == sorted(
+        [GraphKey(size, k, False) for size in (1, 4, 16) for k in (0, 5)]
+        + [GraphKey(16, k, True) for k in (0, 5)]
+    )
+    assert some_of([]) == []
+    assert some_of([GraphKey(4, 2, False)]) == [GraphKey(4, 2, False)]
+    assert CHUNK_ROWS > 1536, "contexts beside windows would be a graph of their own"
+
+
+def test_an_engine_on_a_cpu_has_nothing_to_warm_up(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "WarmUp", None)
+    harness = Harness(tiny)
+    request = harness.submit([5, 9, 2], max_tokens=3)
+    harness.run()
+    assert request.num_output_tokens == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["plain", "eagle3"])
+def test_on_a_gpu_contexts_beside_windows_compile_no_attention_that_was_not_compiled_before(
+    tiny: Path, drafts: tuple[Path, Path], head: Path, mode: str
+) -> None:
+    from tllm_spec.kernels.window_attention_triton import attention_kernel
+
+    def compiled() -> int:
+        return len(attention_kernel.device_caches[torch.cuda.current_device()][0])
+
+    harness = Harness(
+        tiny, device="cuda", max_num_tokens=64, enable_chunked_prefill=True, **options(mode, drafts[0], head)
+    )
+    before, num_mixed = compiled(), 0
+    for length in range(1, 60):
+        harness.submit([7] * length, max_tokens=3 + length % 5)
+        harness.round()
+        batch = harness.executor._in_flight[-1].batch
+        num_mixed += bool(batch.context_requests and batch.generation_requests)
+    harness.run()
+    assert num_mixed > 40 and compiled() == before
