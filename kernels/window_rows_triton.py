@@ -20,7 +20,9 @@ def window_rows_triton(
     kv_slots = torch.empty_like(positions)
     kv_lens = torch.empty(batch, dtype=torch.int32, device=device)
     block_tables = torch.empty((batch, num_pages), dtype=torch.int32, device=device)
-    block = min(_BLOCK, triton.next_power_of_2(num_pages))
+    block = min(
+        _BLOCK, triton.next_power_of_2(table.shape[1])
+    )  # not num_pages: each size is a kernel to compile
     _rows[(batch, triton.cdiv(num_pages, block))](
         table,
         table.stride(0),
@@ -40,7 +42,7 @@ def window_rows_triton(
     return positions, kv_slots, kv_lens, block_tables
 
 
-@triton.jit(do_not_specialize=["num_pages"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["num_pages"], do_not_specialize_on_alignment=["slots", "first"])  # type: ignore[untyped-decorator]  # triton has no types
 def _rows(
     table: tl.tensor,
     table_stride: tl.tensor,

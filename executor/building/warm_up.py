@@ -6,7 +6,7 @@ It knows which rounds; their requests are nobody's. They live in the dummy slot 
 
 import logging
 from collections.abc import Iterable
-from itertools import count
+from itertools import count, product
 from time import monotonic
 
 from tllm_spec.executor.batch import ScheduledBatch
@@ -19,6 +19,8 @@ from tllm_spec.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 2048  # beside windows: more than a graph of contexts holds, so the forward has both
+CHUNK_LEN = 512  # of each chunk, so that drafts behind contexts are of requests of a common length
+WINDOW_LENS = (1, 512)  # of requests with windows: attention of short and of longer ones are two kernels
 
 
 class WarmUp:
@@ -35,18 +37,20 @@ class WarmUp:
         longest = max((key.draft_len for key in chosen), default=0)
         for is_sampled in (False, True):
             self._round(self._max_num_tokens, GraphKey(0, longest, is_sampled))
-        for key in chosen:
-            self._round(min(CHUNK_ROWS, self._max_num_tokens - key.num_tokens), key)
-        logger.info("%d rounds that warm up took %.1f s", 2 + len(chosen), monotonic() - start)
+        for key, length in product(chosen, WINDOW_LENS):
+            self._round(min(CHUNK_ROWS, self._max_num_tokens - key.num_tokens), key, length)
+        logger.info("rounds that warm up took %.1f s", monotonic() - start)
 
-    def _round(self, num_rows: int, key: GraphKey) -> None:
-        """Waits for its end, so that no more memory is taken than by two rounds that overlap."""
+    def _round(self, num_rows: int, key: GraphKey, window_len: int = 1) -> None:
+        """window_len: tokens of each request with a window, of which only the host is told. Waits for its end, so that
+        rounds do not take memory at once."""
         if num_rows <= 0:
             return
-        chunks = [self._max_len] * (num_rows // self._max_len) + [num_rows % self._max_len]
+        chunk_len = min(CHUNK_LEN, self._max_len)
+        chunks = [chunk_len] * (num_rows // chunk_len) + [num_rows % chunk_len]
         batch = ScheduledBatch(
             [self._context(length, key) for length in chunks if length],
-            [self._generating(key) for _ in range(key.batch_size)],
+            [self._generating(min(window_len, self._max_len), key) for _ in range(key.batch_size)],
             draft_len=key.draft_len if key.batch_size else 0,
             num_new_drafts=key.draft_len,
         )
@@ -58,8 +62,8 @@ class WarmUp:
         request.state, request.context_chunk = RequestState.CONTEXT, length
         return request
 
-    def _generating(self, key: GraphKey) -> LlmRequest:
-        request = self._request(1, key)
+    def _generating(self, length: int, key: GraphKey) -> LlmRequest:
+        request = self._request(length, key)
         request.state, request.py_draft_tokens = RequestState.GENERATION, [0] * key.draft_len
         return request
 

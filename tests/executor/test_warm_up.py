@@ -84,7 +84,9 @@ def launched_by(harness: Harness, monkeypatch: pytest.MonkeyPatch, max_num_token
     def watched(batch: ScheduledBatch) -> LaunchedRound:
         sampled = any(request.rules.temperature for request in batch.requests())
         rows = sum(request.context_chunk for request in batch.context_requests)
-        found.append((rows, len(batch.generation_requests), batch.draft_len, batch.num_new_drafts, sampled))
+        lens = {request.num_tokens_bound for request in batch.generation_requests}
+        windows = (len(batch.generation_requests), *lens, batch.draft_len)
+        found.append((rows, windows, batch.num_new_drafts, sampled))
         return launch(batch)
 
     monkeypatch.setattr(harness.parts.runner, "launch", watched)
@@ -98,12 +100,16 @@ def test_rounds_are_the_longest_context_and_contexts_beside_few_some_and_many_wi
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
     assert launched_by(harness, monkeypatch, 512) == [
-        (512, 0, 0, 3, False),
-        (512, 0, 0, 3, True),
-        (512 - 4, 1, 3, 3, False),
-        (512 - 16, 4, 3, 3, False),
-        (512 - 32, 8, 3, 3, False),
-        (512 - 32, 8, 3, 3, True),
+        (512, (0, 0), 3, False),
+        (512, (0, 0), 3, True),
+        (512 - 4, (1, 1, 3), 3, False),
+        (512 - 4, (1, 256, 3), 3, False),
+        (512 - 16, (4, 1, 3), 3, False),
+        (512 - 16, (4, 256, 3), 3, False),
+        (512 - 32, (8, 1, 3), 3, False),
+        (512 - 32, (8, 256, 3), 3, False),
+        (512 - 32, (8, 1, 3), 3, True),
+        (512 - 32, (8, 256, 3), 3, True),
     ]
 
 
@@ -112,7 +118,7 @@ def test_no_round_has_more_rows_than_a_round_may_have(
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
     found = launched_by(harness, monkeypatch, 20)
-    assert [(rows, windows) for rows, windows, *_ in found] == [(20, 0), (20, 0), (16, 1), (4, 4)]
+    assert [(rows, windows[0]) for rows, windows, *_ in found] == [(20, 0)] * 2 + [(16, 1)] * 2 + [(4, 4)] * 2
 
 
 def test_chosen_are_windows_of_the_shortest_and_the_longest_draft_length() -> None:
