@@ -144,7 +144,11 @@ def _host(setup: Setup, report: Report, name: str, rounds: Rounds) -> None:
     where = f"{name}, batch {len(rounds.requests)}"
     if 4 in setup.points:
         host = rounds.host_time(2 * setup.scale.rounds)
-        details = {"p99": host.p99, "of it graph launch": host.launch}
+        details = {
+            "p99": host.p99,
+            "of it graph launch": host.launch,
+            "100,000 additions in Python": host.additions,
+        }
         report(Figure(4, f"host time, {where}", "ms", host.median, details=details))
     if 5 in setup.points:
         report(_delay(setup, where, rounds))

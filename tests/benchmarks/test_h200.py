@@ -286,7 +286,7 @@ class LoggedRounds:
 
     def host_time(self, number: int) -> HostTime:
         self.log.append(f"host {len(self.requests)}")
-        return HostTime(1.0, 2.0, 0.1)
+        return HostTime(1.0, 2.0, 0.1, 3.0)
 
     def traced(self, number: int) -> list[dict[str, object]]:
         self.log.append(f"traced {len(self.requests)}")
