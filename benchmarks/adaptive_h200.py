@@ -1,6 +1,7 @@
 """Adaptive draft lengths on one GPU: round times, steady cells, and traffic that moves, in one engine.
 
     python benchmarks/adaptive_h200.py [--quick] [--time-limit 200] [--phase-seconds 1] [--output result.json]
+    python benchmarks/adaptive_h200.py [--quick] --batch-sizes 4,16,32  # only these, and no traffic that moves
     python benchmarks/adaptive_h200.py --shape zoo --device cpu --quick  # shows that it runs; its figures mean nothing
 
 An 8B Llama's shape in bf16 with random weights and a one-model EAGLE-3 head, greedy, prompts of 512 random tokens.
@@ -69,6 +70,7 @@ class Sizes:
     table_rounds: int = 12  # of each of two
     settling_rounds: int = 60  # twice as many below SLOW_BELOW
     adaptive_rounds: int = 80
+    traffic_moves: bool = True
     static_rounds: int = (
         8  # of each of two, before and behind the adaptive ones; behind as many that are not timed
     )
@@ -117,6 +119,8 @@ class Measurement:
             for acceptance in self._sizes.acceptances:
                 if not self._is_over(STEADY_SHARE, f"batch size {batch_size}, acceptance {acceptance}"):
                     self.found.cells.append(self._cell(batch_size, acceptance))
+        if not self._sizes.traffic_moves:
+            return
         seconds = self._phase_seconds
         for name, traffic, number in (("phases", phases(seconds), 4), ("bursts", bursts(seconds), 6)):
             self._traffic(name, traffic, number)
@@ -247,11 +251,16 @@ def _spelled(by_draft_len: Mapping[int, float], how: str = ".0f") -> str:
     return " ".join(f"{length}: {value:{how}}" for length, value in by_draft_len.items())
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="four batch sizes, fewer rounds")
+    parser.add_argument("--batch-sizes", type=_numbers, help="steady cells of these only")
     parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--time-limit", type=float, default=200.0, help="seconds after which no part begins")
@@ -262,6 +271,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     sizes = ZOO if args.shape == "zoo" else Sizes()
     sizes = sizes.quick() if args.quick else sizes
+    if args.batch_sizes:
+        sizes = replace(sizes, batch_sizes=args.batch_sizes, traffic_moves=False)
     with tempfile.TemporaryDirectory() as name:
         write_configs(Path(name))
         setup = Setup(args.shape, args.device, args.quick, frozenset(), Path(name))

@@ -35,16 +35,18 @@ SHARD_LAYERS = 4
 
 @dataclass(frozen=True)
 class Start:
-    """`at`: seconds since the epoch at which the interpreter was asked for."""
+    """`load`: requests, their prompts' tokens and output tokens, which are served twice once the engine has answered.
+    `at`: seconds since the epoch at which the interpreter was asked for."""
 
     model: str
     options: dict[str, Any]
+    load: tuple[int, int, int] | None = None
     at: float = field(default_factory=time.time)
 
 
 def start_up(setup: Setup, report: Report) -> None:
     """Point 6 with random weights and default graphs: with a head and no compiled kernel on disk, which leaves some;
-    the same again, and plain."""
+    the same again, and plain. Each then serves one load twice: what the first of the two waits for was not ready."""
     draft_len = setup.scale.draft_len
     common = setup.options | {"max_seq_len": 8192 if setup.is_8b else 256}
     head = common | {"speculative_config": setup.eagle3(draft_len)}
@@ -56,7 +58,8 @@ def start_up(setup: Setup, report: Report) -> None:
             ("start-up, plain", common),
         ]
         for title, options in runs:
-            found = _started(Start(setup.target, options), {"TRITON_CACHE_DIR": cache})
+            load = (64, 512, 16) if setup.is_8b else (4, 32, 4)
+            found = _started(Start(setup.target, options, load), {"TRITON_CACHE_DIR": cache})
             ready = found.pop("ready")
             report(Figure(6, title, "s", ready, details=_seconds(found)))
 
@@ -135,7 +138,17 @@ def measure(start: Start, imported: float) -> dict[str, float]:
     with llm:
         llm.generate([1] * 16, SamplingParams(max_tokens=4, ignore_eos=True))
         found["first answer, after it,"] = time.time() - ready
+        if start.load is not None:
+            found["first load"], found["the same load again"] = (_serve(llm, *start.load) for _ in range(2))
     return found | {"host_growth": float(peak.growth), "counts_files": float(not peak.is_anonymous)}
+
+
+def _serve(llm: LLM, number: int, prompt_len: int, max_tokens: int) -> float:
+    """Seconds of the requests, all at once. Their prompts begin differently."""
+    prompts = [[1 + place] * prompt_len for place in range(number)]
+    began = time.perf_counter()
+    llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
+    return time.perf_counter() - began
 
 
 class HostMemory:

@@ -107,6 +107,16 @@ def test_parts_for_which_there_is_no_time_are_named(tmp_path: Path) -> None:
     assert "not measured: batch size 4" in json.loads(output.read_text())["missed"]
 
 
+def test_batch_sizes_that_are_asked_for_are_all_that_is_measured(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    options = ["--shape", "zoo", "--device", "cpu", "--time-limit", "0", "--batch-sizes", "1,3"]
+    assert adaptive_h200.main([*options, "--output", str(output)]) == 1
+    assert json.loads(output.read_text())["missed"] == [
+        "not measured: batch size 1",
+        "not measured: batch size 3",
+    ]
+
+
 def of_phase(static: dict[int, float], rate: float) -> Phase:
     policies = {"cost_model": rate, "conservative": 1.0, "aggressive": 1.0, "newest": 1.0}
     return Phase("phases", 1, 0.5, {**dict.fromkeys(LADDER, 0.0), **static}, policies, {})

@@ -315,3 +315,5 @@ def test_every_point_runs_on_a_cpu(tmp_path: Path) -> None:
     assert {"Draft/Target two-model K=3 round, batch 2", "EAGLE-3 K=3 decoding, batch 1"} <= names(result, 2)
     assert "plain, chunked prefill, 3 at a time, 16 in / 6 out" in names(result, 5)
     assert {"start-up, plain", "zoo weights"} <= names(result, 6)
+    (details,) = (each["details"] for each in result["figures"] if each["name"] == "start-up, plain")
+    assert details["first load s"] > 0 and details["the same load again s"] > 0
