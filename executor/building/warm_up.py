@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from itertools import count, product
 from time import monotonic
 
+import torch
+
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.cuda_graphs import GraphKey
 from tllm_spec.executor.decoding_rules import DecodingRules
@@ -24,7 +26,10 @@ WINDOW_LENS = (1, 512)  # of requests with windows: attention of short and of lo
 
 
 class WarmUp:
-    """Of a runner whose graphs are captured. max_num_tokens: rows of one round; max_len: tokens of a request."""
+    """Of a runner whose graphs are captured. max_num_tokens: rows of one round; max_len: tokens of a request.
+
+    Raises ValueError when the memory does not suffice.
+    """
 
     def __init__(self, runner: RoundRunner, dummy_slot: int, *, max_num_tokens: int, max_len: int) -> None:
         self._runner, self._dummy_slot = runner, dummy_slot
@@ -54,7 +59,13 @@ class WarmUp:
             draft_len=key.draft_len if key.batch_size else 0,
             num_new_drafts=key.draft_len,
         )
-        self._runner.launch(batch).wait()
+        try:
+            self._runner.launch(batch).wait()
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"out of memory in a round of {num_rows} context tokens beside {key.batch_size} requests; lower "
+                "max_num_tokens or kv_cache_config.free_gpu_memory_fraction"
+            ) from error
         self._runner.forget_round()
 
     def _context(self, length: int, key: GraphKey) -> LlmRequest:

@@ -132,6 +132,22 @@ def test_chosen_are_windows_of_the_shortest_and_the_longest_draft_length() -> No
     assert CHUNK_ROWS > 1536, "contexts beside windows would be a graph of their own"
 
 
+def test_where_the_memory_does_not_suffice_the_message_says_what_to_lower(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(tiny)
+
+    def fail(batch: ScheduledBatch) -> LaunchedRound:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(harness.parts.runner, "launch", fail)
+    warm_up = WarmUp(harness.parts.runner, DUMMY, max_num_tokens=512, max_len=256)
+    with pytest.raises(
+        ValueError, match=r"round of 512 context tokens .* lower max_num_tokens or kv_cache_config\.free"
+    ):
+        warm_up.run([])
+
+
 def test_an_engine_on_a_cpu_has_nothing_to_warm_up(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "WarmUp", None)
     harness = Harness(tiny)
