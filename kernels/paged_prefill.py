@@ -49,9 +49,8 @@ class PrefillRows:
         counts = [-(-length // page_size) for length in kv_lens]
         last = [length - (count - 1) * page_size for length, count in zip(kv_lens, counts, strict=True)]
         starts = [0, *accumulate(chunk_lens)], [0, *accumulate(counts)]
-        host = torch.tensor([*starts, [*last, 0], [*kv_lens, 0]], dtype=torch.int32)
-        if block_tables.is_cuda:
-            host = host.pin_memory()
+        numbers = [*starts, [*last, 0], [*kv_lens, 0]]
+        host = torch.tensor(numbers, dtype=torch.int32, pin_memory=block_tables.is_cuda)
         pages = torch.cat(
             [table[:count] for table, count in zip(block_tables[: len(counts)], counts, strict=True)]
         )

@@ -102,19 +102,18 @@ class RowBuilder:
         lens = tuple(len(chunk.tokens) for chunk in contexts)
         ends = tuple(chunk.end for chunk in contexts)
         num_pages = -(-max((*ends, windows.max_kv_len if windows else 0)) // self.page_size)
-        slots = to_device([chunk.slot for chunk in contexts], self.device)
+        numbers = [chunk.slot for chunk in contexts], [chunk.start for chunk in contexts], lens, ends
+        slots, starts, repeats, context_kv_lens = to_device(numbers, self.device).unbind(0)  # one copy
         tables = self.table.rows(slots, num_pages)
-        starts = to_device([chunk.start for chunk in contexts], self.device)
-        repeats = to_device(lens, self.device)
-        # Row r of chunk c stands at start[c] + r - (rows of the chunks before c).
-        shift = (starts - repeats.cumsum(0) + repeats).repeat_interleave(repeats, output_size=sum(lens))
-        positions = torch.arange(sum(lens), device=self.device) + shift
         owners = torch.arange(len(contexts), device=self.device).repeat_interleave(
             repeats, output_size=sum(lens)
         )
+        # Row r of chunk c stands at start[c] + r - (rows of the chunks before c).
+        shift = (starts - repeats.cumsum(0) + repeats).index_select(0, owners)
+        positions = torch.arange(sum(lens), device=self.device) + shift
         kv_slots = self._kv_slots(tables.index_select(0, owners), positions.unsqueeze(1)).flatten()
         token_ids = to_device([t for chunk in contexts for t in chunk.tokens], self.device)
-        kv_lens = to_device(torch.tensor(ends, dtype=torch.int32), self.device)
+        kv_lens = context_kv_lens.to(torch.int32)
         metadata = AttentionMetadata(lens, ends, 0, 1, tables, kv_lens, positions, kv_slots, 0)
         if windows is None:
             return metadata, token_ids
