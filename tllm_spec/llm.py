@@ -331,7 +331,7 @@ def _token_ids(prompt: object) -> list[int]:
             f"prompt = {shown(prompt)}: text, a list of token ids, or one of them as {{'prompt': ...}} or "
             "{'prompt_token_ids': ...} is needed"
         )
-    if all(type(token) is int for token in prompt):
+    if set(map(type, prompt)) <= {int}:
         return list(prompt)
     if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
         raise ValueError(f"prompt_token_ids = {shown(prompt)} must be integers")

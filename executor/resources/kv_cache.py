@@ -47,6 +47,14 @@ class KVCacheManager(ResourceManager):
         self.table = table
         self._page_size = cache.page_size
         self._rows: dict[int, _Row] = {}
+        # Most rounds have the requests of the one before, and neither take pages nor give any back: what was found for
+        # all of them holds on.
+        self._roomy: Sequence[LlmRequest] = ()
+        self._room = -1  # tokens at least that each of these has place for; -1: not known
+        self._settled: tuple[int, Sequence[LlmRequest]] = (
+            0,
+            (),
+        )  # window and requests that have no page too many
 
     @property
     def num_available(self) -> int:
@@ -89,17 +97,21 @@ class KVCacheManager(ResourceManager):
 
     def without_room(self, requests: Sequence[LlmRequest], num_more: int) -> list[LlmRequest]:
         """Those whose pages do not hold their tokens, the ones in flight at most, and `num_more`."""
+        if num_more <= self._room and requests == self._roomy:
+            self._room -= 1 + num_more  # what the round may add
+            return []
         rows, page_size = self._rows, self._page_size
-        return [
-            request
+        room = [
+            len(rows[request.request_id].pages) * page_size - len(request.tokens) - request.tokens_in_flight
             for request in requests
-            if len(request.tokens) + request.tokens_in_flight + num_more
-            > len(rows[request.request_id].pages) * page_size
         ]
+        self._roomy, self._room = requests, min(room, default=-1) - (1 + num_more)
+        return [request for request, free in zip(requests, room, strict=True) if free < num_more]
 
     def rewind(self, request: LlmRequest, num_tokens: int) -> None:
         """Gives back what lies wholly behind the first `num_tokens` tokens."""
         if self.cache.rewind(request.request_id, num_tokens):
+            self._room = -1
             row = self._rows[request.request_id]  # its entries so far stay as they are
             row.num_pages, row.version = len(row.pages), self.cache.version(request.request_id)
 
@@ -121,6 +133,13 @@ class KVCacheManager(ResourceManager):
         self.table.flush()
 
     def update_resources(self, batch: ScheduledBatch) -> None:
+        if self._settled != (batch.window, batch.generation_requests):
+            self._give_back(batch)
+        for request in batch.context_requests:
+            if self.holds(request) and not request.is_finished:
+                self.store(request, request.kv_len)
+
+    def _give_back(self, batch: ScheduledBatch) -> None:
         rows, page_size, finished = self._rows, self._page_size, RequestState.FINISHED
         extra, next_rounds = self.extra_kv_tokens, (1 + ROUNDS_AHEAD) * batch.window
         for request in batch.generation_requests:
@@ -133,9 +152,7 @@ class KVCacheManager(ResourceManager):
             kept = request.kv_len + extra + (in_flight + next_rounds if in_flight else 0)
             if kept <= (len(row.pages) - 1) * page_size:
                 self.rewind(request, kept)
-        for request in batch.context_requests:
-            if self.holds(request) and not request.is_finished:
-                self.store(request, request.kv_len)
+        self._settled = batch.window, batch.generation_requests
 
     def free_resources(self, request: LlmRequest) -> None:
         self.release(request, request.kv_len)
@@ -157,6 +174,7 @@ class KVCacheManager(ResourceManager):
         row, version = self._rows[request.request_id], self.cache.version(request.request_id)
         if row.version == version and row.num_pages == len(row.pages):
             return
+        self._settled = 0, ()
         first_changed = row.num_pages if row.version == version else 0
         self.table.write(request.slot, row.pages, first_changed)
         row.num_pages, row.version = len(row.pages), version

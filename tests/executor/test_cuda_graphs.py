@@ -12,7 +12,7 @@ from tests.executor.draft_caches import HOT, one_model
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import CudaGraphConfig, LlmArgs
-from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, graph_keys
@@ -236,6 +236,15 @@ class KeyRecorder:
         assert (dummy_slot, device.type, pads) == (DUMMY, "cuda", True)
         assert pool is self.pool  # the memory of contexts, which need more
         self.keys = self.graphs = keys
+
+    def launch(self, batch: ScheduledBatch) -> Any:
+        """Rounds that warm up have the windows of rounds that there will be."""
+        sizes = {(key.batch_size, key.draft_len) for key in self.keys} | {(0, 0)}
+        assert (len(batch.generation_requests), batch.draft_len) in sizes
+        return SimpleNamespace(wait=lambda: None)
+
+    def forget_round(self) -> None:
+        return
 
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
         assert key in self.keys

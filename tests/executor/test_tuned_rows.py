@@ -9,6 +9,7 @@ import torch
 
 from tests.executor.harness import Harness
 from tllm_spec.config import LlmArgs
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import plan, rounds
 from tllm_spec.executor.speculative.modes import Speculation
 
@@ -26,6 +27,13 @@ class FakeRunner:
 
     def capture_graphs(self, *graphs: Any, **options: Any) -> None:
         self._events.append("captured")
+
+    def launch(self, batch: ScheduledBatch) -> Any:
+        self._events += ["warmed up"] if self._events[-1:] != ["warmed up"] else []
+        return SimpleNamespace(wait=lambda: None)
+
+    def forget_round(self) -> None:
+        return
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -47,4 +55,6 @@ def test_products_are_tuned_for_the_rows_of_graphs_and_of_contexts_before_graphs
     rounds.build_controller(building, runner, Speculation(drafter, round_end=None), [])
     windows = {size * window for size in (1, 2, 4, 8) for window in (1, 2, 3)}
     rows = {300, 37} | (windows if has_graphs else set())
-    assert events == ([] if deterministic else [rows]) + (["contexts", "captured"] if has_graphs else [])
+    assert events == ([] if deterministic else [rows]) + (["contexts", "captured"] if has_graphs else []) + [
+        "warmed up"
+    ]

@@ -41,8 +41,11 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=MODES)
 def both(request: pytest.FixtureRequest, tiny: Path, drafts: tuple[Path, Path], head: Path) -> Iterator[Any]:
-    """Two engines of one kind."""
-    yield [Harness(tiny, max_num_tokens=512, **options(request.param, drafts[0], head)) for _ in range(2)]
+    """Two engines of one kind, and what of drafts is the same in both: not what follows the times of rounds."""
+    yield (
+        [Harness(tiny, max_num_tokens=512, **options(request.param, drafts[0], head)) for _ in range(2)],
+        request.param != "adaptive",
+    )
 
 
 def keys_of(harness: Harness) -> list[GraphKey]:
@@ -62,19 +65,20 @@ def state_of(harness: Harness) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_without_it(both: Any) -> None:
-    warm, cold = both
+    (warm, cold), same_drafts = both
     before = state_of(warm)
     WarmUp(warm.parts.runner, DUMMY, max_num_tokens=512, max_len=256).run(keys_of(warm))
     assert all(map(torch.equal, before, state_of(warm)))
     assert not warm.parts.slots.kv_lens.any() and not warm.parts.sampler.groups._kept
     warm.executor.check_integrity()
-    for harness in both:
+    for harness in (warm, cold):
         requests = [harness.submit([5, 9, 2, i], max_tokens=30, temperature=i % 2, seed=i) for i in range(6)]
         harness.run()
         assert not any(request.error for request in requests)
         harness.texts = [output_of(request) for request in requests]
         harness.accepted = [request.counters.by_accepted for request in requests]
-    assert warm.texts == cold.texts and warm.accepted == cold.accepted
+    assert warm.texts == cold.texts
+    assert warm.accepted == cold.accepted or not same_drafts
 
 
 def launched_by(harness: Harness, monkeypatch: pytest.MonkeyPatch, max_num_tokens: int) -> list[Any]:
