@@ -261,6 +261,24 @@ def test_pages_are_taken_ahead_only_of_those_that_a_request_was_admitted_with(
     assert all(request.is_finished and request.error is None for request in requests)
 
 
+def test_when_drafts_become_fewer_pages_ahead_for_them_go_back() -> None:
+    watched = Watched(RATES["seven"])
+    requests, kv = watched.engine.put(4, 20, 1000), watched.parts.kv
+    while not all(request.num_output_tokens > 40 for request in requests):
+        watched.step()
+
+    def num_ahead(request: LlmRequest, window: int) -> int:
+        """Pages beyond those that rounds of such windows may keep."""
+        kept = request.kv_len + kv.extra_kv_tokens + request.tokens_in_flight + (1 + ROUNDS_AHEAD) * window
+        return kv.num_held(request) - kv.pages_for(kept)
+
+    assert all(num_ahead(request, 1) > 0 for request in requests)
+    watched.parts.draft_len_for = lambda batch_size: 0
+    for _ in range(3):
+        watched.step()
+    assert all(num_ahead(request, 1) <= 0 for request in requests)
+
+
 def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_before_left() -> None:
     engine = ScriptedEngine(4, RATES["three"])
     requests = engine.put(4, 5, 20)
