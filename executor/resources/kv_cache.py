@@ -48,13 +48,11 @@ class KVCacheManager(ResourceManager):
         self._page_size = cache.page_size
         self._rows: dict[int, _Row] = {}
         # Most rounds have the requests of the one before, and neither take pages nor give any back: what was found for
-        # all of them holds on.
+        # all of them holds on. First the requests, and how many tokens each of them has room for at least (below 0: not
+        # known); then the window and the requests that have no page too many.
         self._roomy: Sequence[LlmRequest] = ()
-        self._room = -1  # tokens at least that each of these has place for; -1: not known
-        self._settled: tuple[int, Sequence[LlmRequest]] = (
-            0,
-            (),
-        )  # window and requests that have no page too many
+        self._room = -1
+        self._settled: tuple[int, Sequence[LlmRequest]] = (0, ())
 
     @property
     def num_available(self) -> int:
