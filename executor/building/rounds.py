@@ -45,8 +45,8 @@ def build_controller(
     if sizes:
         _capture(plan, runner, speculation, keys, graph_keys(sizes, controller.draft_lens_at), pool)
     if plan.device.type == "cuda":
-        sizes_of_rounds = {"max_num_tokens": max_num_tokens, "max_len": plan.max_seq_len}
-        WarmUp(runner, plan.slots.dummy_slot, **sizes_of_rounds).run(keys)
+        dummy_slot, max_len = plan.slots.dummy_slot, plan.max_seq_len
+        WarmUp(runner, dummy_slot, max_num_tokens=max_num_tokens, max_len=max_len).run(keys)
     if spec is None or spec.adaptive is None:
         return controller
     times = _round_times(plan, runner, speculation, controller, sizes) if controller.compares_times else None

@@ -94,7 +94,8 @@ class KVCacheManager(ResourceManager):
         return True
 
     def without_room(self, requests: Sequence[LlmRequest], num_more: int) -> list[LlmRequest]:
-        """Those whose pages do not hold their tokens, the ones in flight at most, and `num_more`."""
+        """Those whose pages do not hold their tokens, the ones in flight at most, and `num_more`. It is asked before
+        every round, which then adds 1 + `num_more` tokens at most."""
         if num_more <= self._room and requests == self._roomy:
             self._room -= 1 + num_more  # what the round may add
             return []
