@@ -24,6 +24,14 @@ class ScheduledBatch:
         return [request for request in self.context_requests if request.is_last_context_chunk]
 
     @property
+    def drafts_behind_contexts(self) -> bool:
+        """Whether any of them wants drafts, and does not end with its first token."""
+        return any(
+            request.draft_limit and request.num_output_tokens + 1 < request.max_tokens
+            for request in self.last_chunk_requests
+        )
+
+    @property
     def window(self) -> int:
         return 1 + self.draft_len
 

@@ -165,13 +165,14 @@ class PyExecutor:
     def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:
         """What the host knows of the round before it has read it: contexts move on by their chunks, generations by
         one to K + 1 tokens."""
+        num_behind_contexts = batch.num_new_drafts if batch.drafts_behind_contexts else 0
         for request in batch.context_requests:
             request.kv_len += request.context_chunk
             request.context_chunk = 0
         for request in launched.ended_contexts:
             request.state = RequestState.GENERATION
             request.tokens_in_flight += 1
-            request.num_drafts_ready = batch.num_new_drafts
+            request.num_drafts_ready = num_behind_contexts
         window, num_drafts_ready = batch.window, batch.num_new_drafts
         for request in batch.generation_requests:
             request.tokens_in_flight += window

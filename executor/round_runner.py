@@ -281,7 +281,8 @@ class RoundRunner:
         sampled = parts[0].new_tokens[:, 0] if ended else None
         contexts = ContextResult(requests, chunks, following, sampled)
         drafting = self._groups.get(ended + (batch.generation_requests if result is not None else []), 1)
-        self.round_end.draft(contexts, result, drafting, batch.num_new_drafts)
+        is_wanted = result is not None or batch.drafts_behind_contexts
+        self.round_end.draft(contexts, result, drafting, batch.num_new_drafts if is_wanted else 0)
 
     def _windows(self, group: RowGroup, max_kv_len: int) -> Windows:
         return Windows(

@@ -153,3 +153,30 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
         harness.round()
     assert (BACKLOG_LEN in read) == puts_off and sum(read) >= BACKLOG_LEN
     assert rows_of_mlps == [1, 1] * (BACKLOG_LEN + 2)  # the target's
+
+
+@pytest.mark.parametrize(("mode", "num_read"), [("eagle3", 10), ("draft_target", 11)])
+@pytest.mark.parametrize(
+    ("wishes", "num_steps"),
+    [
+        ([{}], 2),
+        ([{"max_tokens": 2}], 2),
+        ([{"max_tokens": 1}], 0),
+        ([{"draft_limit": 0}], 0),
+        ([{"max_tokens": 1}, {"draft_limit": 0}], 0),
+        ([{"max_tokens": 1}, {}], 2),
+    ],
+)
+def test_nobody_drafts_behind_contexts_whose_requests_can_use_no_drafts(
+    wishes: list[dict[str, int]], num_steps: int, mode: str, num_read: int, tiny: Path, tmp_path: Path
+) -> None:
+    """The prompts are read all the same: others may reuse them. The first of 3 drafts comes from that,
+    and with a draft model the target's first token is read, too."""
+    harness = drafting(tiny, tmp_path, mode, max_num_tokens=64)
+    read = count_forwards(harness)
+    requests = [harness.submit(PROMPT, **({"max_tokens": 9} | wish)) for wish in wishes]
+    harness.round()
+    assert read == [num_read * len(wishes)] + [len(wishes)] * num_steps
+    assert [request.num_drafts_ready for request in requests] == [3 if num_steps else 0] * len(wishes)
+    harness.run()
+    assert not any(request.error for request in requests)
