@@ -1,13 +1,16 @@
 """`tllm-serve`: flags and YAML become LLM arguments, and mistakes end it with a sentence."""
 
+import gc
 import socket
 from pathlib import Path
 
 import pytest
+import uvicorn
 from click.testing import CliRunner, Result
 
+from tllm_spec import LLM
 from tllm_spec.cli.serve import main, read_args
-from tllm_spec.config import KvCacheConfig
+from tllm_spec.config import KvCacheConfig, LlmArgs
 
 
 def serve(*arguments: str) -> Result:
@@ -77,3 +80,26 @@ def test_tensorrt_llms_flags_with_the_served_values_are_taken() -> None:
         "no/such/folder", "--port", "0", "--backend", "pytorch", "--tp_size", "1", "--pp_size", "1"
     )
     assert "no/such/folder" in result.output
+
+
+def test_while_it_serves_the_collector_leaves_alone_what_the_start_has_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    from_args, started = LLM.from_args, list[LLM]()
+
+    def start(args: LlmArgs) -> LLM:
+        started.append(from_args(args))
+        return started[-1]
+
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        seen.append((gc.get_freeze_count(), len(gc.get_objects())))
+
+    monkeypatch.setattr(LLM, "from_args", start)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    result = serve("zoo:llama", "--port", "0")
+    started.pop().shutdown()  # as the server does when it ends
+    assert result.exit_code == 0, result.output
+    [(num_frozen, num_watched)] = seen
+    assert num_frozen > 50_000 > num_watched
+    assert gc.get_freeze_count() == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,20 @@ def serve(args: LlmArgs, listener: socket.socket, served_model_name: str, log_le
     app = OpenAIServer(LLM.from_args(args), served_model_name).app()
     host, port = listener.getsockname()[:2]
     logging.getLogger(__name__).info("serving %s on http://%s:%d", served_model_name, host, port)
-    with suppress(KeyboardInterrupt):  # uvicorn ends in good order, then raises it once more
+    with _settled_heap(), suppress(KeyboardInterrupt):  # uvicorn ends in good order, then raises it once more
         uvicorn.Server(uvicorn.Config(app, log_level=log_level)).run(sockets=[listener])
+
+
+@contextmanager
+def _settled_heap() -> Iterator[None]:
+    """What lives now lives as long as the server. Python's collector would look through all of it whenever requests
+    have left enough behind, and every request would wait for that: a quarter of a second for 400,000 objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _listen(host: str, port: int) -> socket.socket:
