@@ -77,8 +77,8 @@ def serve(args: LlmArgs, listener: socket.socket, served_model_name: str, log_le
 
 @contextmanager
 def _settled_heap() -> Iterator[None]:
-    """What lives now lives as long as the server. Python's collector would look through all of it whenever requests
-    have left enough behind, and every request would wait for that: a quarter of a second for 400,000 objects."""
+    """What lives now lives as long as the server. Python's collector would look through all of these hundreds of
+    thousands of objects whenever requests have left enough behind, and every request would wait for that."""
     gc.collect()
     gc.freeze()
     try:
