@@ -25,10 +25,9 @@ class ScheduledBatch:
 
     @property
     def drafts_behind_contexts(self) -> bool:
-        """Whether any of them wants drafts, and has room for one: the token of this round and one of the next are the
-        target's."""
+        """Whether any of them wants drafts, and does not end with its first token."""
         return any(
-            request.draft_limit and request.num_output_tokens + 2 < request.max_tokens
+            request.draft_limit and request.num_output_tokens + 1 < request.max_tokens
             for request in self.last_chunk_requests
         )
 
