@@ -25,7 +25,7 @@ class ScheduledBatch:
 
     @property
     def drafts_behind_contexts(self) -> bool:
-        """Whether any of them wants drafts, and does not end with its first token. Who does neither has no drafts even
+        """Whether any of them wants drafts, and does not end with its first token. Nobody else ever verifies one, even
         where some were made beside windows."""
         return any(
             request.draft_limit and request.num_output_tokens + 1 < request.max_tokens
