@@ -25,14 +25,13 @@ def to_device(values: torch.Tensor | Sequence[object], device: torch.device) -> 
 class ToHost:
     """Tensors of one device on their way to the host, as they are now: what is written to them later does not count.
     `wait` is the only place where a round waits for the device. `places`: where the first of them goes, which is free
-    for the next copy once it was waited for; None: to memory of its own."""
+    for the next copy once it was waited for; None: to a new one."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: "Places | None" = None) -> None:
         self._place: Place | None = None
-        self._places = places
+        self._places = Places() if places is None else places
         if tensors and tensors[0].is_cuda:
-            shape, dtype = tensors[0].shape, tensors[0].dtype
-            self._place = Place(shape, dtype) if places is None else places.take(shape, dtype)
+            self._place = self._places.take(tensors[0].shape, tensors[0].dtype)
             first = self._place.host.copy_(tensors[0], non_blocking=True)
             self._host = [first, *map(_start_copy, tensors[1:])]
             self._place.arrived.record()
@@ -48,8 +47,7 @@ class ToHost:
         """Only valid until the next copy begins."""
         if self._place is not None:
             self._place.arrived.synchronize()
-            if self._places is not None:
-                self._places.give_back(self._place)
+            self._places.give_back(self._place)
             self._place = None
         return self._host
 

@@ -1,7 +1,7 @@
 """Small memset nodes of a captured CUDA graph as kernel nodes.
 
-To launch a graph of nothing but kernels costs the host about as much for 400 nodes as for one; with memsets among them
-each is handed to the driver in pieces. cuBLASLt clears a counter before every product whose sums it splits.
+A graph of nothing but kernels is cheap to launch however many they are; one with memsets among them costs the host many
+times as much. cuBLASLt clears a counter before every product whose sums it splits.
 
 It knows nodes and edges, not what they are for. It needs cuda-python, and a graph that is not instantiated yet.
 """
