@@ -18,11 +18,16 @@ from tllm_spec.kernels.early_launch import early_launch
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
 from tllm_spec.kernels.triton_support import has_kernels
 
-# Enough to keep the memory busy; more of them only begin and end more often.
+# Of four warps, which are enough to keep the memory busy; more of them only begin and end more often.
 PROGRAMS_PER_MULTIPROCESSOR = 3
+# Of two warps: on an H200 so many begin at once.
+SMALL_PROGRAMS_PER_MULTIPROCESSOR = 4
 # Below this a split's fixed costs (its query rows, its partial result) outweigh reading its keys.
 MIN_KEYS_PER_SPLIT = 128
-# Where a program for each tile fills the device already, only what is much longer than the rest is split.
+# Where a program for each tile is more than half of what fills the device, but not more than that, shorter requests
+# are read at once, and longer ones in as many shares as leave the fewest places empty.
+MIN_KEYS_TO_SPLIT, SHARES = 1536, 3
+# Where tiles are more, only what is much longer than the rest is split.
 MIN_KEYS_PER_LONG_SPLIT, MAX_LONG_SPLITS = 2048, 4
 MAX_SPLITS = 64
 # 32 query rows for each of 8 programs of 128 multiprocessors.
@@ -74,21 +79,33 @@ class WindowWorkspace:
 
     def splits(self, num_tiles: int, num_rows: int, max_len: int) -> "Splits":
         """Of a launch that would have `num_tiles` programs and `num_rows` output rows were nothing split."""
-        wanted, min_keys = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT
-        fills = wanted <= 1
-        if fills:
+        wanted, min_keys, whole_below = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT, 0
+        is_rare = wanted <= 1
+        if num_tiles > self.num_programs:
             wanted, min_keys = MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT
-        number = min(wanted, self.outputs.shape[0] // num_rows, -(-max_len // min_keys), MAX_SPLITS)
-        return Splits(max(1, number), min_keys, fills)
+        elif is_rare:
+            wanted, whole_below = SHARES, MIN_KEYS_TO_SPLIT
+        longest = max_len if max_len > whole_below else 0
+        number = min(wanted, self.outputs.shape[0] // num_rows, -(-longest // min_keys), MAX_SPLITS)
+        return Splits(max(1, number), min_keys, whole_below, is_rare, self._are_small(num_tiles))
+
+    def _are_small(self, num_programs: int) -> bool:
+        """Whether so many programs take fewer turns with two warps each than with four, each turn in proportion to how
+        many programs it has."""
+        small = self.num_programs * SMALL_PROGRAMS_PER_MULTIPROCESSOR // PROGRAMS_PER_MULTIPROCESSOR
+        return -(-num_programs // small) * small <= -(-num_programs // self.num_programs) * self.num_programs
 
 
 @dataclass(frozen=True)
 class Splits:
-    """min_keys: of each split. unsplit_fills: the device would be busy without any, too."""
+    """min_keys: of each split. whole_below: requests with fewer keys are not split. are_rare: what most requests need
+    is one program a tile. small_programs: of two warps; otherwise of four."""
 
     number: int
     min_keys: int
-    unsplit_fills: bool
+    whole_below: int
+    are_rare: bool
+    small_programs: bool
 
 
 def window_attention(
@@ -155,7 +172,8 @@ def _launch_attention(
     partials = (workspace.outputs, workspace.log_sums)
     attention_kernel[(num_tiles, batch, splits.number)](
         *(qkv, turns, weights, eps, layer, layer.stride(0), places.kv_slots, *tables),
-        *(scale * math.log2(math.e), output, *partials, splits.number, splits.min_keys, places.num_padding),
+        *(scale * math.log2(math.e), output, *partials),
+        *(splits.number, splits.min_keys, splits.whole_below, places.num_padding),
         **sizes,
         PADDED=places.num_padding is not None,
         HAS_NORM=norm is not None,
@@ -170,9 +188,10 @@ def _launch_attention(
         num_stages=3,
     )
     if splits.number > 1:
-        rows = 8 if splits.unsplit_fills and heads % 8 == 0 else 1
+        rows = 8 if splits.are_rare and heads % 8 == 0 else 1
         reduction_kernel[(batch * window * heads // rows,)](
-            *(*partials, places.kv_lens, output, max_len, splits.number, splits.min_keys, places.num_padding),
+            *(*partials, places.kv_lens, output, max_len),
+            *(splits.number, splits.min_keys, splits.whole_below, places.num_padding),
             **sizes,
             PADDED=places.num_padding is not None,
             HEADS=heads,
@@ -184,12 +203,11 @@ def _launch_attention(
 
 
 def _warps(splits: Splits, block_m: int, block_d: int) -> dict[str, int]:
-    """Measured on an H200 for 16 rows and heads of 128 in bfloat16: where many programs share a multiprocessor, two
-    warps read fastest, which wait less for each other; four, three programs of which have room for their registers,
-    end earlier where there are few."""
+    """Measured on an H200 for 16 rows and heads of 128 in bfloat16: programs of four warps end earlier, and registers
+    leave room for three of them where there is room for four of two warps."""
     if block_m > 16 or block_d > 128:
         return {"num_warps": 8 if block_m * block_d > 8192 else 4}
-    return {"num_warps": 2} if splits.unsplit_fills else {"num_warps": 4, "maxnreg": MAX_REGISTERS}
+    return {"num_warps": 2} if splits.small_programs else {"num_warps": 4, "maxnreg": MAX_REGISTERS}
 
 
 def plain_window_attention(

@@ -20,6 +20,8 @@ from tllm_spec.kernels.window_attention import (
     MAX_SPLITS,
     MIN_KEYS_PER_LONG_SPLIT,
     MIN_KEYS_PER_SPLIT,
+    MIN_KEYS_TO_SPLIT,
+    SHARES,
     Splits,
     WindowPlaces,
     WindowWorkspace,
@@ -56,6 +58,7 @@ CASES = {
     "most splits empty": Case((8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=16),
     "splits and two tiles": Case((200,), 8, 9, 80, 16, kv_heads=1, num_programs=12, spare_pages=60),
     "only the long one is split": Case((300, 5000, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=2),
+    "shares of the longer one": Case((300, 1700, 1), 1, 2, 16, 32, kv_heads=1, num_programs=4, spare_pages=2),
     "long ones of eight heads": Case((300, 5000), 2, 8, 16, 32, kv_heads=1, spare_pages=2),
     "bfloat16": Case((1, 17, 90), 1, 4, 128, 16, dtype=torch.bfloat16),
     "bfloat16, splits": Case((3, 600), 3, 2, 64, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16),
@@ -271,9 +274,9 @@ def test_rows_go_into_their_slots_and_nothing_else_changes() -> None:
 def test_splits_fill_the_device_and_fit_the_workspace() -> None:
     workspace = WindowWorkspace.allocate(16, torch.device("cpu"))
     workspace = replace(workspace, num_programs=396)
-    assert workspace.splits(4, 16, 10**6) == Splits(MAX_SPLITS, MIN_KEYS_PER_SPLIT, False)
-    assert workspace.splits(8, 32, 10**6) == Splits(396 // 8, MIN_KEYS_PER_SPLIT, False)
-    assert workspace.splits(8, 32, 4096) == Splits(4096 // MIN_KEYS_PER_SPLIT, MIN_KEYS_PER_SPLIT, False)
+    for num_tiles, max_len, number in ((4, 10**6, MAX_SPLITS), (8, 10**6, 396 // 8), (8, 4096, 32)):
+        found = workspace.splits(num_tiles, 4 * num_tiles, max_len)
+        assert found == Splits(number, MIN_KEYS_PER_SPLIT, 0, are_rare=False, small_programs=False)
     assert workspace.splits(8, 32, MIN_KEYS_PER_SPLIT).number == 1
     assert workspace.splits(128, 16384, 8192).number == MAX_PARTIAL_ROWS // 16384
     assert workspace.splits(2048, 65536, 8192).number == 1  # unsplit rows need no workspace
@@ -282,10 +285,32 @@ def test_splits_fill_the_device_and_fit_the_workspace() -> None:
 def test_a_launch_that_fills_the_device_splits_only_what_is_long() -> None:
     workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
     assert workspace.splits(512, 2048, MIN_KEYS_PER_LONG_SPLIT).number == 1
-    assert workspace.splits(512, 2048, 3 * MIN_KEYS_PER_LONG_SPLIT) == Splits(
-        3, MIN_KEYS_PER_LONG_SPLIT, True
-    )
-    assert workspace.splits(512, 2048, 10**6) == Splits(MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT, True)
+    for num_keys, number in ((3 * MIN_KEYS_PER_LONG_SPLIT, 3), (10**6, MAX_LONG_SPLITS)):
+        found = workspace.splits(512, 2048, num_keys)
+        assert found == Splits(number, MIN_KEYS_PER_LONG_SPLIT, 0, are_rare=True, small_programs=True)
+
+
+def test_a_launch_that_nearly_fills_the_device_shares_out_what_is_longer() -> None:
+    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
+    expected = Splits(SHARES, MIN_KEYS_PER_SPLIT, MIN_KEYS_TO_SPLIT, are_rare=True, small_programs=False)
+    assert workspace.splits(199, 796, 8192) == workspace.splits(396, 1584, 8192) == expected
+    assert workspace.splits(256, 1024, MIN_KEYS_TO_SPLIT).number == 1  # none can be so long
+
+
+def test_programs_are_small_where_fewer_places_then_stay_empty() -> None:
+    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
+    found = {tiles: workspace.splits(tiles, 4 * tiles, 8192).small_programs for tiles in (396, 397, 528, 529)}
+    assert found == {396: False, 397: True, 528: True, 529: False}
+    assert not workspace.splits(792, 3168, 8192).small_programs  # two turns of either
+
+
+@on_each_kernel_device
+def test_only_requests_that_are_long_enough_have_shares(device: str) -> None:
+    problem = Problem(CASES["shares of the longer one"], device)
+    workspace = problem.workspace()
+    problem.attend(workspace)
+    sums = workspace.log_sums[: 3 * 2 * SHARES].view(3, 2, SHARES)  # of requests, heads and shares
+    assert sums[1].isfinite().all() and sums[0::2].isnan().all()
 
 
 @only_outside_the_interpreter
