@@ -20,14 +20,12 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 # Of four warps, which are enough to keep the memory busy; more of them only begin and end more often.
 PROGRAMS_PER_MULTIPROCESSOR = 3
-# Of two warps: on an H200 so many begin at once.
+# Of two warps: on an H200 so many run at once.
 SMALL_PROGRAMS_PER_MULTIPROCESSOR = 4
-# Below this a split's fixed costs (its query rows, its partial result) outweigh reading its keys.
-MIN_KEYS_PER_SPLIT = 128
-# Where a program for each tile is more than half of what fills the device, but not more than that, shorter requests
-# are read at once, and longer ones in as many shares as leave the fewest places empty.
-MIN_KEYS_TO_SPLIT, SHARES = 1536, 3
-# Where tiles are more, only what is much longer than the rest is split.
+# A split has more keys than this, in whole blocks: with fewer its fixed costs (its query rows, its partial result)
+# outweigh reading them.
+MIN_KEYS_PER_SPLIT, MIN_KEYS_PER_BLOCK = 64, 64
+# Where a program for each tile is more than half of what fills the device, only what is very long is split.
 MIN_KEYS_PER_LONG_SPLIT, MAX_LONG_SPLITS = 2048, 4
 MAX_SPLITS = 64
 # 32 query rows for each of 8 programs of 128 multiprocessors.
@@ -79,31 +77,27 @@ class WindowWorkspace:
 
     def splits(self, num_tiles: int, num_rows: int, max_len: int) -> "Splits":
         """Of a launch that would have `num_tiles` programs and `num_rows` output rows were nothing split."""
-        wanted, min_keys, whole_below = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT, 0
-        is_rare = wanted <= 1
-        if num_tiles > self.num_programs:
+        wanted, min_keys = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT
+        are_rare = wanted <= 1
+        if are_rare:
             wanted, min_keys = MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT
-        elif is_rare:
-            wanted, whole_below = SHARES, MIN_KEYS_TO_SPLIT
-        longest = max_len if max_len > whole_below else 0
-        number = min(wanted, self.outputs.shape[0] // num_rows, -(-longest // min_keys), MAX_SPLITS)
-        return Splits(max(1, number), min_keys, whole_below, is_rare, self._are_small(num_tiles))
+        most = -(-max_len // (min_keys + MIN_KEYS_PER_BLOCK))
+        number = min(wanted, self.outputs.shape[0] // num_rows, most, MAX_SPLITS)
+        return Splits(max(1, number), min_keys, are_rare, self._are_small(num_tiles))
 
     def _are_small(self, num_programs: int) -> bool:
-        """Whether so many programs take fewer turns with two warps each than with four, each turn in proportion to how
-        many programs it has."""
+        """Whether so many programs, in as many turns as they need, leave fewer places empty with two warps each than
+        with four."""
         small = self.num_programs * SMALL_PROGRAMS_PER_MULTIPROCESSOR // PROGRAMS_PER_MULTIPROCESSOR
         return -(-num_programs // small) * small <= -(-num_programs // self.num_programs) * self.num_programs
 
 
 @dataclass(frozen=True)
 class Splits:
-    """min_keys: of each split. whole_below: requests with fewer keys are not split. are_rare: what most requests need
-    is one program a tile. small_programs: of two warps; otherwise of four."""
+    """min_keys: a split has more. are_rare: most requests are not split. small_programs: of two warps, not four."""
 
     number: int
     min_keys: int
-    whole_below: int
     are_rare: bool
     small_programs: bool
 
@@ -172,8 +166,7 @@ def _launch_attention(
     partials = (workspace.outputs, workspace.log_sums)
     attention_kernel[(num_tiles, batch, splits.number)](
         *(qkv, turns, weights, eps, layer, layer.stride(0), places.kv_slots, *tables),
-        *(scale * math.log2(math.e), output, *partials),
-        *(splits.number, splits.min_keys, splits.whole_below, places.num_padding),
+        *(scale * math.log2(math.e), output, *partials, splits.number, splits.min_keys, places.num_padding),
         **sizes,
         PADDED=places.num_padding is not None,
         HAS_NORM=norm is not None,
@@ -190,8 +183,7 @@ def _launch_attention(
     if splits.number > 1:
         rows = 8 if splits.are_rare and heads % 8 == 0 else 1
         reduction_kernel[(batch * window * heads // rows,)](
-            *(*partials, places.kv_lens, output, max_len),
-            *(splits.number, splits.min_keys, splits.whole_below, places.num_padding),
+            *(*partials, places.kv_lens, output, max_len, splits.number, splits.min_keys, places.num_padding),
             **sizes,
             PADDED=places.num_padding is not None,
             HEADS=heads,
@@ -203,8 +195,8 @@ def _launch_attention(
 
 
 def _warps(splits: Splits, block_m: int, block_d: int) -> dict[str, int]:
-    """Measured on an H200 for 16 rows and heads of 128 in bfloat16: programs of four warps end earlier, and registers
-    leave room for three of them where there is room for four of two warps."""
+    """Measured on an H200 for 16 rows and heads of 128 in bfloat16: a program of four warps, three of which have room
+    for their registers, ends earlier than one of two; four of these read as fast together."""
     if block_m > 16 or block_d > 128:
         return {"num_warps": 8 if block_m * block_d > 8192 else 4}
     return {"num_warps": 2} if splits.small_programs else {"num_warps": 4, "maxnreg": MAX_REGISTERS}

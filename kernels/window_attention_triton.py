@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tllm_spec.kernels.early_launch_triton import announce, wait
 
-_LENGTHS = ["max_len", "num_splits", "min_keys", "whole_below"]
+_LENGTHS = ["max_len", "num_splits", "min_keys"]
 # Beside contexts these begin anywhere behind the contexts' rows: each alignment would be one more kernel to compile.
 _PLACES = ["kv_slots", "block_tables", "kv_lens", "num_padding"]
 
@@ -121,14 +121,13 @@ def _shares(
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
-    whole_below: tl.tensor,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """How many keys were in the pool before, a split's share of them in whole blocks, and how many splits have one; the
     last of these has the window, too."""
     num_old = tl.minimum(tl.maximum(kv_len - num_own, 0), max_len)
-    share = tl.where(num_old < whole_below, num_old, tl.cdiv(num_old, num_splits))
-    share = tl.cdiv(tl.maximum(share, min_keys), BLOCK_N) * BLOCK_N
+    number = tl.minimum(tl.maximum((num_old - 1) // min_keys, 1), num_splits)
+    share = tl.cdiv(tl.maximum(tl.cdiv(num_old, number), 1), BLOCK_N) * BLOCK_N
     return num_old, share, tl.maximum(tl.cdiv(num_old, share), 1)
 
 
@@ -177,7 +176,7 @@ def attention_kernel(
     layer: tl.tensor, value_offset: tl.tensor, kv_slots: tl.tensor,
     block_tables: tl.tensor, table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor,
     log2_scale: tl.tensor, output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor,
-    num_splits: tl.tensor, min_keys: tl.tensor, whole_below: tl.tensor, num_padding: tl.tensor,
+    num_splits: tl.tensor, min_keys: tl.tensor, num_padding: tl.tensor,
     PADDED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
@@ -188,7 +187,7 @@ def attention_kernel(
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Lengths are older than the projection (early_launch.py), and there before it ends.
     kv_len, num_own = tl.load(kv_lens + request), _num_own(num_padding, request, WINDOW, PADDED)
-    num_old, share, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, whole_below, BLOCK_N)
+    num_old, share, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
     if split >= num_used:  # the reduction leaves such a split out; the first one always goes on, and waits
         return
     wait(EARLY)
@@ -241,7 +240,6 @@ def reduction_kernel(
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
-    whole_below: tl.tensor,
     num_padding: tl.tensor,
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -259,8 +257,7 @@ def reduction_kernel(
     first = tl.program_id(0) * ROWS
     request = first // (WINDOW * HEADS)
     num_own = _num_own(num_padding, request, WINDOW, PADDED)
-    kv_len = tl.load(kv_lens + request)
-    _, _, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, whole_below, BLOCK_N)
+    _, _, num_used = _shares(tl.load(kv_lens + request), num_own, max_len, num_splits, min_keys, BLOCK_N)
     wait(EARLY)
     if num_used == 1:  # the output is there
         return

@@ -20,8 +20,6 @@ from tllm_spec.kernels.window_attention import (
     MAX_SPLITS,
     MIN_KEYS_PER_LONG_SPLIT,
     MIN_KEYS_PER_SPLIT,
-    MIN_KEYS_TO_SPLIT,
-    SHARES,
     Splits,
     WindowPlaces,
     WindowWorkspace,
@@ -58,7 +56,6 @@ CASES = {
     "most splits empty": Case((8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=16),
     "splits and two tiles": Case((200,), 8, 9, 80, 16, kv_heads=1, num_programs=12, spare_pages=60),
     "only the long one is split": Case((300, 5000, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=2),
-    "shares of the longer one": Case((300, 1700, 1), 1, 2, 16, 32, kv_heads=1, num_programs=4, spare_pages=2),
     "long ones of eight heads": Case((300, 5000), 2, 8, 16, 32, kv_heads=1, spare_pages=2),
     "bfloat16": Case((1, 17, 90), 1, 4, 128, 16, dtype=torch.bfloat16),
     "bfloat16, splits": Case((3, 600), 3, 2, 64, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16),
@@ -276,8 +273,8 @@ def test_splits_fill_the_device_and_fit_the_workspace() -> None:
     workspace = replace(workspace, num_programs=396)
     for num_tiles, max_len, number in ((4, 10**6, MAX_SPLITS), (8, 10**6, 396 // 8), (8, 4096, 32)):
         found = workspace.splits(num_tiles, 4 * num_tiles, max_len)
-        assert found == Splits(number, MIN_KEYS_PER_SPLIT, 0, are_rare=False, small_programs=False)
-    assert workspace.splits(8, 32, MIN_KEYS_PER_SPLIT).number == 1
+        assert found == Splits(number, MIN_KEYS_PER_SPLIT, are_rare=False, small_programs=False)
+    assert workspace.splits(8, 32, 128).number == 1
     assert workspace.splits(128, 16384, 8192).number == MAX_PARTIAL_ROWS // 16384
     assert workspace.splits(2048, 65536, 8192).number == 1  # unsplit rows need no workspace
 
@@ -287,14 +284,7 @@ def test_a_launch_that_fills_the_device_splits_only_what_is_long() -> None:
     assert workspace.splits(512, 2048, MIN_KEYS_PER_LONG_SPLIT).number == 1
     for num_keys, number in ((3 * MIN_KEYS_PER_LONG_SPLIT, 3), (10**6, MAX_LONG_SPLITS)):
         found = workspace.splits(512, 2048, num_keys)
-        assert found == Splits(number, MIN_KEYS_PER_LONG_SPLIT, 0, are_rare=True, small_programs=True)
-
-
-def test_a_launch_that_nearly_fills_the_device_shares_out_what_is_longer() -> None:
-    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
-    expected = Splits(SHARES, MIN_KEYS_PER_SPLIT, MIN_KEYS_TO_SPLIT, are_rare=True, small_programs=False)
-    assert workspace.splits(199, 796, 8192) == workspace.splits(396, 1584, 8192) == expected
-    assert workspace.splits(256, 1024, MIN_KEYS_TO_SPLIT).number == 1  # none can be so long
+        assert found == Splits(number, MIN_KEYS_PER_LONG_SPLIT, are_rare=True, small_programs=True)
 
 
 def test_programs_are_small_where_fewer_places_then_stay_empty() -> None:
@@ -305,12 +295,17 @@ def test_programs_are_small_where_fewer_places_then_stay_empty() -> None:
 
 
 @on_each_kernel_device
-def test_only_requests_that_are_long_enough_have_shares(device: str) -> None:
-    problem = Problem(CASES["shares of the longer one"], device)
+@pytest.mark.parametrize(("kv_len", "num_written"), [(4097, 0), (4098, 2), (6000, 2)])
+def test_no_share_of_a_long_request_is_shorter_than_it_may_be(
+    kv_len: int, num_written: int, device: str
+) -> None:
+    problem = Problem(Case((kv_len, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=99), device)
     workspace = problem.workspace()
-    problem.attend(workspace)
-    sums = workspace.log_sums[: 3 * 2 * SHARES].view(3, 2, SHARES)  # of requests, heads and shares
-    assert sums[1].isfinite().all() and sums[0::2].isnan().all()
+    problem.check(problem.attend(workspace))
+    num_splits = workspace.splits(2, 4, problem.places.block_tables.shape[1] * 32).number
+    written = workspace.log_sums[: 2 * 2 * num_splits].view(2, 2, num_splits).isfinite().sum(-1)
+    # What is not split writes no partial results.
+    assert num_splits == MAX_LONG_SPLITS and written.tolist() == [[num_written] * 2, [0, 0]]
 
 
 @only_outside_the_interpreter
