@@ -251,8 +251,8 @@ def reduction_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Some output rows (query heads of a token) a program, one after the other, of requests whose keys were split.
-    Reads only the splits that had keys: the others' places hold what an earlier launch left there."""
+    """`ROWS` output rows (query heads of a token) a program, of a request whose keys were split. Reads only the splits
+    that had keys: the others' places hold what an earlier launch left there."""
     announce(EARLY)
     first = tl.program_id(0) * ROWS
     request = first // (WINDOW * HEADS)
@@ -261,17 +261,15 @@ def reduction_kernel(
     wait(EARLY)
     if num_used == 1:  # the output is there
         return
-    splits = tl.arange(0, BLOCK_S)
-    used = splits < num_used
-    dims = tl.arange(0, BLOCK_D)
-    real_dims = dims < HEAD_DIM
-    for row in range(first, first + ROWS):
-        parts = row * num_splits + splits
-        logs = tl.load(log_sums + parts, mask=used, other=float("-inf"))
-        places = partial_outputs + parts[:, None] * HEAD_DIM + dims[None, :]
-        outputs = tl.load(places, mask=used[:, None] & real_dims[None, :], other=0.0)
-        top = tl.max(logs, 0)
-        weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
-        total = tl.sum(weights, 0)
-        result = tl.sum(outputs * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-        tl.store(output + row * HEAD_DIM + dims, result.to(output.dtype.element_ty), mask=real_dims)
+    rows, splits, dims = first + tl.arange(0, ROWS), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    used, real_dims = (splits < num_used)[None, :], (dims < HEAD_DIM)[None, :]
+    parts = rows[:, None] * num_splits + splits[None, :]
+    logs = tl.load(log_sums + parts, mask=used, other=float("-inf"))
+    places = partial_outputs + parts[:, :, None] * HEAD_DIM + dims[None, None, :]
+    outputs = tl.load(places, mask=used[:, :, None] & real_dims[:, None, :], other=0.0)
+    top = tl.max(logs, 1)
+    weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    total = tl.sum(weights, 1)
+    result = tl.sum(outputs * weights[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
+    targets = output + rows[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(targets, result.to(output.dtype.element_ty), mask=real_dims)
