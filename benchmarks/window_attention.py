@@ -106,7 +106,9 @@ def table_line(row: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", default="1x1050,8x1050,32x1050,64x1050,64x1250,96x1050,1x8192,16x4096,32x4200,64x4200")
+    parser.add_argument(
+        "--cases", default="1x1050,8x1050,32x1050,64x1050,64x1250,96x1050,1x8192,16x4096,32x4200,64x4200"
+    )
     parser.add_argument("--windows", default="1,4,8")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -28,6 +28,7 @@ def controller_for(
     graph_batch_sizes: Iterable[int] | None = None,
     round_times: RoundTimes | None = None,
     max_num_tokens: int = NO_LIMIT,
+    max_batch_size: int = 0,
 ) -> AdaptiveController:
     """Without speculation: of plain decoding."""
     if spec is None:
@@ -40,6 +41,7 @@ def controller_for(
         schedule=spec.draft_len_schedule,
         gate=gate,
         max_num_tokens=max_num_tokens,
+        max_batch_size=max_batch_size,
     )
     if spec.adaptive is None:
         # Drafts that are made inside the forward cost the same for a request that pauses.

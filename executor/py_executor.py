@@ -37,6 +37,8 @@ from tllm_spec.outputs import Logprob
 NO_TOKEN_ERROR = (
     "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
 )
+# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it cannot decode.
+TOKENIZER_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 _needs_host_edits = attrgetter("rules.needs_host_edits")
 
 
@@ -183,11 +185,11 @@ class PyExecutor:
         somebody may want to hear of: streamed or finished."""
         batch, contexts = launched.batch, launched.ended_contexts
         table, found = launched.wait()
+        self._land(launched)
         seen = SeenRound(self._clock.lap(launched.ended_at))
         num_requests, num_tokens = 0, 0  # generating, and what they were given
         with_news: list[LlmRequest] = []
         for request, row in zip(contexts, table, strict=False):
-            request.tokens_in_flight -= 1
             if not request.is_finished:
                 self._emit(request, row[1 : 1 + row[0]], found)
                 with_news.append(request)
@@ -195,7 +197,6 @@ class PyExecutor:
         window, speculating = batch.window, self._speculating
         rows = zip(batch.generation_requests, launched.num_drafts, table[len(contexts) :], strict=True)
         for request, num_drafts, row in rows:
-            request.tokens_in_flight -= window
             if request.state is finished:
                 continue
             num_new = num_emitted = row[0]
@@ -226,11 +227,23 @@ class PyExecutor:
             seen.tell(self.parts.controller, launched)
         return with_news
 
+    def _land(self, launched: LaunchedRound) -> None:
+        """What the round may have added is in flight no longer, even where reading it breaks off: who was preempted
+        meanwhile would wait for it forever."""
+        for request in launched.ended_contexts:
+            request.tokens_in_flight -= 1
+        window = launched.batch.window
+        for request in launched.batch.generation_requests:
+            request.tokens_in_flight -= window
+
     def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
         """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
         before = request.num_tokens
         good = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
-        request.append_run(good)
+        try:
+            request.append_run(good)
+        except TOKENIZER_ERRORS as error:
+            request.finish("error", error=f"{type(error).__name__}: {error}")
         if len(good) < len(run) and not request.is_finished:
             request.finish("error", error=NO_TOKEN_ERROR)
         num_emitted = request.num_tokens - before
@@ -282,7 +295,8 @@ class PyExecutor:
         for request in alive:
             request.context_chunk = 0
         for request in culprits:
-            request.finish("error", error=f"{type(error).__name__}: {error}")
+            if not request.is_finished:  # in the part of the round that had been read
+                request.finish("error", error=f"{type(error).__name__}: {error}")
         self._end(culprits)
         self._complete_rounds(0)
         for request in alive:

@@ -4,6 +4,7 @@ Drafts are ordinary tokens here: `py_draft_tokens` placeholders were attached be
 speculation. Pages are taken at once, not promised: what is scheduled can run. It does not touch the device.
 """
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,8 +49,7 @@ class Scheduler:
         """Raises ValueError when the request can never run."""
         if not request.num_preemptions:
             self.check_can_ever_run(request)
-        self.waiting.append(request)
-        self.waiting.sort(key=self._rank)
+        insort(self.waiting, request, key=self._rank)
 
     def remove(self, request: LlmRequest) -> None:
         """The request is finished, wherever it stands."""

@@ -3,7 +3,6 @@
 import torch
 
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.draft_lens import controller_for
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.loaded_draft import LoadedDraft
@@ -43,6 +42,6 @@ def _graphs_a_size(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     if draft is None:
         return num_graphs
     if draft.plan.drafts_before_the_forward:
-        controller = controller_for(plan.spec, max_num_tokens=plan.args.max_num_tokens)
+        controller = plan.controller()
         num_graphs += 2 * len({0, *controller.draft_lens})
     return num_graphs + _keeps_backlog(plan, draft)

@@ -3,6 +3,7 @@ executor but the slots, whose number follows from the arguments.
 """
 
 import logging
+from collections.abc import Iterable
 
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.config import LlmArgs
@@ -13,7 +14,9 @@ from tllm_spec.executor.draft_lens import controller_for
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.scheduler import SchedulerLimits
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.modes import draft_model_of
+from tllm_spec.executor.speculative.round_times import RoundTimes
 from tllm_spec.kernels.few_row_linear import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
@@ -71,8 +74,20 @@ class BuildPlan:
     @property
     def may_be_plain(self) -> bool:
         """Whether rounds may have draft length 0 in a batch of some size."""
-        controller = controller_for(self.spec, max_num_tokens=self.args.max_num_tokens)
+        controller = self.controller()
         return any(0 in controller.draft_lens_at(1 + size) for size in range(self.slots.max_batch_size))
+
+    def controller(
+        self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
+    ) -> AdaptiveController:
+        """Of the draft length, new; without the times of rounds if these are not known yet."""
+        return controller_for(
+            self.spec,
+            graph_batch_sizes=graph_batch_sizes,
+            round_times=round_times,
+            max_num_tokens=self.args.max_num_tokens,
+            max_batch_size=self.slots.max_batch_size,
+        )
 
     @property
     def context_rows(self) -> tuple[int, ...]:

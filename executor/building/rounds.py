@@ -10,7 +10,6 @@ from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.cuda_graphs import GraphKey, graph_keys
 from tllm_spec.executor.draft_lens import (
     EAGER_SIZES,
-    controller_for,
     draft_lens_of_rounds,
     measure_round_times,
 )
@@ -18,6 +17,7 @@ from tllm_spec.executor.engine.memory_plan import ServedModel
 from tllm_spec.executor.graph_pool import GraphPool
 from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_len_limits import rows_beside_contexts
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.executor.speculative.round_times import RoundTimes
 from tllm_spec.executor.stand_in_contexts import ContextLimits
@@ -32,7 +32,7 @@ def build_controller(
     """Of the draft length. Captures the graphs that it may ask for, once the models' products are the fastest for
     them, and times their rounds if it compares them."""
     spec, max_num_tokens = plan.spec, plan.args.max_num_tokens
-    controller = controller_for(spec, max_num_tokens=max_num_tokens)
+    controller = plan.controller()
     sizes = graph_sizes(plan, runner, speculation)
     keys = graph_keys(sizes, draft_lens_of_rounds(controller, spec, speculation))
     keys = [key for key in keys if key.num_tokens <= max_num_tokens]
@@ -50,7 +50,7 @@ def build_controller(
     if spec is None or spec.adaptive is None:
         return controller
     times = _round_times(plan, runner, speculation, controller, sizes) if controller.compares_times else None
-    return controller_for(spec, graph_batch_sizes=sizes, round_times=times, max_num_tokens=max_num_tokens)
+    return plan.controller(sizes, times)
 
 
 def graph_sizes(plan: BuildPlan, runner: RoundRunner, speculation: Speculation) -> tuple[int, ...]:
@@ -68,7 +68,10 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner, speculation: Speculation) 
     schedule = spec.draft_len_schedule if spec else None
     also = [size - 1 for size in schedule or () if size > 1]
     also.append((spec.max_concurrency if spec else None) or 0)
-    also.append(plan.args.max_num_tokens // (1 + plan.max_draft_len))  # the largest that fits a round
+    max_num_tokens = plan.args.max_num_tokens  # the largest that fit a round, beside contexts and alone
+    also += [
+        rows // (1 + plan.max_draft_len) for rows in (rows_beside_contexts(max_num_tokens), max_num_tokens)
+    ]
     return graphs.sizes(plan.slots.max_batch_size, also)
 
 

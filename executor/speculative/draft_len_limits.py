@@ -13,6 +13,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 NO_LIMIT = sys.maxsize
+# Where others may join, windows leave contexts one row in so many: else drafts could keep every prompt waiting.
+CONTEXT_SHARE = 4
 CLOSED_WINDOWS = 99  # closed for so many windows of rounds, then open for one: drafts in 1% of the rounds
 
 
@@ -59,7 +61,7 @@ class AcceptanceGate:
 class DraftLenLimits:
     """`schedule` maps batch sizes to draft lengths: the entry of the largest key not above the batch size holds, and
     below all keys nothing is limited. `max_concurrency`: no drafts with more requests than that. `max_num_tokens`: all
-    windows of a round together.
+    windows of a round together, and contexts with them where requests are fewer than `max_batch_size`.
     """
 
     def __init__(
@@ -69,11 +71,12 @@ class DraftLenLimits:
         schedule: Mapping[int, int] | None = None,
         gate: AcceptanceGate | None = None,
         max_num_tokens: int = NO_LIMIT,
+        max_batch_size: int = 0,
     ) -> None:
         self._max_concurrency = NO_LIMIT if max_concurrency is None else max_concurrency
         self._sizes = sorted(schedule or {})
         self._schedule = dict(schedule or {})
-        self._gate, self._max_num_tokens = gate, max_num_tokens
+        self._gate, self._max_num_tokens, self._max_batch_size = gate, max_num_tokens, max_batch_size
 
     def max_steps(self, batch_size: int) -> int:
         """The most drafts of a round with `batch_size` generating requests."""
@@ -87,7 +90,9 @@ class DraftLenLimits:
             return 0
         room = NO_LIMIT
         if self._max_num_tokens != NO_LIMIT:
-            room = max(0, self._max_num_tokens // batch_size - 1)
+            others_may_join = batch_size < self._max_batch_size
+            rows = rows_beside_contexts(self._max_num_tokens) if others_may_join else self._max_num_tokens
+            room = max(0, rows // batch_size - 1)
         place = bisect_right(self._sizes, batch_size)
         return min(room, self._schedule[self._sizes[place - 1]]) if place else room
 
@@ -115,3 +120,8 @@ class DraftLenLimits:
             "draft_len_schedule": self._schedule or None,
             "gate": gate,
         }
+
+
+def rows_beside_contexts(max_num_tokens: int) -> int:
+    """Of a round: what windows may have of them where others may join."""
+    return max_num_tokens - max_num_tokens // CONTEXT_SHARE

@@ -93,3 +93,57 @@ def test_what_breaks_off_while_requests_join_fails_that_round_and_not_the_execut
     harness.run()
     assert penalised.error == "OutOfMemoryError: no room for counts"
     assert list(map(output_of, run(harness))) == expected
+
+
+class Raising:
+    """The checker of a request's stop strings whose tokenizer fails behind so many tokens; None: not yet."""
+
+    def __init__(self, error: Exception, num_tokens: int | None) -> None:
+        self.error, self.num_tokens = error, num_tokens
+
+    def feed(self, token: int) -> None:
+        if self.num_tokens is not None:
+            self.num_tokens -= 1
+            if self.num_tokens <= 0:
+                raise self.error
+
+
+@pytest.mark.parametrize("mode", ["plain", "user_provided"])
+def test_a_tokenizer_that_cannot_decode_a_token_fails_whoever_looks_for_strings_with_it(
+    tiny: Path, expected: list[list[int]], mode: str
+) -> None:
+    harness = Harness(tiny, **(user_provided(lambda request: [7, 7]) if mode == "user_provided" else {}))
+    requests = [harness.submit(each, LENGTH) for each in (PROMPT, *OTHERS)]
+    failing = [harness.submit([20 + place], LENGTH) for place in range(3)]
+    for place, request in enumerate(failing):  # one in the round behind the other
+        request.stop_checker = Raising(IndexError("no such piece"), 3 + place)
+    harness.run()
+    assert [request.error for request in failing] == ["IndexError: no such piece"] * 3
+    assert list(map(output_of, requests)) == expected and all_pages_are_back(harness.executor)
+
+
+def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Path) -> None:
+    """With overlap somebody may have lost their pages to the round launched before. Who had ended by then has."""
+    pool = {"tokens_per_block": 4, "max_tokens": 120}
+    policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    harness = Harness(tiny, max_seq_len=64, kv_cache_config=pool, scheduler_config=policy)
+    ending, culprit = harness.submit([1, 2], 30), harness.submit([1, 2, 3], 30)
+    others = [harness.submit([4 + place, 5, 6], 30) for place in range(5)]
+    culprit.stop_checker = checker = Raising(OSError("the disk went"), None)
+    schedule, preempted = harness.parts.scheduler.schedule, []
+
+    def watched(generating: list[LlmRequest]) -> Any:
+        scheduled = schedule(generating)
+        found = [each for each in others if each.tokens_in_flight and each.state is RequestState.WAITING]
+        if found and not preempted:
+            preempted.extend(found)
+            checker.num_tokens = 1
+            ending.max_tokens = ending.num_output_tokens + 1  # ends in the round that breaks off behind it
+        return scheduled
+
+    harness.parts.scheduler.schedule = watched  # type: ignore[method-assign]
+    harness.run()
+    assert preempted and culprit.error == "OSError: the disk went"
+    assert [request.finish_reason for request in preempted] == ["length"] * len(preempted)
+    assert all(request.is_finished for request in others) and all_pages_are_back(harness.executor)
+    assert ending.finish_reason == "length" and ending.num_output_tokens == ending.max_tokens < 30
