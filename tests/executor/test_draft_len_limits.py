@@ -17,6 +17,12 @@ def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
     assert limits.reachable == (0, 2, 4)
 
 
+def test_windows_leave_contexts_a_fourth_of_the_rows_where_others_may_join() -> None:
+    limits = DraftLenLimits(max_num_tokens=16, max_batch_size=8)
+    assert [limits.max_steps(size) for size in (1, 3, 4, 7, 8)] == [11, 3, 2, 0, 1]
+    assert DraftLenLimits(max_num_tokens=16).max_steps(4) == 3
+
+
 def test_no_drafts_above_max_concurrency() -> None:
     limits = DraftLenLimits(max_concurrency=4)
     assert [limits.max_steps(size) for size in (4, 5)] == [NO_LIMIT, 0]

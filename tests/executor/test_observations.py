@@ -249,7 +249,7 @@ def test_a_full_forward_makes_windows_shorter_along_the_ladder(
     options = tiny_engine(
         "eagle3", drafts, MAX_DRAFT_LEN, adaptive={"strategy": "ema", 1: {"candidate_steps": ladder}}
     )
-    harness = Harness(tiny, max_num_tokens=12, **options)
+    harness = Harness(tiny, max_num_tokens=12, max_batch_size=6, **options)
     told = Told(harness)
     requests = [harness.submit([number + 1, 2], max_tokens=10 + 6 * number) for number in range(6)]
     harness.run()

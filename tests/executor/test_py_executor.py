@@ -121,6 +121,19 @@ def test_windows_shrink_when_the_token_budget_is_short(tiny: Path) -> None:
     assert [request.num_output_tokens for request in requests] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("one_model", [False, True])
+def test_windows_do_not_keep_a_prompt_waiting_until_somebody_ends(
+    tiny: Path, tiny_draft: Path, one_model: bool
+) -> None:
+    options = draft_target(tiny_draft, 3, draft_target_one_model=one_model)
+    harness = Harness(tiny, max_num_tokens=16, enable_chunked_prefill=True, **options)
+    running = [harness.submit([1 + place, 2, 3], max_tokens=100) for place in range(4)]
+    late = harness.submit(list(range(40)), max_tokens=2)
+    for _ in range(12):  # of 4 rows each at least
+        harness.round()
+    assert late.num_output_tokens and not any(request.is_finished for request in running)
+
+
 @pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.CONTEXT, RequestState.GENERATION])
 def test_cancelling_gives_everything_back_in_every_state(
     tiny: Path, tiny_draft: Path, state: RequestState

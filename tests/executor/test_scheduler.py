@@ -129,6 +129,22 @@ def test_drafts_count_as_tokens_of_the_budget() -> None:
     assert late.kv_len == 20 - 3 * 5
 
 
+def test_a_request_finds_its_place_in_a_long_queue_without_a_look_at_all_of_it() -> None:
+    bench, number = Bench(by_priority=True), 1000
+    rank, looks = bench.scheduler._rank, []
+
+    def counted(request: LlmRequest) -> tuple[float, int]:
+        looks.append(request)
+        return rank(request)
+
+    bench.scheduler._rank = counted  # type: ignore[method-assign]
+    random = Random(0)
+    for _ in range(number):
+        bench.add(2, priority=random.random())
+    assert bench.scheduler.waiting == sorted(bench.scheduler.waiting, key=rank)
+    assert len(looks) < number * 14  # log2(1000) is 10
+
+
 def test_nothing_overtakes_the_head_of_the_queue() -> None:
     bench = Bench(max_num_tokens=20)
     running, large, small = bench.add(10), bench.add(15), bench.add(2)

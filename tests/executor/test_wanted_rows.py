@@ -108,6 +108,7 @@ def drafting(tiny: Path, tmp_path: Path, mode: str, max_num_tokens: int, **optio
     return Harness(
         tiny,
         enable_chunked_prefill=True,
+        max_batch_size=2,
         max_num_tokens=max_num_tokens,
         disable_overlap_scheduler=True,
         **one_model(draft, head, mode, **options),
