@@ -298,14 +298,20 @@ class PyExecutor:
             if not request.is_finished:  # in the part of the round that had been read
                 request.finish("error", error=f"{type(error).__name__}: {error}")
         self._end(culprits)
-        self._complete_rounds(0)
-        for request in alive:
-            if request.slot >= 0:
-                request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
-                request.num_drafts_ready = 0
-                self.parts.slots.start(request)
-                self.parts.kv.rewind(request, request.kv_len + self.parts.kv.extra_kv_tokens)
-                self.parts.sampler.start(request)  # its token counts may have the round's tokens in them
+        try:
+            self._complete_rounds(0)
+        finally:
+            for request in alive:
+                if request.slot >= 0:
+                    self._restart(request)
+
+    def _restart(self, request: LlmRequest) -> None:
+        """Nothing of a round that broke off is left of it but what the host has read."""
+        request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
+        request.num_drafts_ready = 0
+        self.parts.slots.start(request)
+        self.parts.kv.rewind(request, request.kv_len + self.parts.kv.extra_kv_tokens)
+        self.parts.sampler.start(request)  # its token counts may have the round's tokens in them
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots or pages do not add up."""

@@ -103,5 +103,15 @@ class Worker:
             return self._executor.step()
         except (Exception, SystemExit) as error:  # process border: the others' requests go on
             logger.exception("a round failed")
-            self._executor.recover(error)
+            self._recover(error)
             return True
+
+    def _recover(self, error: BaseException) -> None:
+        """The round that was in flight is read then, and may fail, too."""
+        try:
+            self._executor.recover(error)
+        except (Exception, SystemExit) as another:  # process border, as above
+            if another is error:
+                raise
+            logger.exception("the round behind it failed, too")
+            self._executor.recover(another)

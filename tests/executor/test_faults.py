@@ -19,6 +19,7 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import load_tokenizer
 
 NAN_TOKEN = 63
 GOOD = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]
@@ -284,6 +285,30 @@ def test_cancelling_at_random_moments_frees_everything_and_harms_nobody(
                 assert output.token_ids == tokens[: output.length] and result.error is None
                 assert output.finish_reason == "length" or index in victims
             assert_clean(llm)
+
+
+def test_two_rounds_in_a_row_that_break_off_while_they_are_read_do_not_kill_the_executor() -> None:
+    tokenizer = load_tokenizer("zoo:llama")
+
+    class Breaking:
+        """A tokenizer of the user's that fails for one token."""
+
+        eos_token_id, chat_template = tokenizer.eos_token_id, None
+        encode, get_vocab = staticmethod(tokenizer.encode), staticmethod(tokenizer.get_vocab)
+
+        def decode(self, token_ids: list[int], **options: Any) -> str:
+            if NAN_TOKEN in token_ids:
+                raise OSError("the disk went")
+            return str(tokenizer.decode(token_ids, **options))
+
+    breaking = SamplingParams(stop="ZZZ", detokenize=False, logit_bias={NAN_TOKEN: 1e4})
+    with LLM("zoo:llama", tokenizer=Breaking(), max_num_tokens=16, max_batch_size=4) as llm:
+        # A prompt a round: the second one's is in flight while the first one's is read.
+        handles = [llm.generate_async(list(range(20 + i, 32 + i)), breaking) for i in range(3)]
+        assert [handle.result(timeout=30).error for handle in handles] == ["OSError: the disk went"] * 3
+        assert (
+            llm.is_healthy and llm.generate([1, 2, 3], {"max_tokens": 2, "detokenize": False}).error is None
+        )
 
 
 def test_when_the_executor_dies_nobody_waits_for_ever(model: Path) -> None:
