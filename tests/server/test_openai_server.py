@@ -202,6 +202,38 @@ def test_options_that_are_off_are_taken_whether_served_or_not(post: Callable[...
     assert post("/v1/completions", prompt="a", guided_json=None, **off).status_code == 200
 
 
+NULLABLE = (
+    *("frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed", "stop"),
+    *("stream", "stream_options", "temperature", "top_p", "user"),
+)
+NULLABLE_IN_COMPLETIONS = ("best_of", "echo", "suffix", *NULLABLE)
+NULLABLE_IN_CHAT = (
+    *("audio", "function_call", "functions", "max_completion_tokens", "metadata", "modalities", "moderation"),
+    *("parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
+    *(
+        "response_format",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+    ),
+    *("verbosity", "web_search_options", "add_generation_prompt", "chat_template_kwargs", *NULLABLE),
+)
+
+
+def test_null_is_the_default_of_every_option(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+    for path, names, needed in (
+        ("/v1/completions", NULLABLE_IN_COMPLETIONS, {"prompt": "a"}),
+        ("/v1/chat/completions", NULLABLE_IN_CHAT, {"messages": CHAT}),
+    ):
+        answers = [post(path, **needed, **options) for options in ({}, dict.fromkeys(names))]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+        assert llm.sampling[-1] == llm.sampling[-2]
+        assert llm.prompts[-1] == llm.prompts[-2]
+
+
 def test_each_chunk_has_the_usage_so_far_when_asked(post: Callable[..., httpx.Response]) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
     *chunks, _ = events_of(

@@ -57,8 +57,10 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "functions": NotServed((None, []), NO_TOOLS),
     "metadata": NotServed((None, {}), NOT_STORED),
     "modalities": NotServed((None, ["text"]), "only text is served"),
+    "moderation": NotServed((None,), "nothing is moderated"),
     "parallel_tool_calls": NotServed((None, True, False), NO_TOOLS),
     "prediction": NotServed((None,), "speculation is configured at start-up"),
+    "prompt_cache_retention": NotServed((None, "in_memory"), "the prefix cache is in memory"),
     "reasoning_effort": NotServed((None,), "use chat_template_kwargs"),
     "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
     "store": NotServed((None, False), NOT_STORED),
@@ -103,7 +105,7 @@ class StreamOptions(ConfigModel):
 
 
 class GenerationRequest(ConfigModel):
-    """What both kinds of request have. Absent sampling options are OpenAI's defaults, null ones too."""
+    """What both kinds of request have. Absent options are OpenAI's defaults, null ones too."""
 
     model: str
     stream: bool = False
@@ -137,6 +139,12 @@ class GenerationRequest(ConfigModel):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     speculation: dict[str, Any] | None = None
+
+    def __init__(self, **options: Any) -> None:
+        known = type(self).model_fields
+        super().__init__(
+            **{name: value for name, value in options.items() if value is not None or name not in known}
+        )
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
