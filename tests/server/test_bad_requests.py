@@ -39,6 +39,12 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "not served"),
         (
             "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages.0.tool_calls",
+            "tools are not served",
+        ),
+        (
+            "/v1/chat/completions",
             {"messages": CHAT, "chat_template_kwargs": {"tokenize": 0}},
             None,
             "tokenize",

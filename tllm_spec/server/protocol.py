@@ -69,6 +69,14 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "verbosity": NotServed((None,), "use chat_template_kwargs"),
     "web_search_options": NotServed((None,), NO_TOOLS),
 }
+# What answers have beside their text, at OpenAI: a conversation brings it back.
+MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
+    "annotations": NotServed((None, []), "only text is served"),
+    "audio": NotServed((None,), "only text is served"),
+    "function_call": NotServed((None,), NO_TOOLS),
+    "refusal": NotServed((None,), "a message has its text in content"),
+    "tool_calls": NotServed((None, []), NO_TOOLS),
+}
 
 
 def error_body(
@@ -205,6 +213,8 @@ class ChatMessage(ConfigModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_join_text_parts)]
     name: str | None = None
+
+    not_served: ClassVar[Mapping[str, NotServed]] = MESSAGE_NOT_SERVED
 
 
 class ChatCompletionRequest(GenerationRequest):
