@@ -202,8 +202,9 @@ def _join_text_parts(content: object) -> object:
     if not isinstance(content, list):
         return content
     for part in content:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ValueError('parts have the form {"type": "text", "text": ...}; only text is served')
+        is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+        if not (is_text and isinstance(part["text"], str)):
+            raise ValueError('parts have the form {"type": "text", "text": "..."}; only text is served')
     return "".join(part["text"] for part in content)
 
 
