@@ -16,7 +16,7 @@ from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.llm import LLM
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
 
@@ -99,6 +99,24 @@ def test_half_a_character_in_a_bad_word_is_refused_and_does_not_harm_the_others(
         llm.generate("import os", bad)
     refused, good = llm.generate(["import os"] * 2, [bad, THREE], use_tqdm=False)
     assert refused.error.startswith(sentence) and good.outputs[0].length == 3
+
+
+@pytest.mark.parametrize("temperature", [GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR])
+@pytest.mark.parametrize("repetition", [1 / LARGEST_FACTOR, LARGEST_FACTOR])
+@pytest.mark.parametrize("penalty", [-LARGEST_FACTOR, LARGEST_FACTOR])
+def test_the_largest_penalties_and_temperatures_leave_logits_that_are_numbers(
+    llm: LLM, penalty: float, repetition: float, temperature: float
+) -> None:
+    params = SamplingParams(
+        presence_penalty=penalty,
+        frequency_penalty=penalty,
+        repetition_penalty=repetition,
+        temperature=temperature,
+        top_p=0.9,
+        bad_token_ids=[7],
+        ignore_eos=True,
+    )
+    assert llm.generate("import os", params).outputs[0].length == 32
 
 
 @pytest.mark.parametrize(

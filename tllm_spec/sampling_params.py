@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Dividing logits by less would overflow; there the best token has all of the probability anyway.
 GREEDY_BELOW_TEMPERATURE = 1e-5
 LARGEST = sys.float_info.max
+# The largest penalty and temperature. Larger ones would change nothing more, but float32 may not hold them, times a
+# token's count and divided by the lowest temperature: infinity times 0 is not a number.
+LARGEST_FACTOR = 1e20
 
 NO_BEAMS = "there is no beam search"
 NO_LOGITS = "logits are not returned; logprobs are"
@@ -69,12 +72,12 @@ INTEGERS: Mapping[str, tuple[int, float]] = {
     "truncate_prompt_tokens": (1, math.inf),
 }
 NUMBERS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
+    "temperature": (0, LARGEST_FACTOR),
     "top_p": (0, 1),
     "min_p": (0, 1),
-    "repetition_penalty": (0, math.inf),
-    "presence_penalty": (-math.inf, math.inf),
-    "frequency_penalty": (-math.inf, math.inf),
+    "repetition_penalty": (1 / LARGEST_FACTOR, LARGEST_FACTOR),
+    "presence_penalty": (-LARGEST_FACTOR, LARGEST_FACTOR),
+    "frequency_penalty": (-LARGEST_FACTOR, LARGEST_FACTOR),
 }
 BOOLS = (
     "include_stop_str_in_output",
@@ -129,7 +132,9 @@ class SamplingParams:
     Unset `temperature`, `top_k`, `top_p` and `min_p` mean greedy decoding; so does any one of temperature 0,
     top_k 1, top_p 0 and min_p 1. `top_k` 0 is off. An unset `seed` is drawn for the request; the samples of
     `n` > 1 differ. `max_tokens` None means "up to the model's length". `logprobs` k returns the k best tokens
-    beside the chosen one. `logit_bias` maps token ids to what is added to their logits.
+    beside the chosen one. `logit_bias` maps token ids to what is added to their logits. Presence and frequency
+    penalties are not held to OpenAI's -2 to 2: TensorRT-LLM takes any value, and here any is taken after which float32
+    logits are numbers.
     """
 
     end_id: int | None = None
@@ -193,8 +198,6 @@ class SamplingParams:
             raise ValueError(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}")
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of = {self.best_of} is refused: all n = {self.n} samples are returned")
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty = 0 is refused: logits are divided by it; 1 is off")
         if self.use_beam_search:
             raise ValueError(f"use_beam_search = True is refused: {NO_BEAMS}")
         if not self.spaces_between_special_tokens:

@@ -16,7 +16,13 @@ CHAT = [{"role": "user", "content": "hello"}]
     ("path", "body", "param", "sentence"),
     [
         ("/v1/completions", {"prompt": "a", "temprature": 1}, "temprature", "did you mean temperature"),
-        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "0 to"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "presence_penalty": -1e308},
+            "presence_penalty",
+            "-1e+20 to 1e+20",
+        ),
         ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not repeated"),
         ("/v1/completions", {"prompt": "a", "speculation": {"x": 1}}, "speculation.x", "max_draft_len"),
