@@ -129,6 +129,15 @@ def test_an_option_of_tensorrt_llm_that_is_not_served_is_refused_with_the_reason
     assert reason in str(refusal.value)
 
 
+def test_what_other_engines_write_out_as_their_default_is_taken() -> None:
+    defaults = {"length_penalty": 1.0, "early_stopping": False, "top_p_min": 0.0, "top_p_decay": 1.0}
+    runtime = {"length_penalty": 0.0, "early_stopping": 1, "top_p_min": 1e-6, "no_repeat_ngram_size": 1 << 30}
+    for options in (defaults, runtime):
+        assert SamplingParams.from_dict(options) == SamplingParams()
+    with pytest.raises(ValueError, match="early_stopping = True is refused: there is no beam search"):
+        SamplingParams.from_dict({"early_stopping": True})
+
+
 def test_an_unknown_option_is_refused_with_what_may_have_been_meant() -> None:
     with pytest.raises(ValueError, match=r"temprature = 1 .* did you mean temperature"):
         SamplingParams.from_dict({"temprature": 1})

@@ -31,25 +31,26 @@ LARGEST_FACTOR = 1e20
 NO_BEAMS = "there is no beam search"
 NO_LOGITS = "logits are not returned; logprobs are"
 
+# "Off" is an option's neutral value and its default in TensorRT-LLM, trtllm-serve and vLLM, which may differ.
 NOT_SERVED: Mapping[str, NotServed] = {
-    "additional_model_outputs": NotServed((None,), NO_LOGITS),
+    "additional_model_outputs": NotServed((None, []), NO_LOGITS),
     "apply_batched_logits_processor": NotServed((False,), "use logits_processor"),
-    "beam_search_diversity_rate": NotServed((None,), NO_BEAMS),
+    "beam_search_diversity_rate": NotServed((None, 0.0, 0), NO_BEAMS),
     "beam_width_array": NotServed((None,), NO_BEAMS),
-    "early_stopping": NotServed((None,), NO_BEAMS),
+    "early_stopping": NotServed((None, False, 1), NO_BEAMS),
     "embedding_bias": NotServed((None,), "use logit_bias, a mapping of token ids"),
     "exclude_input_from_output": NotServed((True,), "the prompt is in RequestOutput.prompt"),
     "guided_decoding": NotServed((None,), "guided decoding is not served yet"),
-    "length_penalty": NotServed((None,), NO_BEAMS),
+    "length_penalty": NotServed((None, 0.0, 0, 1.0, 1), NO_BEAMS),
     "lookahead_config": NotServed((None,), "speculation is chosen by LLM's speculative_config"),
-    "no_repeat_ngram_size": NotServed((None, 0), "use repetition_penalty or bad_token_ids"),
+    "no_repeat_ngram_size": NotServed((None, 0, 1 << 30), "use repetition_penalty or bad_token_ids"),
     "prompt_ignore_length": NotServed((None, 0), "penalties count the whole prompt"),
     "return_context_logits": NotServed((False,), NO_LOGITS),
     "return_encoder_output": NotServed((False,), "there are no encoders"),
     "return_generation_logits": NotServed((False,), NO_LOGITS),
     "return_perf_metrics": NotServed((False,), "times are always in RequestOutput.metrics"),
-    "top_p_decay": NotServed((None,), "top_p is constant"),
-    "top_p_min": NotServed((None,), "top_p is constant"),
+    "top_p_decay": NotServed((None, 1.0, 1), "top_p is constant"),
+    "top_p_min": NotServed((None, 0.0, 0, 1e-6), "top_p is constant"),
     "top_p_reset_ids": NotServed((None,), "top_p is constant"),
     "use_beam_search": NotServed((False,), NO_BEAMS),
 }

@@ -33,6 +33,12 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "a non-empty string or a list"),
         ("/v1/completions", {"prompt": "a", "n": 10**7}, "n", "less than or equal to 128"),
         ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no beam search"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "length_penalty": 0.8},
+            "length_penalty",
+            "accepted: None or 0.0 or",
+        ),
         ("/v1/completions", {"prompt": "a", "guided_json": {}}, "guided_json", "not served yet"),
         ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "equal rank"),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),

@@ -214,7 +214,9 @@ def test_an_absent_temperature_is_openais_one_not_greedy(
 
 def test_options_that_are_off_are_taken_whether_served_or_not(post: Callable[..., httpx.Response]) -> None:
     off = {"response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": None}
-    assert post("/v1/completions", prompt="a", guided_json=None, **off).status_code == 200
+    neutral = {"length_penalty": 1.0, "early_stopping": False, "top_p_min": 0, "priority": 0}
+    for options in (off, neutral):
+        assert post("/v1/completions", prompt="a", guided_json=None, **options).status_code == 200
 
 
 NULLABLE = (

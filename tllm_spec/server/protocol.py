@@ -26,7 +26,10 @@ NOT_STORED = "nothing is stored"
 NO_GUIDANCE = "guided decoding is not served yet"
 
 GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
-    **{name: NotServed((None, *accepted), reason) for name, (accepted, reason) in NOT_SERVED.items()},
+    **{
+        name: NotServed(accepted if None in accepted else (None, *accepted), reason)
+        for name, (accepted, reason) in NOT_SERVED.items()
+    },
     "cache_salt": NotServed((None,), "all requests share the prefix cache"),
     "detokenize": NotServed((None, True), "answers are text"),
     "disaggregated_params": NotServed((None,), "prefill and decoding run in one place"),
@@ -35,7 +38,7 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
     "guided_json": NotServed((None,), NO_GUIDANCE),
     "guided_regex": NotServed((None,), NO_GUIDANCE),
     "lora_request": NotServed((None,), "LoRA is not served"),
-    "priority": NotServed((None,), "requests over HTTP have equal rank"),
+    "priority": NotServed((None, 0), "requests over HTTP have equal rank"),
     "prompt_logprobs": NotServed((None,), "they are served by LLM.generate"),
     "response_format": NotServed((None, {"type": "text"}), NO_GUIDANCE),
     "return_token_ids": NotServed((None, False), "answers are text"),
@@ -52,7 +55,7 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "audio": NotServed((None,), "only text is served"),
     "chat_template": NotServed((None,), "the model's own template is used"),
     "continue_final_message": NotServed((None, False), "an answer begins a message of its own"),
-    "documents": NotServed((None,), "use chat_template_kwargs"),
+    "documents": NotServed((None, []), "use chat_template_kwargs"),
     "function_call": NotServed((None, "none"), NO_TOOLS),
     "functions": NotServed((None, []), NO_TOOLS),
     "metadata": NotServed((None, {}), NOT_STORED),
