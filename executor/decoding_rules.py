@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import check_text
 
 if TYPE_CHECKING:
     from tllm_spec.sampling_params import LogitsProcessor
@@ -76,11 +77,13 @@ class DecodingRules:
         end_ids: Iterable[int],
         encode: Callable[[str], list[int]] | None,
     ) -> "DecodingRules":
-        """Raises ValueError for token ids outside the vocabulary, and for words without a tokenizer."""
+        """Raises ValueError for token ids outside the vocabulary, for words without a tokenizer, and for half
+        characters in words."""
         sequences = list(params.bad_sequences)
         for word in params.bad_strings:
             if encode is None:
                 raise ValueError(f"bad = {word!r} needs a tokenizer; use bad_token_ids")
+            check_text(word, "bad")
             sequences += {tuple(encode(word)), tuple(encode(" " + word))}
         bias = {token: float(value) for token, value in (params.logit_bias or {}).items()}
         stop_token_ids = frozenset(params.stop_token_ids or ())

@@ -1,6 +1,7 @@
 """What `LLM` takes and refuses: every mistake is a sentence, and nobody waits for an answer that cannot come."""
 
 import gc
+import re
 import sys
 import threading
 import weakref
@@ -15,7 +16,7 @@ from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.llm import LLM
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.request_handle import RequestHandle
-from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
 
@@ -89,6 +90,33 @@ def test_a_request_that_no_round_could_hold_is_refused_where_it_is_made(
 def test_a_bad_word_outside_the_vocabulary_is_refused_by_its_own_name(llm: LLM) -> None:
     with pytest.raises(ValueError, match="bad_token_ids names token id 99999"):
         llm.generate("import os", SamplingParams(bad_token_ids=[99999]))
+
+
+def test_half_a_character_in_a_bad_word_is_refused_and_does_not_harm_the_others(llm: LLM) -> None:
+    bad = SamplingParams(bad=["a", "b\ud800"])
+    sentence = "bad: character 1 is U+D800, one half of a surrogate pair"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        llm.generate("import os", bad)
+    refused, good = llm.generate(["import os"] * 2, [bad, THREE], use_tqdm=False)
+    assert refused.error.startswith(sentence) and good.outputs[0].length == 3
+
+
+@pytest.mark.parametrize("temperature", [GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR])
+@pytest.mark.parametrize("repetition", [1 / LARGEST_FACTOR, LARGEST_FACTOR])
+@pytest.mark.parametrize("penalty", [-LARGEST_FACTOR, LARGEST_FACTOR])
+def test_the_largest_penalties_and_temperatures_leave_logits_that_are_numbers(
+    llm: LLM, penalty: float, repetition: float, temperature: float
+) -> None:
+    params = SamplingParams(
+        presence_penalty=penalty,
+        frequency_penalty=penalty,
+        repetition_penalty=repetition,
+        temperature=temperature,
+        top_p=0.9,
+        bad_token_ids=[7],
+        ignore_eos=True,
+    )
+    assert llm.generate("import os", params).outputs[0].length == 32
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,12 @@ def test_an_unset_temperature_is_one_when_another_option_asks_for_sampling(
         {"logprobs": -1},
         {"logprobs": True},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e308},
         {"presence_penalty": float("inf")},
+        {"presence_penalty": -1e308},
+        {"frequency_penalty": 1e308},
+        {"temperature": 1e39},
         {"stop": ""},
         {"stop": ["a", 3]},
         {"stop_token_ids": [-1]},
@@ -122,6 +127,15 @@ def test_an_option_of_tensorrt_llm_that_is_not_served_is_refused_with_the_reason
         SamplingParams.from_dict({name: "on"})
     assert name in str(refusal.value)
     assert reason in str(refusal.value)
+
+
+def test_what_other_engines_write_out_as_their_default_is_taken() -> None:
+    defaults = {"length_penalty": 1.0, "early_stopping": False, "top_p_min": 0.0, "top_p_decay": 1.0}
+    runtime = {"length_penalty": 0.0, "early_stopping": 1, "top_p_min": 1e-6, "no_repeat_ngram_size": 1 << 30}
+    for options in (defaults, runtime):
+        assert SamplingParams.from_dict(options) == SamplingParams()
+    with pytest.raises(ValueError, match="early_stopping = True is refused: there is no beam search"):
+        SamplingParams.from_dict({"early_stopping": True})
 
 
 def test_an_unknown_option_is_refused_with_what_may_have_been_meant() -> None:

@@ -24,29 +24,33 @@ if TYPE_CHECKING:
 # Dividing logits by less would overflow; there the best token has all of the probability anyway.
 GREEDY_BELOW_TEMPERATURE = 1e-5
 LARGEST = sys.float_info.max
+# The largest penalty and temperature. Larger ones would change nothing more, but float32 may not hold them, times a
+# token's count and divided by the lowest temperature: infinity times 0 is not a number.
+LARGEST_FACTOR = 1e20
 
 NO_BEAMS = "there is no beam search"
 NO_LOGITS = "logits are not returned; logprobs are"
 
+# "Off" is an option's neutral value and its default in TensorRT-LLM, trtllm-serve and vLLM, which may differ.
 NOT_SERVED: Mapping[str, NotServed] = {
-    "additional_model_outputs": NotServed((None,), NO_LOGITS),
+    "additional_model_outputs": NotServed((None, []), NO_LOGITS),
     "apply_batched_logits_processor": NotServed((False,), "use logits_processor"),
-    "beam_search_diversity_rate": NotServed((None,), NO_BEAMS),
+    "beam_search_diversity_rate": NotServed((None, 0.0, 0), NO_BEAMS),
     "beam_width_array": NotServed((None,), NO_BEAMS),
-    "early_stopping": NotServed((None,), NO_BEAMS),
+    "early_stopping": NotServed((None, False, 1), NO_BEAMS),
     "embedding_bias": NotServed((None,), "use logit_bias, a mapping of token ids"),
     "exclude_input_from_output": NotServed((True,), "the prompt is in RequestOutput.prompt"),
     "guided_decoding": NotServed((None,), "guided decoding is not served yet"),
-    "length_penalty": NotServed((None,), NO_BEAMS),
+    "length_penalty": NotServed((None, 0.0, 0, 1.0, 1), NO_BEAMS),
     "lookahead_config": NotServed((None,), "speculation is chosen by LLM's speculative_config"),
-    "no_repeat_ngram_size": NotServed((None, 0), "use repetition_penalty or bad_token_ids"),
+    "no_repeat_ngram_size": NotServed((None, 0, 1 << 30), "use repetition_penalty or bad_token_ids"),
     "prompt_ignore_length": NotServed((None, 0), "penalties count the whole prompt"),
     "return_context_logits": NotServed((False,), NO_LOGITS),
     "return_encoder_output": NotServed((False,), "there are no encoders"),
     "return_generation_logits": NotServed((False,), NO_LOGITS),
     "return_perf_metrics": NotServed((False,), "times are always in RequestOutput.metrics"),
-    "top_p_decay": NotServed((None,), "top_p is constant"),
-    "top_p_min": NotServed((None,), "top_p is constant"),
+    "top_p_decay": NotServed((None, 1.0, 1), "top_p is constant"),
+    "top_p_min": NotServed((None, 0.0, 0, 1e-6), "top_p is constant"),
     "top_p_reset_ids": NotServed((None,), "top_p is constant"),
     "use_beam_search": NotServed((False,), NO_BEAMS),
 }
@@ -69,12 +73,12 @@ INTEGERS: Mapping[str, tuple[int, float]] = {
     "truncate_prompt_tokens": (1, math.inf),
 }
 NUMBERS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
+    "temperature": (0, LARGEST_FACTOR),
     "top_p": (0, 1),
     "min_p": (0, 1),
-    "repetition_penalty": (0, math.inf),
-    "presence_penalty": (-math.inf, math.inf),
-    "frequency_penalty": (-math.inf, math.inf),
+    "repetition_penalty": (1 / LARGEST_FACTOR, LARGEST_FACTOR),
+    "presence_penalty": (-LARGEST_FACTOR, LARGEST_FACTOR),
+    "frequency_penalty": (-LARGEST_FACTOR, LARGEST_FACTOR),
 }
 BOOLS = (
     "include_stop_str_in_output",
@@ -129,7 +133,9 @@ class SamplingParams:
     Unset `temperature`, `top_k`, `top_p` and `min_p` mean greedy decoding; so does any one of temperature 0,
     top_k 1, top_p 0 and min_p 1. `top_k` 0 is off. An unset `seed` is drawn for the request; the samples of
     `n` > 1 differ. `max_tokens` None means "up to the model's length". `logprobs` k returns the k best tokens
-    beside the chosen one. `logit_bias` maps token ids to what is added to their logits.
+    beside the chosen one. `logit_bias` maps token ids to what is added to their logits. Presence and frequency
+    penalties are not held to OpenAI's -2 to 2: TensorRT-LLM takes any value, and here any is taken after which float32
+    logits are numbers.
     """
 
     end_id: int | None = None
@@ -193,8 +199,6 @@ class SamplingParams:
             raise ValueError(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}")
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of = {self.best_of} is refused: all n = {self.n} samples are returned")
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty = 0 is refused: logits are divided by it; 1 is off")
         if self.use_beam_search:
             raise ValueError(f"use_beam_search = True is refused: {NO_BEAMS}")
         if not self.spaces_between_special_tokens:

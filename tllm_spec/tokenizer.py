@@ -49,15 +49,15 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     return cast(Tokenizer, tokenizer)
 
 
-def check_text(prompt: str) -> None:
+def check_text(text: str, name: str = "prompt") -> None:
     """Raises ValueError for half a character (a lone surrogate), which JSON and Python can write and no tokenizer
     takes."""
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        half = f"U+{ord(prompt[error.start]):04X}"
+        half = f"U+{ord(text[error.start]):04X}"
         raise ValueError(
-            f"prompt: character {error.start} is {half}, one half of a surrogate pair; Unicode text is needed"
+            f"{name}: character {error.start} is {half}, one half of a surrogate pair; Unicode text is needed"
         ) from None
 
 

@@ -50,6 +50,22 @@ def test_a_model_that_does_not_exist_ends_it_with_a_sentence() -> None:
     assert "no/such/folder" in result.output
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_word_serve_before_the_model_is_taken_as_with_trtllm_serve(place: int) -> None:
+    words = ["serve", "no/such/folder"]
+    words[place:place] = ["--port", "0"]
+    result = serve(*words)
+    assert result.exit_code == 1
+    assert "no/such/folder" in result.output
+
+
+@pytest.mark.parametrize("words", [["serve", "a", "b"], ["embed", "a"]])
+def test_any_other_word_beside_the_model_is_refused(words: list[str]) -> None:
+    result = serve(*words)
+    assert result.exit_code == 2
+    assert f"one model is needed, not {' '.join(words)}" in result.output
+
+
 def test_a_taken_port_is_known_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

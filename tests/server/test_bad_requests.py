@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fake_llm import MODEL
+from tests.server.fake_llm import MODEL, FakeLLM
 
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -16,7 +16,13 @@ CHAT = [{"role": "user", "content": "hello"}]
     ("path", "body", "param", "sentence"),
     [
         ("/v1/completions", {"prompt": "a", "temprature": 1}, "temprature", "did you mean temperature"),
-        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "0 to"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "presence_penalty": -1e308},
+            "presence_penalty",
+            "-1e+20 to 1e+20",
+        ),
         ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not repeated"),
         ("/v1/completions", {"prompt": "a", "speculation": {"x": 1}}, "speculation.x", "max_draft_len"),
@@ -27,6 +33,12 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "a non-empty string or a list"),
         ("/v1/completions", {"prompt": "a", "n": 10**7}, "n", "less than or equal to 128"),
         ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no beam search"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "length_penalty": 0.8},
+            "length_penalty",
+            "accepted: None or 0.0 or",
+        ),
         ("/v1/completions", {"prompt": "a", "guided_json": {}}, "guided_json", "not served yet"),
         ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "equal rank"),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
@@ -39,9 +51,15 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "not served"),
         (
             "/v1/chat/completions",
-            {"messages": CHAT, "chat_template_kwargs": {"tokenize": 0}},
-            None,
-            "tokenize",
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages.0.tool_calls",
+            "tools are not served",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages.0.content",
+            "only text",
         ),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs = true"),
     ],
@@ -71,10 +89,33 @@ def test_a_body_of_another_content_type_is_answered_with_what_is_wanted(url: str
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("name", ["tokenize", "self", "conversations", "messages", "tokenizer_kwargs"])
+def test_what_rendering_a_chat_template_takes_itself_is_no_variable_of_it(
+    post: Callable[..., httpx.Response], name: str
+) -> None:
+    response = post("/v1/chat/completions", messages=CHAT, chat_template_kwargs={"word": 1, name: 1})
+    assert response.status_code == 400
+    assert f"chat_template_kwargs = ['{name}'] are not variables" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("template", ["{{ word + 1 }}", "{{ 1 // (word | length) }}", "{{ word.a.b }}"])
+def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
+    post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    response = post("/v1/chat/completions", messages=CHAT, chat_template_kwargs={"word": ""})
+    assert (response.status_code, "chat template" in response.text) == (400, True)
+
+
 def test_half_a_character_is_a_bad_request(url: str) -> None:
     for path, prompt in (
         ("completions", r'"prompt": "\ud800"'),
         ("chat/completions", r'"messages": [{"role": "user", "content": "\ud800"}]'),
+        ("chat/completions", r'"messages": [{"role": "user", "content": "", "name": "\ud800"}]'),
+        (
+            "chat/completions",
+            rf'"messages": {json.dumps(CHAT)}, "chat_template_kwargs": {{"word": "\ud800"}}',
+        ),
     ):
         body = f'{{"model": "{MODEL}", {prompt}}}'
         response = httpx.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})

@@ -112,6 +112,21 @@ def test_a_chat_answer_is_a_message_of_the_assistant(client: openai.OpenAI, llm:
     assert llm.sampling[-1].max_tokens is None
 
 
+def test_a_conversation_goes_on_with_the_clients_own_record_of_the_answer(
+    client: openai.OpenAI, llm: FakeLLM
+) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT)
+    messages: Any = [*CHAT, answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+    client.chat.completions.create(model=MODEL, messages=messages)
+    turns = f"<|user|>hello<|assistant|>{answer_text(0)}<|endoftext|><|user|>more<|assistant|>"
+    assert turns in llm.tokenizer.decode(llm.prompts[-1])
+
+
+def test_message_fields_that_are_off_are_taken(post: Callable[..., httpx.Response]) -> None:
+    message = {"role": "assistant", "content": "a", "tool_calls": [], "annotations": [], "refusal": None}
+    assert post("/v1/chat/completions", messages=[*CHAT, message]).status_code == 200
+
+
 def test_a_streamed_chat_joins_to_the_whole_one_and_names_its_role_once(client: openai.OpenAI) -> None:
     deltas = [
         chunk.choices[0].delta
@@ -199,7 +214,34 @@ def test_an_absent_temperature_is_openais_one_not_greedy(
 
 def test_options_that_are_off_are_taken_whether_served_or_not(post: Callable[..., httpx.Response]) -> None:
     off = {"response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": None}
-    assert post("/v1/completions", prompt="a", guided_json=None, **off).status_code == 200
+    neutral = {"length_penalty": 1.0, "early_stopping": False, "top_p_min": 0, "priority": 0}
+    for options in (off, neutral):
+        assert post("/v1/completions", prompt="a", guided_json=None, **options).status_code == 200
+
+
+NULLABLE = (
+    *("frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed", "stop"),
+    *("stream", "stream_options", "temperature", "top_p", "user"),
+)
+NULLABLE_IN_COMPLETIONS = ("best_of", "echo", "suffix", *NULLABLE)
+NULLABLE_IN_CHAT = (
+    *("audio", "function_call", "functions", "max_completion_tokens", "metadata", "modalities", "moderation"),
+    *("parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
+    *("response_format", "safety_identifier", "service_tier", "store", "tool_choice", "tools"),
+    *("top_logprobs", "verbosity", "web_search_options", "add_generation_prompt", "chat_template_kwargs"),
+    *NULLABLE,
+)
+
+
+def test_null_is_the_default_of_every_option(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+    for path, names, needed in (
+        ("/v1/completions", NULLABLE_IN_COMPLETIONS, {"prompt": "a"}),
+        ("/v1/chat/completions", NULLABLE_IN_CHAT, {"messages": CHAT}),
+    ):
+        answers = [post(path, **needed, **options) for options in ({}, dict.fromkeys(names))]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+        assert llm.sampling[-1] == llm.sampling[-2]
+        assert llm.prompts[-1] == llm.prompts[-2]
 
 
 def test_each_chunk_has_the_usage_so_far_when_asked(post: Callable[..., httpx.Response]) -> None:

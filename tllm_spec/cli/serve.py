@@ -1,4 +1,4 @@
-"""`tllm-serve MODEL`: options of the command line and a YAML file, then the HTTP server."""
+"""`tllm-serve [serve] MODEL`: options of the command line and a YAML file, then the HTTP server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ from tllm_spec.cli.trtllm_options import trtllm_options
 from tllm_spec.config import LlmArgs
 
 
+def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> str:
+    """The word `serve` may stand before MODEL, as with `trtllm-serve`."""
+    *command, model = words
+    if command not in ([], ["serve"]):
+        raise click.BadParameter(f"one model is needed, not {' '.join(words)}")
+    return model
+
+
 @click.command(context_settings={"show_default": True})
-@click.argument("model")
+@click.argument("model", nargs=-1, required=True, metavar="[serve] MODEL", callback=_model_of)
 @click.option("--tokenizer", help="Folder of the tokenizer, if it is not the model's.")
 @click.option("--host", default="localhost", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free port.")

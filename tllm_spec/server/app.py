@@ -6,6 +6,7 @@ What a body may hold is in `protocol`, what an answer looks like in `responses`,
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it
 ENGINE_DOWN = "the engine is down"
+# Names that a chat template's rendering fills itself, beside the options of a tokenizer's `apply_chat_template`.
+RENDERED_NAMES = {"self", "conversations", "messages"}
 
 
 class RequestRefused(Exception):
@@ -150,11 +153,12 @@ class OpenAIServer:
 
     def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Token ids of the conversation. Raises ValueError when the model's template cannot express it."""
-        for message in body.messages:
-            check_text(message.content)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         variables = body.chat_template_kwargs or {}
-        if taken := variables.keys() & signature(self._tokenizer.apply_chat_template).parameters.keys():
+        given = json.dumps([messages, variables], ensure_ascii=False)
+        check_text(given, "messages and chat_template_kwargs as JSON")
+        options = signature(self._tokenizer.apply_chat_template).parameters.keys()
+        if taken := variables.keys() & (options | RENDERED_NAMES):
             raise ValueError(f"chat_template_kwargs = {sorted(taken)} are not variables of a template")
         try:
             token_ids: list[int] = self._tokenizer.apply_chat_template(
@@ -164,7 +168,7 @@ class OpenAIServer:
                 add_generation_prompt=body.add_generation_prompt,
                 **variables,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ArithmeticError) as error:  # templates add, divide and loop
             raise ValueError(f"messages do not fit the model's chat template: {error}") from error
         return token_ids
 

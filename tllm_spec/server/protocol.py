@@ -26,7 +26,10 @@ NOT_STORED = "nothing is stored"
 NO_GUIDANCE = "guided decoding is not served yet"
 
 GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
-    **{name: NotServed((None, *accepted), reason) for name, (accepted, reason) in NOT_SERVED.items()},
+    **{
+        name: NotServed(accepted if None in accepted else (None, *accepted), reason)
+        for name, (accepted, reason) in NOT_SERVED.items()
+    },
     "cache_salt": NotServed((None,), "all requests share the prefix cache"),
     "detokenize": NotServed((None, True), "answers are text"),
     "disaggregated_params": NotServed((None,), "prefill and decoding run in one place"),
@@ -35,7 +38,7 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
     "guided_json": NotServed((None,), NO_GUIDANCE),
     "guided_regex": NotServed((None,), NO_GUIDANCE),
     "lora_request": NotServed((None,), "LoRA is not served"),
-    "priority": NotServed((None,), "requests over HTTP have equal rank"),
+    "priority": NotServed((None, 0), "requests over HTTP have equal rank"),
     "prompt_logprobs": NotServed((None,), "they are served by LLM.generate"),
     "response_format": NotServed((None, {"type": "text"}), NO_GUIDANCE),
     "return_token_ids": NotServed((None, False), "answers are text"),
@@ -52,13 +55,15 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "audio": NotServed((None,), "only text is served"),
     "chat_template": NotServed((None,), "the model's own template is used"),
     "continue_final_message": NotServed((None, False), "an answer begins a message of its own"),
-    "documents": NotServed((None,), "use chat_template_kwargs"),
+    "documents": NotServed((None, []), "use chat_template_kwargs"),
     "function_call": NotServed((None, "none"), NO_TOOLS),
     "functions": NotServed((None, []), NO_TOOLS),
     "metadata": NotServed((None, {}), NOT_STORED),
     "modalities": NotServed((None, ["text"]), "only text is served"),
+    "moderation": NotServed((None,), "nothing is moderated"),
     "parallel_tool_calls": NotServed((None, True, False), NO_TOOLS),
     "prediction": NotServed((None,), "speculation is configured at start-up"),
+    "prompt_cache_retention": NotServed((None, "in_memory"), "the prefix cache is in memory"),
     "reasoning_effort": NotServed((None,), "use chat_template_kwargs"),
     "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
     "store": NotServed((None, False), NOT_STORED),
@@ -66,6 +71,14 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "tools": NotServed((None, []), NO_TOOLS),
     "verbosity": NotServed((None,), "use chat_template_kwargs"),
     "web_search_options": NotServed((None,), NO_TOOLS),
+}
+# What answers have beside their text, at OpenAI: a conversation brings it back.
+MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
+    "annotations": NotServed((None, []), "only text is served"),
+    "audio": NotServed((None,), "only text is served"),
+    "function_call": NotServed((None,), NO_TOOLS),
+    "refusal": NotServed((None,), "a message has its text in content"),
+    "tool_calls": NotServed((None, []), NO_TOOLS),
 }
 
 
@@ -103,7 +116,7 @@ class StreamOptions(ConfigModel):
 
 
 class GenerationRequest(ConfigModel):
-    """What both kinds of request have. Absent sampling options are OpenAI's defaults, null ones too."""
+    """What both kinds of request have. Absent options are OpenAI's defaults, null ones too."""
 
     model: str
     stream: bool = False
@@ -137,6 +150,12 @@ class GenerationRequest(ConfigModel):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     speculation: dict[str, Any] | None = None
+
+    def __init__(self, **options: Any) -> None:
+        known = type(self).model_fields
+        super().__init__(
+            **{name: value for name, value in options.items() if value is not None or name not in known}
+        )
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -186,8 +205,9 @@ def _join_text_parts(content: object) -> object:
     if not isinstance(content, list):
         return content
     for part in content:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ValueError('parts have the form {"type": "text", "text": ...}; only text is served')
+        is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+        if not (is_text and isinstance(part["text"], str)):
+            raise ValueError('parts have the form {"type": "text", "text": "..."}; only text is served')
     return "".join(part["text"] for part in content)
 
 
@@ -197,6 +217,8 @@ class ChatMessage(ConfigModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_join_text_parts)]
     name: str | None = None
+
+    not_served: ClassVar[Mapping[str, NotServed]] = MESSAGE_NOT_SERVED
 
 
 class ChatCompletionRequest(GenerationRequest):
