@@ -98,7 +98,12 @@ def test_what_rendering_a_chat_template_takes_itself_is_no_variable_of_it(
     assert f"chat_template_kwargs = ['{name}'] are not variables" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("template", ["{{ word + 1 }}", "{{ 1 // (word | length) }}", "{{ word.a.b }}"])
+DEEPER = "{% macro deeper(x) %}{{ deeper(x) }}{% endmacro %}{{ deeper(word) }}"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ word + 1 }}", "{{ 1 // (word | length) }}", "{{ word.a.b }}", DEEPER]
+)
 def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
     post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:

@@ -155,12 +155,12 @@ class OpenAIServer:
         """Token ids of the conversation. Raises ValueError when the model's template cannot express it."""
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         variables = body.chat_template_kwargs or {}
-        given = json.dumps([messages, variables], ensure_ascii=False)
-        check_text(given, "messages and chat_template_kwargs as JSON")
         options = signature(self._tokenizer.apply_chat_template).parameters.keys()
         if taken := variables.keys() & (options | RENDERED_NAMES):
             raise ValueError(f"chat_template_kwargs = {sorted(taken)} are not variables of a template")
         try:
+            given = json.dumps([messages, variables], ensure_ascii=False)
+            check_text(given, "messages and chat_template_kwargs as JSON")
             token_ids: list[int] = self._tokenizer.apply_chat_template(
                 messages,
                 tokenize=True,
@@ -168,7 +168,7 @@ class OpenAIServer:
                 add_generation_prompt=body.add_generation_prompt,
                 **variables,
             )
-        except (TemplateError, TypeError, ArithmeticError) as error:  # templates add, divide and loop
+        except (TemplateError, TypeError, ArithmeticError, RecursionError) as error:  # templates are programs
             raise ValueError(f"messages do not fit the model's chat template: {error}") from error
         return token_ids
 
