@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from time import monotonic
 from typing import NamedTuple, cast
@@ -31,8 +32,12 @@ class RequestHandle(RequestOutput):
     """A `RequestOutput` that is still growing.
 
     `result()` and `await` give the finished output; iterating (`for`, `async for`) gives it whenever it grew;
-    `abort()` ends the request. Only one reader may use it.
+    `abort()` ends the request. Only one reader may use it. It is equal to itself only; a copy, also by pickle, is a
+    plain `RequestOutput`.
     """
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __init__(
         self,
@@ -51,6 +56,9 @@ class RequestHandle(RequestOutput):
         self._arrived: deque[Arrival] = deque()
         self._changed = threading.Condition()
         self._wake: Callable[[], object] | None = None  # of the event loop that awaits
+
+    def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
+        return RequestOutput, tuple(getattr(self, each.name) for each in fields(RequestOutput))
 
     def receive(self, response: Response) -> None:
         """From the executor's thread."""
