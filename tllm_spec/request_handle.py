@@ -62,13 +62,14 @@ class Sample:
 
     def _show(self, text: str, num_tokens: int | None) -> None:
         """Adds `text` to the output, and held tokens until it has `num_tokens` (None: all)."""
-        output = self._output
-        count = None if num_tokens is None else num_tokens - output.length
+        output, start = self._output, self._output.length
+        count = None if num_tokens is None else num_tokens - start
         output.token_ids += self._held_token_ids[:count]
         output.logprobs += self._held_logprobs[:count]
         del self._held_token_ids[:count], self._held_logprobs[:count]
-        if self._params.detokenize:
+        if self._text is not None and self._params.detokenize:
             output.text += text
+            output.text_offsets += self._text.token_begins[start : output.length]
 
 
 class RequestHandle(RequestOutput):
@@ -241,4 +242,4 @@ def _text_of(params: SamplingParams, tokenizer: Tokenizer | None) -> StreamedTex
     if tokenizer is None or not (params.detokenize or params.stop_strings):
         return None
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-    return StreamedText(detokenizer, params.stop_strings)
+    return StreamedText(detokenizer, params.stop_strings, wants_begins=params.logprobs is not None)

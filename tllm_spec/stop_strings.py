@@ -100,16 +100,27 @@ class StopStringChecker:
 
 
 class StreamedText:
-    """What a reader of a growing output may see: no half characters, no half stop strings, and no token of either."""
+    """What a reader of a growing output may see: no half characters, no half stop strings, and no token of either.
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stops: Sequence[str] = ()) -> None:
+    `token_begins` says where in the text each token begins, if that is wanted.
+    """
+
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer, stops: Sequence[str] = (), *, wants_begins: bool = False
+    ) -> None:
         self._detokenizer = detokenizer
         self._tokens = TokenTexts(detokenizer)
         self._has_stops = bool(stops)
+        self._wants_begins = wants_begins
         self._matcher = StopStringMatcher(stops)
         self._held = ""
         self._num_chars_shown = 0
         self._num_tokens = 0
+
+    @property
+    def token_begins(self) -> list[int]:
+        """In characters; empty unless wanted."""
+        return self._tokens.begins if self._wants_begins else []
 
     @property
     def num_shown(self) -> int:
@@ -120,7 +131,7 @@ class StreamedText:
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that may be shown after `token_ids`, without what has been shown."""
         self._num_tokens += len(token_ids)
-        piece = self._piece(token_ids)
+        piece = self._piece(token_ids, by_token=self._has_stops or self._wants_begins)
         self._matcher.feed(piece)
         ready = self._held + piece
         split = len(ready) - self._matcher.num_held()
@@ -131,11 +142,12 @@ class StreamedText:
     def finish(self, token_ids: Sequence[int], final_text: str | None = None) -> str:
         """The rest, with the last tokens: up to the end of `final_text` where a stop string has cut the text, else all
         of it."""
+        piece = self._piece(token_ids, by_token=self._wants_begins)
         if final_text is not None:
             return final_text[self._num_chars_shown :]
-        return self._held + self._detokenizer.feed(token_ids) + self._detokenizer.flush()
+        return self._held + piece + self._detokenizer.flush()
 
-    def _piece(self, token_ids: Sequence[int]) -> str:
-        if self._has_stops:
+    def _piece(self, token_ids: Sequence[int], *, by_token: bool) -> str:
+        if by_token:
             return "".join(map(self._tokens.feed, token_ids))
         return self._detokenizer.feed(token_ids)
