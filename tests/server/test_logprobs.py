@@ -119,3 +119,38 @@ def test_a_special_token_stands_between_its_neighbours_without_a_place_in_the_te
     whole, stream = both_ways(CompletionAnswer, byte_level(), token_ids, [])
     assert (whole["text"], whole["tokens"]) == ("ab", ["a", "<|endoftext|>", "b"])
     assert whole["text_offset"] == stream["text_offset"] == [0, 1, 1]
+
+
+def best_of_one_token(kind: type[Answer], chosen: int, logprobs: dict[int, float], num_best: int) -> Json:
+    """The answer to a request for the `num_best` most probable tokens."""
+    handle = handle_of(sentencepiece_like(), [], num_best)
+    at = {token: Logprob(value) for token, value in logprobs.items()}
+    handle.receive(Response(1, [chosen], logprobs=[at], finish_reason="length"))
+    answer = kind("model", sentencepiece_like(), 1, num_best)
+    logprobs_of: Json = answer.whole([handle.result(timeout=1)])["choices"][0]["logprobs"]
+    return logprobs_of
+
+
+@pytest.mark.parametrize(("num_best", "best"), [(0, {}), (1, {"the": -0.5}), (2, {"the": -0.5, "é": -1.0})])
+def test_the_best_tokens_of_a_completion_have_the_sampled_one_beside_them(
+    num_best: int, best: dict[str, float]
+) -> None:
+    answer = best_of_one_token(CompletionAnswer, 3, {2: -0.5, 4: -1.0, 3: -7.0}, num_best)
+    assert answer["top_logprobs"] == [{**best, "ing": -7.0}]
+
+
+def test_a_sampled_token_that_is_among_the_best_is_named_once() -> None:
+    answer = best_of_one_token(CompletionAnswer, 2, {2: -0.5, 4: -1.0, 3: -7.0}, 2)
+    assert answer["top_logprobs"] == [{"the": -0.5, "é": -1.0}]
+
+
+def test_the_best_tokens_of_a_chat_are_as_many_as_asked() -> None:
+    answer = best_of_one_token(ChatAnswer, 3, {2: -0.5, 4: -1.0, 3: -7.0}, 2)
+    assert [each["token"] for each in answer["content"][0]["top_logprobs"]] == ["the", "é"]
+
+
+def test_of_two_tokens_with_the_same_text_the_more_probable_one_is_named() -> None:
+    token, letter = 1, 6 + ord("a")  # "▁a" at the start of a text, and the byte
+    assert best_of_one_token(CompletionAnswer, letter, {letter: -3.0, token: -0.5, 2: -1.0}, 3)[
+        "top_logprobs"
+    ] == [{"a": -0.5, "the": -1.0}]

@@ -126,12 +126,16 @@ class CompletionAnswer(Answer):
         return {
             "tokens": list(map(self._token_text, token_ids, offsets)),
             "token_logprobs": [_number(at[token]) for token, at in zip(token_ids, logprobs, strict=True)],
-            "top_logprobs": [
-                {self._token_text(i, offset): _number(each) for i, each in self._best(at)}
-                for at, offset in zip(logprobs, offsets, strict=True)
-            ],
+            "top_logprobs": list(map(self._top, token_ids, logprobs, offsets)),
             "text_offset": offsets,
         }
+
+    def _top(self, chosen: int, logprobs: Mapping[int, Logprob], offset: int) -> Json:
+        """The best tokens and the chosen one by their texts; a text that several have is the most probable one's."""
+        top: Json = {}
+        for token, logprob in [*self._best(logprobs), (chosen, logprobs[chosen])]:
+            top.setdefault(self._token_text(token, offset), _number(logprob))
+        return top
 
 
 class ChatAnswer(Answer):
