@@ -1,13 +1,19 @@
-"""A reader that is gone must not harm the executor."""
+"""A handle stands for its request, and its plain output can leave the process; a reader that is gone harms nobody."""
 
 import asyncio
 import contextlib
+import copy
+import pickle
+from collections.abc import Callable
 
 import pytest
 
+from tllm_spec.executor.request import StopMatch
 from tllm_spec.executor.response import Response
+from tllm_spec.outputs import Logprob, RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import load_tokenizer
 
 
 def test_a_response_for_a_reader_whose_event_loop_is_closed_is_kept_quietly() -> None:
@@ -27,3 +33,69 @@ def test_waiting_longer_than_the_timeout_raises() -> None:
     handle = RequestHandle(1, None, [5], SamplingParams(), None, lambda: None)
     with pytest.raises(TimeoutError, match="request 1"):
         handle.result(timeout=0.01)
+
+
+def finished_handle() -> RequestHandle:
+    handle = RequestHandle(1, "a", [5], SamplingParams(n=2), None, lambda: None)
+    for index in range(2):
+        handle.receive(Response(1, [7, 8], index, finish_reason="length", cached_tokens=3))
+    return handle.result(timeout=1)
+
+
+def test_handles_can_be_gathered() -> None:
+    async def gather() -> list[RequestHandle]:
+        return await asyncio.gather(*handles)
+
+    handles = [finished_handle(), finished_handle()]
+    assert asyncio.run(gather()) == handles
+
+
+def test_a_handle_is_equal_to_itself_only() -> None:
+    handle, twin = finished_handle(), finished_handle()
+    twin.metrics = handle.metrics
+    assert handle == handle and handle != twin
+    assert len({handle, twin}) == 2
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda handle: pickle.loads(pickle.dumps(handle)), copy.deepcopy, copy.copy]
+)
+def test_the_copy_of_a_handle_is_its_plain_output(copied: Callable[[RequestHandle], RequestOutput]) -> None:
+    handle = finished_handle()
+    output = copied(handle)
+    assert type(output) is RequestOutput
+    assert vars(output).items() <= vars(handle).items()
+    assert output.finished and output.outputs[1].token_ids == [7, 8]
+
+
+@pytest.mark.parametrize("detokenize", [True, False])
+def test_tokens_that_a_stop_string_takes_back_were_never_delivered(detokenize: bool) -> None:
+    tokenizer = load_tokenizer("zoo:llama")
+    kept, stop = tokenizer.encode("x = 1"), tokenizer.encode("\n\ndef")
+    params = SamplingParams(stop=["\n\ndef"], logprobs=0, detokenize=detokenize)
+    handle = RequestHandle(1, "a", [5], params, tokenizer, lambda: None)
+    output, delivered, logprobs = handle.outputs[0], [], []
+    for token in [*kept, *stop]:
+        is_last = token == stop[-1]
+        match = StopMatch("\n\ndef", "x = 1", len(kept)) if is_last else None
+        reason = "stop" if is_last else None
+        at = [{token: Logprob(-1.0)}]
+        handle.receive(Response(1, [token], logprobs=at, finish_reason=reason, stop_match=match))
+        next(handle)
+        delivered += output.token_ids_diff
+        logprobs += output.logprobs_diff
+    assert delivered == output.token_ids == kept
+    assert logprobs == output.logprobs == [{token: Logprob(-1.0)} for token in kept]
+    assert output.text == ("x = 1" if detokenize else "")
+
+
+def test_a_request_that_ends_without_its_stop_string_delivers_what_was_held_back() -> None:
+    tokenizer = load_tokenizer("zoo:llama")
+    token_ids = tokenizer.encode("x = 1\n\n")
+    handle = RequestHandle(1, "a", [5], SamplingParams(stop=["\n\ndef"]), tokenizer, lambda: None)
+    handle.receive(Response(1, token_ids))
+    next(handle)
+    assert handle.outputs[0].text == "x = 1"
+    handle.receive(Response(1, [], finish_reason="cancelled"))
+    output = handle.result(timeout=1).outputs[0]
+    assert (output.text, output.token_ids) == ("x = 1\n\n", token_ids)

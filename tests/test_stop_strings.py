@@ -83,25 +83,64 @@ def test_a_token_that_only_begins_before_the_stop_is_kept() -> None:
     assert (match.text, match.num_tokens) == ("re", 1)
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("include", [False, True])
+def test_bytes_that_are_no_character_lie_before_the_token_that_shows_them(include: bool) -> None:
+    broken = tokenizer().encode("😀")[:1]
+    check = checker(["stop"], include_stop=include)
+    matches = [
+        check.feed(token) for token in [*tokenizer().encode("x"), *broken, *tokenizer().encode("stop")]
+    ]
+    (match,) = [each for each in matches if each is not None]
+    assert match.text == "x\ufffd" + include * "stop"
+    assert match.num_tokens == 2 + include * len(tokenizer().encode("stop"))
+
+
+@settings(max_examples=300, deadline=None)
 @given(
-    text=st.text(alphabet="abc é😀", max_size=40), stops=st.lists(WORDS, max_size=2), run=st.integers(1, 5)
+    text=st.text(alphabet="abc é😀", max_size=40),
+    stops=st.lists(st.text(alphabet="abé😀", min_size=1, max_size=4), max_size=2),
+    run=st.integers(1, 5),
+    include=st.booleans(),
 )
-def test_a_reader_never_sees_more_than_the_final_text(text: str, stops: list[str], run: int) -> None:
+@example(text="ab", stops=["b"], run=1, include=False)
+@example(text="a😀", stops=["😀"], run=1, include=False)
+def test_a_reader_never_sees_more_than_the_final_text_and_tokens(
+    text: str, stops: list[str], run: int, include: bool
+) -> None:
     token_ids = tokenizer().encode(text)
-    check = checker(stops)
-    reader, seen, final = StreamedText(IncrementalDetokenizer(tokenizer()), stops), "", None
+    check = checker(stops, include_stop=include)
+    reader, seen, num_seen, match = StreamedText(IncrementalDetokenizer(tokenizer()), stops), "", 0, None
     for start in range(0, len(token_ids), run):
-        matches = [check.feed(token) for token in token_ids[start : start + run]]
-        final = next((match.text for match in matches if match), None)
-        if final is not None:
+        tokens = token_ids[start : start + run]
+        match = next(filter(None, map(check.feed, tokens)), None)
+        if match is not None:
             break
-        seen += reader.feed(token_ids[start : start + run])
-    assert seen + reader.finish(final) == (text if final is None else final)
+        seen += reader.feed(tokens)
+        num_seen = reader.num_shown
+    rest = reader.finish(tokens, match.text) if match else reader.finish([])
+    assert seen + rest == (match.text if match else text)
+    assert num_seen <= (match.num_tokens if match else len(token_ids))
+
+
+def test_tokens_are_shown_with_the_text_that_they_begin() -> None:
+    reader = StreamedText(IncrementalDetokenizer(tokenizer()), ["\n\nQ"])
+    token_ids = tokenizer().encode("a\n\nb")
+    shown = [(reader.feed([token]), reader.num_shown) for token in token_ids]
+    assert shown[0] == ("a", 1)
+    assert shown[-1] == ("\n\nb", len(token_ids))
+    assert all(each == ("", 1) for each in shown[1:-1])
 
 
 @pytest.mark.parametrize("stops", [[], ["zebra"]])
 def test_without_a_beginning_of_a_stop_nothing_is_held_back(stops: list[str]) -> None:
     reader = StreamedText(IncrementalDetokenizer(tokenizer()), stops)
-    assert reader.feed(tokenizer().encode("plain text")) == "plain text"
-    assert reader.finish() == ""
+    token_ids = tokenizer().encode("plain text")
+    assert reader.feed(token_ids) == "plain text"
+    assert reader.num_shown == len(token_ids)
+    assert reader.finish([]) == ""
+
+
+def test_without_stops_tokens_do_not_wait_for_the_rest_of_their_character() -> None:
+    reader = StreamedText(IncrementalDetokenizer(tokenizer()))
+    assert reader.feed(tokenizer().encode("😀")[:3]) == ""
+    assert reader.num_shown == 3

@@ -128,8 +128,9 @@ class CompletionOutput:
 
     The `*_diff` properties are what is new since the last `start_next_diff`. `logprobs[i]` maps token ids to
     their log-probabilities at generated position i, the chosen token among them; `prompt_logprobs[i]` does so
-    for prompt token i, and is None for the first, which nothing predicts. `stop_reason` is the stop string or
-    token id that ended the text, if one did.
+    for prompt token i, and is None for the first, which nothing predicts. With `logprobs`, `text_offsets[i]` is the
+    character of the text at which token i begins. `stop_reason` is the stop string or token id that ended the
+    text, if one did.
     """
 
     index: int
@@ -137,6 +138,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -163,6 +165,11 @@ class CompletionOutput:
     def logprobs_diff(self) -> list[dict[int, Logprob]]:
         """Log-probabilities since the last `start_next_diff`."""
         return self.logprobs[self._seen_tokens :]
+
+    @property
+    def text_offsets_diff(self) -> list[int]:
+        """Text offsets since the last `start_next_diff`."""
+        return self.text_offsets[self._seen_tokens :]
 
     def start_next_diff(self) -> None:
         """Let the diffs begin behind what is here now."""

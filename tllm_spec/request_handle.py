@@ -7,14 +7,15 @@ made.
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from time import monotonic
 from typing import NamedTuple, cast
 
 from tllm_spec.executor.response import Response
-from tllm_spec.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from tllm_spec.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.stop_strings import StreamedText
 from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -27,12 +28,60 @@ class Arrival(NamedTuple):
     time: float
 
 
+class Sample:
+    """A growing output, and its last tokens while a stop string may still take them back."""
+
+    def __init__(self, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self._output = output
+        self._params = params
+        self._text = _text_of(params, tokenizer)
+        self._held_token_ids: list[int] = []
+        self._held_logprobs: list[dict[int, Logprob]] = []
+
+    def grow(self, response: Response) -> None:
+        """By a response that is not the last."""
+        self._hold(response.token_ids, response.logprobs)
+        if self._text is None:
+            self._show("", None)
+        else:
+            piece = self._text.feed(response.token_ids)
+            self._show(piece, self._text.num_shown)
+
+    def finish(self, response: Response) -> None:
+        """By the last response: stop words are not part of the output unless asked for."""
+        token_ids, match = response.token_ids, response.stop_match
+        if isinstance(response.stop_reason, int) and not self._params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        self._hold(token_ids, response.logprobs[: len(token_ids)])
+        rest = self._text.finish(token_ids, match.text if match else None) if self._text else ""
+        self._show(rest, match.num_tokens if match else None)
+
+    def _hold(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> None:
+        self._held_token_ids += token_ids
+        self._held_logprobs += logprobs
+
+    def _show(self, text: str, num_tokens: int | None) -> None:
+        """Adds `text` to the output, and held tokens until it has `num_tokens` (None: all)."""
+        output, start = self._output, self._output.length
+        count = None if num_tokens is None else num_tokens - start
+        output.token_ids += self._held_token_ids[:count]
+        output.logprobs += self._held_logprobs[:count]
+        del self._held_token_ids[:count], self._held_logprobs[:count]
+        if self._text is not None and self._params.detokenize:
+            output.text += text
+            output.text_offsets += self._text.token_begins[start : output.length]
+
+
 class RequestHandle(RequestOutput):
     """A `RequestOutput` that is still growing.
 
     `result()` and `await` give the finished output; iterating (`for`, `async for`) gives it whenever it grew;
-    `abort()` ends the request. Only one reader may use it.
+    `abort()` ends the request. Only one reader may use it. It is equal to itself only; a copy, also by pickle, is a
+    plain `RequestOutput`.
     """
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __init__(
         self,
@@ -45,12 +94,14 @@ class RequestHandle(RequestOutput):
     ) -> None:
         outputs = [CompletionOutput(index) for index in range(params.n)]
         super().__init__(request_id, prompt, prompt_token_ids, outputs, RequestMetrics(monotonic()))
-        self._params = params
         self._cancel: Callable[[], None] | None = cancel  # None when finished: outputs do not hold the LLM
-        self._texts = [_text_of(params, tokenizer) for _ in range(params.n)]
+        self._samples = [Sample(output, params, tokenizer) for output in outputs]
         self._arrived: deque[Arrival] = deque()
         self._changed = threading.Condition()
         self._wake: Callable[[], object] | None = None  # of the event loop that awaits
+
+    def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
+        return RequestOutput, tuple(getattr(self, each.name) for each in fields(RequestOutput))
 
     def receive(self, response: Response) -> None:
         """From the executor's thread."""
@@ -137,34 +188,15 @@ class RequestHandle(RequestOutput):
             metrics.first_token_time = time
         metrics.first_scheduled_time = metrics.first_scheduled_time or response.first_scheduled_time
         self.cached_tokens = max(self.cached_tokens, response.cached_tokens)
-        kept = self._kept_tokens(output, response)
-        output.token_ids += response.token_ids[:kept]
-        output.logprobs += response.logprobs[:kept]
         if response.prompt_logprobs is not None:
             output.prompt_logprobs = response.prompt_logprobs
-        text = self._texts[response.index]
-        if (
-            text is not None and response.stop_match is None
-        ):  # a stop may lie inside a token: `_finish` has the text
-            output.text += text.feed(response.token_ids[: max(kept, 0)])
-        if response.finish_reason is not None:
-            self._finish(output, response, text, time)
+        if response.finish_reason is None:
+            self._samples[response.index].grow(response)
+        else:
+            self._samples[response.index].finish(response)
+            self._finish(output, response, time)
 
-    def _kept_tokens(self, output: CompletionOutput, response: Response) -> int:
-        """How many of the new tokens stay: stop words are not part of the output unless asked for."""
-        num_new = len(response.token_ids)
-        if response.stop_match is not None:
-            del output.token_ids[response.stop_match.num_tokens :]
-            del output.logprobs[response.stop_match.num_tokens :]
-            return max(0, response.stop_match.num_tokens - len(output.token_ids))
-        by_token = isinstance(response.stop_reason, int)
-        return num_new - 1 if by_token and not self._params.include_stop_str_in_output else num_new
-
-    def _finish(
-        self, output: CompletionOutput, response: Response, text: StreamedText | None, time: float
-    ) -> None:
-        if text is not None:
-            output.text += text.finish(response.stop_match.text if response.stop_match else None)
+    def _finish(self, output: CompletionOutput, response: Response, time: float) -> None:
         if output.logprobs:
             chosen = zip(output.token_ids, output.logprobs, strict=True)
             output.cumulative_logprob = sum(entry[token].logprob for token, entry in chosen)
@@ -207,7 +239,7 @@ class Results:
 
 
 def _text_of(params: SamplingParams, tokenizer: Tokenizer | None) -> StreamedText | None:
-    if tokenizer is None or not params.detokenize:
+    if tokenizer is None or not (params.detokenize or params.stop_strings):
         return None
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-    return StreamedText(detokenizer, params.stop_strings)
+    return StreamedText(detokenizer, params.stop_strings, wants_begins=params.logprobs is not None)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tllm_spec.executor.request import StopMatch
-from tllm_spec.tokenizer import IncrementalDetokenizer
+from tllm_spec.tokenizer import REPLACEMENT, IncrementalDetokenizer
 
 
 class FoundStop(NamedTuple):
@@ -52,6 +52,28 @@ class StopStringMatcher:
         return 0
 
 
+class TokenTexts:
+    """A text that grows by single tokens, and where in it each of them begins."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._num_chars = 0
+        self.begins: list[int] = []  # in characters, never falling
+
+    def feed(self, token: int) -> str:
+        """The text that `token` adds or completes."""
+        piece = self._detokenizer.feed([token])
+        # Bytes that are no character come out with the next one, and belong to the tokens before it.
+        num_invalid = len(piece) - len(piece.lstrip(REPLACEMENT))
+        self.begins.append(self._num_chars + num_invalid)
+        self._num_chars += len(piece)
+        return piece
+
+    def num_before(self, end: int) -> int:
+        """How many tokens begin before character `end`."""
+        return bisect_left(self.begins, end)
+
+
 class StopStringChecker:
     """Checks one request's output for its stop strings after each token (the executor's `StopChecker`).
 
@@ -61,47 +83,71 @@ class StopStringChecker:
     def __init__(
         self, detokenizer: IncrementalDetokenizer, stops: Sequence[str], *, include_stop: bool
     ) -> None:
-        self._detokenizer = detokenizer
+        self._tokens = TokenTexts(detokenizer)
         self._matcher = StopStringMatcher(stops)
         self._include_stop = include_stop
         self._pieces: list[str] = []
-        self._num_chars = 0
-        self._token_begins: list[int] = []  # where in the text each token begins
 
     def feed(self, token: int) -> StopMatch | None:
         """What the request's output becomes when `token` completes a stop string, else None."""
-        self._token_begins.append(self._num_chars)
-        piece = self._detokenizer.feed([token])
+        piece = self._tokens.feed(token)
         self._pieces.append(piece)
-        self._num_chars += len(piece)
         found = self._matcher.feed(piece)
         if found is None:
             return None
         end = found.end if self._include_stop else found.begin
-        return StopMatch(found.stop, "".join(self._pieces)[:end], bisect_left(self._token_begins, end))
+        return StopMatch(found.stop, "".join(self._pieces)[:end], self._tokens.num_before(end))
 
 
 class StreamedText:
-    """What a reader of a growing output may see: no half characters, and no half stop strings."""
+    """What a reader of a growing output may see: no half characters, no half stop strings, and no token of either.
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stops: Sequence[str] = ()) -> None:
+    `token_begins` says where in the text each token begins, if that is wanted.
+    """
+
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer, stops: Sequence[str] = (), *, wants_begins: bool = False
+    ) -> None:
         self._detokenizer = detokenizer
+        self._tokens = TokenTexts(detokenizer)
+        self._has_stops = bool(stops)
+        self._wants_begins = wants_begins
         self._matcher = StopStringMatcher(stops)
         self._held = ""
-        self._num_released = 0
+        self._num_chars_shown = 0
+        self._num_tokens = 0
+
+    @property
+    def token_begins(self) -> list[int]:
+        """In characters; empty unless wanted."""
+        return self._tokens.begins if self._wants_begins else []
+
+    @property
+    def num_shown(self) -> int:
+        """How many tokens may be shown: those that begin in the shown text. Without stop strings nothing can take one
+        back."""
+        return self._tokens.num_before(self._num_chars_shown) if self._has_stops else self._num_tokens
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that may be shown after `token_ids`, without what has been shown."""
-        piece = self._detokenizer.feed(token_ids)
+        self._num_tokens += len(token_ids)
+        piece = self._piece(token_ids, by_token=self._has_stops or self._wants_begins)
         self._matcher.feed(piece)
         ready = self._held + piece
         split = len(ready) - self._matcher.num_held()
         self._held = ready[split:]
-        self._num_released += split
+        self._num_chars_shown += split
         return ready[:split]
 
-    def finish(self, final_text: str | None = None) -> str:
-        """The rest: up to the end of `final_text` where a stop string has cut the text, else all of it."""
+    def finish(self, token_ids: Sequence[int], final_text: str | None = None) -> str:
+        """The rest, with the last tokens: up to the end of `final_text` where a stop string has cut the text, else all
+        of it."""
+        piece = self._piece(token_ids, by_token=self._wants_begins)
         if final_text is not None:
-            return final_text[self._num_released :]
-        return self._held + self._detokenizer.flush()
+            return final_text[self._num_chars_shown :]
+        return self._held + piece + self._detokenizer.flush()
+
+    def _piece(self, token_ids: Sequence[int], *, by_token: bool) -> str:
+        if by_token:
+            return "".join(map(self._tokens.feed, token_ids))
+        return self._detokenizer.feed(token_ids)

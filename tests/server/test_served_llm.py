@@ -117,6 +117,28 @@ def test_logprobs_of_a_stop_string_end_with_the_text(client: openai.OpenAI) -> N
     assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_streamed_logprobs_are_those_of_the_whole_answer_up_to_a_stop_string(
+    client: openai.OpenAI, enabled: bool
+) -> None:
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "a",
+        **SAMPLED,
+        "logprobs": 1,
+        "extra_body": {"speculation": {"enabled": enabled}},
+    }
+    full = client.completions.create(**request).choices[0]
+    middle = len(full.logprobs.tokens) // 2
+    stop = "".join(full.logprobs.tokens[middle : middle + 4])
+    whole = client.completions.create(**request, stop=stop).choices[0]
+    streamed = [chunk.choices[0] for chunk in client.completions.create(**request, stop=stop, stream=True)]
+    assert whole.model_extra["stop_reason"] == stop
+    assert [token for each in streamed for token in each.logprobs.tokens] == whole.logprobs.tokens
+    logprobs = [logprob for each in streamed for logprob in each.logprobs.token_logprobs]
+    assert logprobs == pytest.approx(whole.logprobs.token_logprobs, abs=1e-4)
+
+
 def test_a_prompt_that_is_too_long_is_refused_and_the_server_goes_on(client: openai.OpenAI, url: str) -> None:
     with pytest.raises(openai.BadRequestError, match="at most"):
         client.completions.create(model=MODEL, prompt=[5] * 100_000)

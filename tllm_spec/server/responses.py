@@ -90,10 +90,13 @@ class Answer(ABC):
     def _index(self, prompt_index: int, output: CompletionOutput) -> int:
         return prompt_index * self._num_samples + output.index
 
-    def _token_text(self, token_id: int) -> str:
-        return self._tokenizer.decode(
-            [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    def _token_text(self, token_id: int, offset: int) -> str:
+        """A token's text at `offset`. A decoder may drop the space that a text begins with, so elsewhere it is the
+        second half of the text of two such tokens."""
+        text = self._tokenizer.decode(
+            [token_id] * (2 if offset else 1), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return text[len(text) // 2 :] if offset else text
 
     def _best(self, logprobs: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
         """The wanted number of most probable tokens."""
@@ -108,26 +111,31 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
 
     def _content(self, output: CompletionOutput) -> Json:
-        return {"text": output.text, "logprobs": self._logprobs(output.token_ids, output.logprobs, 0)}
+        logprobs = self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
+        return {"text": output.text, "logprobs": logprobs}
 
     def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
-        offset = len(output.text) - len(output.text_diff)
-        logprobs = self._logprobs(output.token_ids_diff, output.logprobs_diff, offset)
+        logprobs = self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
         return {"text": output.text_diff, "logprobs": logprobs}
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offset: int) -> Json | None:
+    def _logprobs(
+        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
+    ) -> Json | None:
         if self._top_logprobs is None:
             return None
-        tokens = [self._token_text(token_id) for token_id in token_ids]
-        offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
         return {
-            "tokens": tokens,
+            "tokens": list(map(self._token_text, token_ids, offsets)),
             "token_logprobs": [_number(at[token]) for token, at in zip(token_ids, logprobs, strict=True)],
-            "top_logprobs": [
-                {self._token_text(i): _number(each) for i, each in self._best(at)} for at in logprobs
-            ],
+            "top_logprobs": list(map(self._top, token_ids, logprobs, offsets)),
             "text_offset": offsets,
         }
+
+    def _top(self, chosen: int, logprobs: Mapping[int, Logprob], offset: int) -> Json:
+        """The best tokens and the chosen one by their texts; a text that several have is the most probable one's."""
+        top: Json = {}
+        for token, logprob in [*self._best(logprobs), (chosen, logprobs[chosen])]:
+            top.setdefault(self._token_text(token, offset), _number(logprob))
+        return top
 
 
 class ChatAnswer(Answer):
@@ -139,28 +147,31 @@ class ChatAnswer(Answer):
 
     def _content(self, output: CompletionOutput) -> Json:
         message = {"role": "assistant", "content": output.text}
-        return {"message": message, "logprobs": self._logprobs(output.token_ids, output.logprobs)}
+        logprobs = self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
+        return {"message": message, "logprobs": logprobs}
 
     def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
         role = {"role": "assistant"} if is_first else {}
-        logprobs = self._logprobs(output.token_ids_diff, output.logprobs_diff)
+        logprobs = self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
         return {"delta": {**role, "content": output.text_diff}, "logprobs": logprobs}
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> Json | None:
+    def _logprobs(
+        self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
+    ) -> Json | None:
         if self._top_logprobs is None:
             return None
         return {
             "content": [
                 {
-                    **self._token(token, at[token]),
-                    "top_logprobs": [self._token(*best) for best in self._best(at)],
+                    **self._token(token, at[token], offset),
+                    "top_logprobs": [self._token(*best, offset) for best in self._best(at)],
                 }
-                for token, at in zip(token_ids, logprobs, strict=True)
+                for token, at, offset in zip(token_ids, logprobs, offsets, strict=True)
             ]
         }
 
-    def _token(self, token_id: int, logprob: Logprob) -> Json:
-        text = self._token_text(token_id)
+    def _token(self, token_id: int, logprob: Logprob, offset: int) -> Json:
+        text = self._token_text(token_id, offset)
         # A token that is a part of a character has no text, and its bytes are not known here.
         utf8 = None if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _number(logprob), "bytes": utf8}
