@@ -45,21 +45,23 @@ class Start:
 
 
 def start_up(setup: Setup, report: Report) -> None:
-    """Point 6 with random weights and default graphs: with a head and no compiled kernel on disk, which leaves some;
-    the same again, and plain. Each then serves one load twice: what the first of the two waits for was not ready."""
+    """Point 6 with random weights and default graphs: with a head, no compiled kernel and no measured product on disk,
+    which leaves some; the same again, and plain. Each then serves one load twice: what the first of the two waits for
+    was not ready."""
     draft_len = setup.scale.draft_len
     common = setup.options | {"max_seq_len": 8192 if setup.is_8b else 256}
     head = common | {"speculative_config": setup.eagle3(draft_len)}
     name = f"start-up, EAGLE-3 K={draft_len}"
     with tempfile.TemporaryDirectory() as cache:
         runs = [
-            (f"{name}, no kernel compiled before", head),
+            (f"{name}, nothing compiled or measured before", head),
             (name, head),
             ("start-up, plain", common),
         ]
         for title, options in runs:
             load = (64, 512, 16) if setup.is_8b else (4, 32, 4)
-            found = _started(Start(setup.target, options, load), {"TRITON_CACHE_DIR": cache})
+            own = {"TRITON_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
+            found = _started(Start(setup.target, options, load), own)
             ready = found.pop("ready")
             report(Figure(6, title, "s", ready, details=_seconds(found)))
 
