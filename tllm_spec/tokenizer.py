@@ -86,7 +86,8 @@ class IncrementalDetokenizer:
 
     Decoders are not additive (a character may span tokens, a leading space may be dropped), so a piece is
     what new tokens add to the text of the tokens before them. An unfinished character waits for its rest.
-    All pieces and the last `flush` together are the tokenizer's own text of all tokens.
+    All pieces and the last `flush` together are the tokenizer's own text of all tokens, unless bytes that are no
+    characters make its decoder take back text of tokens before them, as byte-fallback decoders do.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
