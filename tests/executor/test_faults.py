@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import current_thread
 from time import sleep
 from typing import Any
 
@@ -291,13 +292,13 @@ def test_two_rounds_in_a_row_that_break_off_while_they_are_read_do_not_kill_the_
     tokenizer = load_tokenizer("zoo:llama")
 
     class Breaking:
-        """A tokenizer of the user's that fails for one token."""
+        """A tokenizer of the user's that fails for one token, where rounds are read."""
 
         eos_token_id, chat_template = tokenizer.eos_token_id, None
         encode, get_vocab = staticmethod(tokenizer.encode), staticmethod(tokenizer.get_vocab)
 
         def decode(self, token_ids: list[int], **options: Any) -> str:
-            if NAN_TOKEN in token_ids:
+            if NAN_TOKEN in token_ids and current_thread().name == "tllm-executor":
                 raise OSError("the disk went")
             return str(tokenizer.decode(token_ids, **options))
 
