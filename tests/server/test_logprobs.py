@@ -1,5 +1,6 @@
 """Tokens, offsets and log-probabilities of an answer: streamed as in the whole, and at home in its text."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ def handle_of(tokenizer: Tokenizer, stops: list[str], num_best: int = 0) -> Requ
 
 
 def responses(tokenizer: Tokenizer, token_ids: list[int], stops: list[str], run: int) -> list[Response]:
-    """As the executor gives them, `run` tokens at a time, up to the first stop string."""
+    """As the executor gives them, `run` tokens at a time, up to the first stop string, whose last token comes with the
+    end."""
     checker = StopStringChecker(IncrementalDetokenizer(tokenizer), stops, include_stop=False)
     matches = map(checker.feed, token_ids)
     num_tokens, match = next(
@@ -35,7 +37,8 @@ def responses(tokenizer: Tokenizer, token_ids: list[int], stops: list[str], run:
     for start in range(0, num_tokens, run):
         tokens = token_ids[start : min(start + run, num_tokens)]
         made.append(Response(1, tokens, logprobs=[{token: Logprob(-token / 8)} for token in tokens]))
-    return [*made, Response(1, [], finish_reason="stop", stop_match=match)]
+    made[-1] = replace(made[-1], finish_reason="stop", stop_match=match)
+    return made
 
 
 def streamed(answer: Answer, handle: RequestHandle, made: list[Response]) -> Json:
@@ -80,6 +83,7 @@ def check_offsets(answer: Json) -> None:
 )
 @example(text="a\n\nb", stops=["\n\nQ"], run=1)
 @example(text="日本 é😀 = 1", stops=[], run=1)
+@example(text="aaaa", stops=["aaaa"], run=1)
 def test_streamed_offsets_are_the_whole_answers_and_lie_in_the_text(
     text: str, stops: list[str], run: int
 ) -> None:
