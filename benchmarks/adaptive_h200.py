@@ -65,15 +65,16 @@ class Sizes:
     acceptances: tuple[float, ...] = ACCEPTANCES
     prompt_len: int = 512
     traffic_prompt_len: int = 256
-    room: int = 1536
+    room: int = 2304
     plain_rounds: int = 32  # of each of four blocks, of plain decoding and of draft length 0
     table_rounds: int = 12  # of each of two
     settling_rounds: int = 60  # twice as many below SLOW_BELOW
     adaptive_rounds: int = 80
     traffic_moves: bool = True
-    static_rounds: int = (
-        8  # of each of two, before and behind the adaptive ones; behind as many that are not timed
-    )
+    # Of each of two, before and behind the adaptive ones: a long row, since those are one, in which a busy device may
+    # come to clock lower.
+    static_rounds: int = 24
+    untimed_rounds: int = 8  # before each of them
 
     def quick(self) -> "Sizes":
         return replace(self, batch_sizes=self.batch_sizes[:4], settling_rounds=40, plain_rounds=16)
@@ -90,6 +91,7 @@ ZOO = Sizes(
     settling_rounds=4,
     adaptive_rounds=8,
     static_rounds=2,
+    untimed_rounds=2,
 )
 
 
@@ -161,7 +163,8 @@ class Measurement:
         rounds, sizes = self._rounds, self._sizes
         rounds.set_acceptance(acceptance)
         settling_rounds = sizes.settling_rounds * (1 + (acceptance < SLOW_BELOW))
-        num_rounds = settling_rounds + sizes.adaptive_rounds + 4 * len(LADDER) * sizes.static_rounds
+        static_rounds = sizes.untimed_rounds + sizes.static_rounds
+        num_rounds = settling_rounds + sizes.adaptive_rounds + 2 * len(LADDER) * static_rounds
         if not rounds.has_room(num_rounds * (0.3 + 0.7 * acceptance)):  # enough on average; play looks again
             rounds.refill()
         adaptive = copy.deepcopy(self._fresh)
@@ -172,7 +175,7 @@ class Measurement:
             if length is None:
                 played += rounds.play(adaptive, rounds=sizes.adaptive_rounds)
             else:
-                rounds.play(self._static[length], rounds=sizes.static_rounds)
+                rounds.play(self._static[length], rounds=sizes.untimed_rounds)
                 static[length] += rounds.play(self._static[length], rounds=sizes.static_rounds)
         cell = Cell(
             batch_size,

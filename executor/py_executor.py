@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
+from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response, response_of
 from tllm_spec.executor.round_clock import RoundClock
+from tllm_spec.executor.round_reader import RoundReader
 from tllm_spec.executor.round_runner import LaunchedRound, RoundRunner
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
@@ -32,14 +33,8 @@ from tllm_spec.executor.seen_round import SeenRound
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafter import Drafter
 from tllm_spec.executor.totals import Totals
-from tllm_spec.outputs import Logprob
 
-NO_TOKEN_ERROR = (
-    "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
-)
-# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it cannot decode.
-TOKENIZER_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-_needs_host_edits = attrgetter("rules.needs_host_edits")
+_needs_host_edits = attrgetter("needs_host_edits")
 
 
 @dataclass
@@ -76,6 +71,7 @@ class PyExecutor:
         self._batch = ScheduledBatch()  # being launched or read
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
+        self._reader = RoundReader(speculating=self._speculating)
         self.totals = Totals()
 
     def enter_thread(self) -> None:
@@ -181,75 +177,15 @@ class PyExecutor:
             request.num_drafts_ready = num_drafts_ready
 
     def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
-        """The host learns what was emitted. Requests that ended meanwhile took part for nothing. Returns those that
-        somebody may want to hear of: streamed or finished."""
-        batch, contexts = launched.batch, launched.ended_contexts
-        table, found = launched.wait()
-        self._land(launched)
+        """The host learns what was emitted. Returns the requests that somebody may want to hear of."""
+        batch, (table, found) = launched.batch, launched.wait()
         seen = SeenRound(self._clock.lap(launched.ended_at))
-        num_requests, num_tokens = 0, 0  # generating, and what they were given
-        with_news: list[LlmRequest] = []
-        for request, row in zip(contexts, table, strict=False):
-            if not request.is_finished:
-                self._emit(request, row[1 : 1 + row[0]], found)
-                with_news.append(request)
-        generation, finished = RequestState.GENERATION, RequestState.FINISHED
-        window, speculating = batch.window, self._speculating
-        rows = zip(batch.generation_requests, launched.num_drafts, table[len(contexts) :], strict=True)
-        for request, num_drafts, row in rows:
-            if request.state is finished:
-                continue
-            num_new = num_emitted = row[0]
-            if request.state is generation:  # else it was preempted, and starts again at 0
-                request.kv_len += num_new
-            run = row[1 : 1 + num_new]
-            if found or not request.append_unstopped(run):
-                num_emitted = self._emit(request, run, found)
-            num_requests += 1
-            num_tokens += num_emitted
-            if speculating:
-                num_accepted = num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
-                request.py_num_accepted_draft_tokens = num_new - 1
-                request.py_rewind_len = window - num_new
-                request.counters.record(num_drafts, num_accepted, num_emitted)
-                mark = request.draft_mark
-                if request.draft_limit and not mark.rounds_left:
-                    seen.num_accepted.append(num_new - 1)
-                    seen.num_drafted += num_drafts
-                if mark.patience is not None:
-                    mark.observe(num_drafts, num_accepted)
-            if request.streaming or request.state is finished:
-                with_news.append(request)
+        with_news = self._reader.read(launched, table, found, seen)
         timed = None if batch.context_requests else seen.seconds
-        self.totals.add_round(batch.draft_len, num_requests, num_tokens, timed)
-        if speculating and batch.generation_requests:
-            seen.num_requests = num_requests
+        self.totals.add_round(batch.draft_len, seen.num_requests, seen.num_tokens, timed)
+        if self._speculating and batch.generation_requests:
             seen.tell(self.parts.controller, launched)
         return with_news
-
-    def _land(self, launched: LaunchedRound) -> None:
-        """What the round may have added is in flight no longer, even where reading it breaks off: who was preempted
-        meanwhile would wait for it forever."""
-        for request in launched.ended_contexts:
-            request.tokens_in_flight -= 1
-        window = launched.batch.window
-        for request in launched.batch.generation_requests:
-            request.tokens_in_flight -= window
-
-    def _emit(self, request: LlmRequest, run: list[int], found: dict[int, list[dict[int, Logprob]]]) -> int:
-        """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
-        before = request.num_tokens
-        good = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
-        try:
-            request.append_run(good)
-        except TOKENIZER_ERRORS as error:
-            request.finish("error", error=f"{type(error).__name__}: {error}")
-        if len(good) < len(run) and not request.is_finished:
-            request.finish("error", error=NO_TOKEN_ERROR)
-        num_emitted = request.num_tokens - before
-        if request.request_id in found:
-            request.logprobs += found[request.request_id][:num_emitted]
-        return num_emitted
 
     def _finish_round(self, requests: list[LlmRequest]) -> None:
         """Responses for whoever has news; finished requests give everything back."""

@@ -6,6 +6,7 @@ Names beginning with `py_` are TensorRT-LLM's.
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
@@ -44,28 +45,30 @@ class DraftCounters:
     Padding and prefill never count.
     """
 
-    __slots__ = ("_rounds", "num_emitted_tokens")
+    __slots__ = ("num_unfinished", "rounds_by_outcome", "width")
 
     def __init__(self, max_draft_len: int = 0) -> None:
-        self.num_emitted_tokens = 0
-        # by tokens drafted, then by tokens accepted
-        self._rounds = [[0] * (max_draft_len + 1) for _ in range(max_draft_len + 1)]
+        self.width = max_draft_len + 1
+        # At drafted * width + accepted. One list, since every round of every request writes to it.
+        self.rounds_by_outcome = [0] * self.width**2
+        self.num_unfinished = 0  # rounds whose own token of the target was not wanted: a stop came before it
 
     @property
     def rounds(self) -> int:
-        return sum(self.by_drafted)
+        return sum(self.rounds_by_outcome)
 
     @property
     def by_drafted(self) -> list[int]:
-        return [sum(row) for row in self._rounds]
+        return [sum(self.rounds_by_outcome[i * self.width :][: self.width]) for i in range(self.width)]
 
     @property
     def by_accepted(self) -> list[int]:
-        return [sum(column) for column in zip(*self._rounds, strict=True)]
+        return [sum(self.rounds_by_outcome[i :: self.width]) for i in range(self.width)]
 
-    def record(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
-        self.num_emitted_tokens += num_emitted
-        self._rounds[num_drafted][num_accepted] += 1
+    @property
+    def num_emitted_tokens(self) -> int:
+        accepted = sum(count * number for number, count in enumerate(self.by_accepted))
+        return accepted + self.rounds - self.num_unfinished
 
     def stats(self) -> SpeculativeStats:
         """The figures so far. Position i was drafted in every round that drafted more than i tokens."""
@@ -123,11 +126,18 @@ class LlmRequest:
     stop_match: StopMatch | None = None
     error: str | None = None
 
-    _watched_ids: frozenset[int] = frozenset()  # tokens that are not appended without a closer look
+    # Of what does not change, since every round asks:
+    watched_ids: frozenset[int] = frozenset()  # tokens that are not appended without a closer look
+    graph_samples: bool | None = None
+    needs_host_edits: bool = False
+    may_pause: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
-        self._watched_ids = self.rules.end_ids | self.rules.stop_token_ids | {NO_TOKEN}
+        self.watched_ids = _watched_ids(self.rules.end_ids, self.rules.stop_token_ids)
+        self.graph_samples = self.rules.graph_samples
+        self.needs_host_edits = self.rules.needs_host_edits
+        self.may_pause = self.draft_mark.patience is not None
 
     @property
     def num_tokens(self) -> int:
@@ -171,23 +181,9 @@ class LlmRequest:
 
     def append_run(self, run: list[int]) -> None:
         """Appends the tokens emitted in one round, up to the one that finishes the request."""
-        if self.append_unstopped(run):
-            return
         for token in run:
             if self.append_token(token):
                 return
-
-    def append_unstopped(self, run: list[int]) -> bool:
-        """Appends a run in which nothing can end the request: most runs. False, and nothing changed, where something
-        may."""
-        if (
-            self.stop_checker is None
-            and len(self.tokens) + len(run) < self.prompt_len + self.max_tokens
-            and self._watched_ids.isdisjoint(run)
-        ):
-            self.tokens += run
-            return True
-        return False
 
     def append_token(self, token: int) -> bool:
         """Appends one generated token and applies the stop rules. Returns True when the request is finished by it."""
@@ -207,3 +203,9 @@ class LlmRequest:
     def finish(self, reason: str, stop_reason: int | str | None = None, *, error: str | None = None) -> None:
         self.state = RequestState.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+
+
+@lru_cache(maxsize=256)
+def _watched_ids(end_ids: frozenset[int], stop_token_ids: frozenset[int]) -> frozenset[int]:
+    """Requests with the same ends share one set, which then stays in the processor's caches."""
+    return end_ids | stop_token_ids | {NO_TOKEN}

@@ -30,7 +30,7 @@ from tllm_spec.outputs import Logprob
 TIMED_RUNS = 4  # the first may compile
 TIMED_KV_LEN = 512
 _num_ready, _num_drafts = attrgetter("num_drafts_ready"), attrgetter("py_num_draft_tokens")
-_graph_samples, _slot = attrgetter("rules.graph_samples"), attrgetter("slot")
+_graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
 
 
 @dataclass(frozen=True)

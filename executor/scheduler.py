@@ -65,8 +65,8 @@ class Scheduler:
             for request in self.running
             if request.state is state
             and not (
-                request.tokens_in_flight
-                and len(request.tokens) - request.prompt_len + 1 >= request.max_tokens
+                len(request.tokens) - request.prompt_len + 1 >= request.max_tokens
+                and request.tokens_in_flight
             )
         ]
 

@@ -14,7 +14,8 @@ class SeenRound:
     seconds: float | None
     num_accepted: list[int] = field(default_factory=list)  # of every request that drafts were wanted for
     num_drafted: int = 0  # really proposed for those
-    num_requests: int = 0  # that had not ended before
+    num_requests: int = 0  # generating ones that had not ended before
+    num_tokens: int = 0  # that these were given
 
     def tell(self, controller: AdaptiveController, launched: LaunchedRound) -> None:
         """A time counts for the draft length that all of the round had: its windows and the drafts in them."""

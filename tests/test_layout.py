@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.build",),
     ("tllm_spec.executor.building",),
     ("tllm_spec.executor.py_executor",),
+    ("tllm_spec.executor.round_reader",),
     ("tllm_spec.executor.draft_lens", "tllm_spec.executor.seen_round", "tllm_spec.executor.device_choice"),
     ("tllm_spec.executor.round_runner",),
     ("tllm_spec.executor.speculative",),

@@ -1,0 +1,123 @@
+"""What the host learns when it reads a round: the tokens of each request, who has ended, and what became of drafts.
+
+It knows no pages and no device. Most requests of most rounds only grow by their run, which is the short way through the
+loop over windows: the host's time for a round is mostly what this loop touches.
+"""
+
+from collections.abc import Iterable
+
+from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
+from tllm_spec.executor.round_runner import LaunchedRound
+from tllm_spec.executor.seen_round import SeenRound
+from tllm_spec.outputs import Logprob
+
+NO_TOKEN_ERROR = (
+    "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
+)
+# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it cannot decode.
+TOKENIZER_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+Found = dict[int, list[dict[int, Logprob]]]  # log probabilities of a run's tokens, by request id
+
+
+class RoundReader:
+    """`speculating`: what became of drafts is counted."""
+
+    def __init__(self, *, speculating: bool) -> None:
+        self._speculating = speculating
+
+    def read(
+        self, launched: LaunchedRound, table: list[list[int]], found: Found, seen: SeenRound
+    ) -> list[LlmRequest]:
+        """table: for every ended context, then every generating request, how many tokens are new, then the tokens.
+        Returns those that somebody may want to hear of: with a first token, streamed or finished. What the round may
+        have added is in flight no longer, even where reading breaks off: who was preempted meanwhile would wait for it
+        forever."""
+        window, num_contexts = launched.batch.window, len(launched.ended_contexts)
+        contexts, generating = iter(launched.ended_contexts), iter(launched.batch.generation_requests)
+        try:
+            with_news = _read_contexts(contexts, table, found)
+            rows = zip(generating, launched.num_drafts, table[num_contexts:], strict=True)
+            return with_news + self._read_windows(rows, window, found, seen)
+        finally:
+            for request in contexts:
+                request.tokens_in_flight -= 1
+            for request in generating:
+                request.tokens_in_flight -= window
+
+    def _read_windows(
+        self,
+        rows: Iterable[tuple[LlmRequest, int, list[int]]],
+        window: int,
+        found: Found,
+        seen: SeenRound,
+    ) -> list[LlmRequest]:
+        """rows: requests, with the drafts that each really had. Those that ended meanwhile took part for nothing."""
+        with_news: list[LlmRequest] = []
+        generation, finished = RequestState.GENERATION, RequestState.FINISHED
+        speculating, num_requests, num_tokens = self._speculating, 0, 0
+        for request, num_drafts, row in rows:
+            request.tokens_in_flight -= window
+            num_new = num_emitted = row[0]
+            if request.state is generation:
+                request.kv_len += num_new
+            elif request.state is finished:
+                continue  # any other was preempted, and starts again at 0
+            run, tokens = row[1 : 1 + num_new], request.tokens
+            if (
+                request.stop_checker is None
+                and len(tokens) + num_new < request.prompt_len + request.max_tokens
+                and request.watched_ids.isdisjoint(run)
+                and not found
+            ):
+                tokens += run
+                has_news = request.streaming
+            else:
+                num_emitted = _emit(request, run, found)
+                has_news = request.streaming or request.state is finished
+            if has_news:
+                with_news.append(request)
+            num_requests += 1
+            num_tokens += num_emitted
+            if speculating:
+                num_accepted = num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
+                request.py_num_accepted_draft_tokens = num_new - 1
+                request.py_rewind_len = window - num_new
+                counters = request.counters
+                counters.rounds_by_outcome[num_drafts * counters.width + num_accepted] += 1
+                if num_emitted < num_new:
+                    counters.num_unfinished += 1
+                if request.draft_limit and not (request.may_pause and request.draft_mark.is_on):
+                    seen.num_accepted.append(num_new - 1)
+                    seen.num_drafted += num_drafts
+                if request.may_pause:
+                    request.draft_mark.observe(num_drafts, num_accepted)
+        seen.num_requests, seen.num_tokens = num_requests, num_tokens
+        return with_news
+
+
+def _read_contexts(requests: Iterable[LlmRequest], table: list[list[int]], found: Found) -> list[LlmRequest]:
+    """First tokens, of all the requests: the table goes on behind them."""
+    with_news = []
+    for request, row in zip(requests, table, strict=False):
+        request.tokens_in_flight -= 1
+        if not request.is_finished:
+            _emit(request, row[1 : 1 + row[0]], found)
+            with_news.append(request)
+    return with_news
+
+
+def _emit(request: LlmRequest, run: list[int], found: Found) -> int:
+    """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
+    before = request.num_tokens
+    good = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
+    try:
+        request.append_run(good)
+    except TOKENIZER_ERRORS as error:
+        request.finish("error", error=f"{type(error).__name__}: {error}")
+    if len(good) < len(run) and not request.is_finished:
+        request.finish("error", error=NO_TOKEN_ERROR)
+    num_emitted = request.num_tokens - before
+    if request.request_id in found:
+        request.logprobs += found[request.request_id][:num_emitted]
+    return num_emitted
