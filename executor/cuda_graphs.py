@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.graph_pool import Captured, GraphPool
+from tllm_spec.executor.graph_pool import Captured, GraphPool, replay_seconds
 from tllm_spec.executor.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -136,26 +136,12 @@ class CudaGraphs:
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:
-        """Of a replay on the device in a long row of them: under load its clock may be lower than in the first one
-        after a pause. slots: of the round; None: nothing but dummies. `renew` is called before each replay."""
+        """Of a replay in a long row of them. slots: of the round; None: nothing but dummies. `renew` is called before
+        each replay."""
         captured = self._find(key)
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
-        number = max(1, round(TIMED_SECONDS / self._replays(captured, 1, renew)))
-        self._replays(captured, number, renew)
-        return self._replays(captured, number, renew) / number
-
-    def _replays(self, captured: _Captured, number: int, renew: Callable[[], None] | None) -> float:
-        """Seconds of so many."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
-        start.record()
-        for _ in range(number):
-            if renew is not None:
-                renew()
-            captured.graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return replay_seconds(captured.graph, TIMED_SECONDS, renew)
 
     def _send(self, padded: list[int]) -> None:
         """Whose round the next replay is. Graphs only read it, so the same slots are sent once."""

@@ -52,3 +52,25 @@ class GraphPool:
         graph.instantiate()
         self._pool = graph.pool()
         return Captured(graph, result)
+
+
+def replay_seconds(
+    graph: torch.cuda.CUDAGraph, in_a_row: float, before: Callable[[], None] | None = None
+) -> float:
+    """Of a replay on the device in a row of so many seconds, behind another such row: under load its clock may be lower
+    than in the first one after a pause. `before` is called before each."""
+    number = max(1, round(in_a_row / _row_seconds(graph, 1, before)))
+    _row_seconds(graph, number, before)
+    return _row_seconds(graph, number, before) / number
+
+
+def _row_seconds(graph: torch.cuda.CUDAGraph, number: int, before: Callable[[], None] | None) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
+    start.record()
+    for _ in range(number):
+        if before is not None:
+            before()
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -29,24 +29,29 @@ def rows_class(rows: int) -> int:
 @dataclass(frozen=True)
 class ProductKey:
     """Of `[rows, in_features]` and `[out_features, in_features]`; `rows` is a class. `dtype`: `bfloat16`. `adds`: to a
-    running sum, which another algorithm may do best."""
+    running sum, which another algorithm may do best. `place`: the products of the layers that it runs among; empty: it
+    was measured alone."""
 
     in_features: int
     out_features: int
     dtype: str
     rows: int
     adds: bool = False
+    place: str = ""
 
     def __str__(self) -> str:
         kind = "sum" if self.adds else "product"
-        return f"{self.rows}x{self.in_features}x{self.out_features} {self.dtype} {kind}"
+        where = f" in {self.place}" if self.place else ""
+        return f"{self.rows}x{self.in_features}x{self.out_features} {self.dtype} {kind}{where}"
 
 
 @dataclass
 class LinearTable:
-    """By `str(ProductKey)`: the algorithm, or None where torch's own choice is as fast."""
+    """By `str(ProductKey)`: the algorithm, or None where torch's own choice is as fast. `finalists`: the fastest few of
+    what was measured since the start."""
 
     choices: dict[str, bytes | None] = field(default_factory=dict)
+    finalists: dict[str, list[bytes]] = field(default_factory=dict, compare=False)
 
     def __contains__(self, key: ProductKey) -> bool:
         return str(key) in self.choices

@@ -77,6 +77,7 @@ def tune_missing(
                 search.heat(HEAT / len(missing))
         for key, search in missing.items():
             table[key] = search.fastest()
+            table.finalists[str(key)] = search.finalists
         num_missing += len(missing)
     return num_missing
 
@@ -92,6 +93,7 @@ class Search:
         work = max(num_bytes / BYTES_A_US, num_bytes * sizes.rows / OPERATIONS_A_US)
         self._estimate = max(work, SHORTEST)
         self._algorithms: set[bytes] = set()
+        self.finalists: list[bytes] = []
 
     def load(self) -> None:
         """Collect the algorithms and run each once: the library loads a kernel when it is first run."""
@@ -106,11 +108,11 @@ class Search:
 
     def fastest(self) -> bytes | None:
         """None where torch's choice is as fast."""
-        finalists = self._ranked(sorted(self._algorithms))[:FINALISTS]
-        calls = [self._torch, *map(self._call_of, finalists)]
+        self.finalists = self._ranked(sorted(self._algorithms))[:FINALISTS]
+        calls = [self._torch, *map(self._call_of, self.finalists)]
         rounds = [self.microseconds(calls) for _ in range(ROUNDS)]
         baseline, *finals = map(median, zip(*rounds, strict=True))
-        best, algorithm = min(zip(finals, finalists, strict=True), default=(baseline, b""))
+        best, algorithm = min(zip(finals, self.finalists, strict=True), default=(baseline, b""))
         return algorithm if best < GAIN * baseline else None
 
     def microseconds(self, calls: Sequence[Call]) -> list[float]:

@@ -6,7 +6,7 @@ not know how the table came about (linear_tuner.py), nor what the layer is for.
 Both sum in float32 and round once; they add in another order, so they may differ in the last bit.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,10 +18,12 @@ _Prepared = tuple[Plan, bytes] | None
 
 @dataclass(frozen=True)
 class TunedProducts:
-    """The table, and what it takes to run it. Products share a workspace, so they belong on one stream."""
+    """The table, and what it takes to run it. Products share a workspace, so they belong on one stream. `place`: of the
+    layers' keys; what was measured alone serves where nothing was measured there."""
 
     lt: CublasLt
     table: LinearTable
+    place: str = ""
     _prepared: dict[Sizes, _Prepared] = field(default_factory=dict)
 
     def prepared(self, sizes: Sizes) -> _Prepared:
@@ -30,8 +32,15 @@ class TunedProducts:
             self._prepared[sizes] = self._prepare(sizes)
         return self._prepared[sizes]
 
+    def choose(self, key: ProductKey, algorithm: bytes | None) -> None:
+        """From now on; graphs that are captured already keep what they have."""
+        self.table[key] = algorithm
+        self._prepared.clear()
+
     def _prepare(self, sizes: Sizes) -> _Prepared:
-        algorithm = self.table.get(key_of(sizes))
+        alone = key_of(sizes)
+        placed = replace(alone, place=self.place)
+        algorithm = self.table.get(placed if placed in self.table else alone)
         if algorithm is None:
             return None
         plan = Plan(self.lt, sizes)

@@ -5,6 +5,7 @@ with the times of those rounds.
 import logging
 from collections.abc import Sequence
 
+from tllm_spec.executor.building.layer_stack import LayerStack
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.cuda_graphs import GraphKey, graph_keys
@@ -39,7 +40,8 @@ def build_controller(
     if not plan.args.deterministic:
         # Windows of all requests, a row of each of them, full chunks of contexts, and a prompt of some length.
         row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
-        tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device)
+        stack = LayerStack(runner.engine, keys, plan.slots.dummy_slot) if keys else None
+        tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device, stack)
     pool = GraphPool(plan.device)
     runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)  # first, as they need most
     if sizes:

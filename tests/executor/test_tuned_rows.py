@@ -43,7 +43,12 @@ def test_products_are_tuned_for_the_rows_of_graphs_and_of_contexts_before_graphs
 ) -> None:
     events: list[Any] = []
     drafter = Harness(tiny).parts.drafter
-    monkeypatch.setattr(rounds, "tune_linears", lambda models, rows, device: events.append(set(rows)))
+
+    def tune(models: Any, rows: Any, device: torch.device, stack: Any) -> None:
+        events.append(set(rows))
+        assert (set(stack.row_counts) if stack else set()) == events[0] - {300, 37}, "the rows of its graphs"
+
+    monkeypatch.setattr(rounds, "tune_linears", tune)
     monkeypatch.setattr(plan, "has_kernels", lambda device: True)
     options: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 300, "deterministic": deterministic}
     if not has_graphs:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.models.helpers import CPU
 from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.kernels import linear_placing
 from tllm_spec.kernels.linear_table import LinearTable
 from tllm_spec.kernels.linear_tuner import Product
 from tllm_spec.kernels.tuned_linear import TunedProducts, key_of
@@ -98,6 +99,51 @@ def test_the_second_start_does_not_measure_and_a_new_size_is_added(
     file.write_text("{")
     assert len(start(32).choices) == 1 and "made anew" in caplog.text
     assert start(32).choices and not caplog.records
+
+
+class FakeStack:
+    """A model with two equal layers, rounds of 32 and 4 rows, and always the same time."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        self.model: Any = nn.Module()
+        self.model.model = nn.Module()
+        self.model.model.layers = nn.ModuleList(layers)
+        self.row_counts = [32, 4]
+        self.measured: list[int] = []
+
+    def seconds(self, rows: int) -> float:
+        self.measured.append(rows)
+        return 1.0
+
+
+def test_the_layers_of_a_stack_run_what_is_best_among_each_other_and_the_others_what_is_best_alone(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Search:
+        finalists = (bytes(range(64)),)
+
+        def __init__(self, *about: Any) -> None: ...
+        def load(self) -> None: ...
+        def fastest(self) -> None: ...
+
+    monkeypatch.setattr(linear_placing, "Search", Search)
+
+    def start() -> tuple[FakeStack, Any]:
+        stack = FakeStack(*(nn.Sequential(layer(1024, 2048), sum_layer(2048, 1024)) for _ in range(2)))
+        head = nn.Sequential(layer(1024, 2048))
+        tune_linears([stack.model, head], [32], CUDA, stack)
+        assert len(tuned[-1][0]) == 2 and len(tuned[-1][0][0].weights) == 3
+        return stack, head[0]
+
+    stack, other = start()
+    (products,) = {
+        id(found.products): found.products for found in stack.model.modules() if isinstance(found, Linear)
+    }.values()
+    assert products.place == "1024x2048+2048x1024" and other.products.place == ""
+    assert products.table is other.products.table and len(products.table.choices) == 4
+    assert set(stack.measured) == {32}
+    again, _ = start()
+    assert not again.measured, "the next start finds it in the table"
 
 
 def test_layers_that_would_not_gain_are_left_alone(tuned: Tuned) -> None:

@@ -1,0 +1,74 @@
+"""Chooses the products of a stack of layers where they run, one after the other: which algorithm is the fastest alone
+does not say what the whole takes, since one product's end and the next one's beginning share the device.
+
+It begins with what was the fastest alone. It does not know what else the stack runs, nor how its time is measured.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from tllm_spec.kernels.linear_table import ProductKey, rows_class
+from tllm_spec.kernels.linear_tuner import HOT_ROWS, MIN_ROWS, Product, Search
+from tllm_spec.kernels.tuned_linear import TunedProducts, key_of
+
+# Of the stack's time, what a choice has to gain; less is noise.
+GAIN = 0.997
+
+
+def place_missing(
+    products: TunedProducts,
+    stack: Sequence[Product],
+    row_counts: Iterable[int],
+    seconds: Callable[[int], float],
+) -> int:
+    """Complete the table for the place of `products` and these numbers of rows; how many entries were missing.
+
+    Where many rows make power the limit nothing is done: there the time of a short stack says little about that of all
+    layers in a row.
+
+    Args:
+        stack: the products of a layer in their order.
+        seconds: of a forward of the stack for that many rows, with the table as it is.
+    """
+    # The largest of a class stands for all of it.
+    largest = {rows_class(rows): rows for rows in sorted(row_counts) if MIN_ROWS <= rows < HOT_ROWS}
+    num_missing = 0
+    for rows in sorted(largest.values(), reverse=True):
+        alone = [key_of(product.sizes(rows)) for product in stack]
+        placed = [replace(key, place=products.place) for key in alone]
+        missing = sum(key not in products.table for key in placed)
+        if missing:
+            num_missing += missing
+            for key, own in zip(placed, alone, strict=True):
+                products.choose(key, products.table.get(own))
+            _place(products, dict(zip(placed, stack, strict=True)), rows, partial(seconds, rows))
+    return num_missing
+
+
+def _place(
+    products: TunedProducts, stack: Mapping[ProductKey, Product], rows: int, seconds: Callable[[], float]
+) -> None:
+    """One product after the other, beside what was chosen for those before it."""
+    least = seconds()
+    for key, product in stack.items():
+        chosen = before = products.table[key]
+        for algorithm in [None, *_finalists(products, product, rows)]:
+            if algorithm == before:
+                continue
+            products.choose(key, algorithm)
+            if (time := seconds()) < GAIN * least:
+                least, chosen = time, algorithm
+        products.choose(key, chosen)
+
+
+def _finalists(products: TunedProducts, product: Product, rows: int) -> list[bytes]:
+    """Of the search for the fastest alone, which an earlier start may have made."""
+    sizes = product.sizes(rows)
+    name = str(key_of(sizes))
+    if name not in products.table.finalists:
+        search = Search(products.lt, sizes, product.weights)
+        search.load()
+        search.fastest()
+        products.table.finalists[name] = search.finalists
+    return products.table.finalists[name]
