@@ -9,11 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 from tllm_spec.kernels.linear_table import ProductKey, rows_class
-from tllm_spec.kernels.linear_tuner import HOT_ROWS, MIN_ROWS, Product, Search
+from tllm_spec.kernels.linear_tuner import MIN_ROWS, Product, Search
 from tllm_spec.kernels.tuned_linear import TunedProducts, key_of
 
 # Of the stack's time, what a choice has to gain; less is noise.
 GAIN = 0.997
+# Rounds of more rows gained nothing: more and more of their time is arithmetic, which power limits.
+MAX_ROWS = 64
 
 
 def place_missing(
@@ -22,17 +24,15 @@ def place_missing(
     row_counts: Iterable[int],
     seconds: Callable[[int], float],
 ) -> int:
-    """Complete the table for the place of `products` and these numbers of rows; how many entries were missing.
-
-    Where many rows make power the limit nothing is done: there the time of a short stack says little about that of all
-    layers in a row.
+    """Complete the table for the place of `products` and those of these numbers of rows that are worth it; how many
+    entries were missing.
 
     Args:
         stack: the products of a layer in their order.
         seconds: of a forward of the stack for that many rows, with the table as it is.
     """
     # The largest of a class stands for all of it.
-    largest = {rows_class(rows): rows for rows in sorted(row_counts) if MIN_ROWS <= rows < HOT_ROWS}
+    largest = {rows_class(rows): rows for rows in sorted(row_counts) if MIN_ROWS <= rows <= MAX_ROWS}
     num_missing = 0
     for rows in sorted(largest.values(), reverse=True):
         alone = [key_of(product.sizes(rows)) for product in stack]

@@ -72,7 +72,7 @@ def test_classes_of_rows_are_measured_once_the_largest_first_and_few_or_many_row
     layers = Layers({})
     for rows in (12, 33, 48):
         layers.found_alone(rows, None, None)
-    assert place_missing(layers.products, STACK, [1, 8, 12, 33, 48, 128, 1024], layers.seconds) == 4
+    assert place_missing(layers.products, STACK, [1, 8, 12, 33, 48, 65, 128, 1024], layers.seconds) == 4
     assert sorted({rows for rows, *_ in layers.tried}) == [12, 48] and layers.tried[0][0] == 48
     layers.tried.clear()
     assert place_missing(layers.products, STACK, [16, 40], layers.seconds) == 0 and not layers.tried
