@@ -51,7 +51,11 @@ class AcceptanceEstimate:
     """
 
     def __init__(self, num_positions: int, options: CostModelOptions) -> None:
-        self._options = options
+        # Taken out of the options, whose attributes are slow to read (pydantic): each is needed in every round.
+        self._prior_weight, self._ratio_weight = options.prior_weight, options.ratio_weight
+        self._window_trials, self._window_rounds = options.window_trials, options.window_rounds
+        self._change_excess, self._change_slack = options.change_excess, options.change_slack
+        self._probe_trials = options.probe_trials
         self._counts = [options.prior_acceptance] * num_positions
         self._weights = [options.prior_weight] * num_positions
         self._shape = [1.0] * num_positions
@@ -61,48 +65,50 @@ class AcceptanceEstimate:
 
     def observe(self, num_requests: int, num_accepted: Sequence[int], num_steps: int) -> None:
         """A round of `num_steps` drafts a request; 0, or nobody drafted for: time passes and nothing is seen."""
-        options = self._options
         is_seen = num_steps > 0 and len(num_accepted) > 0
         # What nobody looks at grows old as fast as what many look at.
-        per_round = num_requests if is_seen else max(num_requests, options.probe_trials)
-        keep = 1 - 1 / max(options.window_rounds, options.window_trials / per_round)
-        floor = options.prior_weight
-        self._weights = [weight if (weight := old * keep) > floor else floor for old in self._weights]
+        per_round = num_requests if is_seen else max(num_requests, self._probe_trials)
+        rounds = self._window_trials / per_round
+        keep = 1 - 1 / (rounds if rounds > self._window_rounds else self._window_rounds)
+        weights, floor = self._weights, self._prior_weight
+        for position, weight in enumerate(weights):
+            if weight > floor:
+                weight *= keep
+                weights[position] = weight if weight > floor else floor
         if is_seen:
             self.learn(num_accepted, num_steps)
 
     def learn(self, num_accepted: Sequence[int], num_steps: int) -> None:
         """The same without any time passing."""
-        reached, trials = len(num_accepted), [len(num_accepted)]
-        for position in range(min(num_steps, len(self._counts))):
+        reached, trials, expected = len(num_accepted), [len(num_accepted)], 0.0
+        for position, rate in enumerate(self.rates[:num_steps]):
+            expected += reached * rate
             if reached:
                 reached -= num_accepted.count(position)
             trials.append(reached)
-        self._look_for_change(trials)
-        level = self._count(trials)
-        self._bend(trials, level)
-        self._combine(level)
+        self._look_for_change(trials, expected)
+        self._combine(trials, self._count(trials))
 
-    def _look_for_change(self, trials: list[int]) -> None:
+    def _look_for_change(self, trials: list[int], expected: float) -> None:
         """Page's test, in both directions: trials since the excess was last 0 are of another text where it is large,
-        and an estimate of this text then begins with them."""
-        options, total = self._options, sum(trials)
-        reached, accepted = total - trials[-1], total - trials[0]
-        more = accepted - sum(map(mul, trials[:-1], self.rates))
-        slack = options.change_slack * reached
-        for excess, step in zip(self._excesses, (more - slack, -more - slack), strict=True):
-            if (excess.total or step > 0) and excess.add(trials, step) > options.change_excess:
-                self._forget(excess)
-                for each in self._excesses:
-                    each.clear()
-                return
+        and an estimate of this text then begins with them. `expected`: accepted drafts."""
+        total = sum(trials)
+        more = total - trials[0] - expected
+        slack = self._change_slack * (total - trials[-1])
+        above, below = self._excesses
+        if (more > slack or above.total) and above.add(trials, more - slack) > self._change_excess:
+            self._begin_anew(above)
+        elif (-more > slack or below.total) and below.add(trials, -more - slack) > self._change_excess:
+            self._begin_anew(below)
 
-    def _forget(self, excess: "_Excess") -> None:
-        prior = self._options.prior_weight
+    def _begin_anew(self, excess: _Excess) -> None:
+        prior = self._prior_weight
         for position, reached in enumerate(excess.reached):
             self._weights[position] = min(self._weights[position], prior + reached)
             accepted = excess.accepted[position]
             self._counts[position] += (accepted - reached * self._counts[position]) / (prior + reached)
+        for each in self._excesses:
+            each.clear()
 
     def _count(self, trials: list[int]) -> float:
         """Updates the counts of the window's positions; their level, given their shape."""
@@ -110,29 +116,27 @@ class AcceptanceEstimate:
         seen = expected = 0.0
         for position, (reached, accepted) in enumerate(pairwise(trials)):
             weights[position] = weight = weights[position] + reached
-            counts[position] += (accepted - reached * counts[position]) / weight
-            seen += weight * counts[position]
+            count = counts[position]
+            counts[position] = count = count + (accepted - reached * count) / weight
+            seen += weight * count
             expected += weight * shape[position]
-        return max(MIN_RATE, seen / expected)
+        level = seen / expected
+        return level if level > MIN_RATE else MIN_RATE
 
-    def _bend(self, trials: list[int], level: float) -> None:
-        """The shape of the window's positions, given their level."""
-        counts, weights, shape, strength = (
-            self._counts,
-            self._weights,
-            self._shape,
-            self._options.ratio_weight,
-        )
-        for position, reached in enumerate(trials[:-1]):
-            surprise = counts[position] / level - shape[position]
-            shape[position] += surprise * reached / (strength + weights[position])
-
-    def _combine(self, level: float) -> None:
-        strength, rates, expected = self._options.ratio_weight, self.rates, self.expected_accepted
+    def _combine(self, trials: list[int], level: float) -> None:
+        """The shape of the window's positions, given their level, and the rates of all positions."""
+        counts, shape, rates, expected = self._counts, self._shape, self.rates, self.expected_accepted
+        strength, window = self._ratio_weight, len(trials) - 1
         reach, total, scaled = 1.0, 0.0, level * strength
         for position, weight in enumerate(self._weights):
-            rate = (weight * self._counts[position] + scaled * self._shape[position]) / (weight + strength)
-            rates[position] = rate = rate if rate < MAX_RATE else MAX_RATE
+            count, ratio, evidence = counts[position], shape[position], weight + strength
+            if position < window:
+                ratio += (count / level - ratio) * trials[position] / evidence
+                shape[position] = ratio
+            rate = (weight * count + scaled * ratio) / evidence
+            if rate > MAX_RATE:
+                rate = MAX_RATE
+            rates[position] = rate
             reach *= rate
             total += reach
             expected[position + 1] = total

@@ -40,6 +40,8 @@ class AdaptiveController:
         self._limits = limits or DraftLenLimits()
         self._marks = marks or MarkOptions()
         self._log, self._times = log or DecisionLog(), times
+        # Of the batch sizes that were asked about: padded, and its slot. Looked for twice in every round.
+        self._places: dict[int, tuple[int, DraftLenPolicy]] = {}
         self.draft_lens = tuple(sorted({*draft_lens, *self._limits.reachable}))
 
     @classmethod
@@ -88,12 +90,12 @@ class AdaptiveController:
 
     def steps_for(self, batch_size: int) -> int:
         """Drafts of each request in a round of `batch_size` generating requests; 0 = plain decoding."""
-        padded = self._padded(batch_size)
-        return self._slot(padded).steps_for(padded, self._limits.max_steps(batch_size))
+        padded, slot = self._places.get(batch_size) or self._place(batch_size)
+        return slot.steps_for(padded, self._limits.max_steps(batch_size))
 
     def draft_lens_at(self, batch_size: int) -> set[int]:
         """All that `steps_for` may ever answer."""
-        slot = self._slot(self._padded(batch_size))
+        _, slot = self._place(batch_size)
         lengths = slot.reachable(self._limits.max_steps_open(batch_size))
         return lengths | {0} if self._limits.has_gate else lengths
 
@@ -116,8 +118,8 @@ class AdaptiveController:
         `num_requests`: those whose results count, where some of the batch had ended already. `num_drafted`: drafts that
         were really proposed for those of `num_accepted`, where that is not `num_steps` each. `num_asked`: what the
         drafter was asked for, if that was more than `num_steps` and it had no more."""
-        padded = self._padded(batch_size)
-        slot, max_steps = self._slot(padded), self._limits.max_steps(batch_size)
+        padded, slot = self._places.get(batch_size) or self._place(batch_size)
+        max_steps = self._limits.max_steps(batch_size)
         if num_drafted is None:
             steps = slot.steps_for(padded, max_steps) if num_steps is None else num_steps
             num_drafted = steps * len(num_accepted)
@@ -136,7 +138,7 @@ class AdaptiveController:
     def learn(self, batch_size: int, num_accepted: Sequence[int], num_steps: int, num_requests: int) -> None:
         """What drafts of `num_steps` would have brought to some requests of a batch, `num_requests` with those that
         need none; they were compared with what was emitted, and not verified."""
-        slot = self._slot(self._padded(batch_size))
+        _, slot = self._place(batch_size)
         if isinstance(slot, CostModelSlot):
             slot.learn(num_accepted, num_steps, num_requests)
 
@@ -149,12 +151,13 @@ class AdaptiveController:
         """For one request: it says from round to round whether drafting for that request is worth it."""
         return RequestMark(self._marks)
 
-    def _padded(self, batch_size: int) -> int:
-        place = bisect_left(self._graph_batch_sizes, batch_size)
-        return self._graph_batch_sizes[place] if place < len(self._graph_batch_sizes) else batch_size
-
-    def _slot(self, padded: int) -> DraftLenPolicy:
-        return self._slots[max(0, bisect_right(self._bounds, padded) - 1)]
+    def _place(self, batch_size: int) -> tuple[int, DraftLenPolicy]:
+        sizes = self._graph_batch_sizes
+        at = bisect_left(sizes, batch_size)
+        padded = sizes[at] if at < len(sizes) else batch_size
+        slot = self._slots[max(0, bisect_right(self._bounds, padded) - 1)]
+        self._places[batch_size] = padded, slot
+        return padded, slot
 
     def state(self) -> dict[str, Any]:
         """Everything that decisions rest on, as plain values for /server_info."""

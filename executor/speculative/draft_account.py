@@ -11,15 +11,19 @@ class DraftAccount:
     go on no longer than it takes to lose those and `plain_after_loss`."""
 
     def __init__(self, options: CostModelOptions) -> None:
-        self._options = options
+        self._max_lost, self._max_won = options.plain_after_loss, options.plain_after_win
+        self._probe_trials = options.probe_trials
         self.lost = 0.0  # below 0: won
 
     def book(self, num_accepted: Sequence[int], num_requests: int, relative_time: float) -> None:
         """A round with drafts that took `relative_time` plain rounds; `num_accepted` of those that were drafted for."""
         lost = relative_time - 1 - sum(num_accepted) / num_requests
-        scale = max(1.0, num_requests / self._options.probe_trials)
-        self.lost = max(self.lost + scale * lost, -self._options.plain_after_win)
+        if num_requests > self._probe_trials:
+            lost *= num_requests / self._probe_trials
+        self.lost += lost
+        if self.lost < -self._max_won:
+            self.lost = -self._max_won
 
     @property
     def is_used_up(self) -> bool:
-        return self.lost >= self._options.plain_after_loss
+        return self.lost >= self._max_lost

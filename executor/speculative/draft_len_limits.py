@@ -77,6 +77,7 @@ class DraftLenLimits:
         self._sizes = sorted(schedule or {})
         self._schedule = dict(schedule or {})
         self._gate, self._max_num_tokens, self._max_batch_size = gate, max_num_tokens, max_batch_size
+        self._most: dict[int, int] = {}  # batch size, of those that were asked about: `max_steps_open`
 
     def max_steps(self, batch_size: int) -> int:
         """The most drafts of a round with `batch_size` generating requests."""
@@ -86,6 +87,12 @@ class DraftLenLimits:
 
     def max_steps_open(self, batch_size: int) -> int:
         """The same while the gate is open."""
+        most = self._most.get(batch_size)
+        if most is None:
+            most = self._most[batch_size] = self._find_most(batch_size)
+        return most
+
+    def _find_most(self, batch_size: int) -> int:
         if batch_size > self._max_concurrency:
             return 0
         room = NO_LIMIT

@@ -34,17 +34,16 @@ class Prober:
         self._options = options
         self.probe: Probe | None = None
         self.rounds, self.seconds = 0.0, 0.0  # credit
+        # Taken out of the options, whose attributes are slow to read (pydantic): each is needed in nearly every round.
+        self._round_share, self._time_share = options.probe_round_share, options.probe_time_share
         self._max_rounds = MAX_SAVED_PROBES * (options.probe_rounds + 1)
         self._pause = self._pause_left = options.probe_pause
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the rounds of a probe in vain are paid for; one that wins pays for itself."""
-        return self._pause_left <= 0 and self.rounds >= ROUNDS_IN_VAIN
-
-    def can_pay(self, extra_seconds: float) -> bool:
-        """The time of such a probe, whose rounds take so much longer than what is played."""
-        return self.seconds >= ROUNDS_IN_VAIN * extra_seconds
+    def can_start(self, extra_seconds: float) -> bool:
+        """Whether the rounds of a probe in vain are paid for, and their time, each taking so much longer than what is
+        played; one that wins pays for itself."""
+        is_due = self._pause_left <= 0 and self.rounds >= ROUNDS_IN_VAIN
+        return is_due and self.seconds >= ROUNDS_IN_VAIN * extra_seconds
 
     def start(self, steps: int, rounds_to_see: int) -> None:
         self.probe = Probe(steps, rounds_to_see, rounds_to_see + SPARE_ROUNDS)
@@ -57,9 +56,9 @@ class Prober:
         """A round that was no probe."""
         self._pause_left -= 1
         if self.rounds < self._max_rounds:
-            self.rounds += self._options.probe_round_share
+            self.rounds += self._round_share
         if self.seconds < MAX_SAVED_TIME * seconds:
-            self.seconds += self._options.probe_time_share * seconds
+            self.seconds += self._time_share * seconds
 
     def book(self, probe: Probe, is_seen: bool, gain: float, extra_seconds: float, is_in_vain: bool) -> None:
         """A round of a probe. `gain`: tokens a request more than in the same time without it. `is_in_vain`: drafts were

@@ -101,6 +101,10 @@ class _Scale:
     def of(self, own: float, share: float) -> float:
         return own * self.value
 
+    def compared(self, own: dict[int, float], shares: dict[int, float]) -> dict[int, float]:
+        """What all are stretched by does not matter to a comparison."""
+        return own
+
     def found(self, seconds: float, own: float, share: float) -> float:
         return seconds / own
 
@@ -112,6 +116,12 @@ class _Extra:
 
     def of(self, own: float, share: float) -> float:
         return max(own + self.value * share, own / MAX_SURPRISE)
+
+    def compared(self, own: dict[int, float], shares: dict[int, float]) -> dict[int, float]:
+        value = self.value
+        if value < 0:
+            return {steps: self.of(time, shares[steps]) for steps, time in own.items()}
+        return {steps: time + value * shares[steps] for steps, time in own.items()}
 
     def found(self, seconds: float, own: float, share: float) -> float:
         return (seconds - own) / share
@@ -126,14 +136,12 @@ class _Row:
         self.measured, self.common = measured, common
         self.shares = _shares(contexts)
         self.factors = dict.fromkeys(measured, 1.0)
-        self.seconds = dict(measured)  # what decisions compare
+        self.own = dict(measured)  # times their factors
+        self.seconds = self.own  # what decisions compare
         self.num_observed = 0
 
-    def own(self, steps: int) -> float:
-        return self.measured[steps] * self.factors[steps]
-
     def expected(self, steps: int) -> float:
-        return self.common.of(self.own(steps), self.shares[steps])
+        return self.common.of(self.own[steps], self.shares[steps])
 
 
 def _shares(contexts: Mapping[int, float]) -> dict[int, float]:
@@ -152,41 +160,42 @@ class CorrectedRoundTimes:
     """
 
     def __init__(self, source: RoundTimes, draft_lens: tuple[int, ...], options: RoundTimeOptions) -> None:
-        self._source, self._draft_lens, self._options = source, draft_lens, options
+        self._source, self._draft_lens = source, draft_lens
+        self._smoothing, self._cell_smoothing = options.time_smoothing, options.time_cell_smoothing
         self._rows: dict[int, _Row] = {}
 
     def row(self, batch_size: int) -> dict[int, float]:
         """Seconds by draft length, up to a factor that all of them share."""
-        return self._row(batch_size).seconds
+        return (self._rows.get(batch_size) or self._new_row(batch_size)).seconds
 
-    def _row(self, batch_size: int) -> _Row:
-        if batch_size not in self._rows:
-            times = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
-            contexts = {steps: self._source.context_time(batch_size, steps) for steps in self._draft_lens}
-            common = _Extra() if self._source.of_empty_contexts else _Scale()
-            self._rows[batch_size] = _Row(times, contexts, common)
-        return self._rows[batch_size]
+    def _new_row(self, batch_size: int) -> _Row:
+        times = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
+        contexts = {steps: self._source.context_time(batch_size, steps) for steps in self._draft_lens}
+        common = _Extra() if self._source.of_empty_contexts else _Scale()
+        row = self._rows[batch_size] = _Row(times, contexts, common)
+        return row
 
     def observe(self, batch_size: int, draft_len: int, seconds: float) -> None:
-        row, options = self._row(batch_size), self._options
+        row, smoothing = self._rows.get(batch_size) or self._new_row(batch_size), self._smoothing
         if draft_len not in row.measured:
             return  # a limit's length, which no decision compares
         row.num_observed += 1
-        common, own, share = row.common, row.own(draft_len), row.shares[draft_len]
-        is_settled = row.num_observed * options.time_smoothing > 1
+        common, own, share = row.common, row.own[draft_len], row.shares[draft_len]
+        is_settled = row.num_observed * smoothing > 1
         if is_settled:
-            expected = row.expected(draft_len)
-            seconds = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
-        rate = max(1 / row.num_observed, options.time_smoothing)
+            expected = common.of(own, share)
+            if seconds < expected / MAX_SURPRISE:
+                seconds = expected / MAX_SURPRISE
+            elif seconds > expected * MAX_SURPRISE:
+                seconds = expected * MAX_SURPRISE
+        rate = smoothing if is_settled else 1 / row.num_observed
         common.value += rate * (common.found(seconds, own, share) - common.value)
         if is_settled:
-            factor, slow = row.factors[draft_len], options.time_cell_smoothing
-            factor += slow * (factor * (seconds / row.expected(draft_len) - 1) - (factor - 1) / 20)
-            row.factors[draft_len] = factor
-        if isinstance(common, _Extra):
-            row.seconds = {steps: row.expected(steps) for steps in row.measured}
-        else:  # what all are stretched by does not matter to a comparison
-            row.seconds[draft_len] = row.own(draft_len)
+            factor = row.factors[draft_len]
+            surprise = seconds / common.of(own, share) - 1
+            factor += self._cell_smoothing * (factor * surprise - (factor - 1) / 20)
+            row.factors[draft_len], row.own[draft_len] = factor, row.measured[draft_len] * factor
+        row.seconds = common.compared(row.own, row.shares)
 
     def state(self) -> dict[str, Any]:
         """Milliseconds as now expected, by batch size and draft length."""
