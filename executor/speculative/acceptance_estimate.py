@@ -79,7 +79,10 @@ class AcceptanceEstimate:
             self.learn(num_accepted, num_steps)
 
     def learn(self, num_accepted: Sequence[int], num_steps: int) -> None:
-        """The same without any time passing."""
+        """The same without any time passing. Where there are no positions, drafts of another batch size's length may be
+        told of all the same."""
+        if not self.rates:
+            return
         reached, trials, expected = len(num_accepted), [len(num_accepted)], 0.0
         for position, rate in enumerate(self.rates[:num_steps]):
             expected += reached * rate
@@ -132,6 +135,7 @@ class AcceptanceEstimate:
             count, ratio, evidence = counts[position], shape[position], weight + strength
             if position < window:
                 ratio += (count / level - ratio) * trials[position] / evidence
+                ratio = ratio if ratio > MIN_RATE else MIN_RATE
                 shape[position] = ratio
             rate = (weight * count + scaled * ratio) / evidence
             if rate > MAX_RATE:

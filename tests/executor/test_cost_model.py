@@ -193,6 +193,26 @@ def test_a_drafter_that_never_drafts_cannot_hold_a_probe_open() -> None:
     assert 0 < probing <= 3 * 7
 
 
+def test_drafts_that_are_never_right_leave_an_estimate_that_others_can_change() -> None:
+    options = {"candidate_steps": [1, 3], "window_rounds": 1, "window_trials": 1, "ratio_weight": 1}
+    controller = AdaptiveController.from_config(options)
+    for _ in range(5000):
+        controller.observe(64, [0] * 64, controller.steps_for(64))
+    for _ in range(200):
+        steps = controller.steps_for(64)
+        controller.observe(64, [steps] * 64, steps)
+    assert controller.steps_for(64) == 3
+
+
+def test_a_batch_size_that_never_drafts_may_be_told_of_drafts() -> None:
+    """A round can shrink behind its draft length, and drafters on the host are watched at every batch size."""
+    controller = AdaptiveController.from_config({1: {"candidate_steps": [0]}, 4: {"candidate_steps": [1, 3]}})
+    assert controller.steps_for(4) > 0
+    controller.observe(3, [1, 0, 1], 3, 0.01)
+    controller.learn(2, [1], 3, 2)
+    assert controller.steps_for(3) == 0
+
+
 def test_asking_twice_gives_the_same_answer() -> None:
     controls = controller()
     for number in range(1500):
