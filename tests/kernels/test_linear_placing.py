@@ -56,6 +56,7 @@ def test_each_product_is_chosen_beside_what_was_chosen_before_it() -> None:
         (32, ALONE, ALONE),
         *[(32, first, ALONE) for first in (None, OTHER, WORSE)],
         *[(32, OTHER, second) for second in (None, OTHER, WORSE)],
+        *[(32, ALONE, ALONE), (32, OTHER, None)] * 2,
     ]
     alone = [layers.products.table[key_of(product.sizes(32))] for product in STACK]
     assert alone == [ALONE, ALONE], "what was measured alone is others' business"
@@ -66,6 +67,21 @@ def test_what_gains_less_than_the_noise_is_not_chosen() -> None:
     layers.found_alone(16, None, ALONE)
     place_missing(layers.products, STACK, [16], layers.seconds)
     assert layers.chosen(16) == (None, OTHER)
+
+
+def test_what_was_faster_by_chance_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = Layers({(ALONE, ALONE): 5.0, (OTHER, ALONE): 5.1})
+    layers.found_alone(32, ALONE, ALONE)
+    lucky = iter([(ALONE, ALONE, 5.0), (None, ALONE, 9.0), (OTHER, ALONE, 4.0)])
+
+    def seconds(rows: int) -> float:
+        measured = layers.seconds(rows)
+        *ran, time = next(lucky, (None, None, measured))
+        assert time == measured or layers.chosen(rows) == tuple(ran)
+        return time
+
+    place_missing(layers.products, STACK, [32], seconds)
+    assert layers.chosen(32) == (ALONE, ALONE)
 
 
 def test_classes_of_rows_are_measured_once_the_largest_first_and_few_or_many_rows_never() -> None:
