@@ -1,4 +1,8 @@
-"""The executor's thread: runs rounds while there is work, sleeps otherwise. The one place that catches everything."""
+"""The executor's thread: runs rounds while there is work, sleeps otherwise. The one place that catches everything.
+
+Everything, not only `Exception`: nobody else's interrupt or cancellation arrives in this thread, so that what is raised
+to end a program or a task comes from a drafter or a logits processor, and is one request's fault like any other.
+"""
 
 import logging
 import threading
@@ -18,8 +22,8 @@ QUIET_SECONDS = 0.05
 
 
 class Worker:
-    """`failure` is set when the executor can no longer go on. `on_end` is told once why it ended, whichever way: what
-    is not answered by then never will be."""
+    """`failure` is set when the loop has ended by anything but `stop`. `on_end` is told once why it ended, whichever
+    way: what is not answered by then never will be."""
 
     def __init__(self, executor: PyExecutor, queue: RequestQueue, on_end: Callable[[str], None]) -> None:
         self._executor = executor
@@ -84,7 +88,7 @@ class Worker:
                         self._executor.check_integrity()
                         self._queue.wait()
             self._round()
-        except (Exception, SystemExit) as error:  # process border: nothing above could report it
+        except BaseException as error:  # process border: nothing above could report it
             logger.exception("the executor died")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
@@ -101,7 +105,7 @@ class Worker:
     def _round(self) -> bool:
         try:
             return self._executor.step()
-        except (Exception, SystemExit) as error:  # process border: the others' requests go on
+        except BaseException as error:  # process border: the others' requests go on
             logger.exception("a round failed")
             self._recover(error)
             return True
@@ -110,7 +114,7 @@ class Worker:
         """The round that was in flight is read then, and may fail, too."""
         try:
             self._executor.recover(error)
-        except (Exception, SystemExit) as another:  # process border, as above
+        except BaseException as another:  # process border, as above
             if another is error:
                 raise
             logger.exception("the round behind it failed, too")
