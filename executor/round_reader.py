@@ -14,8 +14,12 @@ from tllm_spec.outputs import Logprob
 NO_TOKEN_ERROR = (
     "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
 )
-# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it cannot decode.
-TOKENIZER_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it cannot decode, or for
+# being wrong itself. Anything else fails the round that is being read.
+TOKENIZER_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, StopIteration, TypeError, ValueError),
+)
 
 Found = dict[int, list[dict[int, Logprob]]]  # log probabilities of a run's tokens, by request id
 

@@ -108,17 +108,18 @@ class Raising:
                 raise self.error
 
 
+@pytest.mark.parametrize("error", [IndexError, AttributeError, AssertionError, StopIteration])
 @pytest.mark.parametrize("mode", ["plain", "user_provided"])
 def test_a_tokenizer_that_cannot_decode_a_token_fails_whoever_looks_for_strings_with_it(
-    tiny: Path, expected: list[list[int]], mode: str
+    tiny: Path, expected: list[list[int]], mode: str, error: type[Exception]
 ) -> None:
     harness = Harness(tiny, **(user_provided(lambda request: [7, 7]) if mode == "user_provided" else {}))
     requests = [harness.submit(each, LENGTH) for each in (PROMPT, *OTHERS)]
     failing = [harness.submit([20 + place], LENGTH) for place in range(3)]
     for place, request in enumerate(failing):  # one in the round behind the other
-        request.stop_checker = Raising(IndexError("no such piece"), 3 + place)
+        request.stop_checker = Raising(error("no such piece"), 3 + place)
     harness.run()
-    assert [request.error for request in failing] == ["IndexError: no such piece"] * 3
+    assert [request.error for request in failing] == [f"{error.__name__}: no such piece"] * 3
     assert list(map(output_of, requests)) == expected and all_pages_are_back(harness.executor)
 
 
