@@ -1,7 +1,9 @@
 """Text of growing token lists, with a byte-level tokenizer (the zoo's) and a SentencePiece-like one."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ from tllm_spec.tokenizer import (
 )
 
 VOCAB_SIZE = 2048
+SPECIAL = 1  # of the byte-level tokenizer
 
 
 @cache
@@ -40,13 +43,55 @@ def sentencepiece_like() -> Tokenizer:
     return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
-def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+class BytesTokenizer:
+    """A user's tokenizer: its tokens are any bytes, those without any are skipped as special tokens are. `each_byte` of
+    an unfinished character is written as a replacement, instead of one for all of them."""
+
+    eos_token_id = chat_template = None
+
+    def __init__(self, tokens: list[bytes], *, each_byte: bool = False) -> None:
+        self._tokens = tokens
+        self._each_byte = each_byte
+
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        joined = b"".join(self._tokens[token] for token in token_ids)
+        if not self._each_byte:
+            return joined.decode(errors="replace")
+        return "".join(
+            REPLACEMENT if "\udc80" <= c <= "\udcff" else c for c in joined.decode(errors="surrogateescape")
+        )
+
+
+class CountingTokenizer:
+    """`lengths`: of what was decoded."""
+
+    eos_token_id = chat_template = None
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.lengths: list[int] = []
+
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        self.lengths.append(len(token_ids))
+        return str(self._inner.decode(token_ids, **options))
+
+
+def text_of(tokenizer: Any, token_ids: list[int]) -> str:
     return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def pieces_of(tokenizer: Tokenizer, runs: list[list[int]]) -> list[str]:
+def pieces_of(tokenizer: Any, runs: list[list[int]]) -> list[str]:
     detokenizer = IncrementalDetokenizer(tokenizer)
     return [*(detokenizer.feed(run) for run in runs), detokenizer.flush()]
+
+
+def in_groups(token_ids: list[int], width: int) -> list[list[int]]:
+    return [token_ids[start : start + width] for start in range(0, len(token_ids), width)]
+
+
+def any_groups(token_ids: list[int], data: st.DataObject) -> list[list[int]]:
+    borders = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=8)))
+    return [token_ids[a:b] for a, b in zip([0, *borders], [*borders, len(token_ids)], strict=True)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -55,9 +100,7 @@ def test_pieces_of_any_text_in_any_runs_are_whole_characters_and_join_to_the_tex
     text: str, data: st.DataObject
 ) -> None:
     token_ids = byte_level().encode(text)
-    borders = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=8)))
-    runs = [token_ids[a:b] for a, b in zip([0, *borders], [*borders, len(token_ids)], strict=True)]
-    pieces = pieces_of(byte_level(), runs)
+    pieces = pieces_of(byte_level(), any_groups(token_ids, data))
     assert "".join(pieces) == text
     if REPLACEMENT not in text:
         assert not any(REPLACEMENT in piece for piece in pieces)
@@ -99,6 +142,98 @@ def test_endless_invalid_bytes_do_not_wait_for_ever() -> None:
     pieces = pieces_of(byte_level(), [[continuation]] * (3 * MAX_PENDING_TOKENS))
     assert "".join(pieces[:-1]).count(REPLACEMENT) >= 2 * MAX_PENDING_TOKENS
     assert "".join(pieces) == REPLACEMENT * (3 * MAX_PENDING_TOKENS)
+
+
+@pytest.mark.parametrize("num_invalid", range(MAX_PENDING_TOKENS - 6, MAX_PENDING_TOKENS + 6))
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 50])
+def test_a_character_behind_a_long_wait_is_not_given_out_by_halves(num_invalid: int, width: int) -> None:
+    token_ids = byte_level().encode("😀")[1:2] * num_invalid + byte_level().encode("😀漢!")
+    assert (
+        "".join(pieces_of(byte_level(), in_groups(token_ids, width))) == REPLACEMENT * num_invalid + "😀漢!"
+    )
+
+
+def test_tokens_without_text_are_not_waited_for() -> None:
+    first, *rest = byte_level().encode("😀")
+    token_ids = [first, *[SPECIAL] * 3 * MAX_PENDING_TOKENS, *rest]
+    assert "".join(pieces_of(byte_level(), in_groups(token_ids, 1))) == "😀"
+
+
+def test_a_space_that_begins_the_text_behind_a_special_token_is_not_taken_for_one() -> None:
+    token_ids = [0, 5, 1]
+    for width in (1, 2, 3):
+        assert "".join(pieces_of(sentencepiece_like(), in_groups(token_ids, width))) == " a"
+
+
+BYTES = [bytes([byte]) for byte in (*"a€😀".encode(), 0xFF)]
+# Tokens in which characters begin and end, as byte-level tokenizers have them for scripts of several bytes a character.
+MIXED = [*BYTES, b"\xac b\xe2\x82", b"a\xe2", REPLACEMENT.encode(), b"", b" "]
+
+
+def texts(tokens: list[int], *characters: list[int]) -> st.SearchStrategy[list[int]]:
+    """Any of the tokens alone, long runs of them, and whole characters."""
+    single = st.sampled_from(tokens).map(lambda token: [token])
+    run = st.tuples(st.sampled_from(tokens), st.integers(24, 40)).map(lambda run: [run[0]] * run[1])
+    words = st.lists(st.one_of(single, run, st.sampled_from(characters)), max_size=24)
+    return words.map(lambda words: [token for word in words for token in word])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    token_ids=texts(list(range(len(MIXED))), [1, 2, 3], [4, 5, 6, 7]), each_byte=st.booleans(), data=st.data()
+)
+def test_text_is_the_tokenizers_own_however_its_tokens_are_grouped(
+    token_ids: list[int], each_byte: bool, data: st.DataObject
+) -> None:
+    tokenizer = BytesTokenizer(MIXED, each_byte=each_byte)
+    for groups in (in_groups(token_ids, 1), any_groups(token_ids, data), [token_ids]):
+        assert "".join(pieces_of(tokenizer, groups)) == text_of(tokenizer, token_ids)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    token_ids=texts(
+        [0, 1, 2, 5, 6 + 0xF0, 6 + 0x9F, 6 + 0xFF, 6 + 0x41],
+        [6 + byte for byte in "€".encode()],
+        [6 + byte for byte in "😀".encode()],
+    ),
+    data=st.data(),
+)
+def test_text_of_a_decoder_that_takes_text_back_does_not_depend_on_the_grouping_either(
+    token_ids: list[int], data: st.DataObject
+) -> None:
+    """A byte-fallback decoder lets one bad byte spoil all bytes beside it, those that were given out before, too."""
+    one_by_one = "".join(pieces_of(sentencepiece_like(), in_groups(token_ids, 1)))
+    for groups in (any_groups(token_ids, data), [token_ids]):
+        assert "".join(pieces_of(sentencepiece_like(), groups)) == one_by_one
+
+
+def test_ordinary_text_is_decoded_about_once_a_group() -> None:
+    token_ids = byte_level().encode("The quick brown fox jumps over 13 lazy dogs. " * 40)
+    for width, decodes_a_group in ((1, 2), (4, 2), (len(token_ids), 3)):
+        tokenizer = CountingTokenizer(byte_level())
+        groups = in_groups(token_ids, width)
+        pieces_of(tokenizer, groups)
+        assert len(tokenizer.lengths) <= decodes_a_group * len(groups) + 3
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        [MIXED.index(b"\xff")] * 500,
+        [MIXED.index(b"")] * 500,
+        [MIXED.index(b"a"), *[MIXED.index(b"")] * 500],
+        [MIXED.index(b"a\xe2")] * 500,
+        [MIXED.index(b"\xac b\xe2\x82")] * 500,
+    ],
+)
+def test_a_step_costs_the_same_in_any_endless_text(token_ids: list[int]) -> None:
+    tokenizer = CountingTokenizer(BytesTokenizer(MIXED))
+    pieces = pieces_of(tokenizer, in_groups(token_ids, 1))
+    assert "".join(pieces) == text_of(tokenizer, token_ids)
+    tokenizer.lengths.pop()  # of the whole text
+    assert max(tokenizer.lengths) <= MAX_PENDING_TOKENS
+    assert len(tokenizer.lengths) <= 3 * len(token_ids)
 
 
 def test_a_long_run_that_ends_inside_a_character_leaves_it_for_the_next() -> None:

@@ -11,8 +11,12 @@ from typing import Any, Protocol, cast
 
 from tllm_spec.zoo.registry import resolve_model
 
-# A character spans at most four tokens; a longer wait is for invalid bytes or special tokens, without an end.
+CHARACTER_TOKENS = 4  # of one character, at most
+UNFINISHED_CHARS = 3  # as which decoders may write a character that lacks its end: one for each of its bytes
+# So many tokens without a whole character at their end are no wait for one: bytes that are no characters, or tokens of
+# which each ends inside a character. Behind the latest of them nothing depends on those before.
 MAX_PENDING_TOKENS = 32
+DECISIVE_TOKENS = 16
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no (complete) character
 
 
@@ -86,40 +90,78 @@ class IncrementalDetokenizer:
 
     Decoders are not additive (a character may span tokens, a leading space may be dropped), so a piece is
     what new tokens add to the text of the tokens before them. An unfinished character waits for its rest.
-    All pieces and the last `flush` together are the tokenizer's own text of all tokens, unless bytes that are no
-    characters make its decoder take back text of tokens before them, as byte-fallback decoders do.
+    All pieces and the last `flush` together are the same text however the tokens are grouped, and the tokenizer's own
+    text of all tokens, unless bytes that are no characters make its decoder take back text of tokens before them, as
+    byte-fallback decoders do.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # tokens that go before the new ones, then those with unfinished text
-        self._num_before = 0  # how many of them go before
         self._num_returned = 0  # characters of the window's text that have been returned
-        self._num_waiting = 0  # tokens since there was a piece, before the latest call
+        self._textless: dict[int, bool] = {}  # what is known of tokens that added no text
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that is complete after `token_ids`, without what earlier calls have returned."""
+        if not token_ids:
+            return ""
+        text = self._decode([*self._window, *token_ids])
+        new = text[self._num_returned :]
+        if len(token_ids) > 1 and (not new or REPLACEMENT in new):
+            # What is returned of such text, and when, depends on each token: they are fed one by one then, while most
+            # tokens are in a half of ordinary text, which comes to the same at once.
+            middle = len(token_ids) // 2
+            return self.feed(token_ids[:middle]) + self.feed(token_ids[middle:])
+        if not new.rstrip(REPLACEMENT) and self._is_textless(token_ids[0]):
+            return ""
         self._window += token_ids
-        text = self._decode()
-        waited_enough = self._num_waiting >= MAX_PENDING_TOKENS
-        num_complete = len(text) if waited_enough else len(text.rstrip(REPLACEMENT))
-        piece = text[self._num_returned : num_complete]
-        self._num_returned = max(self._num_returned, num_complete)
-        self._num_waiting = 0 if piece else self._num_waiting + len(token_ids)
-        if waited_enough or (piece and num_complete == len(text)):
-            self._window = self._window[self._num_before :]
-            self._num_before = len(self._window)
-            self._num_returned = len(self._decode())
-        return piece
+        return self._take(text)
 
     def flush(self) -> str:
         """The text that still waits: an unfinished character, as U+FFFD."""
-        piece = self._decode()[self._num_returned :]
+        piece = self._decode(self._window)[self._num_returned :]
         self._num_returned += len(piece)
         return piece
 
-    def _decode(self) -> str:
+    def _take(self, text: str) -> str:
+        """What is complete of the window's text and was not returned. The window is then as short as it may be."""
+        num_complete = len(text.rstrip(REPLACEMENT))
+        is_long = len(self._window) >= MAX_PENDING_TOKENS
+        if is_long:
+            num_complete = max(num_complete, len(text) - UNFINISHED_CHARS)
+        piece = text[self._num_returned : num_complete]
+        self._num_returned = max(self._num_returned, num_complete)
+        if piece and num_complete == len(text):
+            self._keep_last_character()
+        elif is_long:
+            waiting = text[self._num_returned :]
+            self._window = self._window[-DECISIVE_TOKENS:]
+            self._num_returned = len(self._decode(self._window)) - len(waiting)
+        return piece
+
+    def _keep_last_character(self) -> None:
+        """All of the window was returned. Its last tokens that are text by themselves go before the next ones: always
+        the same tokens, however they came."""
+        tokens: list[int] = []
+        text = ""
+        for token in reversed(self._window):
+            tokens.insert(0, token)
+            text = self._decode(tokens)
+            if len(tokens) == CHARACTER_TOKENS or (text and not text.startswith(REPLACEMENT)):
+                break
+            if self._is_textless(token):
+                del tokens[0]
+        self._window, self._num_returned = tokens, len(text)
+
+    def _is_textless(self, token: int) -> bool:
+        """Whether it is skipped, as special tokens are. Asked for two of it: one may be a space, which decoders drop
+        where a text begins."""
+        if token not in self._textless:
+            self._textless[token] = not self._decode([token, token])
+        return self._textless[token]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
-            self._window, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+            token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )
