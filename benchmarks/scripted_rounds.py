@@ -86,6 +86,7 @@ class ScriptedRunner(RoundRunner):
     def _run_mixed(
         self, batch: ScheduledBatch, chunks: Any, ended: list[LlmRequest], logprobs: Any
     ) -> SampledTokens:
+        self._start(batch)
         return self._script.tokens(len(ended) + len(batch.generation_requests), batch.draft_len)
 
 

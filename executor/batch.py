@@ -13,6 +13,7 @@ class ScheduledBatch:
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
+    joining: list[LlmRequest] = field(default_factory=list)  # of the context requests, those with a new slot
     draft_len: int = 0  # drafts in every generation window of this round, padding included
     num_asked: int = 0  # drafts that the drafter is asked for, of some request at least; it may have fewer
     draft_probs: torch.Tensor | None = None  # [B, K, V] what drafts were drawn from, for rejection sampling

@@ -5,7 +5,9 @@ Chunks are padded with one of the dummy slot. It knows the engine's rows; no req
 """
 
 import logging
+from array import array
 from functools import partial
+from itertools import accumulate
 from time import monotonic
 
 import torch
@@ -41,11 +43,12 @@ class ContextGraphs:
         pool: GraphPool,
     ) -> None:
         self._engine, self._plans, self._dummy_slot = engine, plans, dummy_slot
-        device = engine.rows.device
-        self._token_ids, self._positions, self._kv_slots = torch.zeros(
-            (3, max(sizes)), dtype=torch.int64, device=device
-        ).unbind(0)
-        self._last_rows = torch.zeros(MAX_CHUNKS, dtype=torch.int64, device=device)
+        num_pages = (MAX_CHUNKS + 1) * engine.rows.table.device_rows.shape[1]
+        num_inputs = MAX_CHUNKS + 3 * max(sizes) + -(-num_pages // 2)
+        self._inputs = torch.zeros(num_inputs, dtype=torch.int64, device=engine.rows.device)
+        self._last_rows = self._inputs[:MAX_CHUNKS]
+        self._rows = {size: self._inputs[MAX_CHUNKS:][: 3 * size].view(3, size) for size in sizes}
+        self._pages = {size: self._inputs[MAX_CHUNKS + 3 * size :].view(torch.int32) for size in sizes}
         start, self._graphs = monotonic(), dict[int, Captured[torch.Tensor]]()
         for size in sorted(sizes, reverse=True):
             self._send([], size)
@@ -72,23 +75,23 @@ class ContextGraphs:
         return captured.result[: len(chunks)]
 
     def _send(self, chunks: list[ContextChunk], size: int) -> None:
-        """What the graph of `size` rows reads."""
-        ends, end = [0] * MAX_CHUNKS, 0
-        for index, chunk in enumerate(chunks):
-            end += len(chunk.tokens)
-            ends[index] = end - 1
-        nobody = [ContextChunk(self._dummy_slot, 0, [0] * (size - end))]
+        """What the graph of `size` rows reads, in one copy to where it reads it: the last row of each chunk, token ids,
+        positions and places of all rows, and the pages of all chunks, two in a number."""
+        ends, builder = [*accumulate(len(chunk.tokens) for chunk in chunks)], self._engine.rows
+        nobody = [ContextChunk(self._dummy_slot, 0, [0] * (size - sum(ends[-1:])))]
         nobody += [ContextChunk(self._dummy_slot, 0, [])] * (MAX_CHUNKS - len(chunks))
-        metadata, token_ids = self._engine.rows.build(chunks + nobody, None)
-        self._plans.update(metadata)
-        self._token_ids[:size].copy_(token_ids)
-        self._positions[:size].copy_(metadata.positions)
-        self._kv_slots[:size].copy_(metadata.kv_slots)
-        self._last_rows.copy_(to_device(ends, self._last_rows.device))
+        chunks = chunks + nobody
+        pages = builder.pages(chunks)
+        numbers = array("q", [end - 1 for end in ends] + [0] * (MAX_CHUNKS - len(ends)))
+        numbers += builder.context_rows(chunks, size)
+        numbers.frombytes(pages.tobytes() + bytes(4 * (len(pages) % 2)))
+        to_device(numbers, builder.device, self._inputs[: len(numbers)])
+        lens, kv_lens = [len(chunk.tokens) for chunk in chunks], [chunk.end for chunk in chunks]
+        self._plans.update(lens, kv_lens, self._pages[size][: len(pages)])
 
     def _forward(self, size: int) -> torch.Tensor:
-        plan = self._plans.for_graph(self._kv_slots[:size])
-        return self._engine.run(self._token_ids[:size], self._positions[:size], plan, self._last_rows)
+        token_ids, positions, kv_slots = self._rows[size].unbind(0)
+        return self._engine.run(token_ids, positions, self._plans.for_graph(kv_slots), self._last_rows)
 
 
 def capture_contexts(

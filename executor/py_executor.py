@@ -147,9 +147,8 @@ class PyExecutor:
     def _schedule(self, generating: list[LlmRequest]) -> ScheduledBatch:
         batch, admitted = self.scheduler.schedule(generating)
         self._batch = batch
+        batch.joining = admitted
         for request in admitted:
-            self.parts.sampler.start(request)
-            self.parts.slots.start(request)
             if request.first_scheduled_time is None:
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
         num_ending = len(batch.last_chunk_requests)

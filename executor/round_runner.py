@@ -225,6 +225,7 @@ class RoundRunner:
             hidden = hidden.index_select(0, wanted)
         else:
             hidden = self.engine.forward(chunks, windows, wanted)
+        self._start(batch)
         logits = self.engine.compute_logits(hidden)
         parts = self._sample_contexts(ended, logits[: len(ended)], logprobs) if ended else []
         result = None
@@ -252,6 +253,7 @@ class RoundRunner:
         hidden = self.context_graphs.run(chunks)
         if hidden is None:
             return None
+        self._start(batch)
         parts: list[SampledTokens] = []
         if ended:
             if len(ended) < len(chunks):
@@ -262,6 +264,13 @@ class RoundRunner:
         if batch.generation_requests:
             parts.append(self._replay(batch) or self._run_windows(batch, logprobs))
         return _joined(parts, batch.window, hidden.device)
+
+    def _start(self, batch: ScheduledBatch) -> None:
+        """Rows of the slots that requests were given for this round. Nobody reads them before a context has been run,
+        so they are written while the device is busy with it."""
+        for request in batch.joining:
+            self._sampler.start(request)
+            self._slots.start(request)
 
     def _draft_behind_contexts(
         self,
@@ -301,9 +310,9 @@ class RoundRunner:
         self, ended: list[LlmRequest], logits: torch.Tensor, logprobs: LogprobRows
     ) -> list[SampledTokens]:
         group = self._groups.get(ended, 1)
-        lens = to_device([request.num_tokens for request in ended], logits.device)
+        numbers = [request.num_tokens for request in ended], [request.tokens[-1] for request in ended]
+        lens, tails = to_device(numbers, logits.device).unbind(0)
         self._slots.kv_lens[group.slots] = lens
-        tails = to_device([request.tokens[-1] for request in ended], logits.device)
         return [self._sampler.sample_contexts(group, logits, tails, logprobs)]
 
 

@@ -3,14 +3,22 @@
 It knows neither rounds nor requests.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 
-def to_device(values: torch.Tensor | Sequence[object], device: torch.device) -> torch.Tensor:
-    """Host values as a tensor on `device`. On CUDA the copy goes through pinned memory, in stream order."""
+def to_device(
+    values: "torch.Tensor | array[int] | Sequence[object]",
+    device: torch.device,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Host values as a tensor on `device`. On CUDA the copy goes through pinned memory, in stream order. Of many
+    integers an array of type "q" is read in a fraction of a list's time. out: where they go; None: to a new tensor."""
     is_async = device.type != "cpu"
+    if isinstance(values, array):
+        values = torch.frombuffer(values, dtype=torch.int64)
     if not isinstance(values, torch.Tensor):
         host = torch.tensor(values, pin_memory=is_async)
     elif is_async:
@@ -19,7 +27,7 @@ def to_device(values: torch.Tensor | Sequence[object], device: torch.device) -> 
     else:
         host = values
     # Pinned memory that is dropped here goes to nobody else before torch knows that the copy from it has ended.
-    return host.to(device, non_blocking=True)
+    return host.to(device, non_blocking=True) if out is None else out.copy_(host, non_blocking=True)
 
 
 class ToHost:

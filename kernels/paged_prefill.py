@@ -47,14 +47,25 @@ class PrefillRows:
     ) -> "PrefillRows":
         """block_tables: `[C or more, P]` int32, on the device; only the pages that kv_lens reach are taken."""
         counts = [-(-length // page_size) for length in kv_lens]
+        tables = block_tables[: len(counts)]
+        pages = [table[:count] for table, count in zip(tables, counts, strict=True)]
+        return cls.of_pages(chunk_lens, kv_lens, pages[0] if len(pages) == 1 else torch.cat(pages), page_size)
+
+    @classmethod
+    def of_pages(
+        cls, chunk_lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor, page_size: int
+    ) -> "PrefillRows":
+        """pages: as the field, those that kv_lens reach."""
+        counts = [-(-length // page_size) for length in kv_lens]
         last = [length - (count - 1) * page_size for length, count in zip(kv_lens, counts, strict=True)]
         starts = [0, *accumulate(chunk_lens)], [0, *accumulate(counts)]
         numbers = [*starts, [*last, 0], [*kv_lens, 0]]
-        host = torch.tensor(numbers, dtype=torch.int32, pin_memory=block_tables.is_cuda)
-        pages = torch.cat(
-            [table[:count] for table, count in zip(block_tables[: len(counts)], counts, strict=True)]
+        host = torch.tensor(numbers, dtype=torch.int32, pin_memory=pages.is_cuda)
+        queries, page_starts, last_page_lens, lens = host.unbind(0)
+        assert starts[1][-1] == len(pages)
+        return cls(
+            queries, page_starts, last_page_lens[:-1], lens[:-1], pages, starts[0][-1], max(chunk_lens)
         )
-        return cls(host[0], host[1], host[2, :-1], host[3, :-1], pages, starts[0][-1], max(chunk_lens))
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def build_engine(
     geometry = model.config.attention_geometry(plan.mapping)
     pools = [_pool(plan, geometry, model.dtype, num_pages)]
     table = BlockTable(plan.slots, -(-plan.max_len // plan.page_size), plan.device)
-    rows = RowBuilder(table, plan.page_size, plan.device)
+    rows = RowBuilder(table, num_pages, plan.page_size, plan.device)
     layers, spec = None, None
     if draft is not None and draft.plan.shares_pages:
         own = draft.net.config.attention_geometry(plan.mapping)

@@ -4,6 +4,8 @@ It knows slots, lengths and block tables; no model, no requests. Several models 
 pool of its own, so that a page number means the same tokens in every pool.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,8 @@ from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.transfer import to_device
 from tllm_spec.kernels.window_rows import WindowRows, window_rows
+
+ROW_ALIGNMENT = 16  # numbers: kernels are compiled anew for addresses that are no multiples of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,13 @@ class Windows:
 class RowBuilder:
     """Rows of one forward over the pages of `table`."""
 
-    def __init__(self, table: BlockTable, page_size: int, device: torch.device) -> None:
+    def __init__(self, table: BlockTable, num_pages: int, page_size: int, device: torch.device) -> None:
+        """num_pages: of the pool, of `page_size` tokens each."""
         self.table = table
         self.page_size = page_size
         self.device = device
+        # Positions and places of tokens are runs of these: to copy one takes as long as to make a few numbers.
+        self._numbers = array("q", range(max(num_pages * page_size, self.max_len)))
 
     @property
     def max_len(self) -> int:
@@ -96,24 +103,45 @@ class RowBuilder:
         kv_lens = (windows.first + width).clamp_min_(1).to(torch.int32)
         return WindowRows(positions.flatten(), kv_slots.flatten(), kv_lens, tables)
 
+    def pages(self, chunks: Sequence[ContextChunk]) -> "array[int]":
+        """Those that hold each chunk's sequence up to the chunk's end, int32: the first's, then the second's."""
+        pages = array("i")
+        for chunk in chunks:
+            pages += self.table.pages(chunk.slot)[: -(-chunk.end // self.page_size)]
+        return pages
+
+    def context_rows(self, chunks: Sequence[ContextChunk], length: int) -> "array[int]":
+        """Token ids, positions and places in the pool of the chunks' T tokens, `[3, length]`; what stands behind the
+        first T of each is nobody's. The host copies runs of numbers that it has; the device would need a dozen kernels,
+        one behind the other, before a forward can begin."""
+        token_ids, positions, places = array("q"), array("q"), array("q")
+        numbers, size = self._numbers, self.page_size
+        for chunk in chunks:
+            token_ids += array("q", chunk.tokens)
+            positions += numbers[chunk.start : chunk.end]
+            first_page, own = chunk.start // size, array("q")
+            for page in self.table.pages(chunk.slot)[first_page : -(-chunk.end // size)]:
+                own += numbers[page * size : (page + 1) * size]
+            first = chunk.start - first_page * size
+            places += own[first : first + len(chunk.tokens)]
+        assert len(token_ids) == len(positions) == len(places), "a chunk goes on behind its slot's pages"
+        padding = array("q", bytes(8 * (length - len(token_ids))))
+        return token_ids + padding + positions + padding + places + padding
+
     def _mixed_metadata(
         self, contexts: list[ContextChunk], windows: Windows | None
     ) -> tuple[AttentionMetadata, torch.Tensor]:
         lens = tuple(len(chunk.tokens) for chunk in contexts)
         ends = tuple(chunk.end for chunk in contexts)
         num_pages = -(-max((*ends, windows.max_kv_len if windows else 0)) // self.page_size)
-        numbers = [chunk.slot for chunk in contexts], [chunk.start for chunk in contexts], lens, ends
-        slots, starts, repeats, context_kv_lens = to_device(numbers, self.device).unbind(0)  # one copy
+        length = -(-sum(lens) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        numbers = self.context_rows(contexts, length)
+        numbers.frombytes(array("i", [*(chunk.slot for chunk in contexts), *ends]).tobytes())
+        sent = to_device(numbers, self.device)  # one copy
+        rows, chunks = sent.split_with_sizes((3 * length, len(contexts)))
+        token_ids, positions, kv_slots = rows.view(3, length)[:, : sum(lens)].unbind(0)
+        slots, kv_lens = chunks.view(torch.int32).chunk(2)
         tables = self.table.rows(slots, num_pages)
-        owners = torch.arange(len(contexts), device=self.device).repeat_interleave(
-            repeats, output_size=sum(lens)
-        )
-        # Row r of chunk c stands at start[c] + r - (rows of the chunks before c).
-        shift = (starts - repeats.cumsum(0) + repeats).index_select(0, owners)
-        positions = torch.arange(sum(lens), device=self.device) + shift
-        kv_slots = self._kv_slots(tables.index_select(0, owners), positions.unsqueeze(1)).flatten()
-        token_ids = to_device([t for chunk in contexts for t in chunk.tokens], self.device)
-        kv_lens = context_kv_lens.to(torch.int32)
         metadata = AttentionMetadata(lens, ends, 0, 1, tables, kv_lens, positions, kv_slots, 0)
         if windows is None:
             return metadata, token_ids

@@ -118,7 +118,10 @@ class PagedCache:
         missing = self._pages_for(num_tokens) - len(pages)
         if missing > self.num_available:
             return False
-        for _ in range(missing):
+        num_kept = max(0, len(self._free_pages) - missing)
+        pages += reversed(self._free_pages[num_kept:])  # as if they were taken one by one
+        del self._free_pages[num_kept:]
+        while num_tokens > len(pages) * self.page_size:
             pages.append(self._take_page())
         return True
 

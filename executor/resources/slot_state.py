@@ -5,6 +5,8 @@ scatter by slot. The host writes a row when a request starts generating and keep
 to read a row back. The last row is the dummy slot of graph padding.
 """
 
+from array import array
+
 import torch
 
 from tllm_spec.executor.request import LlmRequest
@@ -86,6 +88,8 @@ class BlockTable:
     Neighbours are sent two at a time as one 64-bit number, the first in its low half as everything that CUDA runs on
     has it in memory: places and what belongs there are then one list, and a round in which pages were added is one
     copy and one write. P is even for this, `max_pages` or one more.
+
+    The host keeps the rows, too: where a prompt's tokens go is a few numbers there, and many small kernels here.
     """
 
     def __init__(self, slots: SeqSlotManager, max_pages: int, device: torch.device) -> None:
@@ -93,20 +97,29 @@ class BlockTable:
         self._pairs_a_row = -(-max_pages // 2)
         self.device_rows = torch.zeros((num_rows, 2 * self._pairs_a_row), dtype=torch.int32, device=device)
         self._pairs = self.device_rows.view(torch.int64)
+        self._host_rows = [array("i", bytes(8 * self._pairs_a_row)) for _ in range(num_rows)]
         self._changed: dict[int, int] = {}  # place in the flattened pairs -> pair
 
     def write(self, slot: int, pages: list[int], first_changed: int) -> None:
         """Pages from index `first_changed` on differ from what the row holds."""
-        row = slot * self._pairs_a_row
-        for place in range(first_changed // 2, -(-len(pages) // 2)):
-            first, *second = pages[2 * place : 2 * place + 2]
-            self._changed[row + place] = first | second[0] << 32 if second else first
+        place = first_changed // 2
+        changed = array("i", pages[2 * place :])
+        self._host_rows[slot][2 * place : len(pages)] = changed
+        if len(pages) % 2:
+            changed.append(0)
+        pairs = memoryview(changed).cast("b").cast("q")
+        start = slot * self._pairs_a_row + place
+        self._changed.update(zip(range(start, start + len(pairs)), pairs, strict=True))
+
+    def pages(self, slot: int) -> "array[int]":
+        """What the host has written to a slot's row, sent or not: live, so read it, do not change it."""
+        return self._host_rows[slot]
 
     def flush(self) -> None:
         """Sends the changed entries; nothing happens in rounds in which no page was added."""
         if not self._changed:
             return
-        sent = to_device([*self._changed, *self._changed.values()], self._pairs.device)
+        sent = to_device(array("q", [*self._changed, *self._changed.values()]), self._pairs.device)
         places, pairs = sent.chunk(2)
         self._pairs.put_(places, pairs)
         self._changed.clear()

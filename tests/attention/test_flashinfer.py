@@ -10,7 +10,7 @@ import torch
 from tests.attention.plain_prefill import PlainPrefill
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, ContextPlans
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.paged_prefill import PrefillLimits, PrefillRows
@@ -260,17 +260,22 @@ def test_a_plan_in_place_runs_whatever_was_planned_last(device: str) -> None:
     backends = sharing_one_prefill(forwards)
     plans = backends[0].context_plans(PrefillLimits(num_rows, 4, 50))
     assert plans is not None
-    plans.update(padded_to(forwards[0].metadata, num_rows))
+    update(plans, padded_to(forwards[0].metadata, num_rows))
     kv_slots = torch.zeros(num_rows, dtype=torch.int64, device=device)
     plan = plans.for_graph(kv_slots)
     for forward, backend in zip(forwards, backends, strict=True):
         metadata, own = padded_to(forward.metadata, num_rows), len(forward.qkv)
-        plans.update(metadata)
+        update(plans, metadata)
         kv_slots.copy_(metadata.kv_slots)
         qkv = torch.cat((forward.qkv, forward.qkv[:1].expand(num_rows - own, -1, -1)))
         output = backend.run(LAYER, qkv, Rotary(forward.rotary.table, metadata.positions), plan)
         assert output.isfinite().all()  # padding, too: its keys go to a page that others may meet
         forward.check(output[:own])
+
+
+def update(plans: ContextPlans, metadata: AttentionMetadata) -> None:
+    lens, kv_lens = metadata.context_lens, metadata.context_kv_lens
+    plans.update(lens, kv_lens, PrefillRows.build(lens, kv_lens, metadata.block_tables, 32).pages)
 
 
 def padded_to(metadata: AttentionMetadata, num_rows: int) -> AttentionMetadata:

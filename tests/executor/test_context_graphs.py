@@ -163,7 +163,9 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
     assert graphs is not None
     table = harness.parts.kv.table
     with torch.inference_mode():
-        table.device_rows[:DUMMY, :4] = torch.arange(1, 33).view(8, 4).int()
+        for slot in range(DUMMY):
+            table.write(slot, list(range(1 + 4 * slot, 5 + 4 * slot)), 0)
+        table.flush()
         for lens in ((40,), (1,), (3, 1), (1,) * MAX_CHUNKS, (5, 2, 30), (8,)):
             chunks = [ContextChunk(slot, 0, random.choices(range(64), k=n)) for slot, n in enumerate(lens)]
             last = torch.tensor(lens).cumsum(0) - 1

@@ -23,7 +23,8 @@ PROMPT = [5, 9, 2, 7, 7, 1, 3, 8, 4, 6]
 def engine_of(harness: Harness) -> ModelEngine:
     """With pages 1 to 4 for slot 0."""
     engine = harness.parts.runner.engine
-    engine.rows.table.device_rows[0, :4] = torch.arange(1, 5, dtype=torch.int32)
+    engine.rows.table.write(0, [1, 2, 3, 4], 0)
+    engine.rows.table.flush()
     return engine
 
 

@@ -4,6 +4,7 @@ A forward without chunks is TRITON's, so CUDA graphs hold the same kernels. Cont
 lengths on the host; page numbers stay on the device. On Hopper a plan in place serves CUDA graphs of contexts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,12 +56,9 @@ class FlashInferContexts(ContextPlans):
         self._prefill, self._limits, self._page_size = prefill, limits, page_size
         self._plan: Any = None
 
-    def update(self, metadata: AttentionMetadata) -> None:
-        assert len(metadata.context_lens) == self._limits.num_chunks and not metadata.num_generations
-        rows = PrefillRows.build(
-            metadata.context_lens, metadata.context_kv_lens, metadata.block_tables, self._page_size
-        )
-        self._plan = self._prefill.plan(rows)
+    def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
+        assert len(lens) == self._limits.num_chunks
+        self._plan = self._prefill.plan(PrefillRows.of_pages(lens, kv_lens, pages, self._page_size))
 
     def for_graph(self, kv_slots: torch.Tensor) -> FlashInferPlan:
         assert self._plan is not None

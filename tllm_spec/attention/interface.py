@@ -6,6 +6,7 @@ Nothing here knows requests, the scheduler or sampling: rows, pages and lengths 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -57,8 +58,10 @@ class AttentionPlan:
 class ContextPlans(Protocol):
     """Plans of context chunks in memory that stays where it is, so that a CUDA graph can hold their forward."""
 
-    def update(self, metadata: AttentionMetadata) -> None:
-        """The next replay runs these chunks, as many as the limits say, and no windows."""
+    def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
+        """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows. kv_lens: as
+        `context_kv_lens`. pages: int32, on the device, those of the first chunk's request that its length reaches,
+        then those of the second's."""
 
     def for_graph(self, kv_slots: torch.Tensor) -> AttentionPlan:
         """What a forward of so many rows captures; `kv_slots` `[T]` holds the slots of a replay's rows."""
