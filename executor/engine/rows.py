@@ -53,7 +53,8 @@ class RowBuilder:
         self.page_size = page_size
         self.device = device
         # Positions and places of tokens are runs of these: to copy one takes as long as to make a few numbers.
-        self._numbers = array("q", range(max(num_pages * page_size, self.max_len)))
+        self._numbers = array("q")
+        self._numbers.frombytes(torch.arange(max(num_pages * page_size, self.max_len)).numpy().tobytes())
 
     @property
     def max_len(self) -> int:
