@@ -5,6 +5,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,19 @@ def test_waiting_longer_than_the_timeout_raises() -> None:
     handle = RequestHandle(1, None, [5], SamplingParams(), None, lambda: None)
     with pytest.raises(TimeoutError, match="request 1"):
         handle.result(timeout=0.01)
+
+
+def test_a_tokenizer_that_fails_its_reader_fails_it_every_time_and_nobody_waits_for_ever() -> None:
+    class Failing:
+        def decode(self, token_ids: list[int], **options: object) -> str:
+            raise KeyError("no such piece")
+
+    tokenizer: Any = Failing()
+    handle = RequestHandle(1, None, [5], SamplingParams(), tokenizer, lambda: None)
+    handle.receive(Response(1, [7], finish_reason="length"))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="no such piece"):
+            handle.result(timeout=1)
 
 
 def finished_handle() -> RequestHandle:

@@ -178,8 +178,9 @@ class RequestHandle(RequestOutput):
 
     def _read(self) -> None:
         while self._arrived:
-            arrival = self._arrived.popleft()
+            arrival = self._arrived[0]
             self._apply(arrival.response, arrival.time)
+            self._arrived.popleft()  # only now: where a user's tokenizer raised, the next reading does not wait for ever
 
     def _apply(self, response: Response, time: float) -> None:
         output = self.outputs[response.index]
