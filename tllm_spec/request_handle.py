@@ -180,7 +180,7 @@ class RequestHandle(RequestOutput):
         while self._arrived:
             arrival = self._arrived[0]
             self._apply(arrival.response, arrival.time)
-            self._arrived.popleft()  # only now: where a user's tokenizer raised, the next reading does not wait for ever
+            self._arrived.popleft()  # only now: where a user's tokenizer raises, the next reading is told, too
 
     def _apply(self, response: Response, time: float) -> None:
         output = self.outputs[response.index]
