@@ -5,14 +5,13 @@ It knows the engine and the sizes of rounds; neither products nor who compares t
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 
 from tllm_spec.executor.cuda_graphs import GraphKey
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import Windows
-from tllm_spec.executor.graph_pool import GraphPool, replay_seconds
+from tllm_spec.executor.graph_pool import Captured, GraphPool, replay_seconds
 from tllm_spec.models.causal_lm import CausalLM, first_layers
 
 # Enough that the device's cache does not hold their weights from one replay to the next.
@@ -24,11 +23,13 @@ TIMED_ROWS = 2
 class LayerStack:
     """Rounds of generation windows with the dummy slot in the place of everybody."""
 
-    def __init__(self, engine: ModelEngine, keys: Iterable[GraphKey], dummy_slot: int) -> None:
-        self._engine, self._dummy_slot = engine, dummy_slot
+    def __init__(
+        self, engine: ModelEngine, keys: Iterable[GraphKey], dummy_slot: int, device: torch.device
+    ) -> None:
+        self._engine, self._dummy_slot, self._device = engine, dummy_slot, device
         self._keys = {key.num_tokens: key for key in keys}
-        self._pool: GraphPool | None = None
-        self._first: Any = None  # holds the pool's memory
+        self._pool = GraphPool(device)
+        self._first: Captured[torch.Tensor] | None = None  # a pool is gone when all of its graphs are
 
     @property
     def model(self) -> CausalLM:
@@ -40,19 +41,14 @@ class LayerStack:
 
     def seconds(self, rows: int) -> float:
         """Of a forward of a round with so many rows. Captures it anew."""
-        device = self._engine.rows.device
-        if self._pool is None:
-            self._pool = GraphPool(device)
+        windows = self._windows(self._keys[rows])
         with first_layers(self.model, NUM_LAYERS):
-            captured = self._pool.capture(partial(self._forward, self._windows(self._keys[rows], device)))
+            captured = self._pool.capture(partial(self._engine.forward, [], windows))
         self._first = self._first or captured
         return min(replay_seconds(captured.graph, TIMED_SECONDS) for _ in range(TIMED_ROWS))
 
-    def _windows(self, key: GraphKey, device: torch.device) -> Windows:
-        slots = torch.full((key.batch_size,), self._dummy_slot, device=device)
-        token_ids = torch.zeros((key.batch_size, 1 + key.draft_len), dtype=torch.int64, device=device)
+    def _windows(self, key: GraphKey) -> Windows:
+        slots = torch.full((key.batch_size,), self._dummy_slot, device=self._device)
+        token_ids = slots.new_zeros(key.batch_size, 1 + key.draft_len)
         # The longest requests that there can be, so that attention's launch is that of the rounds' graphs.
         return Windows(slots, torch.zeros_like(slots), token_ids, self._engine.rows.max_len)
-
-    def _forward(self, windows: Windows) -> torch.Tensor:
-        return self._engine.forward([], windows)

@@ -40,7 +40,7 @@ def build_controller(
     if not plan.args.deterministic:
         # Windows of all requests, a row of each of them, full chunks of contexts, and a prompt of some length.
         row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
-        stack = LayerStack(runner.engine, keys, plan.slots.dummy_slot) if keys else None
+        stack = LayerStack(runner.engine, keys, plan.slots.dummy_slot, plan.device) if keys else None
         tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device, stack)
     pool = GraphPool(plan.device)
     runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)  # first, as they need most

@@ -10,17 +10,26 @@ from tests.executor.harness import Harness
 from tllm_spec.executor.building import layer_stack
 from tllm_spec.executor.building.layer_stack import LayerStack
 from tllm_spec.executor.cuda_graphs import GraphKey
+from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.models.causal_lm import layers_of
 
-DUMMY = 8
+CPU, DUMMY = torch.device("cpu"), 8
+
+
+@pytest.fixture
+def harness(tiny: Path, eager_graphs: None) -> Harness:
+    return Harness(tiny)
+
+
+@pytest.fixture
+def engine(harness: Harness) -> ModelEngine:
+    return harness.parts.runner.engine
 
 
 @torch.inference_mode()
 def test_a_round_of_so_many_rows_runs_through_the_first_layers_for_nobody(
-    tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = Harness(tiny)
-    engine = harness.parts.runner.engine
     all_layers = list(layers_of(engine.model))
     replayed, ran = [], []
     monkeypatch.setattr(layer_stack, "NUM_LAYERS", len(all_layers) - 1)
@@ -37,7 +46,8 @@ def test_a_round_of_so_many_rows_runs_through_the_first_layers_for_nobody(
         return forward(contexts, given, *wanted)
 
     monkeypatch.setattr(engine, "forward", watched)
-    stack = LayerStack(engine, [GraphKey(3, 3, False), GraphKey(2, 0, False), GraphKey(3, 3, True)], DUMMY)
+    keys = [GraphKey(3, 3, False), GraphKey(2, 0, False), GraphKey(3, 3, True)]
+    stack = LayerStack(engine, keys, DUMMY, CPU)
     assert stack.row_counts == [12, 2] and stack.model is engine.model
     assert stack.seconds(12) == 2.0 and len(replayed) == 2
     assert ran[0] == len(all_layers) - 1, "it was captured with all layers"
@@ -47,10 +57,8 @@ def test_a_round_of_so_many_rows_runs_through_the_first_layers_for_nobody(
 
 
 def test_the_model_is_whole_again_where_the_capture_fails(
-    tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = Harness(tiny)
-    engine = harness.parts.runner.engine
     before = list(layers_of(engine.model))
 
     def fails(*given: Any) -> torch.Tensor:
@@ -58,5 +66,5 @@ def test_the_model_is_whole_again_where_the_capture_fails(
 
     monkeypatch.setattr(engine, "forward", fails)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        LayerStack(engine, [GraphKey(3, 3, False)], DUMMY).seconds(12)
+        LayerStack(engine, [GraphKey(3, 3, False)], DUMMY, CPU).seconds(12)
     assert list(layers_of(engine.model)) == before
