@@ -20,7 +20,8 @@ import torch
 from driven_rounds import synchronize
 from model_shapes import READ_BYTES_PER_S
 
-from tllm_spec.kernels.window_attention import WindowPlaces, WindowWorkspace, window_attention
+from tllm_spec.kernels.window_attention import WindowPlaces, window_attention
+from tllm_spec.kernels.window_splits import WindowWorkspace
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
 ROOM = 512  # tokens that the block table has pages for beyond the context

@@ -1,5 +1,5 @@
 // y = x W^T for a few rows of x, at the rate at which W streams from memory; few_row_linear.py says what goes in and
-// comes out. Compiled by NVRTC for compute capability 9.0 and above, without headers.
+// comes out. Compiled by NVRTC for compute capability 9.0 and above.
 //
 // The grid is persistent, one CTA a multiprocessor. A worker, which is a CTA or a cluster, takes every num_workers-th
 // tile of 16 * row_groups rows of W, and each of its CTAs a share of the columns. The CTA's share of x stays in shared
@@ -19,9 +19,7 @@
 //
 // Defined by the compiler's options: BFLOAT16 (or float16), STEP_COLUMNS (a multiple of 64, at most 256), DEPTH.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+#include "tensor_core.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int PIECE = 8;                     // the elements of a 16-byte load
@@ -31,39 +29,8 @@ constexpr int LANES_A_ROW = STEP_COLUMNS / PIECE, ROWS_A_COPY = 32 / LANES_A_ROW
 constexpr int TOKENS = 8;                    // rows of x, the width of an operand of the tensor cores
 constexpr int SUMS = 8 * WARPS * TOKENS;     // of a tile's pairs of rows, from all column groups
 
-__device__ inline float2 unpack(u32 pair) {
-    float2 result;
-#if BFLOAT16
-    result.x = __uint_as_float(pair << 16);
-    result.y = __uint_as_float(pair & 0xffff0000u);
-#else
-    asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-        : "=f"(result.x), "=f"(result.y) : "r"(pair));
-#endif
-    return result;
-}
-
-__device__ inline u32 pack(float low, float high) {
-    u32 pair;
-#if BFLOAT16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-    return pair;
-}
-
 __device__ inline float widen(u16 value) { return unpack(value).x; }
 __device__ inline u16 narrow(float value) { return static_cast<u16>(pack(value, 0.0f)); }
-
-__device__ inline void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if BFLOAT16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 __device__ inline uint4 load_piece(const u16* source) {
     uint4 piece;
@@ -72,8 +39,6 @@ __device__ inline uint4 load_piece(const u16* source) {
     return piece;
 }
 
-__device__ inline u32 shared_address(const void* place) { return static_cast<u32>(__cvta_generic_to_shared(place)); }
-
 // Without a prefetch size for the L2 cache: with one of 256 bytes every product was slower on an H200.
 __device__ inline void copy_piece(uint4* destination, const u16* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
@@ -81,8 +46,6 @@ __device__ inline void copy_piece(uint4* destination, const u16* source) {
 }
 
 __device__ inline u32 cluster_rank() { u32 rank; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)); return rank; }
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 struct Product {  // few_row_linear.py has the same
     const u16 *x, *weight, *bias, *norm_weight, *residual;
@@ -193,12 +156,7 @@ struct WorkerSum {
     __device__ float* place(int parity, int sender, int high, int pair) const {
         return received + (((parity * senders() + sender) * 2 + high) * run + pair % run) * TOKENS;
     }
-    __device__ u32 of_rank(const float* place, int rank) const {
-        u32 remote;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;"
-            : "=r"(remote) : "r"(shared_address(place)), "r"(p.splits == 1 ? cluster_rank() : rank));
-        return remote;
-    }
+    __device__ u32 at(const float* place, int rank) const { return of_rank(place, p.splits == 1 ? cluster_rank() : rank); }
     __device__ void arrive() const { if (p.splits > 1) cluster_arrive(); }
     __device__ void wait() const {
         if (p.splits > 1) cluster_wait();
@@ -209,7 +167,7 @@ struct WorkerSum {
         for (int high = 0; high < 2; ++high) {
             const float* mine = place(parity, part.rank * part.column_groups + part.column_group, high, pair) + token;
             asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};"
-                :: "r"(of_rank(mine, pair / run)), "f"(sum[2 * high]), "f"(sum[2 * high + 1]) : "memory");
+                :: "r"(at(mine, pair / run)), "f"(sum[2 * high]), "f"(sum[2 * high + 1]) : "memory");
         }
     }
     __device__ void send_squares(const float* of_warps) const {
@@ -219,7 +177,7 @@ struct WorkerSum {
 #pragma unroll
             for (int warp = 0; warp < WARPS; ++warp) sum += of_warps[token * WARPS + warp];
             asm volatile("st.shared::cluster.f32 [%0], %1;"
-                :: "r"(of_rank(squares + part.rank * TOKENS + token, i / p.num_tokens)), "f"(sum) : "memory");
+                :: "r"(at(squares + part.rank * TOKENS + token, i / p.num_tokens)), "f"(sum) : "memory");
         }
     }
     __device__ void finish(int tile, int parity) const {
@@ -322,8 +280,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_row_linear(const __
                     const int place = (2 * quad + odd) ^ row;
                     const uint4 a = own[place], b = own[8 * PIECES_A_ROW + place];
                     const uint4 c = pieces[odd];
-                    multiply(sums, a.x, b.x, a.y, b.y, c.x, c.y);
-                    multiply(sums, a.z, b.z, a.w, b.w, c.z, c.w);
+                    const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
+                    multiply(sums, low, c.x, c.y);
+                    multiply(sums, high, c.z, c.w);
                 }
             }
             slot = slot == DEPTH - 1 ? 0 : slot + 1;

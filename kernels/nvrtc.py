@@ -33,8 +33,11 @@ def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, i
     """
     from cuda.bindings import nvrtc
 
-    source = Path(__file__).with_name(name).read_bytes()
-    program = checked(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
+    folder = Path(__file__).parent
+    headers = sorted(folder.glob("*.cuh"))
+    names, texts = [path.name.encode() for path in headers], [path.read_bytes() for path in headers]
+    source = (folder / name).read_bytes()
+    program = checked(nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), texts, names))
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",

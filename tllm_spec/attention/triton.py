@@ -15,12 +15,8 @@ from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.window_attention import (
-    MAX_PARTIAL_ROWS,
-    WindowPlaces,
-    WindowWorkspace,
-    window_attention,
-)
+from tllm_spec.kernels.window_attention import WindowPlaces, window_attention
+from tllm_spec.kernels.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,60 @@
+// What our kernels say to the multiprocessor: 16-bit floats in pairs, the tensor cores, shared memory, clusters. Knows no
+// kernel. BFLOAT16 (or float16) is defined by the compiler's options.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef long long i64;
+
+__device__ inline float2 unpack(u32 pair) {
+    float2 result;
+#if BFLOAT16
+    result.x = __uint_as_float(pair << 16);
+    result.y = __uint_as_float(pair & 0xffff0000u);
+#else
+    asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(result.x), "=f"(result.y) : "r"(pair));
+#endif
+    return result;
+}
+
+__device__ inline u32 pack(float low, float high) {
+    u32 pair;
+#if BFLOAT16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
+
+__device__ inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if BFLOAT16
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ inline u32 shared_address(const void* place) { return static_cast<u32>(__cvta_generic_to_shared(place)); }
+
+// Four blocks of 8 x 8 elements, whose rows begin where the lanes say: lanes 8 i to 8 i + 7 those of block i.
+__device__ inline void load_blocks(u32 (&blocks)[4], const uint4* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3]) : "r"(shared_address(row)));
+}
+__device__ inline void load_turned_blocks(u32 (&blocks)[4], const uint4* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3]) : "r"(shared_address(row)));
+}
+
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline u32 of_rank(const void* place, int rank) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(place)), "r"(rank));
+    return remote;
+}

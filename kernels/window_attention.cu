@@ -1,0 +1,295 @@
+// Paged attention of generation windows; window_attention.py says what goes in and comes out, window_attention_cuda.py
+// how a launch is laid out. Compiled by NVRTC for compute capability 9.0 and above.
+//
+// A cluster serves one KV head of one request: the window's query heads of the group are the rows of its tile. Each CTA
+// takes a share of the keys that were in the pool before, each of its warps every so many-th block of 16 of these, which
+// it copies into a ring of its own in shared memory, keys and values in turn. The last CTA with keys adds the window's
+// own, and puts them into the pool. The softmax is the online one, in powers of two. At the end warps are joined in
+// shared memory, and CTAs send each other their sums: each finishes a run of the columns.
+//
+// Where every tile has one CTA and only very long requests have more, these leave partial results in memory, as
+// window_attention_triton.py does, whose reduction joins them.
+//
+// Lengths, tables and older keys do not depend on the projection in front of this kernel (early_launch.py): with
+// programmatic dependent launch the first of them are on their way while it still runs.
+//
+// A piece is 16 bytes. Piece c of row r of a tile lies at c ^ (r % 8): the 8 rows that are read together are in
+// different banks.
+//
+// Defined by the compiler's options: BFLOAT16 (or float16), HEAD_DIM (64 or 128), ROW_TILES (16 rows each), WARPS,
+// DEPTH (of a warp's ring, tiles), CTAS (of a multiprocessor, at least).
+
+#include "tensor_core.cuh"
+#include "window_stage.cuh"
+#include "window_stream.cuh"
+
+__device__ inline float power_of_two(float exponent) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
+    return result;
+}
+
+__device__ inline float nothing() { return __uint_as_float(0xff800000u); }  // minus infinity
+__device__ inline float finite_base(float top) { return top == nothing() ? 0.0f : top; }  // a row may see nothing
+
+// A warp's rows: the highest score of each, the sum of the weights relative to it, and that of the weighted values.
+// A thread has rows lane / 4 and 8 further of each tile, and of scores the columns 2 (lane % 4) and 1 further of each 8.
+struct Mixture {
+    float top[ROW_TILES][2], total[ROW_TILES][2], mixed[ROW_TILES][HEAD_DIM / 8][4];
+
+    __device__ Mixture() {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+            top[tile][0] = top[tile][1] = nothing();
+            total[tile][0] = total[tile][1] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 2; ++i) mixed[tile][i / 4][i % 4] = 0.0f;
+        }
+    }
+    // Scores become weights, rounded for the product with the values.
+    __device__ void weigh(float (&scores)[ROW_TILES][2][4], float scale, u32 (&weights)[ROW_TILES][4]) {
+        bool grew = false;
+        float decay[ROW_TILES][2];
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {
+            const int tile = i / 2, half = i % 2;
+            float(&low)[4] = scores[tile][0], (&high)[4] = scores[tile][1];
+            const int first = 2 * half;
+            float highest = fmaxf(fmaxf(low[first], low[first + 1]), fmaxf(high[first], high[first + 1]));
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+            const float new_top = fmaxf(top[tile][half], highest * scale), base = finite_base(new_top);
+            decay[tile][half] = power_of_two(top[tile][half] - base);
+            grew |= new_top != top[tile][half];
+            top[tile][half] = new_top;
+#pragma unroll
+            for (int j = first; j < first + 2; ++j) {
+                low[j] = power_of_two(fmaf(low[j], scale, -base));
+                high[j] = power_of_two(fmaf(high[j], scale, -base));
+            }
+            total[tile][half] = total[tile][half] * decay[tile][half] + low[first] + low[first + 1] + high[first] + high[first + 1];
+            weights[tile][half] = pack(low[first], low[first + 1]);
+            weights[tile][2 + half] = pack(high[first], high[first + 1]);
+        }
+        if (!__any_sync(~0u, grew)) return;
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 2; ++i) mixed[tile][i / 4][i % 4] *= decay[tile][i / 2 % 2];
+    }
+    __device__ void add(const u32 (&weights)[ROW_TILES][4], const uint4* values, int lane, int last_row) {
+        const int row = min(lane % 16, last_row);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; ++i) {
+            u32 blocks[4];
+            load_turned_blocks(blocks, values + place(row, 2 * i + lane / 16));
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                multiply(mixed[tile][2 * i], weights[tile], blocks[0], blocks[1]);
+                multiply(mixed[tile][2 * i + 1], weights[tile], blocks[2], blocks[3]);
+            }
+        }
+    }
+};
+
+__device__ inline void multiply_keys(
+    float (&scores)[ROW_TILES][2][4], const uint4* queries, const uint4* keys, int lane, int last_row) {
+#pragma unroll
+    for (int i = 0; i < 8 * ROW_TILES; ++i) scores[i / 8][i / 4 % 2][i % 4] = 0.0f;
+    const int row = min(lane / 16 * 8 + lane % 8, last_row);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        u32 blocks[4];
+        load_blocks(blocks, keys + place(row, 2 * i + lane / 8 % 2));
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+            u32 query[4];
+            load_blocks(query, queries + place(16 * tile + lane % 16, 2 * i + lane / 16));
+            multiply(scores[tile][0], query, blocks[0], blocks[1]);
+            multiply(scores[tile][1], query, blocks[2], blocks[3]);
+        }
+    }
+}
+
+// Of the columns of a thread's scores, those that its rows do not see.
+template <class Sees>
+__device__ inline void hide(float (&scores)[ROW_TILES][2][4], int lane, const Sees& sees) {
+#pragma unroll
+    for (int i = 0; i < 8 * ROW_TILES; ++i) {
+        const int row = i / 8 * 16 + i % 4 / 2 * 8 + lane / 4, column = i / 4 % 2 * 8 + lane % 4 * 2 + i % 2;
+        if (!sees(row, column)) scores[i / 8][i / 4 % 2][i % 4] = nothing();
+    }
+}
+
+// Where warps leave their sums, and CTAs those of their columns of all others.
+struct Sums {
+    float *mixed, *tops, *totals;  // [WARPS][ROWS][SUM_STRIDE], where the rings were; [WARPS][ROWS]
+    float *received, *received_tops, *received_totals;  // [splits][ROWS][HEAD_DIM / splits]; [splits][ROWS]
+
+    __device__ void leave(Mixture& mixture, int warp, int lane) const {
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {
+            const int row = i / 2 * 16 + i % 2 * 8 + lane / 4;
+            float& total = mixture.total[i / 2][i % 2];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            if (lane % 4 == 0) {
+                tops[warp * ROWS + row] = mixture.top[i / 2][i % 2];
+                totals[warp * ROWS + row] = total;
+            }
+            float* target = mixed + (warp * ROWS + row) * SUM_STRIDE + lane % 4 * 2;
+#pragma unroll
+            for (int block = 0; block < HEAD_DIM / 8; ++block) {
+                const float(&sum)[4] = mixture.mixed[i / 2][block];
+                *reinterpret_cast<float2*>(target + block * 8) = make_float2(sum[i % 2 * 2], sum[i % 2 * 2 + 1]);
+            }
+        }
+    }
+};
+
+// Several sums of a row, relative to their own highest scores, as one.
+template <int MOST>
+__device__ inline float4 joined(
+    int number, const float* tops, const float* totals, int step, const float* parts, int part_step, float& top, float& total) {
+    top = nothing();
+    total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < MOST; ++i)
+        if (i < number) top = fmaxf(top, tops[i * step]);
+    const float base = finite_base(top);
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+        if (i >= number) break;
+        const float factor = power_of_two(tops[i * step] - base);
+        const float4 part = *reinterpret_cast<const float4*>(parts + i * part_step);
+        total = fmaf(factor, totals[i * step], total);
+        sum.x = fmaf(factor, part.x, sum.x);
+        sum.y = fmaf(factor, part.y, sum.y);
+        sum.z = fmaf(factor, part.z, sum.z);
+        sum.w = fmaf(factor, part.w, sum.w);
+    }
+    return sum;
+}
+
+__device__ inline i64 output_row(const Windows& w, const Part& part, int row) {
+    const i64 token = static_cast<i64>(part.request) * w.window + row / w.group;
+    return token * w.heads() + part.kv_head * w.group + row % w.group;
+}
+
+__device__ inline float inverse(float total) { return total == 0.0f ? 1.0f : 1.0f / total; }
+
+__device__ inline void write(const Windows& w, const Part& part, int row, int column, float4 sum, float total) {
+    const float factor = inverse(total);
+    const uint2 four = make_uint2(pack(sum.x * factor, sum.y * factor), pack(sum.z * factor, sum.w * factor));
+    *reinterpret_cast<uint2*>(w.out + output_row(w, part, row) * HEAD_DIM + column) = four;
+}
+
+__device__ inline void write_partial(
+    const Windows& w, const Part& part, int row, int column, float4 sum, float top, float total) {
+    const float factor = inverse(total);
+    const i64 place = output_row(w, part, row) * w.splits + part.split;
+    *reinterpret_cast<float4*>(w.partials + place * HEAD_DIM + column) =
+        make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
+    if (column == 0) w.log_sums[place] = top + __log2f(total);
+}
+
+// To the CTA that finishes the columns.
+__device__ inline void send(
+    const Windows& w, const Part& part, const Sums& sums, int row, int column, float4 sum, float top, float total) {
+    const int columns = HEAD_DIM / w.splits, owner = column / columns, line = part.split * ROWS + row;
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+        :: "r"(of_rank(sums.received + line * columns + column % columns, owner)),
+           "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w) : "memory");
+    if (column % columns != 0) return;
+    asm volatile("st.shared::cluster.f32 [%0], %1;"
+        :: "r"(of_rank(sums.received_tops + line, owner)), "f"(top) : "memory");
+    asm volatile("st.shared::cluster.f32 [%0], %1;"
+        :: "r"(of_rank(sums.received_totals + line, owner)), "f"(total) : "memory");
+}
+
+__device__ inline void join_warps(const Windows& w, const Part& part, const Sums& sums) {
+    constexpr int FOURS = HEAD_DIM / 4;
+    for (int i = threadIdx.x; i < w.window * w.group * FOURS; i += THREADS) {
+        const int row = i / FOURS, column = i % FOURS * 4;
+        float top, total;
+        const float4 sum = joined<WARPS>(WARPS, sums.tops + row, sums.totals + row, ROWS,
+                                         sums.mixed + row * SUM_STRIDE + column, ROWS * SUM_STRIDE, top, total);
+        if (part.num_used == 1) write(w, part, row, column, sum, total);
+        else if (w.in_clusters()) send(w, part, sums, row, column, sum, top, total);
+        else write_partial(w, part, row, column, sum, top, total);
+    }
+}
+
+__device__ inline void join_cluster(const Windows& w, const Part& part, const Sums& sums) {
+    const int columns = HEAD_DIM / w.splits, fours = columns / 4;
+    for (int i = threadIdx.x; i < w.window * w.group * fours; i += THREADS) {
+        const int row = i / fours, column = i % fours * 4;
+        float top, total;
+        const float4 sum = joined<8>(part.num_used, sums.received_tops + row, sums.received_totals + row, ROWS,
+                                     sums.received + row * columns + column, ROWS * columns, top, total);
+        write(w, part, row, part.split * columns + column, sum, total);
+    }
+}
+
+__device__ inline void attend_to_pool(
+    const Part& part, Stream& stream, Mixture& mixture, const uint4* queries, float scale) {
+#pragma unroll 1
+    for (int block = stream.first; block < part.end_block; block += WARPS) {
+        float scores[ROW_TILES][2][4];
+        u32 weights[ROW_TILES][4];
+        multiply_keys(scores, queries, stream.take(), stream.lane, KEYS - 1);
+        const int num_there = part.num_old - block * KEYS;
+        if (num_there < KEYS) hide(scores, stream.lane, [&](int, int column) { return column < num_there; });
+        mixture.weigh(scores, scale, weights);
+        mixture.add(weights, stream.take(), stream.lane, KEYS - 1);
+    }
+}
+
+__device__ inline void attend_to_window(
+    const Windows& w, const Part& part, Mixture& mixture, const uint4* queries, const uint4* own_keys, int lane) {
+    float scores[ROW_TILES][2][4];
+    u32 weights[ROW_TILES][4];
+    const int first = w.window - min(part.num_own, part.kv_len);  // padding may begin before position 0
+    multiply_keys(scores, queries, own_keys, lane, w.window - 1);
+    hide(scores, lane, [&](int row, int column) { return column >= first && column <= min(row / w.group, w.window - 1); });
+    mixture.weigh(scores, w.scale, weights);
+    mixture.add(weights, own_keys + w.window * PIECES, lane, w.window - 1);
+}
+
+// Grid: tiles, which are the KV heads of the requests, times splits.
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) window_attention(const __grid_constant__ Windows w) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Part part(w);
+    const bool in_cluster = part.num_used > 1 && w.in_clusters(), has_keys = part.split < part.num_used;
+    if (!in_cluster && !has_keys) return;
+    if (in_cluster) cluster_arrive();
+    extern __shared__ uint4 shared[];
+    uint4 *queries = shared + WARPS * DEPTH * TILE, *own_keys = queries + ROWS * PIECES;
+    float* tops = reinterpret_cast<float*>(own_keys + 2 * w.window * PIECES);
+    float* received = tops + 2 * WARPS * ROWS;
+    const Sums sums = {reinterpret_cast<float*>(shared), tops, tops + WARPS * ROWS,
+                       received, received + ROWS * HEAD_DIM, received + ROWS * HEAD_DIM + w.splits * ROWS};
+
+    Stream stream(w, part, shared + warp * DEPTH * TILE, warp, lane);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (has_keys) {
+        Mixture mixture;
+        stage_window(w, part, queries, own_keys);
+        __syncthreads();
+        attend_to_pool(part, stream, mixture, queries, w.scale);
+        // The warp that had the fewest blocks.
+        const bool takes_window = part.has_window() && warp == (part.end_block - part.first_block) % WARPS;
+        if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, lane);
+        __syncthreads();  // the sums lie where the rings were
+        sums.leave(mixture, warp, lane);
+        __syncthreads();
+    }
+    if (in_cluster) cluster_wait();  // all have begun
+    if (has_keys) join_warps(w, part, sums);
+    if (!in_cluster) return;
+    cluster_arrive();
+    cluster_wait();
+    join_cluster(w, part, sums);
+}

@@ -1,0 +1,238 @@
+"""The CUDA kernel of window attention: how launches are laid out and its source compiled, here; on a CUDA device
+(`-m gpu`) what it computes, against the formula in float64 and the plain-torch twin."""
+
+import ctypes
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.window_problem import TOLERANCE, Case, Problem
+from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels import window_attention_cuda as module
+from tllm_spec.kernels.window_attention_cuda import (
+    BLOCK_KEYS,
+    MAX_LONG_SPLITS,
+    MIN_DEPTH,
+    MIN_KEYS_PER_LONG_SPLIT,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    Layout,
+    Windows,
+    definitions,
+    layout_of,
+    serves,
+    shared_bytes,
+)
+from tllm_spec.kernels.window_splits import MAX_PARTIAL_ROWS
+
+PROCESSORS = 132
+OF_8B = Windows(batch=1, window=4, group=4, kv_heads=8, head_dim=128, max_len=2560)
+
+
+def layout(windows: Windows, max_partial_rows: int = MAX_PARTIAL_ROWS) -> Layout:
+    found = layout_of(windows, PROCESSORS, max_partial_rows)
+    assert found is not None
+    return found
+
+
+def all_windows() -> list[Windows]:
+    sizes = itertools.product(
+        (1, 3, 8, 17, 64, 200), (1, 4, 8, 16), (1, 2, 4, 7, 8), (1, 2, 8), (64, 128), (64, 4096)
+    )
+    return [windows for windows in itertools.starmap(Windows, sizes) if windows.window * windows.group <= 32]
+
+
+def test_every_launch_fits_its_multiprocessors_and_its_rings_have_room_for_the_sums() -> None:
+    for windows in all_windows():
+        found = layout(windows)
+        cluster = found.splits if found.in_clusters else 1
+        shared = shared_bytes(windows, cluster, found.warps, found.depth)
+        assert (shared + RESERVED_BYTES) * found.ctas <= SHARED_BYTES
+        assert found.depth >= MIN_DEPTH[windows.row_tiles]
+        ring = found.depth * 2 * BLOCK_KEYS * windows.head_dim  # of a warp
+        assert ring >= 4 * 16 * windows.row_tiles * (windows.head_dim + 8)
+        registers = 128 if windows.row_tiles == 1 else 256
+        assert found.ctas * found.warps * 32 * registers <= 65536
+
+
+def test_keys_are_shared_by_as_many_multiprocessors_as_clusters_find_room_on() -> None:
+    splits = {batch: layout(replace(OF_8B, batch=batch)).splits for batch in (1, 2, 3, 4, 8, 9, 16)}
+    assert splits == {1: 8, 2: 4, 3: 4, 4: 2, 8: 2, 9: 1, 16: 1}
+    assert layout(replace(OF_8B, max_len=200)).splits == 4  # more would have no keys
+
+
+def test_of_many_tiles_as_few_places_stay_empty_as_may_be() -> None:
+    ctas = {batch: layout(replace(OF_8B, batch=batch)).ctas for batch in (17, 32, 48, 64, 72, 128)}
+    assert ctas == {17: 2, 32: 2, 48: 3, 64: 4, 72: 3, 128: 4}
+    assert layout(replace(OF_8B, batch=64, window=8)).ctas == 2  # twice the registers
+
+
+def test_of_many_tiles_only_long_requests_are_split_and_only_if_partial_results_have_room() -> None:
+    many = replace(OF_8B, batch=64)
+    assert layout(replace(many, max_len=2 * MIN_KEYS_PER_LONG_SPLIT)).in_clusters
+    longer = layout(replace(many, max_len=2 * MIN_KEYS_PER_LONG_SPLIT + 1))
+    assert not longer.in_clusters and longer.splits == 2
+    assert layout(replace(many, max_len=1 << 17)).splits == MAX_LONG_SPLITS
+    num_rows = 64 * 4 * 32
+    assert layout(replace(many, max_len=1 << 17), 3 * num_rows).splits == 3
+    assert layout(replace(many, max_len=1 << 17), num_rows).in_clusters
+
+
+def test_what_it_cannot_or_should_not_do_is_left_to_triton() -> None:
+    refused = [
+        replace(OF_8B, window=17, group=1),
+        replace(OF_8B, window=9),  # 36 rows
+        replace(OF_8B, kv_heads=2, max_len=8192),  # 16 CTAs for long requests
+    ]
+    assert [layout_of(windows, PROCESSORS, MAX_PARTIAL_ROWS) for windows in refused] == [None] * 3
+    assert layout_of(replace(OF_8B, kv_heads=2, max_len=4096), PROCESSORS, MAX_PARTIAL_ROWS) is not None
+    problem = Problem(Case((20,), 1, 1, 128, 16, dtype=torch.bfloat16))
+    assert not serves(problem.qkv, problem.layer)  # on a CPU
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize(("window", "head_dim"), [(4, 128), (8, 64)])
+def test_the_source_compiles(
+    window: int, head_dim: int, batch: int, architecture: str, dtype: torch.dtype
+) -> None:
+    windows = replace(OF_8B, batch=batch, window=window, head_dim=head_dim)
+    macros = definitions(dtype, windows, layout(windows))
+    assert nvrtc.compile_source("window_attention.cu", architecture, macros).startswith(b"\x7fELF")
+
+
+def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
+    source = Path(module.__file__).with_name("window_stream.cuh").read_text(encoding="utf-8")
+    (declared,) = re.findall(r"struct Windows {[^\n]*\n(.*?)\n\n", source, re.DOTALL)
+    types = {"i64": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
+    fields = []
+    for line in declared.splitlines():
+        found = re.match(r" *(?:const )?(\w+) ([^;]*);", line)
+        assert found is not None
+        for name in found[2].split(","):
+            is_address = "*" in name
+            fields.append((name.strip(" *"), ctypes.c_void_p if is_address else types[found[1]]))
+    assert fields == list(module._Windows._fields_)
+
+
+CASES = {
+    "lengths about a block": Case((1, 15, 16, 17, 33), 1, 4, 128, 16, dtype=torch.bfloat16),
+    "window as long as the request": Case(
+        (4, 5, 19, 20, 21, 300), 4, 4, 128, 32, spare_pages=2, dtype=torch.bfloat16
+    ),
+    "two tiles of rows": Case((8, 9, 70, 629), 8, 4, 128, 32, spare_pages=2, dtype=torch.bfloat16),
+    "a group of seven": Case((4, 130, 515), 4, 7, 128, 64, dtype=torch.bfloat16),
+    "sixteen tokens, heads of 64": Case((16, 31, 33, 400), 16, 2, 64, 16, dtype=torch.bfloat16),
+    "padding": Case((5, 300), 4, 4, 128, 32, padding=(1, 3, 10**9), dtype=torch.bfloat16),
+    "float16": Case((3, 64, 257), 3, 4, 64, 128, dtype=torch.float16),
+}
+# For the two heads of a case: clusters of 8, of 2, of 1, and many tiles, by which layouts differ.
+on_devices_of_all_sizes = pytest.mark.parametrize("num_processors", [132, 30, 14, 1])
+
+
+class CudaProblem(Problem):
+    """As on a device of `num_processors` multiprocessors."""
+
+    def __init__(self, case: Case, num_processors: int, seed: int = 0) -> None:
+        super().__init__(case, "cuda", seed)
+        self.own_workspace = replace(super().workspace(), num_processors=num_processors)
+        assert serves(self.qkv, self.layer)
+
+    def attend(self, workspace: object = None) -> torch.Tensor:
+        return super().attend(self.own_workspace)
+
+
+@pytest.mark.gpu
+@on_devices_of_all_sizes
+@pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize("name", CASES)
+def test_heads_are_normed_turned_written_and_attended_to_like_the_twins(
+    name: str, normed: bool, num_processors: int
+) -> None:
+    problem, twin = CudaProblem(CASES[name], num_processors), Problem(CASES[name], "cuda")
+    for each in (problem, twin):
+        each.turn(normed=normed)
+    output, expected = problem.attend(), twin.attend_plainly()
+    real, tolerance = len(problem.kv), TOLERANCE[CASES[name].dtype]
+    assert output.isfinite().all()
+    torch.testing.assert_close(output[:real], expected[:real], rtol=2 * tolerance, atol=2 * tolerance)
+    pool, written = twin.layer[:, 1:], problem.layer[:, 1:]  # page 0 is padding's
+    torch.testing.assert_close(written, pool, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.gpu
+@on_devices_of_all_sizes
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_equals_the_formula(name: str, num_processors: int) -> None:
+    problem = CudaProblem(CASES[name], num_processors)
+    problem.check(problem.attend())
+
+
+@pytest.mark.gpu
+def test_long_requests_are_split_beside_short_ones() -> None:
+    case = Case((5000, 1, 300, 4097, 9000), 2, 4, 128, 64, kv_heads=1, dtype=torch.bfloat16)
+    problem = CudaProblem(case, num_processors=1)
+    windows = replace(OF_8B, batch=5, window=2, kv_heads=1, max_len=problem.places.block_tables.shape[1] * 64)
+    found = layout_of(windows, 1, MAX_PARTIAL_ROWS)
+    assert found is not None and found.splits == 4 and not found.in_clusters
+    problem.check(problem.attend())
+
+
+@pytest.mark.gpu
+@on_devices_of_all_sizes
+def test_rows_of_nobody_are_not_seen_and_what_the_pool_has_in_their_places_is(num_processors: int) -> None:
+    case = Case((5, 6, 140, 300), 5, 3, 128, 16, dtype=torch.bfloat16)
+    num_padding = [0, 3, 5, 2]  # all of a window, too: its queries see what was there before
+    problem = CudaProblem(case, num_processors)
+    flat = problem.layer.flatten(1, 2)
+    for request, number in enumerate(num_padding):
+        slots = problem.places.kv_slots.view(-1, 5)[request]
+        length = case.kv_lens[request]
+        flat[:, slots[:number]] = problem.kv[request][:, length - 5 : length - 5 + number].to(flat)
+        slots[:number] = 0
+        problem.qkv[request, :number] = torch.nan
+    problem.layer.copy_(flat.view_as(problem.layer))
+    problem.places = replace(problem.places, num_padding=torch.tensor(num_padding, device="cuda"))
+    output, expected = problem.attend().cpu().double(), Problem(case).expected()
+    tolerance = TOLERANCE[case.dtype]
+    for request, number in enumerate(num_padding):
+        torch.testing.assert_close(
+            output[request, number:], expected[request, number:], rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.gpu
+@on_devices_of_all_sizes
+def test_nan_of_one_request_does_not_reach_the_others(num_processors: int) -> None:
+    problem = CudaProblem(Case((70, 70, 270), 2, 2, 128, 16, dtype=torch.bfloat16), num_processors)
+    before = problem.attend()
+    problem.layer[:, problem.places.block_tables[1, 1].item()] = torch.nan
+    after = problem.attend()
+    assert after[1].isnan().all()
+    assert torch.equal(after[::2], before[::2])
+
+
+@pytest.mark.gpu
+@on_devices_of_all_sizes
+@pytest.mark.parametrize("name", ["window as long as the request", "two tiles of rows"])
+def test_a_captured_launch_is_replayed_with_other_lengths_tables_and_rows(
+    name: str, num_processors: int
+) -> None:
+    case = CASES[name]
+    captured = CudaProblem(case, num_processors)
+    captured.attend()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = captured.attend()
+    for seed in (1, 2):
+        kv_lens = case.kv_lens[seed:] + case.kv_lens[:seed]
+        other = CudaProblem(replace(case, kv_lens=kv_lens), num_processors, seed)
+        for mine, new in zip(captured.inputs(), other.inputs(), strict=True):
+            mine.copy_(new)
+        graph.replay()
+        other.check(output)
