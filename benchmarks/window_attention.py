@@ -35,7 +35,6 @@ class Row:
     batch_size: int
     context: int
     window: int
-    splits: int
     measured: float
     floor: float
 
@@ -69,13 +68,9 @@ class Layers:
                 window_attention(qkv, turns, layer, places, HEAD_DIM**-0.5, workspace)
 
         seconds = seconds_of(captured(all_layers) if device.type == "cuda" else all_layers)
-        group_rows = -(-window * HEADS // KV_HEADS // 64)
-        splits = workspace.splits(
-            batch_size * KV_HEADS * group_rows, rows * HEADS, self.tables.shape[1] * PAGE_SIZE
-        )
         num_bytes = batch_size * self.context * 2 * KV_HEADS * HEAD_DIM * self.pools.element_size()
         floor = num_bytes / READ_BYTES_PER_S * 1e6
-        return Row(batch_size, self.context, window, splits.number, seconds / len(self.pools) * 1e6, floor)
+        return Row(batch_size, self.context, window, seconds / len(self.pools) * 1e6, floor)
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:
@@ -101,7 +96,7 @@ def seconds_of(call: Callable[[], None]) -> float:
 
 
 def table_line(row: Row) -> str:
-    case = f"| {row.batch_size} | {row.context} | {row.window} | {row.splits} "
+    case = f"| {row.batch_size} | {row.context} | {row.window} "
     return f"{case}| {row.measured:.1f} | {row.floor:.1f} | {row.measured / row.floor:.2f} |"
 
 
@@ -116,9 +111,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
-    print(
-        "| batch | context | window | splits | µs | floor µs | times the floor |\n|---|---|---|---|---|---|---|"
-    )
+    print("| batch | context | window | µs | floor µs | times the floor |\n|---|---|---|---|---|---|")
     for case in args.cases.split(","):
         batch_size, context = map(int, case.split("x"))
         layers = Layers(batch_size, context, args.layers, torch.device(args.device))

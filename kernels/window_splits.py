@@ -82,8 +82,8 @@ def warps_of(splits: Splits, block_m: int, block_d: int) -> dict[str, int]:
     """Measured on an H200 for 16 rows and heads of 128 in bfloat16: a program of four warps, three of which have room
     for their registers, ends earlier than one of two; four of these read as fast together."""
     if block_m > 16 or block_d > 128:
-        return {"numwarps_of": 8 if block_m * block_d > 8192 else 4}
-    return {"numwarps_of": 2} if splits.small_programs else {"numwarps_of": 4, "maxnreg": MAX_REGISTERS}
+        return {"num_warps": 8 if block_m * block_d > 8192 else 4}
+    return {"num_warps": 2} if splits.small_programs else {"num_warps": 4, "maxnreg": MAX_REGISTERS}
 
 
 def power_of_two(size: int) -> int:

@@ -175,7 +175,7 @@ def test_the_kernel_equals_the_formula(name: str, num_processors: int) -> None:
 
 @pytest.mark.gpu
 def test_long_requests_are_split_beside_short_ones() -> None:
-    case = Case((5000, 1, 300, 4097, 9000), 2, 4, 128, 64, kv_heads=1, dtype=torch.bfloat16)
+    case = Case((5000, 2, 300, 4099, 9000), 2, 4, 128, 64, kv_heads=1, dtype=torch.bfloat16)
     problem = CudaProblem(case, num_processors=1)
     windows = replace(OF_8B, batch=5, window=2, kv_heads=1, max_len=problem.places.block_tables.shape[1] * 64)
     found = layout_of(windows, 1, MAX_PARTIAL_ROWS)
