@@ -10,7 +10,6 @@ root mean square comes at the very end, where the twin rounds the whole norm. Ev
 """
 
 import ctypes
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -67,16 +66,8 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and 0 < x.shape[0] <= MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
         and bool(splits_that_fit(x.shape[0], weight.shape[1]))
-        and why_unavailable(x.device.index or 0) is None
+        and nvrtc.why_unavailable(x.device.index or 0) is None
     )
-
-
-@functools.cache
-def why_unavailable(device: int) -> str | None:
-    """Why no product runs as the kernel on this CUDA device, or None."""
-    if torch.cuda.get_device_capability(device) < (9, 0):  # clusters and programmatic dependent launch
-        return "it needs compute capability 9.0"
-    return None if nvrtc.is_installed() else "cuda-python is not installed; pip install tllm_spec[cuda]"
 
 
 class _Product(ctypes.Structure):

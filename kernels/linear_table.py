@@ -4,13 +4,13 @@ the next start.
 It knows neither the library behind an algorithm nor how the choice was made.
 """
 
-import contextlib
 import json
 import logging
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tllm_spec.kernels.disk_cache import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,6 @@ class LinearTable:
         return self.choices.get(str(key))
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm_spec"
-
-
 def table_path(folder: Path, device_name: str, library_version: int, torch_version: str) -> Path:
     """Of a kind of device and versions of the libraries: with any other an algorithm may mean something else."""
     name = f"linear-{device_name}-cublasLt{library_version}-torch{torch_version}"
@@ -97,16 +93,5 @@ def read_table(path: Path, algorithm_bytes: int) -> LinearTable:
 
 
 def write_table(path: Path, table: LinearTable) -> None:
-    """All at once: whoever reads it meanwhile sees the old file or the new one. A folder that cannot be written is
-    logged: the next start measures again."""
     choices = {key: None if found is None else found.hex() for key, found in sorted(table.choices.items())}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, "choices": choices}, file, indent=1)
-        os.replace(temporary, path)
-    except OSError as error:
-        logger.warning("%s was not written, so the next start measures again: %s", path, error)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    write_file(path, json.dumps({"format": FORMAT, "choices": choices}, indent=1).encode())

@@ -4,12 +4,21 @@ It knows nothing of what a kernel computes. Compilation needs no GPU; a kernel i
 made current, and launched on the stream that it is given, so that torch's graph capture sees it.
 """
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from tllm_spec.kernels.disk_cache import cache_folder, write_file
+
+ELF = b"\x7fELF"
 
 
 @functools.cache
@@ -20,8 +29,16 @@ def is_installed() -> bool:
     )
 
 
+@functools.cache
+def why_unavailable(device: int) -> str | None:
+    """Why none of our kernels runs on this CUDA device, or None."""
+    if torch.cuda.get_device_capability(device) < (9, 0):  # clusters and programmatic dependent launch
+        return "it needs compute capability 9.0"
+    return None if is_installed() else "cuda-python is not installed; pip install tllm_spec[cuda]"
+
+
 def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, int], ...] = ()) -> bytes:
-    """The machine code of `name` in this folder.
+    """The machine code of `name` in this folder, which is compiled once on a machine.
 
     Args:
         name: file name, `few_row_linear.cu`.
@@ -34,20 +51,35 @@ def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, i
     from cuda.bindings import nvrtc
 
     folder = Path(__file__).parent
-    headers = sorted(folder.glob("*.cuh"))
-    names, texts = [path.name.encode() for path in headers], [path.read_bytes() for path in headers]
-    source = (folder / name).read_bytes()
-    program = checked(nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), texts, names))
+    texts = [(path.name, path.read_bytes()) for path in (folder / name, *sorted(folder.glob("*.cuh")))]
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",
         *(f"-D{key}={int(value)}" for key, value in definitions),
     ]
+    asked = repr((texts, options, checked(nvrtc.nvrtcVersion()))).encode()
+    path = cache_folder() / "cuda" / f"{name}-{hashlib.sha256(asked).hexdigest()}.cubin"
+    with contextlib.suppress(OSError):
+        cubin = path.read_bytes()
+        if cubin.startswith(ELF):
+            return cubin
+    cubin = _compiled(texts, options)
+    write_file(path, cubin)
+    return cubin
+
+
+def _compiled(texts: Sequence[tuple[str, bytes]], options: Sequence[str]) -> bytes:
+    """The first text, which may include the others."""
+    from cuda.bindings import nvrtc
+
+    (name, source), *headers = texts
+    contents, names = [text for _, text in headers], [name.encode() for name, _ in headers]
+    program = checked(nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), contents, names))
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if error.value:
         log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
         checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"{name} does not compile for {architecture} with {definitions}:\n{log.decode()}")
+        raise RuntimeError(f"{name} does not compile with {' '.join(options)}:\n{log.decode()}")
     cubin = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     checked(nvrtc.nvrtcDestroyProgram(program))

@@ -8,12 +8,13 @@ multiprocessors and there is no second launch. It does not know where windows co
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels.few_row_linear import why_unavailable
 
 HEAD_DIMS = (64, 128)
 # Rows of a tile of the tensor cores, and the keys that a warp takes at once.
@@ -60,29 +61,44 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """splits: of a tile; min_keys: a split has more; warps: of a CTA; ctas: of a multiprocessor; depth: tiles of a
-    warp's ring."""
+class Program:
+    """What is compiled. warps: of a CTA; ctas: of a multiprocessor; depth: tiles of a warp's ring."""
 
-    splits: int
-    in_clusters: bool
-    min_keys: int
     warps: int
     ctas: int
     depth: int
 
 
+@dataclass(frozen=True)
+class Layout:
+    """splits: of a tile; min_keys: a split has more."""
+
+    program: Program
+    splits: int
+    in_clusters: bool
+    min_keys: int
+
+
+@functools.lru_cache(maxsize=4096)
 def layout_of(windows: Windows, processors: int, max_partial_rows: int) -> Layout | None:
     """max_partial_rows: for which there is room in memory. None: Triton's kernel is for it."""
     if windows.row_tiles > MAX_ROW_TILES or windows.window > BLOCK_KEYS:
         return None
+    few, *many = programs_of(windows)
     if windows.tiles > processors:
-        return _layout_of_many(windows, processors, max_partial_rows)
+        return _layout_of_many(windows, many, processors, max_partial_rows)
     splits = _cluster_size(windows, processors)
     if windows.max_len > MAX_SLOW_KEYS and windows.tiles * splits < MIN_SHARE * processors:
         return None
-    depth = _depth(windows, splits, FEW_WARPS, 1)
-    return Layout(splits, True, MIN_KEYS_PER_SPLIT, FEW_WARPS, 1, depth)
+    return Layout(few, splits, True, MIN_KEYS_PER_SPLIT)
+
+
+def programs_of(windows: Windows) -> tuple[Program, ...]:
+    """That for few tiles first, and those for many: all that windows of this kind may need, whatever their number."""
+    few = Program(FEW_WARPS, 1, _depth(windows, MAX_SPLITS, FEW_WARPS, 1))
+    depths = {ctas: _depth(windows, 1, MANY_WARPS, ctas) for ctas in MANY_CTAS[windows.row_tiles]}
+    least = MIN_DEPTH[windows.row_tiles]
+    return few, *(Program(MANY_WARPS, ctas, depth) for ctas, depth in depths.items() if depth >= least)
 
 
 def _cluster_size(windows: Windows, processors: int) -> int:
@@ -96,15 +112,15 @@ def _cluster_size(windows: Windows, processors: int) -> int:
     return size
 
 
-def _layout_of_many(windows: Windows, processors: int, max_partial_rows: int) -> Layout:
+def _layout_of_many(
+    windows: Windows, programs: Sequence[Program], processors: int, max_partial_rows: int
+) -> Layout:
     """The CTAs leave as few places empty as possible."""
     tiles = windows.tiles
     room = max_partial_rows // (tiles * windows.window * windows.group)
     splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // MIN_KEYS_PER_LONG_SPLIT, room))
-    depths = {ctas: _depth(windows, 1, MANY_WARPS, ctas) for ctas in MANY_CTAS[windows.row_tiles]}
-    fitting = [ctas for ctas, depth in depths.items() if depth >= MIN_DEPTH[windows.row_tiles]]
-    ctas = min(fitting, key=lambda ctas: -(-tiles // (ctas * processors)) * ctas)
-    return Layout(splits, splits == 1, MIN_KEYS_PER_LONG_SPLIT, MANY_WARPS, ctas, depths[ctas])
+    chosen = min(programs, key=lambda program: -(-tiles // (program.ctas * processors)) * program.ctas)
+    return Layout(chosen, splits, splits == 1, MIN_KEYS_PER_LONG_SPLIT)
 
 
 def _depth(windows: Windows, cluster: int, warps: int, ctas: int) -> int:
@@ -127,7 +143,7 @@ def serves(qkv: torch.Tensor, layer: torch.Tensor) -> bool:
         and qkv.dtype in (torch.bfloat16, torch.float16)
         and qkv.shape[3] in HEAD_DIMS
         and layer.shape[2] >= BLOCK_KEYS
-        and why_unavailable(qkv.device.index or 0) is None
+        and nvrtc.why_unavailable(qkv.device.index or 0) is None
     )
 
 
@@ -171,27 +187,45 @@ def launch(operands: Operands, windows: Windows, layout: Layout, scale: float, e
         *(page_size.bit_length() - 1, windows.tiles, layout.splits, layout.min_keys),
         *(scale * math.log2(math.e), eps),
     )
-    cluster = layout.splits if layout.in_clusters else 1
-    shared = shared_bytes(windows, cluster, layout.warps, layout.depth)
-    shape = nvrtc.Launch(windows.tiles * layout.splits, 32 * layout.warps, cluster, shared)
-    kernel = _kernel(device, definitions(operands.qkv.dtype, windows, layout))
+    program, cluster = layout.program, layout.splits if layout.in_clusters else 1
+    shared = shared_bytes(windows, cluster, program.warps, program.depth)
+    shape = nvrtc.Launch(windows.tiles * layout.splits, 32 * program.warps, cluster, shared)
+    source = Source(operands.qkv.dtype, windows.head_dim, windows.row_tiles)
+    kernel = _kernels(device, source, programs_of(windows))[program]
     kernel.launch(shape, torch.cuda.current_stream(device).cuda_stream, argument)
 
 
-def definitions(dtype: torch.dtype, windows: Windows, layout: Layout) -> tuple[tuple[str, int], ...]:
-    """The source's macros."""
-    return (
-        ("BFLOAT16", dtype == torch.bfloat16),
-        ("HEAD_DIM", windows.head_dim),
-        ("ROW_TILES", windows.row_tiles),
-        ("WARPS", layout.warps),
-        ("DEPTH", layout.depth),
-        ("CTAS", layout.ctas),
-    )
+@dataclass(frozen=True)
+class Source:
+    """What kernels differ in besides their programs."""
+
+    dtype: torch.dtype
+    head_dim: int
+    row_tiles: int
+
+    def macros(self, program: Program) -> tuple[tuple[str, int], ...]:
+        return (
+            ("BFLOAT16", self.dtype == torch.bfloat16),
+            ("HEAD_DIM", self.head_dim),
+            ("ROW_TILES", self.row_tiles),
+            ("WARPS", program.warps),
+            ("DEPTH", program.depth),
+            ("CTAS", program.ctas),
+        )
 
 
 @functools.cache
-def _kernel(device: int, macros: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
+def _kernels(device: int, source: Source, programs: tuple[Program, ...]) -> dict[Program, nvrtc.Kernel]:
+    """All at once: a round of other requests waits for no compiler later."""
     major, minor = torch.cuda.get_device_capability(device)
-    cubin = nvrtc.compile_source("window_attention.cu", f"sm_{major}{minor}", macros)
-    return nvrtc.Kernel(cubin, "window_attention", SHARED_BYTES - RESERVED_BYTES)
+
+    def compiled(program: Program) -> bytes:
+        return nvrtc.compile_source("window_attention.cu", f"sm_{major}{minor}", source.macros(program))
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        cubins = list(pool.map(compiled, programs))
+    most = SHARED_BYTES - RESERVED_BYTES
+    return {
+        program: nvrtc.Kernel(cubin, "window_attention", most)
+        for program, cubin in zip(programs, cubins, strict=True)
+    }

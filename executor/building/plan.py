@@ -17,7 +17,7 @@ from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.modes import draft_model_of
 from tllm_spec.executor.speculative.round_times import RoundTimes
-from tllm_spec.kernels.few_row_linear import why_unavailable
+from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.zoo.registry import resolve_model

@@ -1,11 +1,19 @@
 """What tests of kernels share."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.kernels.interpreter import INTERPRETED
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's CUDA sources are kept compiled, and no other's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "tllm_spec" / "cuda"
 
 
 @pytest.fixture

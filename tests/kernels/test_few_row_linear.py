@@ -90,6 +90,7 @@ def test_the_twin_equals_the_formula_and_adds_in_place(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("ring", [Ring(5, 128), Ring(few_row_plan.MIN_DEPTH, 64)], ids=str)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.usefixtures("own_cache")
 def test_the_source_compiles(dtype: torch.dtype, ring: Ring, architecture: str) -> None:
     macros = few_row_plan.definitions(dtype, ring)
     assert nvrtc.compile_source("few_row_linear.cu", architecture, macros).startswith(b"\x7fELF")
@@ -113,7 +114,7 @@ def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -> None:
     with pytest.raises(
-        RuntimeError, match=r"few_row_linear\.cu does not compile for sm_90.*\n.*STEP_COLUMNS"
+        RuntimeError, match=r"few_row_linear\.cu does not compile with .*sm_90.*\n.*STEP_COLUMNS"
     ):
         nvrtc.compile_source("few_row_linear.cu", "sm_90")
 
@@ -151,19 +152,6 @@ def test_tiles_cover_the_output_once_and_no_multiprocessor_has_much_more_than_it
     most = -(-tiles.number // workers) * rows_of_tile / tiles.splits
     smallest = (8 if gated else 16) / tiles.splits
     assert most <= few_row_plan.TOLERANCE * (features / processors + smallest)
-
-
-@pytest.mark.parametrize(
-    ("capability", "installed", "reason"),
-    [((8, 9), True, "compute capability 9.0"), ((9, 0), False, r"tllm_spec\[cuda\]"), ((10, 0), True, None)],
-)
-def test_what_keeps_the_kernel_from_running_is_said(
-    capability: tuple[int, int], installed: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(nvrtc, "is_installed", lambda: installed)
-    said = module.why_unavailable.__wrapped__(0)
-    assert said is None if reason is None else re.search(reason, said)
 
 
 @pytest.mark.gpu

@@ -21,9 +21,10 @@ from tllm_spec.kernels.window_attention_cuda import (
     RESERVED_BYTES,
     SHARED_BYTES,
     Layout,
+    Source,
     Windows,
-    definitions,
     layout_of,
+    programs_of,
     serves,
     shared_bytes,
 )
@@ -50,13 +51,15 @@ def test_every_launch_fits_its_multiprocessors_and_its_rings_have_room_for_the_s
     for windows in all_windows():
         found = layout(windows)
         cluster = found.splits if found.in_clusters else 1
-        shared = shared_bytes(windows, cluster, found.warps, found.depth)
-        assert (shared + RESERVED_BYTES) * found.ctas <= SHARED_BYTES
-        assert found.depth >= MIN_DEPTH[windows.row_tiles]
-        ring = found.depth * 2 * BLOCK_KEYS * windows.head_dim  # of a warp
+        program = found.program
+        shared = shared_bytes(windows, cluster, program.warps, program.depth)
+        assert (shared + RESERVED_BYTES) * program.ctas <= SHARED_BYTES
+        assert program.depth >= MIN_DEPTH[windows.row_tiles]
+        ring = program.depth * 2 * BLOCK_KEYS * windows.head_dim  # of a warp
         assert ring >= 4 * 16 * windows.row_tiles * (windows.head_dim + 8)
         registers = 128 if windows.row_tiles == 1 else 256
-        assert found.ctas * found.warps * 32 * registers <= 65536
+        assert program.ctas * program.warps * 32 * registers <= 65536
+        assert program in programs_of(windows)
 
 
 def test_keys_are_shared_by_as_many_multiprocessors_as_clusters_find_room_on() -> None:
@@ -66,9 +69,9 @@ def test_keys_are_shared_by_as_many_multiprocessors_as_clusters_find_room_on() -
 
 
 def test_of_many_tiles_as_few_places_stay_empty_as_may_be() -> None:
-    ctas = {batch: layout(replace(OF_8B, batch=batch)).ctas for batch in (17, 32, 48, 64, 72, 128)}
+    ctas = {batch: layout(replace(OF_8B, batch=batch)).program.ctas for batch in (17, 32, 48, 64, 72, 128)}
     assert ctas == {17: 2, 32: 2, 48: 3, 64: 4, 72: 3, 128: 4}
-    assert layout(replace(OF_8B, batch=64, window=8)).ctas == 2  # twice the registers
+    assert layout(replace(OF_8B, batch=64, window=8)).program.ctas == 2  # twice the registers
 
 
 def test_of_many_tiles_only_long_requests_are_split_and_only_if_partial_results_have_room() -> None:
@@ -98,11 +101,12 @@ def test_what_it_cannot_or_should_not_do_is_left_to_triton() -> None:
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize(("window", "head_dim"), [(4, 128), (8, 64)])
+@pytest.mark.usefixtures("own_cache")
 def test_the_source_compiles(
     window: int, head_dim: int, batch: int, architecture: str, dtype: torch.dtype
 ) -> None:
     windows = replace(OF_8B, batch=batch, window=window, head_dim=head_dim)
-    macros = definitions(dtype, windows, layout(windows))
+    macros = Source(dtype, head_dim, windows.row_tiles).macros(layout(windows).program)
     assert nvrtc.compile_source("window_attention.cu", architecture, macros).startswith(b"\x7fELF")
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from tllm_spec.kernels.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
+from tllm_spec.kernels.disk_cache import cache_folder
 from tllm_spec.kernels.linear_placing import place_missing
-from tllm_spec.kernels.linear_table import cache_folder, read_table, table_path, write_table
+from tllm_spec.kernels.linear_table import read_table, table_path, write_table
 from tllm_spec.kernels.linear_tuner import Product, tune_missing
 from tllm_spec.kernels.tuned_linear import TunedProducts
 from tllm_spec.models.causal_lm import CausalLM, layers_of

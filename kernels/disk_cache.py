@@ -1,0 +1,30 @@
+"""Files that make the next start shorter: what was compiled or measured. Without them, or where they cannot be written,
+everything is made anew.
+
+It does not know what is in them.
+"""
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm_spec"
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """All at once: whoever reads it meanwhile sees the old file or the new one. A folder that cannot be written is
+    logged."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.warning("%s was not written, so the next start compiles or measures again: %s", path, error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()

@@ -1,0 +1,78 @@
+"""CUDA sources are compiled once on a machine."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.disk_cache import cache_folder
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture
+def num_compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what was compiled."""
+    compiled: list[str] = []
+    real = nvrtc._compiled
+
+    def counted(texts: list[tuple[str, bytes]], options: list[str]) -> bytes:
+        compiled.append(texts[0][0])
+        return real(texts, options)
+
+    monkeypatch.setattr(nvrtc, "_compiled", counted)
+    return compiled
+
+
+def test_the_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder() == tmp_path / "tllm_spec"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "tllm_spec"
+
+
+def test_a_source_is_compiled_once_for_each_architecture_and_definition(num_compiled: list[str]) -> None:
+    first = nvrtc.compile_source("fill.cu", "sm_90")
+    assert nvrtc.compile_source("fill.cu", "sm_90") == first and len(num_compiled) == 1
+    nvrtc.compile_source("fill.cu", "sm_100")
+    nvrtc.compile_source("fill.cu", "sm_90", (("SIZE", 3),))
+    assert len(num_compiled) == 3
+
+
+def test_other_headers_are_another_source(num_compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc.compile_source("fill.cu", "sm_90")
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"// changed" * (path.suffix == ".cuh"))
+    nvrtc.compile_source("fill.cu", "sm_90")
+    assert len(num_compiled) == 2
+
+
+def test_a_file_that_is_no_machine_code_is_made_anew(own_cache: Path, num_compiled: list[str]) -> None:
+    whole = nvrtc.compile_source("fill.cu", "sm_90")
+    (file,) = own_cache.iterdir()
+    file.write_bytes(b"")
+    assert nvrtc.compile_source("fill.cu", "sm_90") == whole and file.read_bytes() == whole
+    assert len(num_compiled) == 2
+
+
+def test_a_folder_that_cannot_be_written_only_costs_time(
+    tmp_path: Path, num_compiled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tllm_spec").write_text("in the way")
+    for _ in range(2):
+        assert nvrtc.compile_source("fill.cu", "sm_90").startswith(nvrtc.ELF)
+    assert len(num_compiled) == 2 and "was not written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "reason"),
+    [((8, 9), True, "compute capability 9.0"), ((9, 0), False, r"tllm_spec\[cuda\]"), ((10, 0), True, None)],
+)
+def test_what_keeps_our_kernels_from_running_is_said(
+    capability: tuple[int, int], installed: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(nvrtc, "is_installed", lambda: installed)
+    said = nvrtc.why_unavailable.__wrapped__(0)
+    assert said is None if reason is None else re.search(reason, said)
