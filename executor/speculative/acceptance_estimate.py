@@ -83,11 +83,13 @@ class AcceptanceEstimate:
         told of all the same."""
         if not self.rates:
             return
+        # A list of many requests takes a microsecond for each position, bytes a tenth; a byte holds 255 at most.
+        lengths = bytes(num_accepted) if num_steps < 256 else num_accepted
         reached, trials, expected = len(num_accepted), [len(num_accepted)], 0.0
         for position, rate in enumerate(self.rates[:num_steps]):
             expected += reached * rate
             if reached:
-                reached -= num_accepted.count(position)
+                reached -= lengths.count(position)
             trials.append(reached)
         self._look_for_change(trials, expected)
         self._combine(trials, self._count(trials))

@@ -51,6 +51,13 @@ def test_a_window_shows_one_position_more_than_was_accepted() -> None:
     assert estimate.expected_accepted == pytest.approx([0, 0.75, 1.0, 1.25], abs=2e-3)
 
 
+def test_windows_longer_than_a_byte_counts_are_seen_to_their_end() -> None:
+    options = CostModelOptions(candidate_steps=(0, 300), prior_weight=1e-6, ratio_weight=1e-6)
+    estimate = AcceptanceEstimate(300, options)
+    estimate.observe(2, [280, 300], 300)
+    assert estimate.rates[279:282] == pytest.approx([0.999, 1 / 2, 0.999], abs=1e-3)
+
+
 def test_positions_beyond_the_window_move_with_those_inside_it() -> None:
     estimate = AcceptanceEstimate(3, CostModelOptions(candidate_steps=LADDER))
     for _ in range(500):
