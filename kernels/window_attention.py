@@ -89,9 +89,12 @@ def window_attention(
     assert qkv.is_contiguous() and layer.is_contiguous() and qkv.dtype == layer.dtype
     assert turns.is_contiguous() and places.kv_slots.is_contiguous()
     assert places.block_tables.stride(1) == 1 and places.kv_lens.stride(0) == 1
+    assert places.block_tables.dtype == places.kv_lens.dtype == torch.int32
+    assert places.kv_slots.dtype == torch.int64
     call = _Call(qkv, turns, layer, places, scale, workspace, norm)
-    windows = call.windows()
-    layout = layout_of(windows, workspace.num_processors, MAX_PARTIAL_ROWS) if serves(qkv, layer) else None
+    windows, layout = call.windows(), None
+    if serves(qkv, turns, call.weights[0], layer):
+        layout = layout_of(windows, workspace.num_processors, MAX_PARTIAL_ROWS)
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
 

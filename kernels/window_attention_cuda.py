@@ -136,11 +136,15 @@ def shared_bytes(windows: Windows, cluster: int, warps: int, depth: int) -> int:
     return 2 * halves + 4 * (2 * warps * rows + received)
 
 
-def serves(qkv: torch.Tensor, layer: torch.Tensor) -> bool:
-    """Whether device, type and sizes of heads and pages allow it."""
+def serves(
+    qkv: torch.Tensor, turns: torch.Tensor, norm_weight: torch.Tensor | None, layer: torch.Tensor
+) -> bool:
+    """Whether device, types and sizes of heads and pages allow it."""
     return (
         qkv.is_cuda
         and qkv.dtype in (torch.bfloat16, torch.float16)
+        and turns.dtype == qkv.dtype
+        and (norm_weight is None or norm_weight.dtype == qkv.dtype)
         and qkv.shape[3] in HEAD_DIMS
         and layer.shape[2] >= BLOCK_KEYS
         and nvrtc.why_unavailable(qkv.device.index or 0) is None

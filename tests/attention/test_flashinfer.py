@@ -88,7 +88,7 @@ class Forward:
         self.qkv = self.qkv.to(self.device, self.dtype)
         angles = torch.rand(max(lengths), head_dim // 2, generator=generator).repeat(1, 2) * 7
         sines = angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2)
-        table = torch.stack((angles.cos(), sines), dim=1)[:, :, None].to(self.device)
+        table = torch.stack((angles.cos(), sines), dim=1)[:, :, None].to(self.device, self.dtype)
         self.rotary = Rotary(table, self.metadata.positions)
 
     def pool(self) -> KVPool:

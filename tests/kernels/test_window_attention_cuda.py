@@ -94,7 +94,7 @@ def test_what_it_cannot_or_should_not_do_is_left_to_triton() -> None:
     assert [layout_of(windows, PROCESSORS, MAX_PARTIAL_ROWS) for windows in refused] == [None] * 3
     assert layout_of(replace(OF_8B, kv_heads=2, max_len=4096), PROCESSORS, MAX_PARTIAL_ROWS) is not None
     problem = Problem(Case((20,), 1, 1, 128, 16, dtype=torch.bfloat16))
-    assert not serves(problem.qkv, problem.layer)  # on a CPU
+    assert not serves(problem.qkv, problem.turns, None, problem.layer)  # on a CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -145,7 +145,7 @@ class CudaProblem(Problem):
     def __init__(self, case: Case, num_processors: int, seed: int = 0) -> None:
         super().__init__(case, "cuda", seed)
         self.own_workspace = replace(super().workspace(), num_processors=num_processors)
-        assert serves(self.qkv, self.layer)
+        assert serves(self.qkv, self.turns, None, self.layer)
 
     def attend(self, workspace: object = None) -> torch.Tensor:
         return super().attend(self.own_workspace)
@@ -174,6 +174,16 @@ def test_heads_are_normed_turned_written_and_attended_to_like_the_twins(
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_equals_the_formula(name: str, num_processors: int) -> None:
     problem = CudaProblem(CASES[name], num_processors)
+    problem.check(problem.attend())
+
+
+@pytest.mark.gpu
+def test_tables_and_weights_of_another_type_are_left_to_triton() -> None:
+    problem = CudaProblem(CASES["padding"], 132)
+    wide = problem.turns.float()
+    assert not serves(problem.qkv, wide, None, problem.layer)
+    assert not serves(problem.qkv, problem.turns, wide, problem.layer)
+    problem.turns = wide
     problem.check(problem.attend())
 
 
