@@ -22,7 +22,6 @@ TOLERANCE = 1.05
 STEP_COLUMNS = (128, 64)
 # Bytes of all rings: on an H200 more are slower, where much is on its way already.
 MAX_RING_BYTES, MIN_DEPTH = 160 << 10, 3
-SHARED_BYTES = 227 << 10
 # Sums of two tiles in float32, both halves of 8 pairs of rows for each warp and 8 rows of x; sums of squares by CTA of
 # a worker and by warp.
 SUM_BYTES = 4 * (2 * 2 * 8 * WARPS * MAX_ROWS + (max(SPLITS) + WARPS) * MAX_ROWS)
@@ -90,7 +89,7 @@ def splits_that_fit(rows: int, in_features: int) -> tuple[int, ...]:
 
 def ring_of(rows: int, in_features: int, splits: int) -> Ring | None:
     """With the longest steps, the deepest that fits beside the rest; None: none does."""
-    left = SHARED_BYTES - shared_bytes(rows, in_features, splits, Ring(0, 0))
+    left = nvrtc.SHARED_BYTES - shared_bytes(rows, in_features, splits, Ring(0, 0))
     for columns in STEP_COLUMNS:
         depth = min(MAX_RING_BYTES, left) // Ring(1, columns).bytes_of_all
         if in_features % (splits * columns) == 0 and depth >= MIN_DEPTH:
@@ -112,4 +111,4 @@ def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
 def _kernel(device: int, macros: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     cubin = nvrtc.compile_source("few_row_linear.cu", f"sm_{major}{minor}", macros)
-    return nvrtc.Kernel(cubin, "few_row_linear", SHARED_BYTES)
+    return nvrtc.Kernel(cubin, "few_row_linear", nvrtc.SHARED_BYTES)

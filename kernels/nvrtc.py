@@ -19,6 +19,7 @@ import torch
 from tllm_spec.kernels.disk_cache import cache_folder, write_file
 
 ELF = b"\x7fELF"
+SHARED_BYTES = 227 << 10  # of a CTA, as Hopper and the data centre's Blackwell have them
 
 
 @functools.cache
@@ -32,8 +33,12 @@ def is_installed() -> bool:
 @functools.cache
 def why_unavailable(device: int) -> str | None:
     """Why none of our kernels runs on this CUDA device, or None."""
-    if torch.cuda.get_device_capability(device) < (9, 0):  # clusters and programmatic dependent launch
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < 9:  # clusters and programmatic dependent launch
         return "it needs compute capability 9.0"
+    # Not every torch tells; the data centre's devices, on which it began, have enough.
+    if getattr(properties, "shared_memory_per_block_optin", SHARED_BYTES) < SHARED_BYTES:
+        return f"it needs {SHARED_BYTES >> 10} KB of shared memory a block"
     return None if is_installed() else "cuda-python is not installed; pip install tllm_spec[cuda]"
 
 

@@ -228,8 +228,7 @@ def _kernels(device: int, source: Source, programs: tuple[Program, ...]) -> dict
 
     with ThreadPoolExecutor(len(programs)) as pool:
         cubins = list(pool.map(compiled, programs))
-    most = SHARED_BYTES - RESERVED_BYTES
     return {
-        program: nvrtc.Kernel(cubin, "window_attention", most)
+        program: nvrtc.Kernel(cubin, "window_attention", nvrtc.SHARED_BYTES)
         for program, cubin in zip(programs, cubins, strict=True)
     }

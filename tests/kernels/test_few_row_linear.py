@@ -128,7 +128,7 @@ def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(rows: in
         ring = few_row_plan.ring_of(rows, in_features, splits)
         assert ring is not None and ring.depth >= few_row_plan.MIN_DEPTH
         assert ring.bytes_of_all <= few_row_plan.MAX_RING_BYTES
-        assert few_row_plan.shared_bytes(rows, in_features, splits, ring) <= few_row_plan.SHARED_BYTES
+        assert few_row_plan.shared_bytes(rows, in_features, splits, ring) <= nvrtc.SHARED_BYTES
         assert in_features % (splits * ring.step_columns) == 0
 
 

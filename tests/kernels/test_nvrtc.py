@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,13 +67,19 @@ def test_a_folder_that_cannot_be_written_only_costs_time(
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "reason"),
-    [((8, 9), True, "compute capability 9.0"), ((9, 0), False, r"tllm_spec\[cuda\]"), ((10, 0), True, None)],
+    ("major", "shared_kb", "installed", "reason"),
+    [
+        (8, 227, True, "compute capability 9.0"),
+        (9, 227, False, r"tllm_spec\[cuda\]"),
+        (12, 99, True, "227 KB of shared memory"),
+        (10, 227, True, None),
+    ],
 )
 def test_what_keeps_our_kernels_from_running_is_said(
-    capability: tuple[int, int], installed: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+    major: int, shared_kb: int, installed: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    properties = SimpleNamespace(major=major, minor=0, shared_memory_per_block_optin=shared_kb << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(nvrtc, "is_installed", lambda: installed)
     said = nvrtc.why_unavailable.__wrapped__(0)
     assert said is None if reason is None else re.search(reason, said)
