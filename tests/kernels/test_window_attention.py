@@ -24,6 +24,7 @@ from tllm_spec.kernels.window_splits import (
     MIN_KEYS_PER_SPLIT,
     Splits,
     WindowWorkspace,
+    warps_of,
 )
 
 CASES = {
@@ -175,6 +176,15 @@ def test_programs_are_small_where_fewer_places_then_stay_empty() -> None:
     found = {tiles: workspace.splits(tiles, 4 * tiles, 8192).small_programs for tiles in (396, 397, 528, 529)}
     assert found == {396: False, 397: True, 528: True, 529: False}
     assert not workspace.splits(792, 3168, 8192).small_programs  # two turns of either
+
+
+def test_programs_are_told_their_warps_by_names_that_triton_knows() -> None:
+    workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
+    found = [
+        warps_of(workspace.splits(tiles, 4 * tiles, 8192), block_m, 128)
+        for tiles, block_m in ((396, 16), (397, 16), (396, 32), (396, 64))
+    ]
+    assert found == [{"num_warps": 4, "maxnreg": 168}, {"num_warps": 2}, {"num_warps": 4}, {"num_warps": 4}]
 
 
 @on_each_kernel_device
