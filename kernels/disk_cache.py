@@ -7,19 +7,24 @@ It does not know what is in them.
 import contextlib
 import logging
 import os
+import secrets
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm_spec"
+    """Of a user without a home: one that can be neither read nor written."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm_spec"
+    except RuntimeError:
+        return Path(os.devnull) / "tllm_spec"
 
 
 def write_file(path: Path, content: bytes) -> None:
     """All at once: whoever reads it meanwhile sees the old file or the new one. A folder that cannot be written is
     logged."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)

@@ -6,9 +6,10 @@ anything is read or written and lets the next kernel be set up. Kernels that kno
 
 A launch in which no program waits would let the next one run before the one in front of it has ended.
 
-Window attention reads lengths before it waits. That is safe where they were written before the kernel in front of it
-(the projection) began to work: few_row_linear.cu waits before it lets the next kernel be set up, and kernels of
-libraries are not launched early.
+Window attention reads lengths before it waits, and the CUDA one tables and the keys and values of earlier tokens, too.
+That is safe where all of these were written before a projection in front of it began to work: few_row_linear.cu waits
+before it lets the next kernel be set up, and kernels of libraries are not launched early. Between the two only such
+kernels may stand as write nothing of that: rotary_write.py's writes other requests' slots.
 """
 
 import functools

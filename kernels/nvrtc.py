@@ -62,7 +62,7 @@ def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, i
         "--std=c++17",
         *(f"-D{key}={int(value)}" for key, value in definitions),
     ]
-    asked = repr((texts, options, checked(nvrtc.nvrtcVersion()))).encode()
+    asked = repr((texts, options, nvrtc.nvrtcVersion()[1:])).encode()
     path = cache_folder() / "cuda" / f"{name}-{hashlib.sha256(asked).hexdigest()}.cubin"
     with contextlib.suppress(OSError):
         cubin = path.read_bytes()
@@ -127,7 +127,7 @@ class Kernel:
 
     def launch(self, launch: Launch, stream: int, argument: ctypes.Structure) -> None:
         """Start the kernel as soon as all CTAs of the kernel before it have said that it may (programmatic dependent
-        launch): it has to wait itself before it touches what others write. argument: the kernel's only one."""
+        launch): it has to wait itself before it touches what that one writes. argument: the kernel's only one."""
         from cuda.bindings import driver
 
         config = _config(launch, stream)

@@ -28,7 +28,7 @@ from tllm_spec.kernels.window_attention_cuda import (
     serves,
 )
 from tllm_spec.kernels.window_splits import (
-    MAX_PARTIAL_ROWS,
+    MAX_LONG_SPLITS,
     MAX_TILE_KEYS,
     MAX_TILE_ROWS,
     TILE_BYTES,
@@ -65,8 +65,10 @@ def window_attention(
 ) -> torch.Tensor:
     """Query w of request b stands at position kv_lens[b] - W + w and sees the keys up to there.
 
-    Keys beyond a request's length and beyond its block table are never read. A query before position 0, which only
-    a row of graph padding can have, sees nothing and gives zeros (if what its page holds is finite).
+    Lengths, tables, and what the pool has of earlier tokens must have been written before the projection that made qkv
+    began to work (early_launch.py). Keys beyond a request's length and beyond its block table are never read. A query
+    before position 0, which only a row of graph padding can have, sees nothing and gives zeros (if what its page holds
+    is finite).
 
     Args:
         qkv: `[B, W, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten.
@@ -91,10 +93,12 @@ def window_attention(
     assert places.block_tables.stride(1) == 1 and places.kv_lens.stride(0) == 1
     assert places.block_tables.dtype == places.kv_lens.dtype == torch.int32
     assert places.kv_slots.dtype == torch.int64
+    assert places.num_padding is None or places.num_padding.dtype == torch.int64
+    assert norm is None or norm.weight.is_contiguous()
     call = _Call(qkv, turns, layer, places, scale, workspace, norm)
     windows, layout = call.windows(), None
     if serves(qkv, turns, call.weights[0], layer):
-        layout = layout_of(windows, workspace.num_processors, MAX_PARTIAL_ROWS)
+        layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
 
@@ -192,7 +196,8 @@ def _reduce(call: _Call, windows: Windows, splits: Splits, block_n: int, output:
         WINDOW=windows.window,
         HEAD_DIM=windows.head_dim,
         BLOCK_N=block_n,
-        BLOCK_S=power_of_two(splits.number),
+        # One program for all widths of the block table.
+        BLOCK_S=power_of_two(MAX_LONG_SPLITS if splits.are_rare else splits.number),
         BLOCK_D=power_of_two(windows.head_dim),
         num_warps=4,
     )

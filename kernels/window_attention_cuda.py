@@ -93,6 +93,7 @@ def layout_of(windows: Windows, processors: int, max_partial_rows: int) -> Layou
     return Layout(few, splits, True, MIN_KEYS_PER_SPLIT)
 
 
+@functools.lru_cache(maxsize=4096)
 def programs_of(windows: Windows) -> tuple[Program, ...]:
     """That for few tiles first, and those for many: all that windows of this kind may need, whatever their number."""
     few = Program(FEW_WARPS, 1, _depth(windows, MAX_SPLITS, FEW_WARPS, 1))

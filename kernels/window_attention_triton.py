@@ -111,7 +111,7 @@ def _num_own(
     num_padding: tl.tensor, request: tl.tensor, WINDOW: tl.constexpr, PADDED: tl.constexpr
 ) -> tl.tensor:
     """The window's rows without those that are nobody's."""
-    return WINDOW - tl.load(num_padding + request).to(tl.int32) if PADDED else WINDOW
+    return WINDOW - tl.load(num_padding + request, cache_modifier=".cg").to(tl.int32) if PADDED else WINDOW
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -185,8 +185,8 @@ def attention_kernel(
     may have none come last."""
     announce(EARLY)
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Lengths are older than the projection (early_launch.py), and there before it ends.
-    kv_len, num_own = tl.load(kv_lens + request), _num_own(num_padding, request, WINDOW, PADDED)
+    # Lengths are older than the projection (early_launch.py), and there before it ends: in the L2 cache.
+    kv_len, num_own = tl.load(kv_lens + request, cache_modifier=".cg"), _num_own(num_padding, request, WINDOW, PADDED)
     num_old, share, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
     if split >= num_used:  # the reduction leaves such a split out; the first one always goes on, and waits
         return
@@ -256,8 +256,11 @@ def reduction_kernel(
     announce(EARLY)
     first = tl.program_id(0) * ROWS
     request = first // (WINDOW * HEADS)
-    num_own = _num_own(num_padding, request, WINDOW, PADDED)
-    _, _, num_used = _shares(tl.load(kv_lens + request), num_own, max_len, num_splits, min_keys, BLOCK_N)
+    kv_len, num_own = (
+        tl.load(kv_lens + request, cache_modifier=".cg"),
+        _num_own(num_padding, request, WINDOW, PADDED),
+    )
+    _, _, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
     wait(EARLY)
     if num_used == 1:  # the output is there
         return

@@ -33,7 +33,8 @@ struct Windows {  // window_attention_cuda.py has the same
     __device__ i64 token_stride() const { return static_cast<i64>(kv_heads) * HEAD_DIM; }
 };
 
-// What of the windows is this CTA's. Blocks have 16 keys that were in the pool before.
+// What of the windows is this CTA's. Blocks have 16 keys that were in the pool before. What is read before the wait is
+// read through the L2 cache: nobody promises that the L1 cache has not kept it from an earlier kernel.
 struct Part {
     int request, kv_head, split, kv_len, num_own, num_old, first_block, end_block, num_used;
 
@@ -43,8 +44,8 @@ struct Part {
         split = w.in_clusters() ? blockIdx.x % w.splits : blockIdx.x / w.tiles;
         request = tile / w.kv_heads;
         kv_head = tile % w.kv_heads;
-        kv_len = w.kv_lens[request];
-        num_own = w.window - (w.num_padding == nullptr ? 0 : static_cast<int>(w.num_padding[request]));
+        kv_len = __ldcg(w.kv_lens + request);
+        num_own = w.window - (w.num_padding == nullptr ? 0 : static_cast<int>(__ldcg(w.num_padding + request)));
         num_old = min(max(kv_len - num_own, 0), w.max_len);
         const int blocks = (num_old + KEYS - 1) / KEYS;
         const int number = min(max((num_old - 1) / w.min_keys, 1), w.splits);
@@ -76,7 +77,7 @@ struct Stream {
         if (turn % 32 == 0) {
             const int ahead = block + lane * WARPS;
             if (ahead < part.end_block)
-                pages = w.block_tables[static_cast<i64>(part.request) * w.table_stride + (ahead * KEYS >> w.page_shift)];
+                pages = __ldcg(w.block_tables + static_cast<i64>(part.request) * w.table_stride + (ahead * KEYS >> w.page_shift));
         }
         const i64 page = __shfl_sync(~0u, pages, turn % 32);
         const i64 first = (page << w.page_shift) + (block * KEYS & (1 << w.page_shift) - 1);

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 2048  # beside windows: more than a graph of contexts holds, so the forward has both
 CHUNK_LEN = 512  # of each chunk, so that drafts behind contexts are of requests of a common length
-WINDOW_LENS = (1, 512)  # of requests with windows: attention of short and of longer ones are two kernels
+WINDOW_LENS = (1, 512)  # of requests with windows: Triton attends to short and to longer ones by two kernels
 
 
 class WarmUp:

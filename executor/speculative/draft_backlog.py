@@ -19,8 +19,8 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.draft_layers import DraftLayers
 from tllm_spec.executor.transfer import to_device
 
-# With 4 query heads a KV head, a window that fills one tile of the attention kernel. Each position more would be one
-# more token that a finished request may leave behind without reuse.
+# With 4 query heads a KV head, a window that fills one tile of Triton's attention kernel. Each position more would be
+# one more token that a finished request may leave behind without reuse.
 BACKLOG_LEN = 16
 _backlog_of = attrgetter("draft_backlog")
 

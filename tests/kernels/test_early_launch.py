@@ -1,13 +1,15 @@
 """The rule that makes early launches safe, read from the kernels' sources: no device is needed to break it."""
 
 import ast
+import re
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 # What may stand before `wait`: lengths, which are older than the kernel in front (early_launch.py), and sums with them.
-OLDER = {"announce(EARLY)", "tl.load(kv_lens + request)", "_num_own", "_shares", "tl.program_id"}
+LENGTH = "tl.load(kv_lens + request, cache_modifier='.cg')"
+OLDER = {"announce(EARLY)", LENGTH, "_num_own", "_shares", "tl.program_id"}
 
 
 def taking_part() -> dict[str, ast.FunctionDef]:
@@ -54,3 +56,18 @@ def test_some_program_of_every_launch_waits() -> None:
             may_leave += [(name, ast.unparse(s).splitlines()[0]) for s in leaves]
     # The first split of a request always has keys to read, or none but the window's.
     assert may_leave == [("window_attention_triton.attention_kernel", "if split >= num_used:")]
+
+
+def test_the_cuda_kernel_of_windows_reads_only_what_is_older_before_it_waits() -> None:
+    """`Part` reads lengths, `Stream` tables and the keys and values of earlier tokens, all through the L2 cache."""
+    source = (KERNELS / "window_attention.cu").read_text(encoding="utf-8")
+    before, behind = source[source.index('extern "C"') :].split("griddepcontrol.wait")
+    known = {"__launch_bounds__", "window_attention", "volatile", "if", "reinterpret_cast", "in_clusters"}
+    used = set(re.findall(r"(\w+)[({]", before)) - known
+    assert used == {"part", "cluster_arrive", "stream"}
+    assert "stage_window(" in behind
+    stream = (KERNELS / "window_stream.cuh").read_text(encoding="utf-8")
+    for name in ("kv_lens", "num_padding", "block_tables"):
+        reads = re.findall(rf"(\S*)\bw\.{name}\b(?! ==)", stream)
+        assert reads and all("__ldcg(" in read for read in reads), name
+    assert not re.search(r"w\.(qkv|turns|norm_weight|kv_slots)\b", stream)

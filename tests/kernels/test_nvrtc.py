@@ -33,6 +33,29 @@ def test_the_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert cache_folder() == Path.home() / ".cache" / "tllm_spec"
 
 
+def test_a_user_without_a_home_has_no_cache(
+    monkeypatch: pytest.MonkeyPatch, num_compiled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    for _ in range(2):
+        assert nvrtc.compile_source("fill.cu", "sm_90").startswith(nvrtc.ELF)
+    assert len(num_compiled) == 2 and "was not written" in caplog.text
+
+
+def test_another_compiler_is_another_source(num_compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import nvrtc as library
+
+    nvrtc.compile_source("fill.cu", "sm_90")
+    success, major, minor = library.nvrtcVersion()
+    monkeypatch.setattr(library, "nvrtcVersion", lambda: (success, major, minor + 1))
+    nvrtc.compile_source("fill.cu", "sm_90")
+    assert len(num_compiled) == 2
+
+
 def test_a_source_is_compiled_once_for_each_architecture_and_definition(num_compiled: list[str]) -> None:
     first = nvrtc.compile_source("fill.cu", "sm_90")
     assert nvrtc.compile_source("fill.cu", "sm_90") == first and len(num_compiled) == 1
