@@ -185,6 +185,7 @@ class Measurement:
             played.counted / played.seconds,
             settling.rate,
             dict(played.rounds_by_draft_len),
+            *_what_it_thinks(adaptive, batch_size),
         )
         self._say(
             f"batch {batch_size}, acceptance {acceptance}: {cell.over_best:.3f} of K={cell.best}; "
@@ -248,6 +249,15 @@ def _preset(name: str, batch_sizes: tuple[int, ...]) -> AdaptiveController:
 
     config = {key: shortened(value) for key, value in PRESETS[name].items()}
     return AdaptiveController.from_config(config, graph_batch_sizes=batch_sizes)
+
+
+def _what_it_thinks(controller: AdaptiveController, batch_size: int) -> tuple[dict[str, float], list[str]]:
+    """Its round times of the batch size, and its switches."""
+    state = controller.state()
+    switches = state["decisions"]["last"]
+    return state["round_ms"].get(str(batch_size), {}), [
+        f"{switch['old_steps']} -> {switch['new_steps']}: {switch['reason']}" for switch in switches
+    ]
 
 
 def _spelled(by_draft_len: Mapping[int, float], how: str = ".0f") -> str:

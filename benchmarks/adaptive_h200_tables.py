@@ -1,6 +1,6 @@
 """What `adaptive_h200.py` finds, against its bars, as tables. Knows no engine and measures nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tllm_spec.adaptive_config import PRESETS
@@ -37,6 +37,8 @@ class Cell:
     counted: float  # the adaptive one's by what came out
     settling: float
     rounds_by_draft_len: Mapping[int, int]
+    expected_ms: Mapping[str, float]  # of a round by draft length, as the controller has it in the end
+    switches: Sequence[str]  # the last ones, from which length to which, and why
 
     @property
     def best(self) -> int:

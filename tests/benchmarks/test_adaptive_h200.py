@@ -96,6 +96,7 @@ def test_a_run_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [row["batch_size"] for row in found["times"]] == [2]
     assert list(found["times"][0]["by_draft_len"]) == list(map(str, ladder))
     assert sum(found["cells"][0]["rounds_by_draft_len"].values()) == 4
+    assert found["cells"][0]["expected_ms"].keys() == found["cells"][0]["static"].keys()
     assert Counter(phase["traffic"] for phase in found["phases"]) == {"phases": 4, "bursts": 6}
     assert found["left_out"] == []
 
@@ -133,13 +134,13 @@ def test_every_missed_bar_is_named() -> None:
     rates = {0: 100.0, 1: 120.0}
     met = Found(
         [RoundTimes(1, 4.0, 4.08, {}, {})],
-        [Cell(1, 0.5, rates, 117.6, 118.0, 90.0, {1: 9})],
+        [Cell(1, 0.5, rates, 117.6, 118.0, 90.0, {1: 9}, {}, ())],
         [of_phase({1: 100.0}, 105.0)],
     )
     assert misses(met) == []
     missed = Found(
         [RoundTimes(1, 4.0, 4.09, {}, {})],
-        [Cell(1, 0.5, rates, 117.5, 121.0, 120.0, {1: 9})],
+        [Cell(1, 0.5, rates, 117.5, 121.0, 120.0, {1: 9}, {}, ())],
         [of_phase({1: 100.0}, 104.9)],
     )
     assert len(misses(missed)) == 3
