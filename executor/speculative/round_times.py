@@ -7,6 +7,7 @@ in a round makes its time meaningless here.
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean, linear_regression
 from typing import Any, Protocol
 
 from tllm_spec.adaptive_config import RoundTimeOptions
@@ -145,12 +146,15 @@ class _Row:
 
 
 def _shares(contexts: Mapping[int, float]) -> dict[int, float]:
-    """Of what contexts add, by draft length; on average 1. They were measured as differences of long times, so what is
-    far below the average is not believed."""
-    mean = sum(contexts.values()) / len(contexts)
-    if mean <= 0:
+    """Of what contexts add, by draft length; on average 1. They were measured as differences of long times, so a single
+    one is not believed but the line through all, unless it falls: a wider window never takes less; nor what is far
+    below the average."""
+    mean = fmean(contexts.values())
+    if mean <= 0 or len(contexts) < 2:
         return dict.fromkeys(contexts, 1.0)
-    return {steps: max(time / mean, LEAST_SHARE) for steps, time in contexts.items()}
+    slope = max(linear_regression(list(contexts), list(contexts.values())).slope, 0.0)
+    middle = fmean(contexts)
+    return {steps: max(1 + slope * (steps - middle) / mean, LEAST_SHARE) for steps in contexts}
 
 
 class CorrectedRoundTimes:

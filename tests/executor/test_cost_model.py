@@ -272,14 +272,28 @@ def test_longer_contexts_add_the_same_time_to_all_lengths_that_were_measured_wit
 
 
 def test_longer_contexts_add_most_to_lengths_that_took_longest_over_them() -> None:
-    added = {0: 0.001, 1: 0.001, 2: 0.001, 3: 0.003}
+    added = {0: 0.001, 1: 0.0015, 2: 0.002, 3: 0.0025}
     source = MeasuredRoundTimes(
         {1: {0: 0.01, 1: 0.011, 2: 0.012, 3: 0.013}}, of_empty_contexts=True, contexts={1: added}
     )
     times = CorrectedRoundTimes(source, LADDER, RoundTimeOptions())
     for _ in range(500):
         times.observe(1, 0, 0.012)  # contexts of twice the length
-    assert times.row(1) == pytest.approx({0: 0.012, 1: 0.013, 2: 0.014, 3: 0.019}, rel=0.01)
+    assert times.row(1) == pytest.approx({0: 0.012, 1: 0.014, 2: 0.016, 3: 0.018}, rel=0.01)
+
+
+@pytest.mark.parametrize("wrong", LADDER[:-1])
+def test_one_difference_of_times_that_is_off_decides_for_no_length(wrong: int) -> None:
+    """Too long a time of the longest alone cannot be told from contexts that cost wider windows more."""
+    own, added = {0: 0.01, 1: 0.011, 2: 0.012, 3: 0.013}, dict.fromkeys(LADDER, 0.001)
+    source = MeasuredRoundTimes({1: own}, of_empty_contexts=True, contexts={1: added | {wrong: 0.0015}})
+    times = CorrectedRoundTimes(source, LADDER, RoundTimeOptions())
+    for _ in range(500):
+        times.observe(1, 0, 0.012)
+    for steps in (
+        LADDER
+    ):  # were it believed, the wrong length would be off by half of what contexts add, or by a third
+        assert times.row(1)[steps] - own[steps] == pytest.approx(0.002, rel=0.25)
 
 
 @pytest.mark.parametrize("added", [{0: 0.001, 1: 0.001, 2: 0.001, 3: -0.0005}, dict.fromkeys(LADDER, -0.001)])
