@@ -88,20 +88,9 @@ def test_rows_of_nobody_are_not_seen_and_what_the_pool_has_in_their_places_is(
     num_programs: int, device: str
 ) -> None:
     case = Case((5, 6, 140, 300), 5, 3, 32, 16, num_programs=num_programs)
-    num_padding = [0, 3, 5, 2]  # all of a window, too: its queries see what was there before
     problem = Problem(case, device)
-    flat = problem.layer.flatten(1, 2)
-    for request, number in enumerate(num_padding):
-        slots = problem.places.kv_slots.view(-1, 5)[request]
-        length = case.kv_lens[request]
-        flat[:, slots[:number]] = problem.kv[request][:, length - 5 : length - 5 + number].to(flat)
-        slots[:number] = 0
-        problem.qkv[request, :number] = torch.nan
-    problem.layer.copy_(flat.view_as(problem.layer))
-    problem.places = replace(problem.places, num_padding=torch.tensor(num_padding, device=device))
-    output, expected = problem.attend().cpu().double(), Problem(case).expected()
-    for request, number in enumerate(num_padding):
-        torch.testing.assert_close(output[request, number:], expected[request, number:], rtol=2e-5, atol=2e-5)
+    problem.pad([0, 3, 5, 2])  # all of a window, too: its queries see what was there before
+    problem.check_rows_of_somebody(problem.attend())
 
 
 @on_each_kernel_device

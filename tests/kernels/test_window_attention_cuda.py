@@ -201,23 +201,9 @@ def test_long_requests_are_split_beside_short_ones() -> None:
 @on_devices_of_all_sizes
 def test_rows_of_nobody_are_not_seen_and_what_the_pool_has_in_their_places_is(num_processors: int) -> None:
     case = Case((5, 6, 140, 300), 5, 3, 128, 16, dtype=torch.bfloat16)
-    num_padding = [0, 3, 5, 2]  # all of a window, too: its queries see what was there before
     problem = CudaProblem(case, num_processors)
-    flat = problem.layer.flatten(1, 2)
-    for request, number in enumerate(num_padding):
-        slots = problem.places.kv_slots.view(-1, 5)[request]
-        length = case.kv_lens[request]
-        flat[:, slots[:number]] = problem.kv[request][:, length - 5 : length - 5 + number].to(flat)
-        slots[:number] = 0
-        problem.qkv[request, :number] = torch.nan
-    problem.layer.copy_(flat.view_as(problem.layer))
-    problem.places = replace(problem.places, num_padding=torch.tensor(num_padding, device="cuda"))
-    output, expected = problem.attend().cpu().double(), Problem(case).expected()
-    tolerance = TOLERANCE[case.dtype]
-    for request, number in enumerate(num_padding):
-        torch.testing.assert_close(
-            output[request, number:], expected[request, number:], rtol=tolerance, atol=tolerance
-        )
+    problem.pad([0, 3, 5, 2])  # all of a window, too: its queries see what was there before
+    problem.check_rows_of_somebody(problem.attend())
 
 
 @pytest.mark.gpu

@@ -128,3 +128,23 @@ class Problem:
         torch.testing.assert_close(real, self.expected(), rtol=tolerance, atol=tolerance)
         for row, length in zip(output[len(self.kv) :], self.case.padding, strict=True):
             assert row[: max(0, self.case.window - length)].count_nonzero() == 0
+
+    def pad(self, num_padding: list[int]) -> None:
+        """The first rows of each window become nobody's; what they had stands in the pool already."""
+        window, flat = self.case.window, self.layer.flatten(1, 2)
+        for request, number in enumerate(num_padding):
+            slots = self.places.kv_slots.view(-1, window)[request]
+            first = self.case.kv_lens[request] - window
+            flat[:, slots[:number]] = self.kv[request][:, first : first + number].to(flat)
+            slots[:number] = 0
+            self.qkv[request, :number] = torch.nan
+        self.layer.copy_(flat.view_as(self.layer))
+        self.places = replace(self.places, num_padding=torch.tensor(num_padding, device=self.qkv.device))
+
+    def check_rows_of_somebody(self, output: torch.Tensor) -> None:
+        """They see what they would have seen beside whole windows."""
+        assert self.places.num_padding is not None
+        expected, tolerance = Problem(self.case).expected(), TOLERANCE[self.case.dtype]
+        for request, number in enumerate(self.places.num_padding.tolist()):
+            own = output[request, number:].cpu().double()
+            torch.testing.assert_close(own, expected[request, number:], rtol=tolerance, atol=tolerance)
