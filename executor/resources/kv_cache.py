@@ -14,7 +14,7 @@ from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.slot_state import BlockTable
 
 # For how many rounds more than it needs a request is given room when there is a round in flight, and keeps it.
-ROUNDS_AHEAD = 4
+ROUNDS_AHEAD = 8
 
 
 @dataclass(slots=True)
