@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels import nvrtc
+from tllm_spec.kernels.window_splits import MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT
 
 HEAD_DIMS = (64, 128)
 # Rows of a tile of the tensor cores, and the keys that a warp takes at once.
@@ -31,13 +32,11 @@ MANY_CTAS = {1: (4, 3, 2), 2: (2,)}
 # Tiles of a warp's ring, at least: its sums lie there in the end. At most: what is on its way.
 MIN_DEPTH = {1: 3, 2: 5}
 MAX_RING_BYTES = 20 << 10
-# Of many, only those of requests that are longer than twice this are split.
-MIN_KEYS_PER_LONG_SPLIT, MAX_LONG_SPLITS = 2048, 4
 # With CTAs for less than this share of the multiprocessors a request that is longer than so many keys is read faster by
 # Triton's kernel, which splits further.
 MIN_SHARE, MAX_SLOW_KEYS = 1 / 3, 4096
 # Shared memory of a multiprocessor, and what each CTA takes of it unasked.
-SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
+PROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _cluster_size(windows: Windows, processors: int) -> int:
 def _layout_of_many(
     windows: Windows, programs: Sequence[Program], processors: int, max_partial_rows: int
 ) -> Layout:
-    """The CTAs leave as few places empty as possible."""
+    """The CTAs leave as few places empty as possible, and only what is very long is split, as Triton's kernel does."""
     tiles = windows.tiles
     room = max_partial_rows // (tiles * windows.window * windows.group)
     splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // MIN_KEYS_PER_LONG_SPLIT, room))
@@ -125,7 +124,7 @@ def _layout_of_many(
 
 
 def _depth(windows: Windows, cluster: int, warps: int, ctas: int) -> int:
-    left = SHARED_BYTES // ctas - RESERVED_BYTES - shared_bytes(windows, cluster, warps, 0)
+    left = PROCESSOR_BYTES // ctas - RESERVED_BYTES - shared_bytes(windows, cluster, warps, 0)
     return min(MAX_RING_BYTES, left // warps) // (2 * BLOCK_KEYS * windows.head_dim)
 
 

@@ -15,11 +15,9 @@ from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels import window_attention_cuda as module
 from tllm_spec.kernels.window_attention_cuda import (
     BLOCK_KEYS,
-    MAX_LONG_SPLITS,
     MIN_DEPTH,
-    MIN_KEYS_PER_LONG_SPLIT,
+    PROCESSOR_BYTES,
     RESERVED_BYTES,
-    SHARED_BYTES,
     Layout,
     Source,
     Windows,
@@ -28,7 +26,7 @@ from tllm_spec.kernels.window_attention_cuda import (
     serves,
     shared_bytes,
 )
-from tllm_spec.kernels.window_splits import MAX_PARTIAL_ROWS
+from tllm_spec.kernels.window_splits import MAX_LONG_SPLITS, MAX_PARTIAL_ROWS, MIN_KEYS_PER_LONG_SPLIT
 
 PROCESSORS = 132
 OF_8B = Windows(batch=1, window=4, group=4, kv_heads=8, head_dim=128, max_len=2560)
@@ -53,7 +51,7 @@ def test_every_launch_fits_its_multiprocessors_and_its_rings_have_room_for_the_s
         cluster = found.splits if found.in_clusters else 1
         program = found.program
         shared = shared_bytes(windows, cluster, program.warps, program.depth)
-        assert (shared + RESERVED_BYTES) * program.ctas <= SHARED_BYTES
+        assert (shared + RESERVED_BYTES) * program.ctas <= PROCESSOR_BYTES
         assert program.depth >= MIN_DEPTH[windows.row_tiles]
         ring = program.depth * 2 * BLOCK_KEYS * windows.head_dim  # of a warp
         assert ring >= 4 * 16 * windows.row_tiles * (windows.head_dim + 8)
