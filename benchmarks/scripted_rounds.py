@@ -32,6 +32,7 @@ from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafter import NoDrafter, OneModelDrafter
+from tllm_spec.executor.transfer import ToHost
 from tllm_spec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 128_000
@@ -47,24 +48,29 @@ class Script:
         self._rates = rates
         self._token_ids = token_ids
         self._random = Random(0)
-        self._tables: dict[tuple[int, int], list[SampledTokens]] = {}
+        self._tables: dict[tuple[int, int], list[tuple[SampledTokens, torch.Tensor]]] = {}
         self._round = count()
 
     def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens:
         """In the place of `CudaGraphs.replay`."""
-        return self.tokens(len(slots), draft_len)
+        sampled, table = self._result(len(slots), draft_len)
+        return replace(sampled, to_host=ToHost([table]))
 
     def tokens(self, num_rows: int, draft_len: int) -> SampledTokens:
+        return self._result(num_rows, draft_len)[0]
+
+    def _result(self, num_rows: int, draft_len: int) -> tuple[SampledTokens, torch.Tensor]:
         key = num_rows, draft_len
         if key not in self._tables:
             self._tables[key] = [self._table(*key) for _ in range(SCRIPT_LEN)]
         return self._tables[key][next(self._round) % SCRIPT_LEN]
 
-    def _table(self, num_rows: int, draft_len: int) -> SampledTokens:
+    def _table(self, num_rows: int, draft_len: int) -> tuple[SampledTokens, torch.Tensor]:
+        """Results, and the same side by side."""
         size = num_rows, 1 + draft_len
         tokens = torch.tensor(self._random.choices(self._token_ids, k=size[0] * size[1])).view(size)
         sampled = SampledTokens(tokens, torch.tensor([self._num_new(draft_len) for _ in range(num_rows)]))
-        return replace(sampled, table=sampled.side_by_side())
+        return sampled, sampled.side_by_side()
 
     def _num_new(self, draft_len: int) -> int:
         return next(

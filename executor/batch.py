@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.transfer import ToHost
 
 
 @dataclass
@@ -50,20 +51,13 @@ class SampledTokens:
 
     `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]` int64 is how many are
     valid (accepted drafts + 1). A token of -1 says that the logits of that position were not numbers.
-    `table` `[N, K+2]`: lengths, then tokens, as they are sent to the host; None: nobody has put them together.
+    `to_host`: their `side_by_side`, under way; None: nobody has sent it.
     """
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
-    table: torch.Tensor | None = None
+    to_host: ToHost | None = None
 
     def side_by_side(self) -> torch.Tensor:
-        """A new `table`."""
+        """`[N, K+2]`: lengths, then tokens."""
         return torch.cat((self.new_lens.unsqueeze(1), self.new_tokens), dim=1)
-
-    def first(self, number: int) -> "SampledTokens":
-        """Of the first requests only."""
-        if number == len(self.new_lens):
-            return self
-        table = None if self.table is None else self.table[:number]
-        return SampledTokens(self.new_tokens[:number], self.new_lens[:number], table)

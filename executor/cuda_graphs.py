@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graph_pool import Captured, GraphPool, replay_seconds
+from tllm_spec.executor.result_ring import ResultRing
 from tllm_spec.executor.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class CudaGraphs:
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._sent: list[int] = []  # what the first of them are
         self._pool = pool or GraphPool(device)
+        self._ring: ResultRing | None = None
 
     def beside(self, generate: Callable[[torch.Tensor, int, bool], SampledTokens | None]) -> "CudaGraphs":
         """Graphs of something else for the same slots, to be captured next."""
@@ -85,6 +87,7 @@ class CudaGraphs:
         self._sizes = tuple(sorted({key.batch_size for key in wanted}))
         self._slot_ids = torch.full((max(self._sizes, default=0),), self._dummy_slot, device=self._device)
         self._sent = []
+        self._ring = self._make_ring(wanted)
         start, (free, _) = monotonic(), torch.cuda.mem_get_info(self._device)
         for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):
             try:
@@ -98,6 +101,7 @@ class CudaGraphs:
                     "captured; lower cuda_graph_config.max_batch_size, max_draft_len or "
                     "kv_cache_config.free_gpu_memory_fraction, or set cuda_graph_config to null"
                 ) from error
+        self._count_results()
         torch.cuda.empty_cache()
         used = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info("%d CUDA graphs took %.1f s and %d MiB", len(wanted), monotonic() - start, used >> 20)
@@ -107,13 +111,19 @@ class CudaGraphs:
         captured = self._run(slots, draft_len, sampled)
         if captured is None:
             return None
-        result = captured.result
+        result, number = captured.result, len(slots)
         assert result is not None
-        return result.first(len(slots))
+        tokens, lens = result.new_tokens, result.new_lens
+        if number < len(lens):
+            tokens, lens = tokens[:number], lens[:number]
+        to_host = None if self._ring is None else self._ring.sent(number, 1 + draft_len)
+        return SampledTokens(tokens, lens, to_host)
 
     def run(self, slots: list[int], draft_len: int, sampled: bool) -> bool:
         """Replays what leaves its results in the slots; False when no graph fits."""
-        return self._run(slots, draft_len, sampled) is not None
+        captured = self._run(slots, draft_len, sampled)
+        assert captured is None or captured.result is None, "these results would be counted as nobody's"
+        return captured is not None
 
     def result(self, key: GraphKey) -> SampledTokens:
         """Where every replay of the graph writes its results, padding included. Another replay may overwrite them."""
@@ -141,7 +151,10 @@ class CudaGraphs:
         captured = self._find(key)
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
-        return replay_seconds(captured.graph, TIMED_SECONDS, renew)
+        try:
+            return replay_seconds(captured.graph, TIMED_SECONDS, renew)
+        finally:
+            self._count_results()
 
     def _send(self, padded: list[int]) -> None:
         """Whose round the next replay is. Graphs only read it, so the same slots are sent once."""
@@ -154,8 +167,23 @@ class CudaGraphs:
         return tier.graphs.get((key.batch_size, key.sampled)) if tier is not None else None
 
     def _capture(self, key: GraphKey) -> _Captured:
-        slot_ids = self._slot_ids[: key.batch_size]
-        return self._pool.capture(partial(self._generate, slot_ids, key.draft_len, key.sampled))
+        return self._pool.capture(partial(self._generate_and_send, key))
+
+    def _generate_and_send(self, key: GraphKey) -> SampledTokens | None:
+        result = self._generate(self._slot_ids[: key.batch_size], key.draft_len, key.sampled)
+        if self._ring is not None and result is not None:
+            self._ring.send(result.new_lens, result.new_tokens)
+        return result
+
+    def _make_ring(self, keys: list[GraphKey]) -> ResultRing | None:
+        if not keys or not ResultRing.serves(self._device):
+            return None
+        return ResultRing(max(key.batch_size + key.num_tokens for key in keys), self._device)
+
+    def _count_results(self) -> None:
+        """Behind runs that nobody asked results of."""
+        if self._ring is not None:
+            self._ring.count_again()
 
 
 def graph_keys(sizes: Iterable[int], draft_lens: Callable[[int], set[int]]) -> list[GraphKey]:

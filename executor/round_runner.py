@@ -4,7 +4,7 @@ Nothing here waits for the device. What the host wants to know is on its way to 
 read, the next round can be launched from the slot state alone (DESIGN section 4).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from time import perf_counter
 
@@ -86,11 +86,11 @@ class RoundRunner:
             sampled = sampled or self._run_mixed(batch, chunks, ended, logprobs)
         else:
             sampled = self._replay(batch) or self._run_windows(batch, logprobs)
-        table = sampled.side_by_side() if sampled.table is None else sampled.table
+        to_host = sampled.to_host or ToHost([sampled.side_by_side(), *logprobs.tensors], self._places)
         self._groups.end_round()
         if self._backlog is not None:
             self._backlog.note(batch)
-        num_steps, to_host = self._num_steps(batch), ToHost([table, *logprobs.tensors], self._places)
+        num_steps = self._num_steps(batch)
         return LaunchedRound(
             batch,
             ended,
@@ -167,8 +167,7 @@ class RoundRunner:
         drafting = group.one_row_each() if in_graph else None
         longest = self.engine.rows.max_len
         max_kv_len = longest if max_kv_len is None else min(max_kv_len, longest)
-        sampled = self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
-        return replace(sampled, table=sampled.side_by_side())  # in a graph it costs the host nothing
+        return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
 
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
         requests = batch.generation_requests

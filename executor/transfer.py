@@ -37,7 +37,7 @@ class ToHost:
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: "Places | None" = None) -> None:
         self._place: Place | None = None
-        self._places = Places() if places is None else places
+        self._places: Places | None = Places() if places is None else places
         if tensors and tensors[0].is_cuda:
             self._place = self._places.take(tensors[0].shape, tensors[0].dtype)
             first = self._place.host.copy_(tensors[0], non_blocking=True)
@@ -55,7 +55,8 @@ class ToHost:
         """Only valid until the next copy begins."""
         if self._place is not None:
             self._place.arrived.synchronize()
-            self._places.give_back(self._place)
+            if self._places is not None:
+                self._places.give_back(self._place)
             self._place = None
         return self._host
 
@@ -63,8 +64,8 @@ class ToHost:
 class Place:
     """Pinned memory, and the event that says that a copy to it has ended."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.host = torch.empty(shape, dtype=dtype, pin_memory=True)
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
         self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no annotation
 
 
@@ -77,7 +78,7 @@ class Places:
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Place:
         free = self._free.get((shape, dtype))
-        return free.pop() if free else Place(shape, dtype)
+        return free.pop() if free else Place(torch.empty(shape, dtype=dtype, pin_memory=True))
 
     def give_back(self, place: Place) -> None:
         self._free.setdefault((place.host.shape, place.host.dtype), []).append(place)

@@ -149,4 +149,4 @@ def tensors_of(result: SampledTokens | torch.Tensor | None) -> list[torch.Tensor
     """What a graph leaves in its memory."""
     if not isinstance(result, SampledTokens):
         return [] if result is None else [result]
-    return [result.new_tokens, result.new_lens, *([] if result.table is None else [result.table])]
+    return [result.new_tokens, result.new_lens]

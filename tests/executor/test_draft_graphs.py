@@ -97,7 +97,7 @@ class OpCounter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_steady_round_is_two_launches_and_the_copy_of_its_results(
+def test_a_steady_round_is_two_launches_and_nothing_else(
     tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     options = {"kv_cache_config": {"tokens_per_block": 128}} | two_model(drafts, mode)
@@ -116,7 +116,7 @@ def test_a_steady_round_is_two_launches_and_the_copy_of_its_results(
     key = GraphKey(4, 3, False)
     assert watched.replays() == {key: before[key] + 6}
     assert watched.replays(targets)[key] == rounds_before[key] + 6
-    assert ops.names == ["empty", "copy_"] * 6
+    assert not ops.names
 
 
 def test_a_head_writes_only_into_pages_of_requests_that_go_on(

@@ -1,0 +1,62 @@
+"""`send_results` as a Triton kernel of one program. Importing this file imports Triton.
+
+It moves a few kilobytes over PCIe at most: 64 requests with three drafts are 2.6 KB.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
+
+BLOCK = 256
+
+
+def send_results_triton(
+    ring: torch.Tensor, number: torch.Tensor, new_lens: torch.Tensor, new_tokens: torch.Tensor
+) -> None:
+    """See `send_results`. The last two are contiguous."""
+    width = new_tokens.shape[1]
+    _send[(1,)](
+        ring,
+        ring.stride(0),
+        number,
+        new_lens,
+        new_tokens,
+        new_lens.numel() * (1 + width),
+        len(ring),
+        width,
+        BLOCK,
+        **early_launch(number.device),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["ring_stride", "num_values"])  # type: ignore[untyped-decorator]  # triton has no types
+def _send(
+    ring: tl.tensor,
+    ring_stride: tl.tensor,
+    number: tl.tensor,
+    new_lens: tl.tensor,
+    new_tokens: tl.tensor,
+    num_values: tl.tensor,
+    depth: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One warp: all of its threads have read the number before one writes the next."""
+    begin(EARLY)
+    own_number = tl.load(number)
+    entry = ring + (own_number % depth) * ring_stride
+    tl.store(entry, own_number)
+    for start in range(0, num_values, block):
+        place = start + tl.arange(0, block)
+        request, column = place // (1 + width), place % (1 + width)
+        exists = place < num_values
+        is_length = column == 0
+        length = tl.load(new_lens + request, mask=exists & is_length, other=0)
+        token = tl.load(new_tokens + request * width + column - 1, mask=exists & ~is_length, other=0)
+        tl.store(entry + 1 + place, tl.where(is_length, length, token), mask=exists)
+    tl.store(number, own_number + 1)
