@@ -200,7 +200,8 @@ class RoundRunner:
         windows = self._windows(group, max_kv_len)
         hidden = self.engine.forward([], windows)
         logits = self.engine.compute_logits(hidden)
-        sampled = self._sampler.sample_windows(group, logits, self._draft_probs(group, draft_probs), logprobs)
+        probs = self._draft_probs(group, draft_probs)
+        sampled = self._sampler.sample_windows(group, logits, windows.first, probs, logprobs)
         if self.round_end is not None and drafting is not None:
             self.round_end.draft(None, WindowResult(windows, sampled), drafting, num_new_drafts)
         return sampled
@@ -230,7 +231,8 @@ class RoundRunner:
         result = None
         if group is not None and windows is not None:
             probs = self._draft_probs(group, batch.draft_probs)
-            parts.append(self._sampler.sample_windows(group, logits[len(ended) :], probs, logprobs))
+            of_windows = logits[len(ended) :]
+            parts.append(self._sampler.sample_windows(group, of_windows, windows.first, probs, logprobs))
             result = WindowResult(windows, parts[-1])
         self._draft_behind_contexts(batch, chunks, ended, parts, result)
         return _joined(parts, batch.window, hidden.device)
@@ -296,7 +298,7 @@ class RoundRunner:
         return Windows(
             slots=group.slots,
             first=self._slots.kv_lens.index_select(0, group.slots),
-            token_ids=self._slots.window.index_select(0, group.slots)[:, : group.window],
+            token_ids=self._slots.window[:, : group.window].index_select(0, group.slots),
             max_kv_len=max_kv_len,
         )
 

@@ -69,12 +69,12 @@ class Sampler:
         self,
         group: RowGroup,
         logits: torch.Tensor,
+        kv_lens: torch.Tensor,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """Accepts drafts. logits `[B * (K+1), V]`; draft_probs `[B, K, V]`: what the drafts were drawn from, where
-        rejection sampling needs it. Writes the next round's inputs into the slot state."""
-        kv_lens = self.slots.kv_lens.index_select(0, group.slots)
+        """Accepts drafts. logits `[B * (K+1), V]`; kv_lens `[B]`: the slots'; draft_probs `[B, K, V]`: what the drafts
+        were drawn from, where rejection sampling needs it. Writes the next round's inputs into the slot state."""
         return self._sample(group, logits, kv_lens, 1, draft_probs, logprobs)
 
     def _sample(

@@ -98,7 +98,8 @@ class Bench:
 
     def _windows(self, width: int, logits: torch.Tensor) -> list[int]:
         group, logprobs = self.sampler.groups.get(self.requests, width), LogprobRows()
-        return self._append(self.sampler.sample_windows(group, logits, None, logprobs), logprobs)
+        kv_lens = self.slots.kv_lens.index_select(0, group.slots)
+        return self._append(self.sampler.sample_windows(group, logits, kv_lens, None, logprobs), logprobs)
 
     def _append(self, sampled: SampledTokens, logprobs: LogprobRows) -> list[int]:
         self.sampler.groups.end_round()

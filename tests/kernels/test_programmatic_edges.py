@@ -1,0 +1,73 @@
+"""Which kernels of captured rounds may begin before the one in front has ended: ours, which know what they may read by
+then. A library's that were launched so would take that guarantee from every kernel behind it."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.test_early_launch import KERNELS, taking_part
+from tests.lossless.wide_zoo import write_wide
+from tllm_spec.kernels.nvrtc import checked
+from tllm_spec.llm import LLM
+
+driver = pytest.importorskip("cuda.bindings.driver")
+
+
+def ours() -> set[str]:
+    """Kernels that wait for the one in front."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(KERNELS.glob("*.cu"))]
+    waiting = [source for source in sources if "griddepcontrol.wait" in source]
+    names = {
+        name
+        for source in waiting
+        for name in re.findall(r'extern "C".*?(\w+)\(const __grid_constant__', source)
+    }
+    return names | {name.split(".")[1] for name in taking_part()}
+
+
+def programmatic_edges(graph: int) -> Counter[str]:
+    """How many of them end in a kernel of each name."""
+    get_edges = getattr(
+        driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges
+    )  # before CUDA 13, the one with kinds
+    handle = driver.CUgraph(graph)
+    found = get_edges(handle, get_edges(handle)[-1])
+    checked(found)
+    ends, kinds = found[2:4]
+    programmatic = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    return Counter(name_of(node) for node, kind in zip(ends, kinds, strict=True) if kind.type == programmatic)
+
+
+def name_of(node: Any) -> str:
+    params = checked(driver.cuGraphKernelNodeGetParams(node))
+    if int(params.func):
+        found = driver.cuFuncGetName(params.func)
+    else:
+        found = driver.cuKernelGetName(params.kern)
+    return str(checked(found).decode())
+
+
+def test_the_kernels_that_wait_are_found_in_their_sources() -> None:
+    assert {"few_row_linear", "window_attention", "rms_norm_kernel", "attention_kernel", "_accept"} <= ours()
+    assert "fill" not in ours()
+
+
+@pytest.mark.gpu
+def test_only_our_kernels_are_launched_early(tmp_path: Path) -> None:
+    target = write_wide("zoo:llama", tmp_path / "target")
+    head = write_wide("zoo:llama-eagle3", tmp_path / "head")
+    config = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": str(head)}
+    with LLM(str(target), max_batch_size=16, speculative_config=config) as llm:
+        graphs = llm._executor.parts.runner.graphs
+        assert graphs is not None
+        found = Counter[str]()
+        for tier in graphs.tiers.values():
+            for captured in tier.graphs.values():
+                found += programmatic_edges(captured.graph.raw_cuda_graph())
+    assert found.keys() <= ours(), found
+    assert found["rms_norm_kernel"] > 0 and found["window_attention"] > 0 and found["few_row_linear"] > 0, (
+        found
+    )
