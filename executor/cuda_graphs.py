@@ -147,7 +147,7 @@ class CudaGraphs:
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:
         """Of a replay in a long row of them. slots: of the round; None: nothing but dummies. `renew` is called before
-        each replay."""
+        each replay. No round may be in flight: its results would be overwritten."""
         captured = self._find(key)
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
