@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -231,7 +232,7 @@ class PyExecutor:
             request.context_chunk = 0
         for request in culprits:
             if not request.is_finished:  # in the part of the round that had been read
-                request.finish("error", error=f"{type(error).__name__}: {error}")
+                request.finish("error", error=described(error))
         self._end(culprits)
         try:
             self._complete_rounds(0)

@@ -6,6 +6,7 @@ loop over windows: the host's time for a round is mostly what this loop touches.
 
 from collections.abc import Iterable
 
+from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.round_runner import LaunchedRound
 from tllm_spec.executor.seen_round import SeenRound
@@ -118,7 +119,7 @@ def _emit(request: LlmRequest, run: list[int], found: Found) -> int:
     try:
         request.append_run(good)
     except TOKENIZER_ERRORS as error:
-        request.finish("error", error=f"{type(error).__name__}: {error}")
+        request.finish("error", error=described(error))
     if len(good) < len(run) and not request.is_finished:
         request.finish("error", error=NO_TOKEN_ERROR)
     num_emitted = request.num_tokens - before

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from tllm_spec.executor.faults import described
 from tllm_spec.executor.py_executor import PyExecutor
 from tllm_spec.executor.request_queue import RequestQueue
 
@@ -90,7 +91,7 @@ class Worker:
             self._round()
         except BaseException as error:  # process border: nothing above could report it
             logger.exception("the executor died")
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = described(error)
         finally:
             self._ended = True
             self._run_calls(last=True)

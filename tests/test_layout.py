@@ -45,7 +45,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.totals",
     ),
     ("tllm_spec.executor.request", "tllm_spec.executor.result_ring"),
-    ("tllm_spec.executor.decoding_rules", "tllm_spec.executor.round_clock", "tllm_spec.executor.transfer"),
+    (
+        "tllm_spec.executor.decoding_rules",
+        "tllm_spec.executor.faults",
+        "tllm_spec.executor.round_clock",
+        "tllm_spec.executor.transfer",
+    ),
     ("tllm_spec.executor.speculative.request_mark",),
     ("tllm_spec.models",),
     ("tllm_spec.attention",),

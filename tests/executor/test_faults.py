@@ -201,10 +201,18 @@ def test_a_drafter_that_raises_for_everybody_fails_one_by_one_those_for_whom_it_
         assert output.error == "OSError: no drafts today" or output.outputs[0].token_ids == tokens
 
 
+class Unsayable(Exception):
+    """Who asks what it says gets another."""
+
+    def __str__(self) -> str:
+        raise OSError("no words")
+
+
 @pytest.mark.parametrize(
     ("drafts", "message"),
     [
         (RuntimeError("not for this one"), "RuntimeError: not for this one"),
+        (Unsayable(), "Unsayable: "),
         ([1] * 9, "proposed 9 tokens; max_draft_len is 4"),
         ([64], "token ids 0 to 63"),
         ([None], "TypeError"),

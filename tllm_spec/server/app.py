@@ -22,6 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from tllm_spec import __version__
+from tllm_spec.executor.faults import described
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.protocol import (
@@ -246,4 +247,4 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse(error_body(f"{type(error).__name__}: {error}", "internal_error"), 500)
+    return JSONResponse(error_body(described(error), "internal_error"), 500)
