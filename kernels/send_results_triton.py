@@ -25,15 +25,15 @@ def send_results_triton(
         new_lens,
         new_tokens,
         new_lens.numel() * (1 + width),
-        len(ring),
         width,
+        len(ring),
         BLOCK,
         **early_launch(number.device),
         num_warps=1,
     )
 
 
-@triton.jit(do_not_specialize=["ring_stride", "num_values"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["ring_stride", "num_values", "width"])  # type: ignore[untyped-decorator]  # triton has no types
 def _send(
     ring: tl.tensor,
     ring_stride: tl.tensor,
@@ -41,8 +41,8 @@ def _send(
     new_lens: tl.tensor,
     new_tokens: tl.tensor,
     num_values: tl.tensor,
+    width: tl.tensor,
     depth: tl.constexpr,
-    width: tl.constexpr,
     block: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
