@@ -32,6 +32,8 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/completions", {}, "prompt", "required"),
         ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "a non-empty string or a list"),
         ("/v1/completions", {"prompt": "a", "n": 10**7}, "n", "less than or equal to 128"),
+        ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt", "a body may ask for 4096"),
+        ("/v1/completions", {"prompt": [[1]] * 33, "n": 128}, "prompt", "33 prompts with 128 choices"),
         ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no beam search"),
         (
             "/v1/completions",

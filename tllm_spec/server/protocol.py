@@ -20,6 +20,8 @@ from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128  # both as at OpenAI
+# All of a body's prompts, n times each, are requests at once: a few KB of it could fill the host's memory.
+MAX_CHOICES = 4096
 NO_TOOLS = "tools are not served"
 NOT_STORED = "nothing is stored"
 
@@ -194,6 +196,16 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = COMPLETION_NOT_SERVED
+
+    @model_validator(mode="after")
+    def _check_number_of_choices(self) -> CompletionRequest:
+        number, samples = len(self.prompt), self.n or 1
+        if number * samples > MAX_CHOICES:
+            raise ValueError(
+                f"prompt = [...] has {number} prompts with {samples} choices each; a body may ask for "
+                f"{MAX_CHOICES} choices, so send several"
+            )
+        return self
 
     def to_sampling_params(self) -> SamplingParams:
         """Raises ValueError for a value out of range."""
