@@ -211,7 +211,7 @@ def test_the_head_has_the_targets_dtype_and_device(tmp_path: Path) -> None:
 
 
 def test_only_float32_on_a_cpu_is_specialised(target: CausalLM, tmp_path: Path) -> None:
-    folder = write_tiny_eagle3(tmp_path / "head", intermediate_size=2048)
+    folder = write_tiny_eagle3(tmp_path / "head", intermediate_size=8192)
     head = load_head(folder, target)
     layer = head.layers[0]
     assert head.norm.scaled_weight is not None and layer.mlp.gate_up_proj.packed is not None

@@ -1,5 +1,6 @@
 """The CPU's fast paths of linear layers and norms compute what the plain ones do."""
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 70])
-@pytest.mark.parametrize(("in_features", "out_features"), [(192, 512), (512, 192), (16, 24)])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(192, 512), (512, 192), (16, 24), (512, 1024), (1024, 512)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
 def test_a_specialized_linear_equals_the_plain_product(
@@ -27,6 +30,8 @@ def test_a_specialized_linear_equals_the_plain_product(
     for parameter in layer.parameters():
         parameter.normal_()
     layer.specialize_for_cpu()
+    is_large = in_features * out_features >= linear.MIN_PACKED_ELEMENTS
+    assert (layer.packed is not None) == (is_large and platform.machine() in ("x86_64", "AMD64"))
     strided = torch.randn(rows, 2 * in_features)[:, :in_features]
     expected = F.linear(strided, layer.weight, layer.bias)
     torch.testing.assert_close(layer.forward(strided), expected, rtol=1e-4, atol=1e-4)

@@ -16,8 +16,8 @@ from tllm_spec.kernels.tuned_linear import TunedProducts, tuned_linear
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
-# Below this size oneDNN's cost of a call, about 20 µs, is more than it saves.
-MIN_PACKED_ELEMENTS = 65536
+# Below this size oneDNN's cost of a call, which does not depend on it, is more than it saves.
+MIN_PACKED_ELEMENTS = 1 << 19
 PACKED_ROWS_HINT = 8
 
 
@@ -25,8 +25,8 @@ class Linear(Module):
     """`y = x W^T + b`, and its forms fused with what stands around it in a decoder.
 
     On a CPU a wide weight is stored column by column, which streams up to twice as fast for a single row,
-    and `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is 1.5 to 4 times faster than the
-    BLAS for the few rows of a verified window and 1.2 times for a long prompt. It doubles the memory.
+    and `specialize_for_cpu` adds a copy of a large weight in oneDNN's blocked layout, which is faster than the
+    BLAS for the few rows of a verified window and for a long prompt. It doubles the memory.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Linear(Module):
         return x.mm(self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
 
     def specialize_for_cpu(self) -> None:
+        rows = self.weight.detach().contiguous()
+        if self.weight.is_contiguous() and rows.shape[0] > rows.shape[1]:
+            self.matrix = rows.t().contiguous()  # shared with an embedding, so not stored by columns
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         if has_onednn and self.weight.numel() >= MIN_PACKED_ELEMENTS:
-            rows = self.weight.detach().contiguous()
             self.packed = torch.ops.mkldnn._reorder_linear_weight(rows, PACKED_ROWS_HINT)
-            if self.weight.is_contiguous() and rows.shape[0] > rows.shape[1]:
-                self.matrix = rows.t().contiguous()  # shared with an embedding, so not stored by columns
 
 
 class ColumnLinear(Linear):
