@@ -46,6 +46,9 @@ def test_a_shared_weight_is_used_for_any_number_of_rows() -> None:
         for rows in (1, 3):
             x = torch.randn(rows, 64)
             torch.testing.assert_close(layer.forward(x), x @ shared.t(), rtol=1e-4, atol=1e-4)
+    assert layer.matrix.is_contiguous() and shared.is_contiguous(), (
+        "by columns for the product, by rows to look up"
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])

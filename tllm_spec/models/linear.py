@@ -93,13 +93,15 @@ class Linear(Module):
         return x.mm(self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
 
     def specialize_for_cpu(self) -> None:
-        rows = self.weight.detach().contiguous()
-        if self.weight.is_contiguous() and rows.shape[0] > rows.shape[1]:
-            self.matrix = rows.t().contiguous()  # shared with an embedding, so not stored by columns
+        if self.row_invariant:
+            return  # its kernel reads the weight as it is
+        weight = self.weight.detach()
+        if weight.is_contiguous() and weight.shape[0] > weight.shape[1]:
+            self.matrix = weight.t().contiguous()  # shared with an embedding, so not stored by columns
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        if has_onednn and self.weight.numel() >= MIN_PACKED_ELEMENTS:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(rows, PACKED_ROWS_HINT)
+        if has_onednn and weight.numel() >= MIN_PACKED_ELEMENTS:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS_HINT)
 
 
 class ColumnLinear(Linear):
