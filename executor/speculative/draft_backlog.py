@@ -26,7 +26,8 @@ _backlog_of = attrgetter("draft_backlog")
 
 
 class DraftBacklog:
-    """Rings by slot: position p stands at p % BACKLOG_LEN. `max_requests`: of one forward."""
+    """Rings by slot, one behind the other: position p of slot s stands at s * BACKLOG_LEN + p % BACKLOG_LEN.
+    `max_requests`: of one forward."""
 
     def __init__(self, layers: DraftLayers, slots: SlotState, max_num_tokens: int) -> None:
         self.max_requests = max(1, max_num_tokens // BACKLOG_LEN)
@@ -34,11 +35,11 @@ class DraftBacklog:
         self._slots = slots
         self._graphs: CudaGraphs | None = None
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
-        size = (len(slots.kv_lens), BACKLOG_LEN)
+        self._num_due = torch.zeros(len(slots.kv_lens), dtype=torch.int64, device=slots.device)
+        size = len(slots.kv_lens) * BACKLOG_LEN
         self._tokens = torch.zeros(size, dtype=torch.int64, device=slots.device)  # of the position after it
-        self._num_due = torch.zeros(size[0], dtype=torch.int64, device=slots.device)
         captured = layers.net.captured(1)
-        self._states = None if captured is None else captured.new_zeros((*size, captured.shape[1]))
+        self._states = None if captured is None else captured.new_zeros((size, captured.shape[1]))
 
     @staticmethod
     def num_bytes(num_slots: int, captured: torch.Tensor | None) -> int:
@@ -48,11 +49,11 @@ class DraftBacklog:
 
     def store(self, windows: Windows, new_tokens: torch.Tensor, first_row: int) -> None:
         """What the target has just read in windows of one token, from row `first_row` on. new_tokens `[B]`."""
-        slots, places = windows.slots, windows.first % BACKLOG_LEN
-        self._tokens[slots, places] = new_tokens
-        captured = self._layers.net.captured(first_row + len(slots))
+        places = (windows.first % BACKLOG_LEN).add_(windows.slots, alpha=BACKLOG_LEN)
+        self._tokens.index_copy_(0, places, new_tokens)
+        captured = self._layers.net.captured(first_row + len(places))
         if self._states is not None and captured is not None:
-            self._states[slots, places] = captured[first_row:]
+            self._states.index_copy_(0, places, captured[first_row:])
 
     def note(self, batch: ScheduledBatch) -> None:
         """The batch was launched."""
@@ -99,14 +100,14 @@ class DraftBacklog:
         net = self._layers.net
         ends = self._slots.kv_lens.index_select(0, slot_ids)
         rows = torch.arange(-BACKLOG_LEN, 0, device=ends.device)
-        owners, places = slot_ids.unsqueeze(1), (ends.unsqueeze(1) + rows) % BACKLOG_LEN
+        places = (ends.unsqueeze(1) + rows) % BACKLOG_LEN + slot_ids.unsqueeze(1) * BACKLOG_LEN
         state = None
         if self._states is not None:
-            state = net.fuse(self._states[owners, places].flatten(0, 1))
+            state = net.fuse(self._states.index_select(0, places.flatten()))
         windows = Windows(
             slots=slot_ids,
             first=ends - (BACKLOG_LEN - net.shift),
-            token_ids=self._tokens[owners, places].clamp_min_(0),
+            token_ids=self._tokens[places].clamp_min_(0),
             max_kv_len=max_kv_len,
             num_padding=BACKLOG_LEN - self._num_due.index_select(0, slot_ids),
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.attention.interface import AttentionBackend, ForwardContext
+from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, ForwardContext
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.speculative.draft_net import DraftNet
 from tllm_spec.executor.transfer import to_device
@@ -34,5 +34,7 @@ class DraftLayers:
         metadata, token_ids = self.rows.build(chunks, windows)
         if patched is not None:
             token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])
-        context = ForwardContext(self.backend, self.backend.plan(metadata), wanted=wanted)
+        only_writes = self.net.has_one_layer and wanted is not None and not len(wanted)
+        plan = AttentionPlan(metadata.kv_slots) if only_writes else self.backend.plan(metadata)
+        context = ForwardContext(self.backend, plan, wanted=wanted)
         return self.net.forward(token_ids, metadata.positions, context, state)

@@ -19,10 +19,12 @@ class DraftNet(ABC):
     """`shift`: the place of a token in the draft cache, seen from the place of the token before it: 0 where an entry is
     (hidden of token j, token j + 1) and stands at j, 1 where the entry of a token stands at its own place.
 
-    `vocab_size` is that of the logits; `token_map` `[vocab_size]` has the target's ids of a reduced vocabulary.
+    `has_one_layer`: rows that are not wanted attend to nothing. `vocab_size` is that of the logits; `token_map`
+    `[vocab_size]` has the target's ids of a reduced vocabulary.
     """
 
     shift: int
+    has_one_layer: bool
     vocab_size: int
     token_map: torch.Tensor | None = None
 
@@ -63,6 +65,7 @@ class Eagle3Net(DraftNet):
     def __init__(self, head: Eagle3Head, spec: SpecMetadata) -> None:
         self.head = head
         self._spec = spec
+        self.has_one_layer = head.config.num_layers == 1
         self.vocab_size = head.config.output_size
         self.token_map = head.draft_to_target
 
@@ -97,6 +100,7 @@ class CausalNet(DraftNet):
 
     def __init__(self, model: CausalLM, input_vocab_size: int) -> None:
         self._model = model
+        self.has_one_layer = model.config.num_layers == 1
         self.vocab_size = model.config.vocab_size
         self._clamps = input_vocab_size > self.vocab_size
 

@@ -10,6 +10,7 @@ from tests.kernels.interpreter import INTERPRETED, check_under_the_interpreter, 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.row_invariant import RowInvariantAttention
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.rotary_write import Rotary
@@ -101,11 +102,17 @@ class Forward:
         rotary = Rotary(self.table, self.metadata.positions)
         return backend.run(1, self.qkv.clone(), rotary, plan)  # its rotation is in place
 
-    def check(self, output: torch.Tensor, pool: KVPool) -> None:
-        """VANILLA's output and VANILLA's pool, keys up to a rounding, but for what padding writes to page 0."""
+    def write(self, backend: AttentionBackend) -> None:
+        rotary = Rotary(self.table, self.metadata.positions)
+        backend.write(1, self.qkv.clone(), rotary, AttentionPlan(self.metadata.kv_slots))
+
+    def check(self, output: torch.Tensor | None, pool: KVPool) -> None:
+        """VANILLA's output, if any is given, and VANILLA's pool, keys up to a rounding, but for what padding writes to
+        page 0."""
         vanilla = self.backend(VanillaAttention)
         expected = self.run(vanilla)
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        if output is not None:
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(pool.data[:, 0, 1:], vanilla.pool.data[:, 0, 1:], rtol=2e-6, atol=2e-6)
         assert torch.equal(pool.data[:, 1, 1:], vanilla.pool.data[:, 1, 1:])
 
@@ -118,6 +125,20 @@ def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
     forward = Forward(BATCHES[name], device)
     backend = forward.backend(TritonAttention)
     forward.check(forward.run(backend), backend.pool)
+
+
+@on_each_device
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("kind", [TritonAttention, VanillaAttention, RowInvariantAttention])
+@torch.inference_mode()
+def test_rows_that_are_only_written_leave_the_keys_and_values_of_rows_that_attend(
+    kind: type[AttentionBackend], name: str, device: str
+) -> None:
+    forward = Forward(BATCHES[name], device)
+    backend = forward.backend(kind)
+    forward.write(backend)
+    assert not torch.equal(backend.pool.data.cpu(), forward.pool_data)
+    forward.check(None, backend.pool)
 
 
 CAPTURED = Batch(kv_lens=(4, 300, 17), window=3, padding=1)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import count_forwards, one_model, with_lengths
+from tests.executor.draft_caches import count_forwards, one_model, with_lengths, worker_of
 from tests.executor.harness import Harness
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
@@ -42,6 +43,19 @@ def rows_of_mlps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+def record_attention(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that attend from now on."""
+    layers: list[int] = []
+    run = backend.run
+
+    def watched(layer: int, *others: Any) -> torch.Tensor:
+        layers.append(layer)
+        return run(layer, *others)
+
+    monkeypatch.setattr(backend, "run", watched)
+    return layers
+
+
 @torch.inference_mode()
 def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_kv(
     tiny: Path, rows_of_mlps: list[int]
@@ -57,11 +71,15 @@ def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_k
 
 
 @torch.inference_mode()
-def test_where_no_row_is_wanted_only_the_kv_is_left(tiny: Path, rows_of_mlps: list[int]) -> None:
+def test_where_no_row_is_wanted_only_the_kv_is_left(
+    tiny: Path, rows_of_mlps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, twin = engine_of(Harness(tiny)), engine_of(Harness(tiny))
     twin.forward([ContextChunk(0, 0, PROMPT)], None)
     num_layers = len(rows_of_mlps)
+    attended = record_attention(engine.backend, monkeypatch)
     hidden = engine.forward([ContextChunk(0, 0, PROMPT)], None, torch.tensor([], dtype=torch.int64))
+    assert attended == list(range(num_layers - 1)), "the last layer has nobody to attend for"
     assert hidden.shape == (0, engine.model.config.hidden_size)
     assert torch.equal(engine.backend.pool.data, twin.backend.pool.data)
     assert rows_of_mlps[num_layers:] == [10] * (num_layers - 1)
@@ -142,12 +160,21 @@ def test_of_what_a_draft_network_catches_up_with_one_row_of_each_request_goes_on
 @pytest.mark.parametrize("mode", ROWS_OF_ROUNDS)
 @pytest.mark.parametrize("puts_off", [True, False], ids=["put off", "at once"])
 def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
-    puts_off: bool, mode: str, tiny: Path, tmp_path: Path, rows_of_mlps: list[int]
+    puts_off: bool,
+    mode: str,
+    tiny: Path,
+    tmp_path: Path,
+    rows_of_mlps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It has one layer, so that it neither attends nor plans to."""
     options = {"draft_len_schedule": {1: 3, 2: 0}} if puts_off else {}  # who never pauses puts nothing off
     harness = drafting(tiny, tmp_path, mode, max_num_tokens=64, **options)
     with_lengths(harness, 0)
     harness.submit(PROMPT[:5], max_tokens=40)
+    backend = worker_of(harness)._layers.backend
+    attended = record_attention(backend, monkeypatch)
+    monkeypatch.setattr(backend, "plan", None)
     harness.round()
     read = count_forwards(harness)
     rows_of_mlps.clear()
@@ -155,6 +182,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
         harness.round()
     assert (BACKLOG_LEN in read) == puts_off and sum(read) >= BACKLOG_LEN
     assert rows_of_mlps == [1, 1] * (BACKLOG_LEN + 2)  # the target's
+    assert not attended
 
 
 @pytest.mark.parametrize(("mode", "num_read"), [("eagle3", 10), ("draft_target", 11)])

@@ -16,7 +16,7 @@ from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.kernels.paged_prefill import PrefillLimits
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 
 
 @dataclass
@@ -51,8 +51,12 @@ class AttentionMetadata:
     and nobody sees them; at their positions the pool may have keys. None: no rows."""
 
 
+@dataclass(frozen=True)
 class AttentionPlan:
-    """What a backend prepares once per forward for all layers; each backend has its own."""
+    """What a backend prepares once per forward for all layers; each adds its own. Alone it serves `write`."""
+
+    kv_slots: torch.Tensor
+    """[T] int64, as in the metadata."""
 
 
 class ContextPlans(Protocol):
@@ -119,6 +123,18 @@ class AttentionBackend(ABC):
             `[T, Hq * D]`.
         """
 
+    def write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        plan: AttentionPlan,
+        norm: HeadWeights | None = None,
+    ) -> None:
+        """What `run` does before anything is attended to, with the same arguments: for rows whose results nobody
+        wants."""
+        rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm)
+
 
 @dataclass(frozen=True)
 class ForwardContext:
@@ -130,4 +146,5 @@ class ForwardContext:
     """Where the hidden states go that a draft head reads; None when nobody reads them."""
     wanted: torch.Tensor | None = None
     """[R] int64, device: the rows that come out of the model. The others go no further than the last layer's attention,
-    which has their keys and values; what `spec` captures behind that layer is not theirs. None: all rows."""
+    which has their keys and values (where R is 0 these are all that it makes); what `spec` captures behind that layer
+    is not theirs. None: all rows."""

@@ -24,8 +24,6 @@ from tllm_spec.kernels.row_invariant_attention import (
 class RowInvariantPlan(AttentionPlan):
     """All rows of the forward, in tiles."""
 
-    kv_slots: torch.Tensor
-    """[T] int64."""
     block_tables: torch.Tensor
     """[C + B, P] int32."""
     tiles: QueryTiles

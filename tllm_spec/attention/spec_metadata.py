@@ -33,15 +33,13 @@ class SpecMetadata:
     ) -> None:
         self.layers = layers
         self._buffer = torch.zeros((max_num_tokens, len(layers) * hidden_size), dtype=dtype, device=device)
-        self._columns = {
-            layer: slice(index * hidden_size, (index + 1) * hidden_size) for index, layer in enumerate(layers)
-        }
+        self._columns = dict(zip(layers, self._buffer.chunk(len(layers), 1), strict=True))
 
     def maybe_capture_hidden_states(self, layer_id: int, hidden: torch.Tensor) -> None:
         """Called after every layer with its output, `[T, H]`, residual included; it is kept for the wanted layers."""
         columns = self._columns.get(layer_id)
         if columns is not None:
-            self._buffer[: hidden.shape[0], columns].copy_(hidden)
+            columns[: hidden.shape[0]].copy_(hidden)
 
     def captured(self, num_rows: int) -> torch.Tensor:
         """What the latest forward left, `[T, n * H]`: a view that the next forward overwrites."""

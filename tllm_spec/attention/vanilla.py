@@ -52,9 +52,8 @@ class GenerationPlan:
 
 @dataclass(frozen=True)
 class VanillaPlan(AttentionPlan):
-    """`kv_slots`: [T]; then the chunks; then the windows, if there are any."""
+    """The chunks; then the windows, if there are any."""
 
-    kv_slots: torch.Tensor
     contexts: tuple[ContextPlan, ...]
     generation: GenerationPlan | None
 

@@ -68,12 +68,14 @@ class Eagle3Layer(Module):
     ) -> torch.Tensor:
         """The running sum behind the block, `[T, H]`; of the rows `wanted` only, `[R, H]`. `hidden` is not changed."""
         given = self._input(input_ids, embedding, hidden, rotary, wanted)
+        if not len(given.total):
+            self.self_attn.write(given.both, None, given.rotary, context)
+            return given.total
         attended = self.self_attn.forward(given.both, None, given.rotary, context)
         if wanted is not None:
             attended = attended.index_select(0, wanted)
-        if len(given.total):
-            self.self_attn.o_proj.add_to(given.total, attended)
-            self.mlp.add_to(given.total, self.post_attention_layernorm)
+        self.self_attn.o_proj.add_to(given.total, attended)
+        self.mlp.add_to(given.total, self.post_attention_layernorm)
         return given.total
 
     def _input(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
@@ -44,10 +44,20 @@ class Attention(Module):
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         """What `o_proj` reads, `[T, Hq * D]`; hidden `[T, input_size]`, to be normed first where there is a norm."""
+        heads, head_weights = self._heads(hidden, norm)
+        return context.backend.run(self.layer, heads, rotary, context.plan, head_weights)
+
+    def write(
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
+    ) -> None:
+        """The same where only the rows' keys and values are wanted."""
+        heads, head_weights = self._heads(hidden, norm)
+        context.backend.write(self.layer, heads, rotary, context.plan, head_weights)
+
+    def _heads(self, hidden: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, HeadWeights | None]:
         qkv = self.qkv_proj.forward(hidden, norm)
         heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        head_weights = None if self.qk_norm is None else self.qk_norm.head_weights
-        return context.backend.run(self.layer, heads, rotary, context.plan, head_weights)
+        return heads, None if self.qk_norm is None else self.qk_norm.head_weights
 
 
 class MLP(Module):
@@ -83,12 +93,14 @@ class DecoderLayer(Module):
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden: `[T, H]`, all that was added so far; the block adds its own. Of the rows `wanted` only, `[R, H]`."""
+        if wanted is not None and not len(wanted):
+            self.self_attn.write(hidden, self.input_layernorm, rotary, context)
+            return hidden[:0]
         attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
         if wanted is not None:
             hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
-        if len(hidden):
-            self.self_attn.o_proj.add_to(hidden, attended)
-            self.mlp.add_to(hidden, self.post_attention_layernorm)
+        self.self_attn.o_proj.add_to(hidden, attended)
+        self.mlp.add_to(hidden, self.post_attention_layernorm)
         return hidden
 
 
