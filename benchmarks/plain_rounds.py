@@ -1,11 +1,13 @@
 """What draft length 0 costs where a drafter is on the target's pages, inside the forward or (EAGLE-3 two-model) before
 it: rounds of an engine that is asked for no drafts, beside those of one without speculation.
 
-    python benchmarks/plain_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--repeat 5] [--output result.json]
+    python benchmarks/plain_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--cycles 6] [--repeat 5]
+                                      [--output result.json]
 
 "kept" is the engine as it is served: what the draft network would read is put off, and read for 16 rounds at once.
-"at once" reads it in every round. All engines take turns; a figure is the median over the turns of (its round time /
-plain round time of the same turn), in brackets the range. On a CPU times are the process's own (one thread for the
+"at once" reads it in every round. All engines take turns of so many cycles of 16 rounds; a figure is the median over
+the turns of (its round time / plain round time of the same turn), in brackets the range: where neighbours come and go,
+many short turns say more than a few long ones. On a CPU times are the process's own (one thread for the
 zoo), so that neighbours on the machine count less. `llama-8b` (random weights) needs a CUDA device.
 """
 
@@ -29,9 +31,16 @@ from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
 from tllm_spec.executor.speculative.worker import DraftWorker
 
-NUM_ROUNDS = 6 * BACKLOG_LEN  # whole cycles
 DRAFT_LEN = 3
 NEVER = {"max_draft_len": DRAFT_LEN, "draft_len_schedule": {1: 0}}
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Of each engine: `repeat` that count, of `num_rounds` rounds, which are whole cycles."""
+
+    num_rounds: int
+    repeat: int
 
 
 @dataclass
@@ -45,9 +54,9 @@ class Row:
     at_once: tuple[float, float, float]
 
 
-def measure(drafter: str, model: str, batch_size: int, repeat: int, **options: Any) -> Row:
+def measure(drafter: str, model: str, batch_size: int, turns: Turns, **options: Any) -> Row:
     prompt_len = 1024 if "load_format" in options else 128
-    max_seq_len = prompt_len + NUM_ROUNDS * (repeat + 1) + 100
+    max_seq_len = prompt_len + turns.num_rounds * (turns.repeat + 1) + 100
     speculation = options.pop("speculative_config")
     pages = {"max_tokens": (batch_size + 1) * (max_seq_len + 100)}
     options |= {"max_batch_size": batch_size, "max_seq_len": max_seq_len, "kv_cache_config": pages}
@@ -63,9 +72,9 @@ def measure(drafter: str, model: str, batch_size: int, repeat: int, **options: A
         for engine in engines.values():
             engine.executor.enter_thread()
             engine.start(batch_size, prompt_len)
-        for turn in range(repeat + 1):
+        for turn in range(turns.repeat + 1):
             for name, engine in engines.items():
-                round_ms = timed(engine)
+                round_ms = timed(engine, turns.num_rounds)
                 if turn:
                     times[name].append(round_ms)
     row = Row(
@@ -85,13 +94,13 @@ def keeps_a_backlog(engine: Rounds) -> bool:
     return round_end._backlog is not None
 
 
-def timed(engine: Rounds) -> float:
+def timed(engine: Rounds, num_rounds: int) -> float:
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     synchronize()
     start = clock()
-    engine.run(NUM_ROUNDS)
+    engine.run(num_rounds)
     synchronize()
-    return (clock() - start) / NUM_ROUNDS * 1e3
+    return (clock() - start) / num_rounds * 1e3
 
 
 def ratios(times: list[float], plain: list[float]) -> tuple[float, float, float]:
@@ -127,24 +136,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
     parser.add_argument("--batch-sizes", default="1,8")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--cycles", type=int, default=6, help="of each turn")
+    parser.add_argument("--repeat", type=int, default=5, help="turns of each engine")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.shape == "llama-8b" and not torch.cuda.is_available():
         sys.exit("--shape llama-8b needs a CUDA device")
-    rows: list[Row] = []
+    rows, turns = list[Row](), Turns(args.cycles * BACKLOG_LEN, args.repeat)
     print("| drafter | batch | plain round, ms | kept / plain | at once / plain |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         model, configs, options = drafters(args.shape, Path(name))
         for batch_size in map(int, args.batch_sizes.split(",")):
             for drafter, config in configs.items():
-                rows.append(
-                    measure(drafter, model, batch_size, args.repeat, **options, speculative_config=config)
-                )
+                rows.append(measure(drafter, model, batch_size, turns, **options, speculative_config=config))
                 release()
     if args.output is not None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        result = {"device": device, "torch": torch.__version__, "shape": args.shape, "repeat": args.repeat}
+        result = {"device": device, "torch": torch.__version__, "shape": args.shape} | asdict(turns)
         args.output.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
