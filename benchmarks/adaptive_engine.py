@@ -6,8 +6,9 @@ NGram and one-model EAGLE-3 serve the same traffic, which moves: text that is be
 sampled text, where it is not; one request and eight at once. All engines take turns phase by phase and stay as they
 are from one phase to the next, so the adaptive ones meet every change with what they have learned before. The first
 pass is a warm-up. A ratio is the median over the passes of (adaptive / best static in the same pass), where the best
-static length is that with the highest median of its own; of the moving traffic it is one length for all of it. Prompts
-are in the times, static NGram pauses single requests as it does by default.
+static length is that with the highest median of its own; of the moving traffic it is one length for all of it.
+"perfect" is each phase at its best static length: more than that is not to be had by moving between them. Prompts are in
+the times, static NGram pauses single requests as it does by default.
 """
 
 import argparse
@@ -56,6 +57,7 @@ class Row:
     adaptive_over_best: float  # median over the passes
     lowest: float
     highest: float
+    perfect_over_best: float  # median over the passes; 1 where the traffic is one phase
     acceptance_length: float  # of the adaptive engine
 
 
@@ -142,41 +144,54 @@ class Comparison:
         for drafter in DRAFTERS:
             engines = {str(length): (drafter if length else "", str(length)) for length in STATIC}
             engines["adaptive"] = (drafter, "adaptive")
-            for name in [*tokens, "moving traffic"]:
-                parts = [name] if name in tokens else list(tokens)
-                passes = {
-                    engine: [
-                        sum(each) for each in zip(*(self.seconds[key][part] for part in parts), strict=True)
-                    ]
-                    for engine, key in engines.items()
-                }
-                total = sum(tokens[part] for part in parts)
-                accepted = [self.acceptance[drafter + "adaptive", part] for part in parts]
-                rows.append(row(drafter, name, total, passes, statistics.mean(accepted)))
+            perfect = {}  # the engine for each phase
+            for name in tokens:
+                passes = {engine: self.seconds[key][name] for engine, key in engines.items()}
+                accepted = self.acceptance[drafter + "adaptive", name]
+                rows.append(row(drafter, name, tokens[name], passes, accepted))
+                perfect[name] = engines[str(rows[-1].best_static)]
+            passes = {engine: self._sums(dict.fromkeys(tokens, key)) for engine, key in engines.items()}
+            accepted = statistics.mean(self.acceptance[drafter + "adaptive", name] for name in tokens)
+            total = sum(tokens.values())
+            rows.append(row(drafter, "moving traffic", total, passes, accepted, self._sums(perfect)))
         return rows
 
+    def _sums(self, engines: dict[str, tuple[str, str]]) -> list[float]:
+        """Seconds of each pass through all phases, with an engine for each phase."""
+        parts = (self.seconds[key][phase] for phase, key in engines.items())
+        return [sum(each) for each in zip(*parts, strict=True)]
 
-def row(drafter: str, phase: str, tokens: int, passes: dict[str, list[float]], acceptance: float) -> Row:
+
+def row(
+    drafter: str,
+    phase: str,
+    tokens: int,
+    passes: dict[str, list[float]],
+    acceptance: float,
+    perfect: list[float] | None = None,
+) -> Row:
+    """passes: seconds of each, by engine. perfect: of the best static lengths; None: there is one phase."""
     speeds = {engine: statistics.median(tokens / each for each in times) for engine, times in passes.items()}
     best = max(STATIC, key=lambda length: speeds[str(length)])
-    ratios = [
-        static / adaptive for static, adaptive in zip(passes[str(best)], passes["adaptive"], strict=True)
-    ]
+    static = passes[str(best)]
+    ratios = [other / own for other, own in zip(static, passes["adaptive"], strict=True)]
+    bound = statistics.median(other / own for other, own in zip(static, perfect or static, strict=True))
     middle = statistics.median(ratios)
-    return Row(drafter, phase, speeds, best, middle, min(ratios), max(ratios), acceptance)
+    return Row(drafter, phase, speeds, best, middle, min(ratios), max(ratios), bound, acceptance)
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| drafter | traffic | tok/s at 0 / 1 / 3 / 5 | adaptive | best static | adaptive / best (range) |",
-        "|---|---|---|---|---|---|",
+        "| drafter | traffic | tok/s at 0 / 1 / 3 / 5 | adaptive | best static | adaptive / best (range) | perfect |",
+        "|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         static = " / ".join(f"{each.tokens_per_second[str(length)]:.0f}" for length in STATIC)
         span = f"**{each.adaptive_over_best:.2f}** ({each.lowest:.2f}–{each.highest:.2f})"
         adaptive = f"{each.tokens_per_second['adaptive']:.0f}"
         lines.append(
-            f"| {each.drafter} | {each.phase} | {static} | {adaptive} | {each.best_static} | {span} |"
+            f"| {each.drafter} | {each.phase} | {static} | {adaptive} | {each.best_static} | {span} "
+            f"| {each.perfect_over_best:.2f} |"
         )
     return "\n".join(lines)
 

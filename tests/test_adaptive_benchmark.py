@@ -56,9 +56,24 @@ def test_the_real_engine_s_figure_is_a_ratio_of_neighbours_over_the_best_static_
     assert (found.best_static, found.tokens_per_second["adaptive"]) == (1, 200.0)
     assert (found.lowest, found.adaptive_over_best, found.highest) == (1.0, 1.25, 2.0)
     assert (
-        "| ngram | copying | 100 / 200 / 50 / 11 | 200 | 1 | **1.25** (1.00–2.00) |"
+        "| ngram | copying | 100 / 200 / 50 / 11 | 200 | 1 | **1.25** (1.00–2.00) | 1.00 |"
         in adaptive_engine.table([found])
     )
+
+
+def test_of_moving_traffic_the_table_has_what_the_best_length_of_each_phase_would_give() -> None:
+    comparison = adaptive_engine.Comparison(96)
+    comparison.phases = comparison.phases[:2]
+    seconds = {"0": (3.0, 1.0), "1": (1.0, 2.0), "3": (2.0, 2.0), "5": (2.0, 2.0), "adaptive": (1.0, 1.0)}
+    for name, times in seconds.items():
+        for phase, time in zip(comparison.phases, times, strict=True):
+            for drafter in adaptive_engine.DRAFTERS:
+                key = ("" if name == "0" else drafter, name)
+                comparison.seconds.setdefault(key, {})[phase.name] = [time]
+                comparison.acceptance[drafter + "adaptive", phase.name] = 1.0
+    copying, free, moving, *_ = comparison.rows()
+    assert (copying.best_static, free.best_static, moving.best_static) == (1, 0, 1)
+    assert (copying.perfect_over_best, moving.perfect_over_best) == (1.0, 1.5)
 
 
 def test_the_traffic_of_the_real_engine_moves_between_repeating_and_other_text() -> None:
