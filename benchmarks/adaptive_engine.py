@@ -7,8 +7,8 @@ sampled text, where it is not; one request and eight at once. All engines take t
 are from one phase to the next, so the adaptive ones meet every change with what they have learned before. The first
 pass is a warm-up. A ratio is the median over the passes of (adaptive / best static in the same pass), where the best
 static length is that with the highest median of its own; of the moving traffic it is one length for all of it.
-"perfect" is each phase at its best static length: more than that is not to be had by moving between them. Prompts are in
-the times, static NGram pauses single requests as it does by default.
+"perfect" is each phase at its best static length: more than that is not to be had by moving between them. Prompts are
+in the times, static NGram pauses single requests as it does by default.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 It shares with the engine nothing but the noise, so an equal text says that both read the rules alike.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -26,9 +27,15 @@ class Oracle:
     def gap(
         self, params: SamplingParams, prompt: list[int], output: list[int], tokens: tuple[int, int]
     ) -> float:
-        """How far the worse of two candidates for the token after `output` lies below the best perturbed logit."""
-        perturbed = perturbed_logits(self.logits(prompt + output)[-1], params, prompt, output)
-        return float(perturbed.max() - perturbed[list(tokens)].min())
+        """By how much differences of logits (over the temperature) have to be off for either of two candidates to be
+        the token after `output`."""
+        logits = _edited(self.logits(prompt + output)[-1], params, prompt, output)
+        if params.is_greedy:
+            return float(logits.max() - logits[list(tokens)].min())
+        scaled = logits / params.effective_temperature
+        perturbed = scaled + _noise(params, len(prompt) + len(output), len(logits))
+        margins = filter_margins(scaled, params)
+        return max(distance(token, perturbed, margins) for token in tokens)
 
 
 def perturbed_logits(
@@ -38,10 +45,52 @@ def perturbed_logits(
     logits = _edited(raw, params, prompt, output)
     if params.is_greedy:
         return logits
-    logits = _filtered(logits / params.effective_temperature, params)
+    return _filtered(logits / params.effective_temperature, params) + _noise(
+        params, len(prompt) + len(output), len(raw)
+    )
+
+
+def filter_margins(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """By how much differences of logits `[V]` (over the temperature) have to be off for min_p, top_k or top_p to decide
+    otherwise about each token: not below 0 where all three keep it. For top_p either the odds of what is likelier than
+    a token against the rest are off, which are so by as much as the logits, or its place among its neighbours is."""
+    order = logits.sort(descending=True)
+    margins = torch.full_like(logits, torch.inf)
+    if params.min_p:
+        behind = logits - logits.max()
+        margins = torch.where(behind == 0, torch.inf, behind - math.log(params.min_p))
+    kept = margins >= 0
+    if params.top_k and params.top_k < len(logits):
+        margins = torch.minimum(margins, _from_edge(logits, logits >= order.values[params.top_k - 1]))
+        kept &= logits >= order.values[params.top_k - 1]
+    if params.top_p is not None and params.top_p < 1:
+        probs = logits.masked_fill(~kept, -torch.inf).softmax(0)
+        before = torch.empty_like(probs)
+        before[order.indices] = probs[order.indices].cumsum(0) - probs[order.indices]
+        odds = torch.tensor(params.top_p, dtype=torch.float64).logit() - before.clamp(0, 1).logit()
+        inside = _from_edge(logits, kept & (odds > 0))
+        nearer = torch.where(odds > 0, torch.minimum(odds, inside), torch.maximum(odds, inside))
+        margins = torch.minimum(margins, nearer)
+    return margins
+
+
+def _from_edge(logits: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """How far above the greatest that is not kept, or (below 0) below the least that is."""
+    outside = logits[~kept].max() if not kept.all() else -torch.inf
+    return torch.where(kept, logits - outside, logits - logits[kept].min())
+
+
+def distance(token: int, perturbed: torch.Tensor, margins: torch.Tensor) -> float:
+    """By how much differences of logits have to be off for the token to be kept by the filters, and for each better one
+    that is kept to be excluded or overtaken."""
+    rivals = (margins >= 0) & (perturbed > perturbed[token])
+    ways = torch.minimum(perturbed - perturbed[token], margins)[rivals]
+    return max(0.0, -float(margins[token]), *ways.tolist())
+
+
+def _noise(params: SamplingParams, position: int, vocab_size: int) -> torch.Tensor:
     assert params.seed is not None
-    seed, position = torch.tensor([params.seed]), torch.tensor([len(prompt) + len(output)])
-    return logits + gumbel_noise(seed, position, len(raw))[0]
+    return gumbel_noise(torch.tensor([params.seed]), torch.tensor([position]), vocab_size)[0]
 
 
 def _edited(raw: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> torch.Tensor:

@@ -1,13 +1,17 @@
 """Plain decoding itself, against transformers' logits and a second reading of the sampling rules."""
 
+import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from tests.lossless.cases import OUTPUT_LEN, TOLERANCE, Case, NearTie, assert_same
-from tests.lossless.oracle import Oracle, perturbed_logits
+from tests.lossless.oracle import Oracle, distance, filter_margins, perturbed_logits
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tllm_spec.sampling_params import SamplingParams
 
 
 def test_plain_decoding_chooses_at_every_position_what_the_rules_say(
@@ -57,3 +61,36 @@ def test_the_comparison_tolerates_a_difference_between_near_ties_only(
         assert_same(cases[1], with_tokens(other), plain[1], oracle)
     with pytest.warns(NearTie, match="temperature: token 30"):
         assert_same(cases[1], with_tokens(other), plain[1], oracle, tolerance=1e9)
+
+
+def test_a_candidate_at_a_filter_s_edge_is_as_near_as_the_edge() -> None:
+    """Of tokens 0 to 3, the noise likes the last best. What a filter decides about it by a hair decides the text."""
+    logits = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    perturbed = logits + torch.tensor([0.0, 0.5, 0.0, 9.0])
+
+    def distances(**filters: Any) -> list[float]:
+        margins = filter_margins(logits, SamplingParams(temperature=1.0, **filters))
+        return [distance(token, perturbed, margins) for token in range(4)]
+
+    assert distances() == [6.0, 6.5, 8.0, 0.0]
+    just_excluded, just_kept = math.exp(-2.9), math.exp(-3.1)
+    assert distances(min_p=just_excluded) == pytest.approx([0.0, 0.5, 2.0, 0.1])
+    assert distances(min_p=just_kept) == pytest.approx([0.1, 0.5, 2.0, 0.0])
+    assert distances(min_p=math.exp(-1.0)) == pytest.approx([0.0, 0.5, 2.0, 2.0])
+    assert distances(top_k=3) == pytest.approx([0.0, 0.5, 2.0, 1.0])
+    before = 1 / (1 + math.exp(1.0 - math.log(sum(map(math.exp, (4, 3, 2))))))  # the mass of the other three
+    odds = math.log(before / (1 - before))
+    for shift in (0.2, -0.2):
+        top_p = 1 / (1 + math.exp(-(odds + shift)))
+        found = distances(top_p=top_p)
+        assert found[3] == pytest.approx(max(0.0, -shift), abs=1e-9)
+        assert found[0] == pytest.approx(max(0.0, shift), abs=1e-9)
+
+
+def test_the_filters_keep_what_has_a_margin(cases: list[Case], oracle: Callable[[], Oracle]) -> None:
+    raw = oracle().logits(cases[0].prompt)[-1].double()
+    for filters in ({"min_p": 0.05}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.01, "top_k": 9, "top_p": 0.8}):
+        params = SamplingParams(temperature=1.0, seed=1, **filters)
+        kept = perturbed_logits(raw, params, cases[0].prompt, []).isfinite()
+        assert torch.equal(filter_margins(raw, params) >= 0, kept), filters
+        assert 1 < kept.sum() < 100
