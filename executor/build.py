@@ -101,7 +101,8 @@ def build_executor(
         controller=controller,
         draft_len_for=controller.steps_for,
         blame=blame,
-        max_in_flight=0 if plan.why_no_overlap else 1,
+        max_in_flight=plan.max_in_flight,
+        drafts_in_flight=plan.why_no_overlap is None,
         cpu_threads=cpu_threads(target),
         stream_interval=args.stream_interval,
     )

@@ -5,7 +5,8 @@ It runs in one thread. Requests and cancellations come in through the inbox, res
 
 With overlap the host reads a round after it has launched the next one: it schedules by upper bounds
 (`LlmRequest.tokens_in_flight`), and a request that turns out to be finished has taken part in one round too many, whose
-results nobody reads. Its slot and pages can go to others at once, since the device works in order.
+results nobody reads. Its slot and pages can go to others at once, since the device works in order. On the two-model
+path only rounds of draft length 0 overlap.
 """
 
 from collections import deque
@@ -56,6 +57,9 @@ class ExecutorParts:
     ]  # of a round, by its number of generating requests: the controller's answer
     blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
+    drafts_in_flight: bool = (
+        True  # whether rounds with drafts overlap, too: not where a drafter waits for tokens
+    )
     cpu_threads: int | None = None  # of torch in the executor's thread; None: as they are
     stream_interval: int = 1
 
@@ -84,14 +88,18 @@ class PyExecutor:
     def step(self) -> bool:
         """One round: launches what can run, then reads what is due. False when there was nothing to do."""
         self._fetch_new_requests()
-        if self._needs_all_tokens():
-            self._complete_rounds(0)
         generating = self.scheduler.generating()
-        self._prepare_draft_requests(generating)
+        draft_len = self._draft_len(generating)
+        if self._in_flight and self._needs_all_tokens(draft_len):
+            self._complete_rounds(0)
+            generating = self.scheduler.generating()
+            draft_len = self._draft_len(generating)
+        self._prepare_draft_requests(generating, draft_len)
         batch = self._schedule(generating)
         if batch:
             self._launch(batch)
-        return self._complete_rounds(self.parts.max_in_flight if batch else 0) or bool(batch)
+        may_wait = self.parts.drafts_in_flight or (bool(generating) and not draft_len)
+        return self._complete_rounds(self.parts.max_in_flight if batch and may_wait else 0) or bool(batch)
 
     def _launch(self, batch: ScheduledBatch) -> None:
         for manager in self.resources:
@@ -115,9 +123,10 @@ class PyExecutor:
             self._batch = ScheduledBatch()
         return worked
 
-    def _needs_all_tokens(self) -> bool:
-        """Some code of a user's wants to see a request's tokens before the next one is chosen."""
-        return bool(self._in_flight) and any(map(_needs_host_edits, self.scheduler.running))
+    def _needs_all_tokens(self, draft_len: int) -> bool:
+        """A drafter, or some code of a user's, wants to see the requests' tokens before the next ones are chosen."""
+        is_drafting = draft_len > 0 and not self.parts.drafts_in_flight
+        return is_drafting or any(map(_needs_host_edits, self.scheduler.running))
 
     def _fetch_new_requests(self) -> None:
         new, cancelled = self.parts.queue.take()
@@ -134,11 +143,14 @@ class PyExecutor:
             }
             self._end([alive[i] for i in dict.fromkeys(cancelled) if i in alive], "cancelled")
 
-    def _prepare_draft_requests(self, generating: list[LlmRequest]) -> None:
-        """Placeholders, so that scheduling counts the drafts of the round before they exist."""
-        draft_len = 0
+    def _draft_len(self, generating: list[LlmRequest]) -> int:
+        """Of the next round, as the controller wants it."""
         if self._speculating and any(request.draft_limit for request in generating):
-            draft_len = self.parts.draft_len_for(len(generating))
+            return self.parts.draft_len_for(len(generating))
+        return 0
+
+    def _prepare_draft_requests(self, generating: list[LlmRequest], draft_len: int) -> None:
+        """Placeholders, so that scheduling counts the drafts of the round before they exist."""
         placeholders = [0] * draft_len
         for request in generating:
             if request.py_draft_tokens != placeholders:  # as a drafter inside the forward leaves them

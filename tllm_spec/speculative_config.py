@@ -193,6 +193,11 @@ class DecodingBaseConfig(ConfigModel):
         """Whether rounds may overlap with this way of drafting."""
         return self.why_no_overlap is None
 
+    @property
+    def overlaps_plain_rounds(self) -> bool:
+        """Whether rounds of draft length 0 may, at least."""
+        return True
+
 
 HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
     **DecodingBaseConfig.not_served,
@@ -337,6 +342,11 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
             if arguments and not isinstance(given, str):
                 raise ValueError(f"{name}_args = {arguments} needs {name} to be an import path")
         return self
+
+    @property
+    def overlaps_plain_rounds(self) -> bool:
+        """The user's objects see every round end before the next one begins."""
+        return False
 
     def make_drafter(self) -> Any:
         """The drafter object. Raises ValueError when its import path leads nowhere."""

@@ -61,7 +61,14 @@ class BuildPlan:
         if self.device.type == "cuda" and (reason := why_unavailable(self.device.index or 0)):
             logger.info("linear layers of few rows run as torch's products, which is slower: %s", reason)
         if self.why_no_overlap:
-            logger.info("rounds do not overlap: %s", self.why_no_overlap)
+            which = "rounds with drafts" if self.max_in_flight else "rounds"
+            logger.info("%s do not overlap: %s", which, self.why_no_overlap)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Rounds that may be launched before the oldest is read, those with drafts only if `why_no_overlap` is None."""
+        may_overlap = self.spec is None or self.spec.overlaps_plain_rounds
+        return int(may_overlap and not self.args.disable_overlap_scheduler)
 
     @property
     def extra_kv_tokens(self) -> int:
@@ -100,7 +107,8 @@ class BuildPlan:
 
     @property
     def overshoot(self) -> int:
-        """How far behind its last token a request may write: drafts, and with overlap a whole round too many."""
+        """How far behind its last token a request may write: drafts, and with overlap a whole round too many. Where
+        only plain rounds overlap, two of these write no further than one with drafts."""
         rounds = 1 if self.why_no_overlap else 2
         return rounds * (self.max_draft_len + 1) - 1 + self.extra_kv_tokens
 

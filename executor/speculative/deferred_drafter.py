@@ -141,6 +141,8 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         for request in alive:
             request.draft_kv_len = request.kv_len - request.draft_backlog
             request.num_drafts_ready = num_drafts if request in pending.group.requests else 0
+        for request in windowed:  # where the host has not read the round it was a plain one: one position
+            request.draft_kv_len += request.tokens_in_flight
 
     def _note(self, backlog: DraftBacklog, requests: list[LlmRequest]) -> None:
         """The round's position of each now waits, or is read where that fills a ring."""

@@ -169,16 +169,17 @@ def test_every_third_of_the_captured_states_is_written_on_the_shallowest_target_
 
 
 def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path) -> None:
-    """Overlap, and places behind a round's own tokens that the drafter writes to."""
+    """Overlap of rounds with drafts, and places behind a round's own tokens that the drafter writes to."""
     for options, drafter, round_end, in_flight, extra in (
-        (eagle3(head, 3), OneModelDrafter, DraftWorker, 1, 2),
-        (eagle3(head, 3, eagle3_one_model=False), DeferredDrafter, DeferredDrafter, 0, 2),
-        (draft_target(tiny_draft, 3, draft_target_one_model=True), OneModelDrafter, DraftWorker, 1, 3),
-        (draft_target(tiny_draft, 3), ModelDrafter, type(None), 0, 0),
+        (eagle3(head, 3), OneModelDrafter, DraftWorker, True, 2),
+        (eagle3(head, 3, eagle3_one_model=False), DeferredDrafter, DeferredDrafter, False, 2),
+        (draft_target(tiny_draft, 3, draft_target_one_model=True), OneModelDrafter, DraftWorker, True, 3),
+        (draft_target(tiny_draft, 3), ModelDrafter, type(None), False, 0),
     ):
         parts = Harness(tiny, **options).parts
         assert type(parts.drafter) is drafter and type(parts.runner.round_end) is round_end
-        assert parts.max_in_flight == in_flight and parts.kv.extra_kv_tokens == extra
+        assert parts.max_in_flight == 1 and parts.kv.extra_kv_tokens == extra
+        assert parts.drafts_in_flight == in_flight
         rounds = 1 + in_flight
         assert parts.scheduler.limits.overshoot == rounds * 4 - 1 + extra
         assert Harness(tiny, **options, disable_overlap_scheduler=True).parts.max_in_flight == 0

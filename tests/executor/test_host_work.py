@@ -285,7 +285,7 @@ def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_
     left: list[list[int]] = [[], [0, 0, 0], [7, 8, 9], [0, 0]]
     for request, tokens in zip(requests, left, strict=True):
         request.py_draft_tokens, request.py_num_draft_tokens = tokens, len(tokens)
-    engine.executor._prepare_draft_requests(requests)
+    engine.executor._prepare_draft_requests(requests, 3)
     assert [request.py_draft_tokens for request in requests] == [[0, 0, 0]] * 4
     assert len({id(request.py_draft_tokens) for request in requests}) == 4
     assert not any(request.py_num_draft_tokens for request in requests)

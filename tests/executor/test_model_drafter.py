@@ -98,12 +98,14 @@ def test_argmax_drafts_agree_less_often_with_a_sampled_text_than_coupled_ones(
     assert rates["coupled"] > rates["greedy"] + 0.1
 
 
-def test_a_pause_of_drafting_leaves_no_trace_in_the_draft_cache(tiny: Path) -> None:
-    harness = Harness(tiny, **draft_target(tiny, 3, max_concurrency=1))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_pause_of_drafting_leaves_no_trace_in_the_draft_cache(overlap: bool, tiny: Path) -> None:
+    options = draft_target(tiny, 3, max_concurrency=1) | {"disable_overlap_scheduler": not overlap}
+    harness = Harness(tiny, **options)
     request = harness.submit(PROMPT, max_tokens=60)
     company = harness.submit(PROMPT[::-1], max_tokens=20)
     harness.run_until(company, RequestState.FINISHED)
-    assert request.counters.stats().num_drafted_tokens == 0 and request.counters.rounds == 19
+    assert request.counters.by_drafted == [19, 0, 0, int(overlap)]
     harness.run()
     stats = request.counters.stats()
     assert stats.num_drafted_tokens == stats.num_accepted_tokens == 60 - 20 - (stats.rounds - 19)

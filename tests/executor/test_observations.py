@@ -278,10 +278,9 @@ def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
         return hidden
 
     monkeypatch.setattr(engine, "forward", counted)
-    lengths = cycle([4, 4, 1, 1, 0, 0])
-    harness.parts.draft_len_for = lambda batch_size: next(lengths)
     for number in range(3):
         harness.submit([number + 1, 2], max_tokens=200)
-    for _ in range(19):
+    for draft_len in [4, *[4, 1, 1, 0, 0, 4] * 3]:
+        harness.parts.draft_len_for = lambda batch_size, draft_len=draft_len: draft_len
         harness.round()
     assert shapes == [3 * rows for rows in [5, 2, 2, 1, 1, 5] * 3]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, draft_target, output_of, user_provided
-from tests.lossless.engines import OVERLAPPING, tiny_engine
+from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.round_runner import LaunchedRound
@@ -103,13 +103,13 @@ def test_a_draft_length_that_is_new_in_every_round_changes_no_text(
     assert {(0, MAX_DRAFT_LEN), (MAX_DRAFT_LEN, 0)} <= set(pairwise(chosen))
 
 
-@pytest.mark.parametrize("mode", OVERLAPPING[1:])
+@pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
     tiny: Path, drafts: tuple[Path, Path], plain: list[list[int]], mode: str, overlap: bool
 ) -> None:
     """A target that drafts for itself is never wrong, unless its draft cache has fallen behind."""
-    if mode == "draft_target_one_model":
+    if mode.startswith("draft_target"):
         drafts = (tiny, drafts[1])
     options = tiny_engine(mode, drafts, MAX_DRAFT_LEN) | {"disable_overlap_scheduler": not overlap}
     harness = Harness(tiny, **options)
@@ -120,7 +120,7 @@ def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
     assert list(map(output_of, requests)) == plain
     stats = sum((request.counters.stats() for request in requests), SpeculativeStats())
     assert stats.num_drafted_tokens > 50
-    if mode == "draft_target_one_model":
+    if mode.startswith("draft_target"):
         # Drafts of a request's last round may lie behind its end.
         assert stats.num_drafted_tokens - stats.num_accepted_tokens <= NUM_REQUESTS * MAX_DRAFT_LEN
 
