@@ -6,7 +6,7 @@ import pytest
 
 from tllm_spec.config import LlmArgs, read_yaml
 from tllm_spec.executor.speculative.cost_model import CostModelSlot
-from tllm_spec.executor.speculative.ema_policy import EmaSlot
+from tllm_spec.executor.speculative.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
@@ -62,7 +62,9 @@ def test_there_is_an_example_for_every_way_of_running() -> None:
     assert OVERLAPPING | two_model | variants <= {path.stem for path in EXAMPLES}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adaptive", CostModelSlot), ("adaptive_ema", EmaSlot)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adaptive", CostModelSlot), ("adaptive_ema", AdaptiveSpeculativeParams)]
+)
 def test_an_adaptive_example_is_served_by_its_strategy(name: str, kind: type) -> None:
     [path] = [path for path in EXAMPLES if path.stem == name]
     with LLM.from_args(LlmArgs.from_yaml(path, model="zoo:llama")) as llm:

@@ -14,7 +14,7 @@ from tllm_spec.executor.speculative.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.decision_log import DecisionLog
 from tllm_spec.executor.speculative.draft_len_limits import DraftLenLimits
 from tllm_spec.executor.speculative.draft_len_policy import DraftLenPolicy, FixedSteps, ObservedRound
-from tllm_spec.executor.speculative.ema_policy import EmaSlot
+from tllm_spec.executor.speculative.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.executor.speculative.round_times import AssumedRoundTimes, CorrectedRoundTimes, RoundTimes
 
@@ -66,7 +66,7 @@ class AdaptiveController:
         source = round_times or AssumedRoundTimes(config.times.assumed_draft_cost)
         times = CorrectedRoundTimes(source, config.draft_lens, config.times)
         slots: list[DraftLenPolicy] = [
-            EmaSlot(low, options, log, initial_steps, config.compat)
+            AdaptiveSpeculativeParams(low, options, log, initial_steps, config.compat)
             if isinstance(options, EmaOptions)
             else CostModelSlot(low, options, log, initial_steps, times)
             for low, options in config.slots

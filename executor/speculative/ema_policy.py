@@ -12,8 +12,8 @@ from tllm_spec.executor.speculative.decision_log import DecisionLog, Switch
 from tllm_spec.executor.speculative.draft_len_policy import ObservedRound
 
 
-class EmaSlot:
-    """`ema` starts at `steps - 1`; neither it nor the count of rounds is reset by a switch.
+class AdaptiveSpeculativeParams:
+    """The name is SGLang's. `ema` starts at `steps - 1`; neither it nor the count of rounds is reset by a switch.
 
     `compat`: an observation counts as if the present length had produced it, as in SGLang. Otherwise one from a
     longer length is cut to what the present one would have shown, and one from a shorter length, which
