@@ -57,9 +57,7 @@ class ExecutorParts:
     ]  # of a round, by its number of generating requests: the controller's answer
     blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
-    drafts_in_flight: bool = (
-        True  # whether rounds with drafts overlap, too: not where a drafter waits for tokens
-    )
+    drafts_in_flight: bool = True  # rounds with drafts overlap, too: not where a drafter waits for tokens
     cpu_threads: int | None = None  # of torch in the executor's thread; None: as they are
     stream_interval: int = 1
 
