@@ -86,6 +86,7 @@ class DecodingBaseConfig(ConfigModel):
     draft_sampling: Literal["coupled", "greedy"] = "coupled"
     synthetic_acceptance_rates: Annotated[tuple[float, ...], BeforeValidator(_tuple_of)] | None = None
 
+    overlaps_plain_rounds: ClassVar[bool] = True  # those of draft length 0, whatever holds for the others
     not_served: ClassVar[Mapping[str, NotServed]] = {
         "max_total_draft_tokens": NotServed((None,), NO_TREE),
         "acceptance_length_threshold": NotServed((None,), NO_GATE),
@@ -192,11 +193,6 @@ class DecodingBaseConfig(ConfigModel):
     def overlaps(self) -> bool:
         """Whether rounds may overlap with this way of drafting."""
         return self.why_no_overlap is None
-
-    @property
-    def overlaps_plain_rounds(self) -> bool:
-        """Whether rounds of draft length 0 may, at least."""
-        return True
 
 
 HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
@@ -329,6 +325,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     resource_manager: Any = None
     resource_manager_args: dict[str, Any] | None = None
 
+    overlaps_plain_rounds: ClassVar[bool] = False  # the objects see each round end before the next one begins
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
 
     @model_validator(mode="after")
@@ -342,11 +339,6 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
             if arguments and not isinstance(given, str):
                 raise ValueError(f"{name}_args = {arguments} needs {name} to be an import path")
         return self
-
-    @property
-    def overlaps_plain_rounds(self) -> bool:
-        """The user's objects see every round end before the next one begins."""
-        return False
 
     def make_drafter(self) -> Any:
         """The drafter object. Raises ValueError when its import path leads nowhere."""

@@ -15,13 +15,12 @@ from tests.executor.draft_caches import (
     TOLERANCE,
     SlowDrafter,
     draft_entries,
-    eagle3,
     one_model,
     pools_of,
     spoil_free_pages,
     submit_traffic,
 )
-from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, draft_target, output_of
+from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import rewrite, write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
@@ -399,52 +398,3 @@ def test_where_a_processor_runs_every_round_is_read_first_and_the_others_are_non
     assert seen == [edited.tokens[: 8 + i] for i in range(10)]
     assert output_of(edited) == text_alone(make, [9, *PROMPT], 10, logit_bias={NAN_TOKEN: -100.0})
     assert list(map(output_of, others)) == good_texts(make)
-
-
-TWO_MODEL: dict[str, dict[str, Any]] = {
-    "ngram": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},
-    "user_provided": {
-        "speculative_config": {
-            "decoding_type": "User_Provided",
-            "drafter": ScriptedDrafter(lambda request: [1, 2, 3][: request.num_drafts_wanted]),
-            "max_draft_len": 3,
-        }
-    },
-}
-
-
-@pytest.mark.parametrize("mode", ["ngram", "user_provided", "draft_target", "eagle3"])
-def test_on_the_two_model_path_a_drafter_sees_all_tokens_and_rounds_without_drafts_overlap(
-    mode: str, tiny: Path, draft: Path, head: Path
-) -> None:
-    models = {"draft_target": draft_target(draft, 3), "eagle3": eagle3(head, 3, eagle3_one_model=False)}
-    harness = Harness(tiny, **PAGE, **(TWO_MODEL | models)[mode])
-    for place in range(3):
-        harness.submit([place, *PROMPT], max_tokens=40)
-    executor, drafter = harness.executor, harness.parts.drafter
-    prepare, in_flight = drafter.prepare_draft_tokens, []
-
-    def watched(batch: ScheduledBatch) -> None:
-        if batch.draft_len:
-            in_flight.append(len(executor._in_flight))
-        prepare(batch)
-
-    drafter.prepare_draft_tokens = watched  # type: ignore[method-assign] # a spy on this one object
-    left = []
-    for draft_len in [3, 3, 0, 0, 0, 3, 0, 3, 0, 0]:
-        harness.parts.draft_len_for = lambda batch_size, draft_len=draft_len: draft_len
-        harness.round()
-        left.append(len(executor._in_flight))
-    assert in_flight == [0] * 3, "the first round had contexts only"
-    overlap = int(mode != "user_provided")
-    assert left == [0, 0, overlap, overlap, overlap, 0, overlap, 0, overlap, overlap]
-    harness.run()
-    assert all_pages_are_back(executor)
-
-
-def test_who_disables_overlap_has_none_on_the_two_model_path_either(tiny: Path, draft: Path) -> None:
-    harness = Harness(tiny, **draft_target(draft, 3), **NO_OVERLAP)
-    harness.parts.draft_len_for = lambda batch_size: 0
-    harness.submit(PROMPT, max_tokens=9)
-    while harness.round():
-        assert not harness.executor._in_flight
