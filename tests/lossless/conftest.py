@@ -57,7 +57,7 @@ def unstopped(plain_llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.fixture(scope="session")
 def cases(tokenizer: Tokenizer, prompts: list[list[int]], unstopped: list[list[int]]) -> list[Case]:
     """Ten requests; the last two end early, at a stop string that no token has alone and at a stop token."""
-    stop = border_crossing_stop(tokenizer, unstopped[0], OUTPUT_LEN // 3)
+    stop = border_crossing_stop(tokenizer, unstopped[0], OUTPUT_LEN // 3 + 1)
     by_string = replace(STOPPING, stop=[stop, "never to be found"])
     by_token = replace(
         STOPPING, stop_token_ids=[latest_new_token(unstopped[1][:-10])], include_stop_str_in_output=True
