@@ -27,11 +27,18 @@ class Oracle:
     def gap(
         self, params: SamplingParams, prompt: list[int], output: list[int], tokens: tuple[int, int]
     ) -> float:
+        """How far the worse of two candidates for the token after `output` lies below the best perturbed logit."""
+        perturbed = perturbed_logits(self.logits(prompt + output)[-1], params, prompt, output)
+        return float(perturbed.max() - perturbed[list(tokens)].min())
+
+    def gap_with_edges(
+        self, params: SamplingParams, prompt: list[int], output: list[int], tokens: tuple[int, int]
+    ) -> float:
         """By how much differences of logits (over the temperature) have to be off for either of two candidates to be
-        the token after `output`."""
-        logits = _edited(self.logits(prompt + output)[-1], params, prompt, output)
+        the token after `output`, if only because a filter decides otherwise about one."""
         if params.is_greedy:
-            return float(logits.max() - logits[list(tokens)].min())
+            return self.gap(params, prompt, output, tokens)
+        logits = _edited(self.logits(prompt + output)[-1], params, prompt, output)
         scaled = logits / params.effective_temperature
         perturbed = scaled + _noise(params, len(prompt) + len(output), len(logits))
         margins = filter_margins(scaled, params)

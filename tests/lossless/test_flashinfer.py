@@ -1,5 +1,5 @@
-"""Texts with FLASHINFER are those with TRITON, up to near ties of float16; what bfloat16 rounds eight times as coarsely
-is compared with float32, as errors. The models are the zoo's, made wider."""
+"""Texts with FLASHINFER are those with TRITON, up to near ties of 16-bit numbers, and its logits are as near to
+float32. The models are the zoo's, made wider."""
 
 import logging
 from dataclasses import replace
@@ -18,9 +18,10 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import Tokenizer
 
-# float16 numbers between 16 and 32, where some of the best logits are, are 1/64 apart; sampling divides the two of
-# a comparison by 0.7.
-TOLERANCE = 0.05
+# bfloat16 numbers between 8 and 16 are 1/16 apart; sampling divides them by 0.7. From 16 on they are twice as far
+# apart, and one text on an H200 parts by a little more where a candidate is there: see the test of errors below.
+# float16 numbers are an eighth as far apart: 1/64 from 16 on.
+TOLERANCE = {"bfloat16": 0.1, "float16": 0.05}
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {},
     "chunks beside windows": {"enable_chunked_prefill": True, "max_num_tokens": 70},
@@ -64,15 +65,17 @@ def oracle_of(folder: Path) -> Oracle:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_texts_are_those_of_triton(
     setting: str,
+    dtype: str,
     tokenizer: Tokenizer,
     wide: tuple[Path, Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pytest.importorskip("flashinfer")
-    options = options_of(setting, wide) | {"dtype": "float16"}
+    options = options_of(setting, wide) | {"dtype": dtype}
     prompts = heldout_prompts(tokenizer, 8, 150)
     cases = fixed_length_cases(tokenizer, [*prompts[:7], prompts[0][:100] + prompts[7]])  # a prefix hit
     found = {}
@@ -83,7 +86,7 @@ def test_texts_are_those_of_triton(
     ours = [record for record in caplog.records if record.name.startswith("tllm_spec")]
     assert not [record for record in ours if record.levelno >= logging.WARNING], "FlashInfer runs all layers"
     for case, output, plain in zip(cases, found["FLASHINFER"], found["TRITON"], strict=True):
-        assert_same(case, output, plain, lambda: oracle_of(wide[0]), TOLERANCE)
+        assert_same(case, output, plain, lambda: oracle_of(wide[0]), TOLERANCE[dtype])
 
 
 @pytest.mark.gpu

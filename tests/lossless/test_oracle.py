@@ -72,7 +72,7 @@ def test_a_candidate_at_a_filter_s_edge_is_as_near_as_the_edge() -> None:
         margins = filter_margins(logits, SamplingParams(temperature=1.0, **filters))
         return [distance(token, perturbed, margins) for token in range(4)]
 
-    assert distances() == [6.0, 6.5, 8.0, 0.0]
+    assert distances() == (perturbed.max() - perturbed).tolist() == [6.0, 6.5, 8.0, 0.0]
     just_excluded, just_kept = math.exp(-2.9), math.exp(-3.1)
     assert distances(min_p=just_excluded) == pytest.approx([0.0, 0.5, 2.0, 0.1])
     assert distances(min_p=just_kept) == pytest.approx([0.1, 0.5, 2.0, 0.0])
@@ -94,3 +94,21 @@ def test_the_filters_keep_what_has_a_margin(cases: list[Case], oracle: Callable[
         kept = perturbed_logits(raw, params, cases[0].prompt, []).isfinite()
         assert torch.equal(filter_margins(raw, params) >= 0, kept), filters
         assert 1 < kept.sum() < 100
+
+
+def test_without_filters_edges_change_no_gap_and_with_them_they_only_narrow_it(
+    cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
+) -> None:
+    narrower = 0
+    for case, request in zip(cases[:5], plain, strict=False):
+        output = request.outputs[0].token_ids
+        for place in (0, 40):
+            chosen = output[place]
+            for other in (chosen + 1, 5, 300):
+                given = case.params, case.prompt, output[:place], (chosen, other % 2048)
+                strict, at_edges = oracle().gap(*given), oracle().gap_with_edges(*given)
+                assert at_edges <= strict + 1e-6
+                if case.name in ("greedy", "temperature", "penalties"):
+                    assert at_edges == pytest.approx(strict, abs=1e-6)
+                narrower += at_edges < strict - 1e-6
+    assert narrower > 0
