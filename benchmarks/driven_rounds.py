@@ -75,10 +75,13 @@ class Rounds:
         self.requests: list[LlmRequest] = []
         self._ids = count(1)
 
-    def start(self, batch_size: int, prompt_len: int) -> None:
-        """`batch_size` requests of random prompts, prefilled and some rounds on, in the place of those before."""
+    def start(self, batch_size: int, prompt_len: int, **rules: Any) -> None:
+        """`batch_size` requests of random prompts, prefilled and some rounds on, in the place of those before. rules:
+        sampling parameters of the last one; the others are greedy."""
         self.stop()
-        self.requests = self.put(batch_size, prompt_len, self.built.max_seq_len - prompt_len)
+        max_tokens = self.built.max_seq_len - prompt_len
+        self.requests = self.put(batch_size - 1, prompt_len, max_tokens) if batch_size > 1 else []
+        self.requests += self.put(1, prompt_len, max_tokens, **rules)
         while not all(request.state is RequestState.GENERATION for request in self.requests):
             self.executor.step()
         self.run(WARM_UP_ROUNDS)
@@ -89,9 +92,9 @@ class Rounds:
         self.requests = []
         self.run_until_idle()
 
-    def put(self, number: int, prompt_len: int, max_tokens: int) -> list[LlmRequest]:
-        """Queues requests beside what runs."""
-        requests = [self._request(next(self._ids), prompt_len, max_tokens) for _ in range(number)]
+    def put(self, number: int, prompt_len: int, max_tokens: int, **rules: Any) -> list[LlmRequest]:
+        """Queues requests beside what runs, with these sampling parameters."""
+        requests = [self._request(next(self._ids), prompt_len, max_tokens, **rules) for _ in range(number)]
         self.built.queue.put(requests)
         return requests
 
@@ -165,9 +168,9 @@ class Rounds:
             events: Trace = json.loads(file.read_text())["traceEvents"]
         return events
 
-    def _request(self, request_id: int, prompt_len: int, max_tokens: int) -> LlmRequest:
+    def _request(self, request_id: int, prompt_len: int, max_tokens: int, **rules: Any) -> LlmRequest:
         vocab_size, draft_len = self.built.model_config.vocab_size, self.built.max_draft_len
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **rules)
         return LlmRequest(
             request_id=request_id,
             tokens=Random(request_id).choices(range(vocab_size), k=prompt_len),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from tllm_spec.adaptive_config import MarkOptions
-from tllm_spec.executor.cuda_graphs import GraphKey
 from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, AcceptanceGate, DraftLenLimits
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter

@@ -4,7 +4,7 @@ Nothing here waits for the device. What the host wants to know is on its way to 
 read, the next round can be launched from the slot state alone (DESIGN section 4).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from time import perf_counter
 
@@ -12,7 +12,7 @@ import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.context_graphs import ContextGraphs, capture_contexts
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graph_pool import GraphPool
@@ -21,6 +21,7 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.stand_in_contexts import ContextLimits, StandInContexts
@@ -68,6 +69,7 @@ class RoundRunner:
         self.round_end = round_end
         self._backlog = backlog
         self.graphs: CudaGraphs | None = None
+        self.forward_graphs: SlotGraphs[torch.Tensor] | None = None
         self.context_graphs: ContextGraphs | None = None
         self._sampler = sampler
         self._slots = sampler.slots
@@ -124,10 +126,13 @@ class RoundRunner:
         pads: bool,
         pool: GraphPool | None = None,
     ) -> None:
-        """From now on a round of generation windows that fits one of the keys is one graph launch."""
+        """From now on a round of generation windows that fits one of the keys is one graph launch, or where a request's
+        rules need more than such a graph knows, at least its forward is."""
         graphs = CudaGraphs(self._generate_for, dummy_slot, device, pads=pads, pool=pool)
         graphs.capture(keys)
-        self.graphs = graphs
+        forwards = graphs.beside(self._forward_for)
+        forwards.capture({replace(key, sampled=False) for key in keys})
+        self.graphs, self.forward_graphs = graphs, forwards
         if self._backlog is not None:
             self._backlog.capture_graphs(graphs, keys)
 
@@ -169,6 +174,11 @@ class RoundRunner:
         max_kv_len = longest if max_kv_len is None else min(max_kv_len, longest)
         return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
 
+    def _forward_for(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> torch.Tensor:
+        """Hidden states of a round's windows from nothing but the slots, `[B * (K+1), H]`."""
+        self._slots.reset_dummy()
+        return self.engine.forward([], self._windows(slot_ids, 1 + draft_len, self.engine.rows.max_len))
+
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
         requests = batch.generation_requests
         needed = set(map(_graph_samples, requests))
@@ -180,11 +190,27 @@ class RoundRunner:
         return sampled
 
     def _run_windows(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
-        group = self._groups.get(batch.generation_requests, batch.window)
-        drafting = self._groups.get(batch.generation_requests, 1) if self.round_end else None
+        """Sampling, and what follows it, without a graph."""
+        requests = batch.generation_requests
+        group = self._groups.get(requests, batch.window)
+        drafting = self._groups.get(requests, 1) if self.round_end else None
         return self._generate(
-            group, drafting, _longest(batch), batch.num_new_drafts, batch.draft_probs, logprobs
+            group,
+            drafting,
+            _longest(batch),
+            batch.num_new_drafts,
+            batch.draft_probs,
+            logprobs,
+            self._replay_forward(batch),
         )
+
+    def _replay_forward(self, batch: ScheduledBatch) -> torch.Tensor | None:
+        """Hidden states of the windows, `[B * (K+1), H]`; the next replay of any graph overwrites them."""
+        if self.forward_graphs is None:
+            return None
+        slots = list(map(_slot, batch.generation_requests))
+        captured = self.forward_graphs.run(slots, batch.draft_len, False)
+        return None if captured is None else captured.result[: len(slots) * batch.window]
 
     def _generate(
         self,
@@ -194,11 +220,13 @@ class RoundRunner:
         num_new_drafts: int,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
+        hidden: torch.Tensor | None = None,
     ) -> SampledTokens:
         """One round of generation windows, from slots to slots: this is what a CUDA graph captures. `drafting` has the
-        group's requests with one row each; None: nobody drafts here."""
-        windows = self._windows(group, max_kv_len)
-        hidden = self.engine.forward([], windows)
+        group's requests with one row each; None: nobody drafts here. hidden: of a forward that was done already."""
+        windows = self._windows(group.slots, group.window, max_kv_len)
+        if hidden is None:
+            hidden = self.engine.forward([], windows)
         logits = self.engine.compute_logits(hidden)
         probs = self._draft_probs(group, draft_probs)
         sampled = self._sampler.sample_windows(group, logits, windows.first, probs, logprobs)
@@ -217,7 +245,7 @@ class RoundRunner:
         windows, group = None, None
         if batch.generation_requests:
             group = self._groups.get(batch.generation_requests, batch.window)
-            windows = self._windows(group, _longest(batch))
+            windows = self._windows(group.slots, group.window, _longest(batch))
         wanted = _sampled_rows(batch, self._slots.device)
         if _wants_prompt_logprobs(batch):
             hidden = self.engine.forward(chunks, windows)
@@ -294,11 +322,11 @@ class RoundRunner:
         is_wanted = result is not None or batch.drafts_behind_contexts
         self.round_end.draft(contexts, result, drafting, batch.num_new_drafts if is_wanted else 0)
 
-    def _windows(self, group: RowGroup, max_kv_len: int) -> Windows:
+    def _windows(self, slot_ids: torch.Tensor, width: int, max_kv_len: int) -> Windows:
         return Windows(
-            slots=group.slots,
-            first=self._slots.kv_lens.index_select(0, group.slots),
-            token_ids=self._slots.window[:, : group.window].index_select(0, group.slots),
+            slots=slot_ids,
+            first=self._slots.kv_lens.index_select(0, slot_ids),
+            token_ids=self._slots.window[:, :width].index_select(0, slot_ids),
             max_kv_len=max_kv_len,
         )
 

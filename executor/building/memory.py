@@ -37,8 +37,9 @@ def _keeps_backlog(plan: BuildPlan, draft: LoadedDraft) -> bool:
 
 
 def _graphs_a_size(plan: BuildPlan, draft: LoadedDraft | None) -> int:
-    """Greedy and sampled, of every draft length; of what is drafted before the forward; of reading a backlog."""
-    num_graphs = 2 * (1 + plan.max_draft_len)
+    """Greedy, sampled and the forward alone, of every draft length; of what is drafted before the forward; of reading a
+    backlog."""
+    num_graphs = 3 * (1 + plan.max_draft_len)
     if draft is None:
         return num_graphs
     if draft.plan.drafts_before_the_forward:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from tllm_spec.executor.building.layer_stack import LayerStack
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.warm_up import WarmUp
-from tllm_spec.executor.cuda_graphs import GraphKey, graph_keys
 from tllm_spec.executor.draft_lens import (
     EAGER_SIZES,
     draft_lens_of_rounds,
@@ -17,6 +16,7 @@ from tllm_spec.executor.draft_lens import (
 from tllm_spec.executor.engine.memory_plan import ServedModel
 from tllm_spec.executor.graph_pool import GraphPool
 from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_len_limits import rows_beside_contexts
 from tllm_spec.executor.speculative.modes import Speculation

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
+from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.worker import ContextResult, DraftWorker, RoundEnd, WindowResult
@@ -166,7 +167,7 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         if sampled.new_tokens.shape[1] != 1 + num_drafts:
             return False
         slots = [slot if r in alive else self._dummy_slot for r, (slot, _) in pending.slots.items()]
-        return self.graphs.run(slots, num_drafts, pending.group.sampled is not None)
+        return self.graphs.run(slots, num_drafts, pending.group.sampled is not None) is not None
 
     def _draft_eagerly(self, pending: _Pending, alive: set[LlmRequest], num_drafts: int) -> None:
         contexts, windows, group = pending.contexts, pending.windows, pending.group

@@ -12,10 +12,11 @@ from operator import attrgetter
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.draft_layers import DraftLayers
 from tllm_spec.executor.transfer import to_device
 
@@ -33,7 +34,7 @@ class DraftBacklog:
         self.max_requests = max(1, max_num_tokens // BACKLOG_LEN)
         self._layers = layers
         self._slots = slots
-        self._graphs: CudaGraphs | None = None
+        self._graphs: SlotGraphs[None] | None = None
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         self._num_due = torch.zeros(len(slots.kv_lens), dtype=torch.int64, device=slots.device)
         size = len(slots.kv_lens) * BACKLOG_LEN
@@ -71,7 +72,8 @@ class DraftBacklog:
         for first in range(0, len(requests), self.max_requests):
             some = requests[first : first + self.max_requests]
             slot_ids = self._send(some)
-            if self._graphs is None or not self._graphs.run([request.slot for request in some], 0, False):
+            slots = [request.slot for request in some]
+            if self._graphs is None or self._graphs.run(slots, 0, False) is None:
                 self._catch_up(slot_ids, max(request.num_tokens_bound for request in some))
             for request in some:
                 request.draft_backlog = 0

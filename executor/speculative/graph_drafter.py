@@ -9,14 +9,15 @@ from collections.abc import Iterable
 
 import torch
 
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.cuda_graphs import CudaGraphs
+from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.drafter import Drafter
 
 
 class GraphDrafter(Drafter):
     """A drafter whose work of a steady round is a function of the slots. It runs eagerly where no graph fits."""
 
-    graphs: CudaGraphs | None = None
+    graphs: SlotGraphs[None] | None = None
 
     @abstractmethod
     def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:

@@ -11,7 +11,6 @@ from operator import attrgetter
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.cuda_graphs import GraphKey
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
@@ -20,6 +19,7 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
+from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.transfer import to_device
 
@@ -138,7 +138,8 @@ class ModelDrafter(GraphDrafter):
         if self.graphs is None:
             return False
         slots, is_sampled = [request.slot for request in drafting], not all(map(_is_greedy, drafting))
-        return any(self.graphs.run(slots, length, is_sampled) for length in range(draft_len, room + 1))
+        lengths, run = range(draft_len, room + 1), self.graphs.run
+        return any(run(slots, length, is_sampled) is not None for length in lengths)
 
     def _draft(self, batch: ScheduledBatch, group: RowGroup) -> None:
         longest = max(request.num_tokens for request in group.requests)

@@ -11,13 +11,14 @@ import torch
 from tests.executor.draft_caches import eagle3
 from tests.executor.harness import Harness, draft_target, output_of, tensors_of
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey, graph_keys
 from tllm_spec.executor.graph_pool import Captured, GraphPool
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs, graph_keys
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.model_drafter import ModelDrafter
 
 CPU = torch.device("cpu")
+Result = SampledTokens | torch.Tensor | None
 DUMMY = 8  # the slot behind those of max_batch_size
 MODES = ["draft_target", "eagle3"]
 
@@ -34,10 +35,10 @@ class EagerGraph:
     """Stands in for a graph: a replay runs again what was captured, into the same memory, and over the results of the
     others, whose memory it uses. `depth` and `others` are shared."""
 
-    run: Callable[[], SampledTokens | None]
-    result: SampledTokens | None
+    run: Callable[[], Result]
+    result: Result
     depth: list[int]
-    others: list[SampledTokens]
+    others: list[SampledTokens | torch.Tensor]
     replays: int = 0
 
     def replay(self) -> None:
@@ -52,21 +53,23 @@ class EagerGraph:
         self.depth.pop()
 
 
-def spoil(result: SampledTokens) -> None:
+def spoil(result: SampledTokens | torch.Tensor) -> None:
     for tensor in tensors_of(result):
-        tensor.fill_(1 << 40)
-    result.new_lens.fill_(99)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 40)
+    if isinstance(result, SampledTokens):
+        result.new_lens.fill_(99)
 
 
 def captures_without_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Captures without a CUDA device. What the list has in it while a stand-in replays."""
     inside: list[int] = []
-    results: list[SampledTokens] = []
+    results: list[SampledTokens | torch.Tensor] = []
 
-    def capture(pool: GraphPool, run: Callable[[], SampledTokens | None]) -> Captured[SampledTokens | None]:
+    def capture(pool: GraphPool, run: Callable[[], Result]) -> Captured[Result]:
         result = run()
         if result is not None:
-            result = SampledTokens(*(tensor.clone() for tensor in tensors_of(result)))
+            own = [tensor.clone() for tensor in tensors_of(result)]
+            result = SampledTokens(*own) if isinstance(result, SampledTokens) else own[0]
             spoil(result)  # a capture computes nothing
             results.append(result)
         stand_in: Any = EagerGraph(run, result, inside, results)
@@ -85,7 +88,7 @@ class Watched:
     drafter: GraphDrafter
     eager: list[int] = field(default_factory=list)
 
-    def replays(self, graphs: CudaGraphs | None = None) -> dict[GraphKey, int]:
+    def replays(self, graphs: SlotGraphs[Any] | None = None) -> dict[GraphKey, int]:
         """Of the drafts' graphs, or of those given."""
         graphs = graphs or self.drafter.graphs
         assert graphs is not None

@@ -15,10 +15,10 @@ from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
-from tllm_spec.executor.cuda_graphs import graph_keys
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.executor.graph_pool import GraphPool
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.slot_graphs import graph_keys
 
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot behind those of max_batch_size

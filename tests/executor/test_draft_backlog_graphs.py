@@ -9,8 +9,9 @@ import torch
 from tests.executor.draft_caches import HOT, one_model, worker_of
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.executor.cuda_graphs import CudaGraphs, graph_keys
+from tllm_spec.executor.graph_pool import Captured
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.slot_graphs import SlotGraphs, graph_keys
 from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
 
 MODES = ["draft_target", "eagle3", "eagle3_two_model"]
@@ -35,7 +36,7 @@ def captured(harness: Harness, sizes: tuple[int, ...], *, pads: bool = True) -> 
     return harness
 
 
-def catch_ups_of(harness: Harness) -> CudaGraphs:
+def catch_ups_of(harness: Harness) -> SlotGraphs[None]:
     backlog = worker_of(harness)._backlog
     assert backlog is not None and backlog._graphs is not None
     return backlog._graphs
@@ -46,9 +47,10 @@ def watch_catch_ups(harness: Harness) -> list[tuple[int, bool]]:
     graphs = catch_ups_of(harness)
     replay, seen = graphs.run, list[tuple[int, bool]]()
 
-    def watched(slots: list[int], draft_len: int, sampled: bool) -> bool:
-        seen.append((len(slots), replay(slots, draft_len, sampled)))
-        return seen[-1][1]
+    def watched(slots: list[int], draft_len: int, sampled: bool) -> Captured[None] | None:
+        found = replay(slots, draft_len, sampled)
+        seen.append((len(slots), found is not None))
+        return found
 
     graphs.run = watched  # type: ignore[method-assign] # a spy on this one object
     return seen

@@ -17,9 +17,10 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.draft_lens import measure_round_times
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
+from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.loaded_draft import LoadedDraft
@@ -74,7 +75,7 @@ def test_which_drafts_are_captured_beside_which_rounds(
 
 
 def test_drafts_are_captured_into_the_memory_of_the_rounds(depth: list[int]) -> None:
-    rounds = CudaGraphs(lambda *_: None, DUMMY, CPU, pads=False)
+    rounds = SlotGraphs(lambda *_: None, DUMMY, CPU, pads=False)
     rounds.capture([GraphKey(1, 0, False)])
     drafting = rounds.beside(lambda *_: None)
     assert drafting._pool is rounds._pool
@@ -99,14 +100,15 @@ def test_drafts_of_graphs_are_timed_and_not_assumed(
         rounds.append(GraphKey(len(slots), draft_len, sampled))
         return replay(graphs, slots, draft_len, sampled)
 
-    def seconds(graphs: CudaGraphs, key: GraphKey) -> float:
+    def seconds(graphs: SlotGraphs[Any], key: GraphKey) -> float:
         if graphs is not watched.drafter.graphs:
             return 1.0
         assert mode == "draft_target" or rounds[-1] == key  # the drafts read what that round left
         return 0.01 * (bool(rounds) + key.draft_len)
 
     monkeypatch.setattr(CudaGraphs, "replay", seen)
-    monkeypatch.setattr(CudaGraphs, "seconds", seconds)
+    for kind in (CudaGraphs, SlotGraphs):
+        monkeypatch.setattr(kind, "seconds", seconds)
     times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, 0.5, watched.drafter)
     catch_up = mode == "eagle3"  # a head reads what was emitted even if it is to draft nothing
     expected = [1 + 0.01 * (catch_up + steps) for steps in (0, 1, 3)]

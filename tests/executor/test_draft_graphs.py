@@ -23,8 +23,9 @@ from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.test_cuda_graphs import on_cuda, submit_mixture
 from tests.executor.test_deferred_drafter import forbid_foreign_writes, watch_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.executor.cuda_graphs import GraphKey
+from tllm_spec.executor.graph_pool import Captured
 from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.model_drafter import ModelDrafter
 
 FREE_OPS = {"slice", "select", "unsqueeze", "view", "alias", "resolve_conj", "resolve_neg"}  # no launch
@@ -131,9 +132,9 @@ def test_a_head_writes_only_into_pages_of_requests_that_go_on(
     assert graphs is not None
     run = graphs.run
 
-    def spy(slots: list[int], draft_len: int, sampled: bool) -> bool:
+    def spy(slots: list[int], draft_len: int, sampled: bool) -> Captured[None] | None:
         found = run(slots, draft_len, sampled)
-        with_dummies.append(found and DUMMY in slots)
+        with_dummies.append(found is not None and DUMMY in slots)
         return found
 
     monkeypatch.setattr(graphs, "run", spy)
@@ -256,9 +257,9 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
     assert graphs is not None
     run = graphs.run
 
-    def spy(slots: list[int], draft_len: int, sampled: bool) -> bool:
+    def spy(slots: list[int], draft_len: int, sampled: bool) -> Captured[None] | None:
         found = run(slots, draft_len, sampled)
-        num_replayed.extend([len(slots)] * found)
+        num_replayed.extend([len(slots)] * (found is not None))
         return found
 
     monkeypatch.setattr(graphs, "run", spy)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 
 CPU = torch.device("cpu")
 DUMMY = 8
@@ -32,7 +32,7 @@ def test_a_replay_is_timed_among_others_when_the_device_has_slowed_down(
         def elapsed_time(self, end: "Event") -> float:
             return end.time - self.time
 
-    graphs = CudaGraphs(generate, DUMMY, CPU)
+    graphs = SlotGraphs(generate, DUMMY, CPU)
     graphs.capture([GraphKey(2, 1, False)])
     now = 0.0
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -54,7 +54,7 @@ def test_a_round_is_renewed_before_every_replay_and_runs_for_the_slots_that_were
         def elapsed_time(self, end: "Event") -> float:
             return 6.0
 
-    graphs = CudaGraphs(generate, DUMMY, CPU)
+    graphs = SlotGraphs(generate, DUMMY, CPU)
     graphs.capture([GraphKey(3, 0, False)])
     happened.clear()
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.cuda_graphs import CudaGraphs, GraphKey
+from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.result_ring import DEPTH, ResultRing
+from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.transfer import ToHost
 
 CPU = torch.device("cpu")
