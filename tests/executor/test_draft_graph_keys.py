@@ -132,4 +132,5 @@ def test_memory_is_set_aside_for_the_graphs_of_drafts(
     net: Any = SimpleNamespace(config=plan.config)
     draft = LoadedDraft(plan.draft_plan, net, None)
     workspaces = 2 * plan.attention.workspace_bytes(plan.config.attention_geometry(plan.mapping))
-    assert reserved_bytes(plan, draft) - workspaces == (4 + lengths) * 2 * 2 * BYTES_A_GRAPH
+    of_the_target = 4 * 3  # lengths, each greedy, sampled and its forward alone
+    assert reserved_bytes(plan, draft) - workspaces == (of_the_target + lengths * 2) * 2 * BYTES_A_GRAPH
