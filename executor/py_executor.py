@@ -20,6 +20,7 @@ import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.faults import described
+from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -28,7 +29,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response, response_of
 from tllm_spec.executor.round_clock import RoundClock
 from tllm_spec.executor.round_reader import RoundReader
-from tllm_spec.executor.round_runner import LaunchedRound, RoundRunner
+from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.seen_round import SeenRound
@@ -189,7 +190,7 @@ class PyExecutor:
     def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
         """The host learns what was emitted. Returns the requests that somebody may want to hear of."""
         batch, (table, found) = launched.batch, launched.wait()
-        seen = SeenRound(self._clock.lap(launched.ended_at))
+        seen = SeenRound(self._clock.lap(launched.ended_at, is_over=launched.is_over))
         with_news = self._reader.read(launched, table, found, seen)
         timed = None if batch.context_requests else seen.seconds
         self.totals.add_round(batch.draft_len, seen.num_requests, seen.num_tokens, timed)

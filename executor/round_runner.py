@@ -4,7 +4,7 @@ Nothing here waits for the device. What the host wants to know is on its way to 
 read, the next round can be launched from the slot state alone (DESIGN section 4).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from time import perf_counter
 
@@ -16,6 +16,7 @@ from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graph_pool import GraphPool
+from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
@@ -26,32 +27,11 @@ from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.stand_in_contexts import ContextLimits, StandInContexts
 from tllm_spec.executor.transfer import Places, ToHost, to_device
-from tllm_spec.outputs import Logprob
 
 TIMED_RUNS = 4  # the first may compile
 TIMED_KV_LEN = 512
 _num_ready, _num_drafts = attrgetter("num_drafts_ready"), attrgetter("py_num_draft_tokens")
 _graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
-
-
-@dataclass(frozen=True)
-class LaunchedRound:
-    """A round that runs on the device; `table` holds its results once it has."""
-
-    batch: ScheduledBatch
-    ended_contexts: list[LlmRequest]
-    num_drafts: list[int]  # really proposed, of each generating request
-    num_steps: int  # draft length that these were made with; windows may be longer, with padding
-    num_asked: int  # the draft length that the drafter was asked for: it may have had fewer for everybody
-    to_host: ToHost
-    logprob_rows: LogprobRows
-    ended_at: float | None  # perf_counter's; None: when it is read
-
-    def wait(self) -> tuple[list[list[int]], dict[int, list[dict[int, Logprob]]]]:
-        """For every ended context, then every generating request: how many tokens are new, then the tokens. And log
-        probabilities by request id."""
-        table, *logprobs = self.to_host.wait()
-        return table.tolist(), self.logprob_rows.per_request(logprobs)
 
 
 class RoundRunner:
@@ -88,7 +68,8 @@ class RoundRunner:
             sampled = sampled or self._run_mixed(batch, chunks, ended, logprobs)
         else:
             sampled = self._replay(batch) or self._run_windows(batch, logprobs)
-        to_host = sampled.to_host or ToHost([sampled.side_by_side(), *logprobs.tensors], self._places)
+        sent_early = bool(batch.context_requests) and sampled.to_host is not None
+        to_host = sampled.to_host or self._send(sampled, logprobs)
         self._groups.end_round()
         if self._backlog is not None:
             self._backlog.note(batch)
@@ -102,6 +83,7 @@ class RoundRunner:
             to_host,
             logprobs,
             perf_counter() if to_host.is_here else None,
+            is_over=not sent_early or self.round_end is None or not self.round_end.in_graph,
         )
 
     def forget_round(self) -> None:
@@ -262,8 +244,10 @@ class RoundRunner:
             of_windows = logits[len(ended) :]
             parts.append(self._sampler.sample_windows(group, of_windows, windows.first, probs, logprobs))
             result = WindowResult(windows, parts[-1])
+        joined = _joined(parts, batch.window, hidden.device)
+        sampled = replace(joined, to_host=self._send(joined, logprobs))  # nobody waits for the drafts
         self._draft_behind_contexts(batch, chunks, ended, parts, result)
-        return _joined(parts, batch.window, hidden.device)
+        return sampled
 
     def _run_apart(
         self,
@@ -289,10 +273,17 @@ class RoundRunner:
                 places = [i for i, r in enumerate(batch.context_requests) if r.is_last_context_chunk]
                 hidden = hidden.index_select(0, to_device(places, hidden.device))
             parts = self._sample_contexts(ended, self.engine.compute_logits(hidden), logprobs)
+        if not batch.generation_requests:
+            joined = _joined(parts, batch.window, hidden.device)
+            sampled = replace(joined, to_host=self._send(joined, logprobs))
+            self._draft_behind_contexts(batch, chunks, ended, parts, None)
+            return sampled
         self._draft_behind_contexts(batch, chunks, ended, parts, None)
-        if batch.generation_requests:
-            parts.append(self._replay(batch) or self._run_windows(batch, logprobs))
+        parts.append(self._replay(batch) or self._run_windows(batch, logprobs))
         return _joined(parts, batch.window, hidden.device)
+
+    def _send(self, sampled: SampledTokens, logprobs: LogprobRows) -> ToHost:
+        return ToHost([sampled.side_by_side(), *logprobs.tensors], self._places)
 
     def _start(self, batch: ScheduledBatch) -> None:
         """Rows of the slots that requests were given for this round. Nobody reads them before a context has been run,

@@ -5,7 +5,7 @@ A request that had ended before its results were read (with overlap) shows nothi
 
 from dataclasses import dataclass, field
 
-from tllm_spec.executor.round_runner import LaunchedRound
+from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 
 

@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.speculative",),
     ("tllm_spec.executor.context_graphs", "tllm_spec.executor.stand_in_contexts"),
     ("tllm_spec.executor.cuda_graphs", "tllm_spec.executor.engine", "tllm_spec.executor.scheduler"),
-    ("tllm_spec.executor.slot_graphs",),
+    ("tllm_spec.executor.launched_round", "tllm_spec.executor.slot_graphs"),
     ("tllm_spec.executor.graph_pool",),
     ("tllm_spec.executor.sampling",),
     ("tllm_spec.executor.resources",),

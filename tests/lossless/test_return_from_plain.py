@@ -9,8 +9,8 @@ from tests.executor.harness import Harness
 from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import engine
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.round_runner import LaunchedRound
 from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
 from tllm_spec.tokenizer import Tokenizer
 
