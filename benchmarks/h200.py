@@ -56,7 +56,7 @@ JOBS = (
     Job("EAGLE-3 rounds", frozenset({2, 4, 5}), h200_rounds.eagle3_rounds),
     Job("prefill", frozenset({3}), h200_rounds.prefill),
     Job("plain through LLM", frozenset({2, 3, 5}), h200_llm.plain),
-    Job("EAGLE-3 through LLM", frozenset({2, 5}), h200_llm.eagle3),
+    Job("EAGLE-3 through LLM", frozenset({2, 3, 5}), h200_llm.eagle3),
     Job("other rounds", frozenset({2}), h200_rounds.other_rounds),
     Job("chunked prefill", frozenset({5}), h200_llm.chunked),
     Job("start-up", frozenset({6}), h200_startup.start_up),

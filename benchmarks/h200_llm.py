@@ -35,12 +35,14 @@ def plain(setup: Setup, report: Report) -> None:
 
 
 def eagle3(setup: Setup, report: Report) -> None:
-    """Points 2 and 5."""
+    """Points 2 and 5, and first tokens."""
     draft_len = setup.scale.draft_len
     with _llm(setup, speculative_config=setup.eagle3(draft_len)) as llm:
         prompts, name = Prompts(llm), f"EAGLE-3 K={draft_len}"
         if 2 in setup.points:
             _generate(setup, report, llm, prompts, name)
+        if 3 in setup.points:
+            _first_token(setup, report, llm, prompts, f", {name}")
         if 5 in setup.points:
             _serve(setup, report, llm, prompts, name, setup.scale.serving_loads)
 
@@ -142,7 +144,7 @@ def check_complete(outputs: Sequence[RequestOutput], num_tokens: int) -> None:
             raise RuntimeError(f"an answer has {found} tokens, not {num_tokens}: {output.error}")
 
 
-def _first_token(setup: Setup, report: Report, llm: LLM, prompts: Prompts) -> None:
+def _first_token(setup: Setup, report: Report, llm: LLM, prompts: Prompts, whose: str = "") -> None:
     """From `generate_async` to the first increment in the reader's thread, one request after the other."""
     scale, seconds = setup.scale, []
     for _ in range(2 + 4 * scale.repeats):
@@ -153,7 +155,7 @@ def _first_token(setup: Setup, report: Report, llm: LLM, prompts: Prompts) -> No
         seconds.append(time.perf_counter() - start)
         handle.result()
     found = percentiles([each * 1e3 for each in seconds[2:]])
-    name = f"time to first token, 1 prompt of {scale.prompt_len}"
+    name = f"time to first token, 1 prompt of {scale.prompt_len}{whose}"
     report(Figure(3, name, "ms", found["p50"], details={"slowest": found["maximum"]}))
 
 
