@@ -69,7 +69,7 @@ class RoundRunner:
         else:
             sampled = self._replay(batch) or self._run_windows(batch, logprobs)
         sent_early = bool(batch.context_requests) and sampled.to_host is not None
-        to_host = sampled.to_host or self._send(sampled, logprobs)
+        to_host = sampled.to_host or self._sent(sampled, logprobs)
         self._groups.end_round()
         if self._backlog is not None:
             self._backlog.note(batch)
@@ -244,10 +244,10 @@ class RoundRunner:
             of_windows = logits[len(ended) :]
             parts.append(self._sampler.sample_windows(group, of_windows, windows.first, probs, logprobs))
             result = WindowResult(windows, parts[-1])
-        joined = _joined(parts, batch.window, hidden.device)
-        sampled = replace(joined, to_host=self._send(joined, logprobs))  # nobody waits for the drafts
+        sampled = _joined(parts, batch.window, hidden.device)
+        to_host = self._sent(sampled, logprobs)  # so that nobody waits for the drafts
         self._draft_behind_contexts(batch, chunks, ended, parts, result)
-        return sampled
+        return replace(sampled, to_host=to_host)
 
     def _run_apart(
         self,
@@ -274,15 +274,15 @@ class RoundRunner:
                 hidden = hidden.index_select(0, to_device(places, hidden.device))
             parts = self._sample_contexts(ended, self.engine.compute_logits(hidden), logprobs)
         if not batch.generation_requests:
-            joined = _joined(parts, batch.window, hidden.device)
-            sampled = replace(joined, to_host=self._send(joined, logprobs))
+            sampled = _joined(parts, batch.window, hidden.device)
+            to_host = self._sent(sampled, logprobs)
             self._draft_behind_contexts(batch, chunks, ended, parts, None)
-            return sampled
+            return replace(sampled, to_host=to_host)
         self._draft_behind_contexts(batch, chunks, ended, parts, None)
         parts.append(self._replay(batch) or self._run_windows(batch, logprobs))
         return _joined(parts, batch.window, hidden.device)
 
-    def _send(self, sampled: SampledTokens, logprobs: LogprobRows) -> ToHost:
+    def _sent(self, sampled: SampledTokens, logprobs: LogprobRows) -> ToHost:
         return ToHost([sampled.side_by_side(), *logprobs.tensors], self._places)
 
     def _start(self, batch: ScheduledBatch) -> None:
