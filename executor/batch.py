@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tllm_spec.executor.device_span import DeviceSpan
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.transfer import ToHost
 
@@ -51,12 +52,13 @@ class SampledTokens:
 
     `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]` int64 is how many are
     valid (accepted drafts + 1). A token of -1 says that the logits of that position were not numbers.
-    `to_host`: their `side_by_side`, under way; None: nobody has sent it.
+    `to_host`: their `side_by_side`, under way; None: nobody has sent it. `behind`: what the device does behind that.
     """
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
     to_host: ToHost | None = None
+    behind: DeviceSpan | None = None
 
     def side_by_side(self) -> torch.Tensor:
         """`[N, K+2]`: lengths, then tokens."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.result_ring import ResultRing
-from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.slot_graphs import GraphKey, GraphTable
 
 
-class CudaGraphs(SlotGraphs[SampledTokens]):
+class CudaGraphs(GraphTable[SampledTokens]):
     """The work is one round for the slots."""
 
     _ring: ResultRing | None = None
@@ -23,7 +23,7 @@ class CudaGraphs(SlotGraphs[SampledTokens]):
 
     def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
         """The round of these slots, or None when no graph fits. The result is overwritten by the next replay."""
-        captured = self.run(slots, draft_len, sampled)
+        captured = self._replay(slots, draft_len, sampled)
         if captured is None:
             return None
         result, number = captured.result, len(slots)

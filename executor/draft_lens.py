@@ -12,7 +12,7 @@ from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, AcceptanceGate, DraftLenLimits
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
-from tllm_spec.executor.speculative.modes import Speculation
+from tllm_spec.executor.speculative.modes import DraftModel, Speculation
 from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes, RoundTimes
 from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
 from tllm_spec.executor.stand_in_contexts import ContextLimits
@@ -59,14 +59,14 @@ def controller_for(
 
 
 def draft_lens_of_rounds(
-    controller: AdaptiveController, spec: DecodingBaseConfig | None, speculation: Speculation
+    controller: AdaptiveController, spec: DecodingBaseConfig | None, draft: DraftModel | None
 ) -> Callable[[int], set[int]]:
     """Draft lengths that rounds of a batch size can have: drafters outside the forward may come with fewer drafts."""
-    if spec is not None and speculation.round_end is None:
-        return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
-    if speculation.round_end is not None and not speculation.round_end.in_graph:
+    if spec is None or (draft is not None and not draft.drafts_before_the_forward):
+        return controller.draft_lens_at
+    if draft is not None and draft.follows_a_round_later:
         return lambda batch_size: {0} | controller.draft_lens_at(batch_size)
-    return controller.draft_lens_at
+    return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
 
 
 def watch_unverified(

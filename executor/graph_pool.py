@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from tllm_spec.executor.device_span import DeviceSpan
 from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.graph_memsets import memsets_as_kernels
 
@@ -65,12 +66,10 @@ def replay_seconds(
 
 
 def _row_seconds(graph: torch.cuda.CUDAGraph, number: int, before: Callable[[], None] | None) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
-    start.record()
+    span = DeviceSpan()
     for _ in range(number):
         if before is not None:
             before()
         graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    span.end()
+    return span.seconds()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.device_span import DeviceSpan
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.transfer import ToHost
@@ -11,7 +12,7 @@ from tllm_spec.outputs import Logprob
 
 @dataclass(frozen=True)
 class LaunchedRound:
-    """A round that runs on the device; `table` holds its results once it has."""
+    """A round that runs on the device, until `wait`."""
 
     batch: ScheduledBatch
     ended_contexts: list[LlmRequest]
@@ -20,11 +21,11 @@ class LaunchedRound:
     num_asked: int  # the draft length that the drafter was asked for: it may have had fewer for everybody
     to_host: ToHost
     logprob_rows: LogprobRows
-    ended_at: float | None  # perf_counter's; None: when it is read,
-    is_over: bool = True  # unless it goes on then
+    ended_at: float | None  # when results were here, by perf_counter; None: not before they are waited for
+    behind: DeviceSpan | None  # what the device does behind them; None: nothing
 
     def wait(self) -> tuple[list[list[int]], dict[int, list[dict[int, Logprob]]]]:
-        """For every ended context, then every generating request: how many tokens are new, then the tokens. And log
-        probabilities by request id."""
+        """Results: for every ended context, then every generating request, how many tokens are new, then the tokens.
+        And log probabilities by request id."""
         table, *logprobs = self.to_host.wait()
         return table.tolist(), self.logprob_rows.per_request(logprobs)

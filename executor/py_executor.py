@@ -190,7 +190,7 @@ class PyExecutor:
     def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
         """The host learns what was emitted. Returns the requests that somebody may want to hear of."""
         batch, (table, found) = launched.batch, launched.wait()
-        seen = SeenRound(self._clock.lap(launched.ended_at, is_over=launched.is_over))
+        seen = SeenRound(self._clock.lap(launched.ended_at, launched.behind))
         with_news = self._reader.read(launched, table, found, seen)
         timed = None if batch.context_requests else seen.seconds
         self.totals.add_round(batch.draft_len, seen.num_requests, seen.num_tokens, timed)

@@ -4,7 +4,9 @@ Nothing here waits for the device. What the host wants to know is on its way to 
 read, the next round can be launched from the slot state alone (DESIGN section 4).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from time import perf_counter
 
@@ -13,6 +15,7 @@ import torch
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.context_graphs import ContextGraphs, capture_contexts
 from tllm_spec.executor.cuda_graphs import CudaGraphs
+from tllm_spec.executor.device_span import DeviceSpan
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graph_pool import GraphPool
@@ -50,6 +53,7 @@ class RoundRunner:
         self._backlog = backlog
         self.graphs: CudaGraphs | None = None
         self.forward_graphs: SlotGraphs[torch.Tensor] | None = None
+        self._hidden = torch.empty(0)  # [T, H], what each forward graph leaves
         self.context_graphs: ContextGraphs | None = None
         self._sampler = sampler
         self._slots = sampler.slots
@@ -68,7 +72,6 @@ class RoundRunner:
             sampled = sampled or self._run_mixed(batch, chunks, ended, logprobs)
         else:
             sampled = self._replay(batch) or self._run_windows(batch, logprobs)
-        sent_early = bool(batch.context_requests) and sampled.to_host is not None
         to_host = sampled.to_host or self._sent(sampled, logprobs)
         self._groups.end_round()
         if self._backlog is not None:
@@ -83,7 +86,7 @@ class RoundRunner:
             to_host,
             logprobs,
             perf_counter() if to_host.is_here else None,
-            is_over=not sent_early or self.round_end is None or not self.round_end.in_graph,
+            sampled.behind,
         )
 
     def forget_round(self) -> None:
@@ -112,7 +115,9 @@ class RoundRunner:
         rules need more than such a graph knows, at least its forward is."""
         graphs = CudaGraphs(self._generate_for, dummy_slot, device, pads=pads, pool=pool)
         graphs.capture(keys)
-        forwards = graphs.beside(self._forward_for)
+        forwards, model = graphs.beside(self._forward_for), self.engine.model
+        num_rows = max((key.num_tokens for key in keys), default=0)
+        self._hidden = torch.empty((num_rows, model.config.hidden_size), dtype=model.dtype, device=device)
         forwards.capture({replace(key, sampled=False) for key in keys})
         self.graphs, self.forward_graphs = graphs, forwards
         if self._backlog is not None:
@@ -157,9 +162,11 @@ class RoundRunner:
         return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
 
     def _forward_for(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> torch.Tensor:
-        """Hidden states of a round's windows from nothing but the slots, `[B * (K+1), H]`."""
+        """Hidden states of a round's windows from nothing but the slots, `[B * (K+1), H]`: the same for every way of
+        sampling."""
         self._slots.reset_dummy()
-        return self.engine.forward([], self._windows(slot_ids, 1 + draft_len, self.engine.rows.max_len))
+        hidden = self.engine.forward([], self._windows(slot_ids, 1 + draft_len, self.engine.rows.max_len))
+        return self._hidden[: len(hidden)].copy_(hidden)
 
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
         requests = batch.generation_requests
@@ -176,14 +183,9 @@ class RoundRunner:
         requests = batch.generation_requests
         group = self._groups.get(requests, batch.window)
         drafting = self._groups.get(requests, 1) if self.round_end else None
+        hidden, num_new_drafts = self._replay_forward(batch), batch.num_new_drafts
         return self._generate(
-            group,
-            drafting,
-            _longest(batch),
-            batch.num_new_drafts,
-            batch.draft_probs,
-            logprobs,
-            self._replay_forward(batch),
+            group, drafting, _longest(batch), num_new_drafts, batch.draft_probs, logprobs, hidden
         )
 
     def _replay_forward(self, batch: ScheduledBatch) -> torch.Tensor | None:
@@ -245,9 +247,8 @@ class RoundRunner:
             parts.append(self._sampler.sample_windows(group, of_windows, windows.first, probs, logprobs))
             result = WindowResult(windows, parts[-1])
         sampled = _joined(parts, batch.window, hidden.device)
-        to_host = self._sent(sampled, logprobs)  # so that nobody waits for the drafts
-        self._draft_behind_contexts(batch, chunks, ended, parts, result)
-        return replace(sampled, to_host=to_host)
+        draft = partial(self._draft_behind_contexts, batch, chunks, ended, parts, result)
+        return self._send_and_then(draft, sampled, logprobs)
 
     def _run_apart(
         self,
@@ -273,14 +274,25 @@ class RoundRunner:
                 places = [i for i, r in enumerate(batch.context_requests) if r.is_last_context_chunk]
                 hidden = hidden.index_select(0, to_device(places, hidden.device))
             parts = self._sample_contexts(ended, self.engine.compute_logits(hidden), logprobs)
+        draft = partial(self._draft_behind_contexts, batch, chunks, ended, parts, None)
         if not batch.generation_requests:
-            sampled = _joined(parts, batch.window, hidden.device)
-            to_host = self._sent(sampled, logprobs)
-            self._draft_behind_contexts(batch, chunks, ended, parts, None)
-            return replace(sampled, to_host=to_host)
-        self._draft_behind_contexts(batch, chunks, ended, parts, None)
+            return self._send_and_then(draft, _joined(parts, batch.window, hidden.device), logprobs)
+        draft()  # at once: the windows overwrite what it reads
         parts.append(self._replay(batch) or self._run_windows(batch, logprobs))
         return _joined(parts, batch.window, hidden.device)
+
+    def _send_and_then(
+        self, draft: Callable[[], None], sampled: SampledTokens, logprobs: LogprobRows
+    ) -> SampledTokens:
+        """So that first tokens do not wait for the drafts behind them."""
+        to_host = self._sent(sampled, logprobs)
+        if self.round_end is None or to_host.is_here:
+            draft()
+            return replace(sampled, to_host=to_host)
+        behind = DeviceSpan()
+        draft()
+        behind.end()
+        return replace(sampled, to_host=to_host, behind=behind)
 
     def _sent(self, sampled: SampledTokens, logprobs: LogprobRows) -> ToHost:
         return ToHost([sampled.side_by_side(), *logprobs.tensors], self._places)

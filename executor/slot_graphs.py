@@ -47,9 +47,9 @@ class SpecRuntimeState(Generic[Result]):
     """By padded batch size and way of sampling."""
 
 
-class SlotGraphs(Generic[Result]):
+class GraphTable(Generic[Result]):
     """`work(slot_ids, draft_len, sampled)` is for the slots `[B]` on the device. Without `pads` a batch between two
-    captured sizes has no graph."""
+    captured sizes has no graph. Who may replay one, and what becomes of its result, is said below."""
 
     def __init__(
         self,
@@ -100,17 +100,6 @@ class SlotGraphs(Generic[Result]):
         used = free - torch.cuda.mem_get_info(self._device)[0]
         logger.info("%d CUDA graphs took %.1f s and %d MiB", len(wanted), monotonic() - start, used >> 20)
 
-    def run(self, slots: list[int], draft_len: int, sampled: bool) -> Captured[Result] | None:
-        """Replays the work for these slots, or None when no graph fits. Its result, of the padded batch, may be
-        overwritten by any other replay."""
-        size = next((size for size in self._sizes if size >= len(slots)), 0)
-        captured = self._find(GraphKey(size, draft_len, sampled))
-        if captured is None or not (self._pads or size == len(slots)):
-            return None
-        self._send(slots + [self._dummy_slot] * (size - len(slots)))
-        captured.graph.replay()
-        return captured
-
     def __contains__(self, key: GraphKey) -> bool:
         return self._find(key) is not None
 
@@ -123,6 +112,16 @@ class SlotGraphs(Generic[Result]):
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
         return replay_seconds(captured.graph, TIMED_SECONDS, renew)
+
+    def _replay(self, slots: list[int], draft_len: int, sampled: bool) -> Captured[Result] | None:
+        """The work for these slots, or None when no graph fits."""
+        size = next((size for size in self._sizes if size >= len(slots)), 0)
+        captured = self._find(GraphKey(size, draft_len, sampled))
+        if captured is None or not (self._pads or size == len(slots)):
+            return None
+        self._send(slots + [self._dummy_slot] * (size - len(slots)))
+        captured.graph.replay()
+        return captured
 
     def _send(self, padded: list[int]) -> None:
         """Whose round the next replay is. Graphs only read it, so the same slots are sent once."""
@@ -137,6 +136,15 @@ class SlotGraphs(Generic[Result]):
     def _run_work(self, key: GraphKey) -> Result:
         """What a graph holds."""
         return self._work(self._slot_ids[: key.batch_size], key.draft_len, key.sampled)
+
+
+class SlotGraphs(GraphTable[Result]):
+    """Graphs that anybody may replay."""
+
+    def run(self, slots: list[int], draft_len: int, sampled: bool) -> Captured[Result] | None:
+        """Replays the work for these slots, or None when no graph fits. Its result, of the padded batch, may be
+        overwritten by any other replay."""
+        return self._replay(slots, draft_len, sampled)
 
 
 def graph_keys(sizes: Iterable[int], draft_lens: Callable[[int], set[int]]) -> list[GraphKey]:

@@ -52,7 +52,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.round_clock",
         "tllm_spec.executor.transfer",
     ),
-    ("tllm_spec.executor.speculative.request_mark",),
+    ("tllm_spec.executor.speculative.request_mark", "tllm_spec.executor.device_span"),
     ("tllm_spec.models",),
     ("tllm_spec.attention",),
     ("tllm_spec.kernels", "tllm_spec.distributed"),

@@ -21,9 +21,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
         num_bytes += WORKSPACE_BYTES
     if draft is not None and _keeps_backlog(plan, draft):
         num_bytes += DraftBacklog.num_bytes(num_slots, draft.spec.captured(1) if draft.spec else None)
-    if args.cuda_graph_config is not None:
-        sizes = args.cuda_graph_config.sizes(plan.slots.max_batch_size)
-        num_bytes += len(sizes) * _graphs_a_size(plan, draft) * BYTES_A_GRAPH
+    num_bytes += _graph_bytes(plan, draft)
     if plan.context_rows:
         num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
     if draft is not None and draft.plan.shares_pages and plan.spec and plan.spec.use_rejection_sampling:
@@ -36,13 +34,16 @@ def _keeps_backlog(plan: BuildPlan, draft: LoadedDraft) -> bool:
     return draft.plan.shares_pages and plan.may_be_plain
 
 
-def _graphs_a_size(plan: BuildPlan, draft: LoadedDraft | None) -> int:
-    """Greedy, sampled and the forward alone, of every draft length; of what is drafted before the forward; of reading a
-    backlog."""
-    num_graphs = 3 * (1 + plan.max_draft_len)
-    if draft is None:
-        return num_graphs
-    if draft.plan.drafts_before_the_forward:
-        controller = plan.controller()
-        num_graphs += 2 * len({0, *controller.draft_lens})
-    return num_graphs + _keeps_backlog(plan, draft)
+def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
+    """Graphs of rounds, greedy and sampled, and of their forwards alone, with the hidden states that these leave; of
+    what is drafted before the forward; of reading a backlog."""
+    keys = plan.round_keys(plan.graph_sizes)
+    num_graphs = len(keys) + len({(key.batch_size, key.draft_len) for key in keys})
+    if draft is not None and draft.plan.drafts_before_the_forward:
+        asked = {0} if draft.plan.follows_a_round_later else set[int]()
+        asked |= {length for length in plan.controller().draft_lens if length}
+        num_graphs += len([key for key in keys if key.draft_len in asked])
+    if draft is not None and _keeps_backlog(plan, draft):
+        num_graphs += len({key.batch_size for key in keys})
+    num_rows = max((key.num_tokens for key in keys), default=0)
+    return num_graphs * BYTES_A_GRAPH + num_rows * plan.config.hidden_size * plan.dtype.itemsize

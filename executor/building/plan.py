@@ -10,11 +10,13 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.executor.context_graphs import context_rows
 from tllm_spec.executor.device_choice import pick_device, pick_dtype
-from tllm_spec.executor.draft_lens import controller_for
+from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.scheduler import SchedulerLimits
+from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_len_limits import rows_beside_contexts
 from tllm_spec.executor.speculative.modes import draft_model_of
 from tllm_spec.executor.speculative.round_times import RoundTimes
 from tllm_spec.kernels.nvrtc import why_unavailable
@@ -46,8 +48,8 @@ class BuildPlan:
                 f"max_draft_len = {self.max_draft_len} must be less than max_seq_len = {self.max_seq_len}"
             )
         self.draft_plan = draft_model_of(self.spec)
-        dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
-        self.attention = choose_backend(args.attn_backend, self.device, dtype)
+        self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
+        self.attention = choose_backend(args.attn_backend, self.device, self.dtype)
         self.why_no_overlap = args.why_no_overlap
         self.page_size = args.kv_cache_config.tokens_per_block
         # Every generating request has at least one row in every round.
@@ -95,6 +97,28 @@ class BuildPlan:
             max_num_tokens=self.args.max_num_tokens,
             max_batch_size=self.slots.max_batch_size,
         )
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that CUDA graphs of rounds are wanted for."""
+        graphs, spec, max_num_tokens = self.args.cuda_graph_config, self.spec, self.args.max_num_tokens
+        if graphs is None:
+            return ()
+        # Where a limit changes the draft length, a graph ends: batches below it need no padding beyond.
+        schedule = spec.draft_len_schedule if spec else None
+        also = [size - 1 for size in schedule or () if size > 1]
+        also.append((spec.max_concurrency if spec else None) or 0)
+        rows = (
+            rows_beside_contexts(max_num_tokens),
+            max_num_tokens,
+        )  # the largest that fit, beside contexts and alone
+        also += [number // (1 + self.max_draft_len) for number in rows]
+        return graphs.sizes(self.slots.max_batch_size, also)
+
+    def round_keys(self, sizes: Iterable[int]) -> list[GraphKey]:
+        """Graphs of these batch sizes for every round that there can be."""
+        keys = graph_keys(sizes, draft_lens_of_rounds(self.controller(), self.spec, self.draft_plan))
+        return [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
 
     @property
     def context_rows(self) -> tuple[int, ...]:

@@ -8,17 +8,12 @@ from collections.abc import Sequence
 from tllm_spec.executor.building.layer_stack import LayerStack
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.warm_up import WarmUp
-from tllm_spec.executor.draft_lens import (
-    EAGER_SIZES,
-    draft_lens_of_rounds,
-    measure_round_times,
-)
+from tllm_spec.executor.draft_lens import EAGER_SIZES, measure_round_times
 from tllm_spec.executor.engine.memory_plan import ServedModel
 from tllm_spec.executor.graph_pool import GraphPool
 from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import rows_beside_contexts
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.executor.speculative.round_times import RoundTimes
 from tllm_spec.executor.stand_in_contexts import ContextLimits
@@ -35,8 +30,7 @@ def build_controller(
     spec, max_num_tokens = plan.spec, plan.args.max_num_tokens
     controller = plan.controller()
     sizes = graph_sizes(plan, runner, speculation)
-    keys = graph_keys(sizes, draft_lens_of_rounds(controller, spec, speculation))
-    keys = [key for key in keys if key.num_tokens <= max_num_tokens]
+    keys = plan.round_keys(sizes)
     if not plan.args.deterministic:
         # Windows of all requests, a row of each of them, full chunks of contexts, and a prompt of some length.
         row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
@@ -57,8 +51,8 @@ def build_controller(
 
 def graph_sizes(plan: BuildPlan, runner: RoundRunner, speculation: Speculation) -> tuple[int, ...]:
     """Batch sizes of CUDA graphs; none where there can be no graphs."""
-    graphs, spec = plan.args.cuda_graph_config, plan.spec
-    if graphs is None or plan.device.type != "cuda":
+    spec = plan.spec
+    if not plan.graph_sizes or plan.device.type != "cuda":
         return ()
     if not runner.engine.backend.supports_graphs:
         logger.warning("no CUDA graphs: attn_backend %s needs lengths on the host", plan.args.attn_backend)
@@ -66,15 +60,7 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner, speculation: Speculation) 
     if spec is not None and spec.use_rejection_sampling and speculation.round_end is None:
         logger.info("no CUDA graphs: rejection sampling needs what a separate draft model drew from")
         return ()
-    # Where a limit changes the draft length, a graph ends: batches below it need no padding beyond.
-    schedule = spec.draft_len_schedule if spec else None
-    also = [size - 1 for size in schedule or () if size > 1]
-    also.append((spec.max_concurrency if spec else None) or 0)
-    max_num_tokens = plan.args.max_num_tokens  # the largest that fit a round, beside contexts and alone
-    also += [
-        rows // (1 + plan.max_draft_len) for rows in (rows_beside_contexts(max_num_tokens), max_num_tokens)
-    ]
-    return graphs.sizes(plan.slots.max_batch_size, also)
+    return plan.graph_sizes
 
 
 def _capture(

@@ -47,8 +47,8 @@ class WarmUp:
         logger.info("rounds that warm up took %.1f s", monotonic() - start)
 
     def _round(self, num_rows: int, key: GraphKey, window_len: int = 1) -> None:
-        """window_len: tokens of each request with a window, of which only the host is told. Waits for its end, so that
-        rounds do not take memory at once."""
+        """window_len: tokens of each request with a window, of which only the host is told. Waits for the round's
+        results."""
         if num_rows <= 0:
             return
         chunk_len = min(CHUNK_LEN, self._max_len)

@@ -139,7 +139,7 @@ class ModelDrafter(GraphDrafter):
             return False
         slots, is_sampled = [request.slot for request in drafting], not all(map(_is_greedy, drafting))
         lengths, run = range(draft_len, room + 1), self.graphs.run
-        return any(run(slots, length, is_sampled) is not None for length in lengths)
+        return any(run(slots, length, is_sampled) for length in lengths)
 
     def _draft(self, batch: ScheduledBatch, group: RowGroup) -> None:
         longest = max(request.num_tokens for request in group.requests)

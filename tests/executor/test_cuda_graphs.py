@@ -20,7 +20,6 @@ from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
 from tllm_spec.executor.graph_pool import GraphPool
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.speculative.drafter import NoDrafter
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.speculative_config import NGramDecodingConfig
 
@@ -64,7 +63,7 @@ def test_keys_are_exactly_the_combinations_that_batches_can_have(
 
 def test_drafters_that_may_come_with_fewer_drafts_have_a_graph_for_every_length() -> None:
     spec = config(draft_len_schedule={1: 3, 3: 1})
-    keys = graph_keys((2, 4), draft_lens_of_rounds(controller_for(spec), spec, Speculation(NoDrafter())))
+    keys = graph_keys((2, 4), draft_lens_of_rounds(controller_for(spec), spec, None))
     lengths = {size: {key.draft_len for key in keys if key.batch_size == size} for size in (2, 4)}
     assert lengths == {2: {0, 1, 2, 3}, 4: {0, 1}}
 

@@ -284,14 +284,23 @@ def test_only_an_engine_whose_rounds_may_be_plain_has_a_backlog_and_memory_for_i
         speculation = one_model(tiny_draft, head, "eagle3", **own)
         harness = Harness(tiny, **speculation)
         sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256}
-        plan = BuildPlan(LlmArgs.from_kwargs(tiny, **sizes, **speculation))
-        draft = load_draft(plan, harness.parts.runner.engine.model)
-        reserved.append(reserved_bytes(plan, draft))
+        plans = [
+            BuildPlan(LlmArgs.from_kwargs(tiny, cuda_graph_config=graphs, **sizes, **speculation))
+            for graphs in (None, {})
+        ]
+        draft = load_draft(plans[0], harness.parts.runner.engine.model)
+        reserved.append(reserved_bytes(plans[0], draft))
     backlog = harness.parts.runner._backlog
     assert (backlog is not None) == may_be_plain
     num_bytes = 0
     if backlog is not None:
         assert backlog._states is not None
         rings = (backlog._tokens, backlog._states, backlog._num_due)
-        num_bytes = sum(ring.nbytes for ring in rings) + 4 * BYTES_A_GRAPH  # of 1, 2, 4 and 8 requests
+        num_bytes = sum(ring.nbytes for ring in rings)
     assert reserved[1] - reserved[0] == num_bytes
+    keys = plans[1].round_keys(plans[1].graph_sizes)
+    of_rounds = len(keys) + len(keys) // 2  # sampled or not, and the forward alone
+    of_reading = len({key.batch_size for key in keys}) if may_be_plain else 0
+    hidden_bytes = max(key.num_tokens for key in keys) * plans[1].config.hidden_size * 4
+    of_graphs = (of_rounds + of_reading) * BYTES_A_GRAPH
+    assert reserved_bytes(plans[1], draft) - reserved[1] == of_graphs + hidden_bytes

@@ -20,7 +20,7 @@ from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.draft_lens import measure_round_times
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
-from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.slot_graphs import GraphKey, GraphTable, SlotGraphs
 from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.loaded_draft import LoadedDraft
@@ -100,7 +100,7 @@ def test_drafts_of_graphs_are_timed_and_not_assumed(
         rounds.append(GraphKey(len(slots), draft_len, sampled))
         return replay(graphs, slots, draft_len, sampled)
 
-    def seconds(graphs: SlotGraphs[Any], key: GraphKey) -> float:
+    def seconds(graphs: GraphTable[Any], key: GraphKey) -> float:
         if graphs is not watched.drafter.graphs:
             return 1.0
         assert mode == "draft_target" or rounds[-1] == key  # the drafts read what that round left
@@ -118,19 +118,29 @@ def test_drafts_of_graphs_are_timed_and_not_assumed(
     assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx([1, 1.5, 2.5])
 
 
-@pytest.mark.parametrize(("mode", "lengths"), [("draft_target", 2), ("eagle3", 2), ("one_model", 0)])
-def test_memory_is_set_aside_for_the_graphs_of_drafts(
-    tiny: Path, drafts: tuple[Path, Path], mode: str, lengths: int
+@pytest.mark.parametrize(
+    ("mode", "lengths", "drafts_of"),
+    [("draft_target", (0, 1, 2, 3), (3,)), ("eagle3", (0, 3), (0, 3)), ("one_model", (3,), ())],
+)
+def test_memory_is_set_aside_for_the_graphs_that_are_captured_and_what_they_leave_behind(
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    lengths: tuple[int, ...],
+    drafts_of: tuple[int, ...],
 ) -> None:
     options = eagle3(drafts[1]) if mode == "one_model" else two_model(drafts, mode)
-    plan = BuildPlan(
-        LlmArgs.from_kwargs(
-            tiny, max_batch_size=8, max_seq_len=256, cuda_graph_config={"batch_sizes": [2, 8]}, **options
-        )
-    )
+    options |= {"max_batch_size": 8, "cuda_graph_config": {"batch_sizes": [2, 8]}}
+    plan = BuildPlan(LlmArgs.from_kwargs(tiny, max_seq_len=256, **options))
     assert plan.draft_plan is not None
     net: Any = SimpleNamespace(config=plan.config)
     draft = LoadedDraft(plan.draft_plan, net, None)
     workspaces = 2 * plan.attention.workspace_bytes(plan.config.attention_geometry(plan.mapping))
-    of_the_target = 4 * 3  # lengths, each greedy, sampled and its forward alone
-    assert reserved_bytes(plan, draft) - workspaces == (of_the_target + lengths * 2) * 2 * BYTES_A_GRAPH
+    num_graphs = 2 * (3 * len(lengths) + 2 * len(drafts_of))  # greedy, sampled, and the forward alone
+    hidden_bytes = 8 * (1 + 3) * plan.config.hidden_size * 4
+    assert reserved_bytes(plan, draft) - workspaces == num_graphs * BYTES_A_GRAPH + hidden_bytes
+    if mode != "one_model":
+        rounds, drafting = build_keys(tiny, monkeypatch, **options)
+        assert {key.draft_len for key in rounds} == {*lengths}
+        assert {key.draft_len for key in drafting} == {*drafts_of}

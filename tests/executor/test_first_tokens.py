@@ -1,16 +1,18 @@
 """First tokens do not wait for the drafts behind them, and the time of those drafts is nobody's."""
 
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from tests.executor.draft_caches import worker_of
 from tests.executor.harness import Harness, output_of
 from tests.executor.test_context_graphs import with_graphs
 from tests.executor.test_observations import Told
 from tests.lossless.engines import tiny_engine
+from tllm_spec.executor.device_span import DeviceSpan
 from tllm_spec.executor.round_clock import RoundClock
 from tllm_spec.executor.transfer import ToHost
 
@@ -59,30 +61,53 @@ def test_first_tokens_are_under_way_before_anything_is_drafted_behind_their_prom
     assert list(map(output_of, requests[0])) == list(map(output_of, requests[1]))
 
 
-def test_a_round_that_goes_on_behind_its_results_leaves_the_next_one_without_a_time() -> None:
-    clock = RoundClock()
-    clock.lap()
-    assert clock.lap() is not None
-    assert clock.lap(is_over=False) is not None
-    assert clock.lap() is None
-    assert clock.lap() is not None
-    clock.lap(1.0, is_over=False)  # its end is known, whatever was sent before
-    assert clock.lap(3.0) == 2.0
+class Behind:
+    """Two milliseconds of a device."""
+
+    def end(self) -> None: ...
+    def seconds(self) -> float:
+        return 0.002
+
+
+def test_a_round_ends_when_the_device_is_done_behind_its_results() -> None:
+    clock, behind = RoundClock(), cast(DeviceSpan, Behind())
+    assert clock.lap(1.0) is None
+    assert clock.lap(1.010, behind) == pytest.approx(0.010)
+    assert clock.lap(1.020) == pytest.approx(0.008)
+    assert clock.lap(1.030, behind) == pytest.approx(0.010)
+    assert clock.lap(1.031) == 0.0  # the host had seen the results before late
+    clock.lap(1.040, behind)
+    clock.stop()
+    assert clock.lap(1.050) is None
+    assert clock.lap(1.060) == pytest.approx(0.010)
 
 
 @pytest.mark.parametrize("mode", ONE_MODEL)
 def test_drafts_behind_a_prompt_are_in_no_time_that_the_controller_learns_from(
     tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
+    """On a clock that moves by 3 ms whenever somebody looks at it."""
+    now = count(0)
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
+    monkeypatch.setattr("tllm_spec.executor.round_runner.DeviceSpan", Behind)
+    monkeypatch.setattr("tllm_spec.executor.round_clock.perf_counter", lambda: 0.003 * next(now))
     harness = Harness(tiny, **tiny_engine(mode, drafts, 3, adaptive=LADDER))
     told = Told(harness)
-    harness.submit([3, 1, 4], max_tokens=30)
-    harness.run()
-    timed = [seconds is not None for _, _, _, seconds, _ in told.rounds]
-    assert not timed[0] and sum(timed) > 3
-    harness.submit([3, 1, 4, 1], max_tokens=30)
-    seen = len(told.rounds)
-    for _ in range(4):
+    keep, number = harness.submit([3, 1, 4], max_tokens=60), 0
+    while not keep.is_finished:
+        if number % 3 == 0:
+            harness.submit([3, 1, 4, number % 50], max_tokens=2)
         harness.round()
-    assert told.rounds[seen][3] is None
+        number += 1
+    times = [round(seconds, 6) for _, _, _, seconds, _ in told.rounds if seconds is not None]
+    assert {*times} == {0.001, 0.003}  # behind a prompt, and two rounds behind it
+    totals = harness.executor.totals.state([])["by_draft_len"].values()
+    assert sum(row["timed_rounds"] for row in totals) > number // 2
+
+
+@pytest.mark.gpu
+def test_a_device_tells_how_long_it_worked() -> None:
+    span = DeviceSpan()
+    torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
+    span.end()
+    assert 0.005 < span.seconds() < 0.1

@@ -105,6 +105,10 @@ def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(
         assert bool(logprobs_of(harness, mine)) == (mine.rules.logprobs is not None)
     used = {key[0] for key, number in forwards_of(harness).items() if number > before.get(key, 0)}
     assert used == set(SIZES)
+    graphs = harness.parts.runner.forward_graphs
+    assert graphs is not None
+    left = [captured.result for tier in graphs.tiers.values() for captured in tier.graphs.values()]
+    assert len({hidden.data_ptr() for hidden in left}) == 1  # and not memory of its own for each graph
     assert all_pages_are_back(harness.executor)
 
 
