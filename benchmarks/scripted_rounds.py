@@ -140,7 +140,7 @@ class ScriptedEngine:
             drafter=OneModelDrafter() if draft_len else NoDrafter(),
             sampler=sampler,
             controller=AdaptiveController.fixed(draft_len),
-            draft_len_for=lambda batch_size: draft_len,
+            draft_len_for=lambda *_: draft_len,
             blame=lambda: None,
             max_in_flight=1,
         )

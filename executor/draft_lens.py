@@ -2,7 +2,8 @@
 long rounds of each take.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -83,40 +84,61 @@ def watch_unverified(
 def measure_round_times(
     runner: RoundRunner,
     controller: AdaptiveController,
-    sizes: Iterable[int],
+    sizes: Sequence[int],
     dummy_slot: int,
     device: torch.device,
     draft_cost: float,
     drafter: GraphDrafter | None = None,
     limits: ContextLimits | None = None,
 ) -> MeasuredRoundTimes:
-    """Greedy rounds of dummies, by batch size and draft length. What is drafted outside the target's forward is timed
-    where `drafter` has graphs of it; without them each draft takes `draft_cost` plain rounds. Without graphs every
-    length is timed, those that a limit forbids at a size too: smaller batches are on a line with them. Graphs end where
-    a limit begins, and their dummies have empty contexts; what contexts add to each length is measured beside it
-    (`limits`: of theirs; None: not measured)."""
+    """Rounds of dummies, by batch size and draft length. What is drafted outside the target's forward is timed where
+    `drafter` has graphs of it; without them each draft takes `draft_cost` plain rounds. Without graphs every length is
+    timed, those that a limit forbids at a size too: smaller batches are on a line with them. Graphs end where a limit
+    begins, and their dummies have empty contexts; what contexts add to each length is measured beside it (`limits`: of
+    theirs; None: not measured). So is, at a few sizes, what sampling adds."""
     is_timed = drafter is not None and drafter.graphs is not None
     assumed = 0.0 if is_timed else draft_cost
     seconds: dict[int, dict[int, float]] = {}
-    added: dict[int, dict[int, float]] = {}
+    contexts: dict[int, dict[int, float]] = {}
+    sampling: dict[int, dict[int, float]] = {}
     for size in sizes:
         wanted = controller.draft_lens if runner.graphs is None else controller.draft_lens_at(size)
-        lengths = sorted({0, *wanted} if assumed else wanted)
-        row = {steps: runner.seconds(GraphKey(size, steps, False), dummy_slot, device) for steps in lengths}
-        if runner.graphs is None:
-            row = without_outliers(row)
+        keys = [GraphKey(size, steps, False) for steps in sorted({0, *wanted} if assumed else wanted)]
+        row = _target_seconds(runner, keys, dummy_slot, device)
         a_draft = assumed * row[0] if assumed else 0.0
         seconds[size] = {
-            steps: time + steps * a_draft + _drafting_seconds(drafter, GraphKey(size, steps, False))
-            for steps, time in row.items()
+            key.draft_len: row[key.draft_len] + key.draft_len * a_draft + _drafting_seconds(drafter, key)
+            for key in keys
         }
+        if size in _few_of(sizes):
+            sampled = [replace(key, sampled=True) for key in keys]
+            longer = _target_seconds(runner, sampled, dummy_slot, device)
+            for key in sampled:
+                longer[key.draft_len] += key.draft_len * a_draft + _drafting_seconds(drafter, key)
+            sampling[size] = {steps: max(0.0, longer[steps] - time) for steps, time in seconds[size].items()}
         if limits is not None:
-            longer = {s: runner.seconds_with_contexts(GraphKey(size, s, False), limits) for s in lengths}
-            added[size] = {steps: time - row[steps] for steps, time in longer.items() if time is not None}
-    is_complete = bool(added) and all(len(added[size]) == len(row) for size, row in seconds.items())
+            found = {key.draft_len: runner.seconds_with_contexts(key, limits) for key in keys}
+            contexts[size] = {steps: time - row[steps] for steps, time in found.items() if time is not None}
+    is_complete = bool(contexts) and all(len(contexts[size]) == len(row) for size, row in seconds.items())
     return MeasuredRoundTimes(
-        seconds, of_empty_contexts=runner.graphs is not None, contexts=added if is_complete else None
+        seconds,
+        of_empty_contexts=runner.graphs is not None,
+        contexts=contexts if is_complete else None,
+        sampling=sampling,
     )
+
+
+def _few_of(sizes: Sequence[int]) -> set[int]:
+    """What sampling adds to their rounds is on lines between these."""
+    return {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
+
+
+def _target_seconds(
+    runner: RoundRunner, keys: Iterable[GraphKey], dummy_slot: int, device: torch.device
+) -> dict[int, float]:
+    """By draft length."""
+    row = {key.draft_len: runner.seconds(key, dummy_slot, device) for key in keys}
+    return row if runner.graphs is not None else without_outliers(row)
 
 
 def _drafting_seconds(drafter: GraphDrafter | None, key: GraphKey) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.batch import ScheduledBatch, has_sampled
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -53,9 +53,8 @@ class ExecutorParts:
     drafter: Drafter
     sampler: Sampler
     controller: AdaptiveController  # of the draft length
-    draft_len_for: Callable[
-        [int], int
-    ]  # of a round, by its number of generating requests: the controller's answer
+    # Of a round, by its number of generating requests and whether some of them are sampled: the controller's answer.
+    draft_len_for: Callable[[int, bool], int]
     blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
     drafts_in_flight: bool = True  # rounds with drafts overlap, too: not where a drafter waits for tokens
@@ -145,7 +144,7 @@ class PyExecutor:
     def _draft_len(self, generating: list[LlmRequest]) -> int:
         """Of the next round, as the controller wants it."""
         if self._speculating and any(request.draft_limit for request in generating):
-            return self.parts.draft_len_for(len(generating))
+            return self.parts.draft_len_for(len(generating), has_sampled(generating))
         return 0
 
     def _prepare_draft_requests(self, generating: list[LlmRequest], draft_len: int) -> None:
@@ -163,8 +162,8 @@ class PyExecutor:
         for request in admitted:
             if request.first_scheduled_time is None:
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
-        num_ending = len(batch.last_chunk_requests)
-        batch.num_new_drafts = self.parts.draft_len_for(num_ending) if num_ending else 0
+        if ending := batch.last_chunk_requests:
+            batch.num_new_drafts = self.parts.draft_len_for(len(ending), has_sampled(ending))
         if batch.generation_requests:
             batch.draft_len = batch.num_new_drafts = len(batch.generation_requests[0].py_draft_tokens)
             if batch.draft_len and self.parts.runner.round_end is None:

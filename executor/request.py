@@ -129,6 +129,7 @@ class LlmRequest:
     # Of what does not change, since every round asks:
     watched_ids: frozenset[int] = frozenset()  # tokens that are not appended without a closer look
     graph_samples: bool | None = None
+    is_sampled: bool = False
     needs_host_edits: bool = False
     may_pause: bool = False
 
@@ -136,6 +137,7 @@ class LlmRequest:
         self.prompt_len = len(self.tokens)
         self.watched_ids = _watched_ids(self.rules.end_ids, self.rules.stop_token_ids)
         self.graph_samples = self.rules.graph_samples
+        self.is_sampled = not self.rules.is_greedy
         self.needs_host_edits = self.rules.needs_host_edits
         self.may_pause = self.draft_mark.patience is not None
 

@@ -29,4 +29,5 @@ class SeenRound:
             num_requests=self.num_requests,
             num_drafted=self.num_drafted,
             num_asked=launched.num_asked,
+            sampled=batch.is_sampled,
         )

@@ -19,7 +19,8 @@ from tllm_spec.executor.speculative.round_times import CorrectedRoundTimes
 
 
 class CostModelSlot:
-    """Every batch size has a draft length of its own; acceptance is estimated from all of the slot's."""
+    """Every batch size has a draft length of its own; acceptance is estimated from all of the slot's. `sampled`: of
+    rounds in which not all requests are greedy."""
 
     def __init__(
         self,
@@ -28,8 +29,11 @@ class CostModelSlot:
         log: DecisionLog,
         initial_steps: int | None,
         times: CorrectedRoundTimes,
+        *,
+        sampled: bool = False,
     ) -> None:
         self.lower_bound, self._options, self._log, self._times = lower_bound, options, log, times
+        self._sampled = sampled
         self._ladder = options.candidate_steps
         self._longer = dict(pairwise(self._ladder))
         self._initial_steps = initial_steps if initial_steps in self._ladder else None
@@ -75,10 +79,10 @@ class CostModelSlot:
         before = self.steps_for(batch_size, max_steps)
         steps = before if num_steps is None else num_steps
         if seconds is not None:
-            self._times.observe(batch_size, steps, seconds)
+            self._times.observe(batch_size, steps, seconds, self._sampled)
         if num_requests:
             self._estimate.observe(num_requests, num_accepted, steps)
-        row = self._times.row(batch_size)
+        row = self._times.row(batch_size, self._sampled)
         if num_requests and steps:
             self._add_share(len(num_accepted) / num_requests)
             if not self._ladder[0] and steps in row:  # not a limit's length, which has no time
@@ -109,7 +113,7 @@ class CostModelSlot:
             return 0
         if self._is_new and self._initial_steps in allowed:
             return self._initial_steps
-        row = self._times.row(batch_size)
+        row = self._times.row(batch_size, self._sampled)
         share, expected = self._drafted_share, self._estimate.expected_accepted
         # Tokens of a request in the time of each length, up to a common factor.
         rates = [(1 + share * expected[steps]) / row[steps] for steps in allowed]
@@ -128,7 +132,8 @@ class CostModelSlot:
                 return present
             gain = f"{best_rate / rate - 1:+.1%} tokens per second"
         self._prober.forget_pauses()
-        self._log.record(Switch(self.lower_bound, batch_size, present, best, f"{gain}; {self._rates_text()}"))
+        reason = f"{gain}; {self._rates_text()}"
+        self._log.record(Switch(self.lower_bound, batch_size, present, best, reason, self._sampled))
         return best
 
     def _is_too_early_for_none(self, row: dict[int, float], allowed: tuple[int, ...]) -> bool:

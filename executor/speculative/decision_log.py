@@ -17,6 +17,7 @@ class Switch:
     old_steps: int
     new_steps: int
     reason: str
+    sampled: bool = False  # for rounds in which not all requests are greedy
 
 
 class DecisionLog:
@@ -28,10 +29,11 @@ class DecisionLog:
         self.num_switches += 1
         self._last.append(switch)
         logger.info(
-            "draft length %d -> %d from batch size %d (slot %d): %s",
+            "draft length %d -> %d from batch size %d%s (slot %d): %s",
             switch.old_steps,
             switch.new_steps,
             switch.batch_size,
+            " sampled" * switch.sampled,
             switch.slot,
             switch.reason,
         )

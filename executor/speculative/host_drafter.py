@@ -3,7 +3,7 @@ slots."""
 
 from operator import index
 
-from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.batch import ScheduledBatch, has_sampled
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -65,7 +65,7 @@ class HostDrafter(Drafter):
             self._check(request, limit, untouched)
             drafts, request.py_draft_tokens = request.py_draft_tokens, []
             proposals.append(Proposal(request, len(request.tokens), drafts, limit > 0))
-        unverified.add(len(running), proposals)
+        unverified.add(len(running), proposals, has_sampled(running))
 
     def blame(self) -> list[LlmRequest] | None:
         """After an exception: who caused it; None if it was not raised here. Empty: the next round will tell."""

@@ -24,6 +24,10 @@ class RoundTimes(Protocol):
     def round_time(self, batch_size: int, draft_len: int) -> float:
         """Seconds of a round with `draft_len` drafts a request; 0 = plain decoding."""
 
+    def sampling_time(self, batch_size: int, draft_len: int) -> float:
+        """Seconds that a round takes longer where not all requests are greedy."""
+        return 0.0
+
     def context_time(self, batch_size: int, draft_len: int) -> float:
         """What contexts add to it, in any unit; wide windows take longer over them."""
         return 1.0
@@ -42,7 +46,8 @@ class AssumedRoundTimes(RoundTimes):
 
 class MeasuredRoundTimes(RoundTimes):
     """Times at some batch sizes and draft lengths; between them, and beyond the last, straight lines. `contexts`: what
-    the same contexts added to each; None: not known, so the same to all."""
+    the same contexts added to each; None: not known, so the same to all. `sampling`: what it adds to greedy rounds,
+    by size and length, perhaps of fewer sizes; None: nothing."""
 
     def __init__(
         self,
@@ -50,12 +55,13 @@ class MeasuredRoundTimes(RoundTimes):
         *,
         of_empty_contexts: bool = False,
         contexts: Mapping[int, Mapping[int, float]] | None = None,
+        sampling: Mapping[int, Mapping[int, float]] | None = None,
     ) -> None:
         self.of_empty_contexts = of_empty_contexts
-        self._contexts = {size: sorted(row.items()) for size, row in sorted((contexts or {}).items())}
+        self._contexts, self._sampling = _sorted(contexts or {}), _sorted(sampling or {})
         if not seconds or not all(row and min(row.values()) > 0 for row in seconds.values()):
             raise ValueError("round times need at least one batch size, each with times above 0")
-        self._rows = {size: sorted(row.items()) for size, row in sorted(seconds.items())}
+        self._rows = _sorted(seconds)
 
     @classmethod
     def from_json(cls, tree: Any) -> "MeasuredRoundTimes":
@@ -73,8 +79,15 @@ class MeasuredRoundTimes(RoundTimes):
     def round_time(self, batch_size: int, draft_len: int) -> float:
         return _at(self._rows, batch_size, draft_len)
 
+    def sampling_time(self, batch_size: int, draft_len: int) -> float:
+        return max(0.0, _at(self._sampling, batch_size, draft_len)) if self._sampling else 0.0
+
     def context_time(self, batch_size: int, draft_len: int) -> float:
         return _at(self._contexts, batch_size, draft_len) if self._contexts else 1.0
+
+
+def _sorted(rows: Mapping[int, Mapping[int, float]]) -> dict[int, list[tuple[int, float]]]:
+    return {size: sorted(row.items()) for size, row in sorted(rows.items())}
 
 
 def _at(rows: Mapping[int, list[tuple[int, float]]], batch_size: int, draft_len: int) -> float:
@@ -129,7 +142,8 @@ class _Extra:
 
 
 class _Row:
-    """One batch size: measured times, what all of them were off by, and what each was off by itself."""
+    """Rounds of one batch size, sampled or greedy: measured times, what all of them were off by, and what each was off
+    by itself."""
 
     def __init__(
         self, measured: dict[int, float], contexts: dict[int, float], common: "_Scale | _Extra"
@@ -166,21 +180,24 @@ class CorrectedRoundTimes:
     def __init__(self, source: RoundTimes, draft_lens: tuple[int, ...], options: RoundTimeOptions) -> None:
         self._source, self._draft_lens = source, draft_lens
         self._smoothing, self._cell_smoothing = options.time_smoothing, options.time_cell_smoothing
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[tuple[int, bool], _Row] = {}
 
-    def row(self, batch_size: int) -> dict[int, float]:
+    def row(self, batch_size: int, sampled: bool = False) -> dict[int, float]:
         """Seconds by draft length, up to a factor that all of them share."""
-        return (self._rows.get(batch_size) or self._new_row(batch_size)).seconds
+        return (self._rows.get((batch_size, sampled)) or self._new_row(batch_size, sampled)).seconds
 
-    def _new_row(self, batch_size: int) -> _Row:
+    def _new_row(self, batch_size: int, sampled: bool) -> _Row:
         times = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
+        if sampled:
+            times = {s: time + self._source.sampling_time(batch_size, s) for s, time in times.items()}
         contexts = {steps: self._source.context_time(batch_size, steps) for steps in self._draft_lens}
         common = _Extra() if self._source.of_empty_contexts else _Scale()
-        row = self._rows[batch_size] = _Row(times, contexts, common)
+        row = self._rows[batch_size, sampled] = _Row(times, contexts, common)
         return row
 
-    def observe(self, batch_size: int, draft_len: int, seconds: float) -> None:
-        row, smoothing = self._rows.get(batch_size) or self._new_row(batch_size), self._smoothing
+    def observe(self, batch_size: int, draft_len: int, seconds: float, sampled: bool = False) -> None:
+        row = self._rows.get((batch_size, sampled)) or self._new_row(batch_size, sampled)
+        smoothing = self._smoothing
         if draft_len not in row.measured:
             return  # a limit's length, which no decision compares
         row.num_observed += 1
@@ -202,8 +219,12 @@ class CorrectedRoundTimes:
         row.seconds = common.compared(row.own, row.shares)
 
     def state(self) -> dict[str, Any]:
-        """Milliseconds as now expected, by batch size and draft length."""
+        """Milliseconds as now expected, by batch size, way of sampling and draft length."""
         return {
-            str(size): {str(steps): row.expected(steps) * 1e3 for steps in row.measured}
-            for size, row in sorted(self._rows.items())
+            row_name(*key): {str(steps): row.expected(steps) * 1e3 for steps in row.measured}
+            for key, row in sorted(self._rows.items())
         }
+
+
+def row_name(batch_size: int, sampled: bool) -> str:
+    return f"{batch_size} sampled" if sampled else str(batch_size)

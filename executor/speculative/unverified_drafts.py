@@ -41,18 +41,19 @@ class Proposal(NamedTuple):
 
 
 class UnverifiedDrafts:
-    """`learn` takes a batch size, the accepted drafts of each request that was asked for some, the longest draft, and
-    how many requests there were. `time_share`: of the time between rounds that may go into making drafts."""
+    """`learn` takes a batch size, the accepted drafts of each request that was asked for some, the longest draft, how
+    many requests there were, and whether some of the batch are sampled. `time_share`: of the time between rounds that
+    may go into making drafts."""
 
     def __init__(
         self,
-        learn: Callable[[int, Sequence[int], int, int], None],
+        learn: Callable[[int, Sequence[int], int, int, bool], None],
         time_share: float,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._learn, self._time_share, self._clock = learn, time_share, clock
         self._proposals: list[Proposal] = []
-        self._batch_size, self._turn = 0, 0
+        self._batch_size, self._sampled, self._turn = 0, False, 0
         self._last = clock()
         self._saved_s = 0.0  # below 0 after a look that took longer than was earned
 
@@ -69,10 +70,10 @@ class UnverifiedDrafts:
         self._turn = first + number
         return [(first + place) % num_requests for place in range(number)]
 
-    def add(self, batch_size: int, proposals: list[Proposal]) -> None:
+    def add(self, batch_size: int, proposals: list[Proposal], sampled: bool = False) -> None:
         """Right behind the making of these drafts, the time for which began when `is_due` was asked."""
         self._saved_s -= self._clock() - self._last
-        self._batch_size = batch_size
+        self._batch_size, self._sampled = batch_size, sampled
         self._proposals = proposals if any(proposal.drafts for proposal in proposals) else []
 
     def compare(self) -> None:
@@ -87,4 +88,4 @@ class UnverifiedDrafts:
         longest = max(len(proposal.drafts) for proposal in self._proposals)
         self._proposals = []
         if accepted:
-            self._learn(self._batch_size, accepted, longest, num_requests)
+            self._learn(self._batch_size, accepted, longest, num_requests, self._sampled)

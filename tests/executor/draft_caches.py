@@ -167,7 +167,7 @@ def assert_cached_pages_are_whole(harness: Harness) -> int:
 
 def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
     """Rounds of these draft lengths, whatever the schedule says."""
-    harness.parts.draft_len_for = lambda _: lengths if isinstance(lengths, int) else next(lengths)
+    harness.parts.draft_len_for = lambda *_: lengths if isinstance(lengths, int) else next(lengths)
 
 
 def count_forwards(harness: Harness) -> list[int]:

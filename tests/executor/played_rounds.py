@@ -26,13 +26,21 @@ def controller(
     return AdaptiveController.from_config(config, round_times=LinearTimes(draft_ms), limits=limits)
 
 
-def play(controls: AdaptiveController, rounds: int, num_accepted: int, batch_size: int = 1) -> list[int]:
+def play(
+    controls: AdaptiveController,
+    rounds: int,
+    num_accepted: int,
+    batch_size: int = 1,
+    *,
+    sampled: bool = False,
+) -> list[int]:
     """Every request's drafts are accepted up to `num_accepted`. The lengths that were asked for."""
     asked = []
     for _ in range(rounds):
-        steps = controls.steps_for(batch_size)
+        steps = controls.steps_for(batch_size, sampled)
         asked.append(steps)
-        controls.observe(batch_size, [min(steps, num_accepted)] * batch_size if steps else [], steps)
+        accepted = [min(steps, num_accepted)] * batch_size if steps else []
+        controls.observe(batch_size, accepted, steps, sampled=sampled)
     return asked
 
 

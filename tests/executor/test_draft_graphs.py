@@ -180,7 +180,7 @@ def test_a_round_of_another_length_than_the_one_before_costs_a_head_one_eager_dr
     requests = []
     for harness in (watched.harness, eager):
         lengths = iter([3, *[3] * 5, *[1] * 4, *[0] * 3, *[3] * 100])
-        harness.parts.draft_len_for = lambda _, lengths=lengths: next(lengths)
+        harness.parts.draft_len_for = lambda *_, lengths=lengths: next(lengths)
         requests.append([harness.submit([7, 8, 9], max_tokens=60)])
         harness.run()
     assert_same(*requests)
@@ -204,7 +204,7 @@ def test_a_draft_model_takes_a_longer_graph_for_fewer_drafts_but_none_that_outgr
     assert len(next(iter(windows.values()))) == 3 and watched.replays()[GraphKey(1, 3, False)] >= 1
     assert watched.eager == []
     before = watched.replays()
-    harness.parts.draft_len_for = lambda _: 2
+    harness.parts.draft_len_for = lambda *_: 2
     harness.submit([7, 8, 9], max_tokens=20)
     harness.run()
     assert watched.replays() == before and len(watched.eager) > 3

@@ -273,7 +273,7 @@ def test_when_drafts_become_fewer_pages_ahead_for_them_go_back() -> None:
         return kv.num_held(request) - kv.pages_for(kept)
 
     assert all(num_ahead(request, 1) > 0 for request in requests)
-    watched.parts.draft_len_for = lambda batch_size: 0
+    watched.parts.draft_len_for = lambda *_: 0
     for _ in range(3):
         watched.step()
     assert all(num_ahead(request, 1) <= 0 for request in requests)

@@ -44,7 +44,7 @@ def force(harness: Harness, lengths: Iterable[int]) -> list[int]:
     asked: list[int] = []
     coming = iter(lengths)
 
-    def draft_len_for(batch_size: int) -> int:
+    def draft_len_for(batch_size: int, sampled: bool) -> int:
         asked.append(next(coming))
         return asked[-1]
 
@@ -149,7 +149,7 @@ def test_a_drafter_with_nothing_to_propose_is_no_rejection_to_the_gate_and_no_st
     told = Told(harness)
     for number in range(4):
         harness.submit([number + 1, 2], max_tokens=40)
-    harness.parts.draft_len_for = lambda batch_size: 4
+    harness.parts.draft_len_for = lambda *_: 4
     harness.run()
     assert not harness.parts.controller.state()["limits"]["gate"]["is_closed"]
     shared = [each for each in told.rounds if each[0] == 4 and each[4]["num_asked"] == 4]
@@ -167,7 +167,7 @@ def test_a_limit_of_a_request_s_own_counts_as_what_it_costs(
     speculates is one that drafts are not wanted for."""
     harness = Harness(tiny, **tiny_engine(mode, itself, MAX_DRAFT_LEN, adaptive=LADDER))
     told = Told(harness)
-    harness.parts.draft_len_for = lambda batch_size: 4
+    harness.parts.draft_len_for = lambda *_: 4
     for limit in (0, 1):
         harness.submit([limit + 1, 2], max_tokens=60, draft_limit=limit)
     harness.run()
@@ -207,7 +207,7 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
 
     monkeypatch.setattr(harness.executor, "_update_requests", watched)
     lengths = cycle([4, 4, 4, 0, 0, 0])
-    harness.parts.draft_len_for = lambda batch_size: next(lengths)
+    harness.parts.draft_len_for = lambda *_: next(lengths)
     for number in range(2):
         harness.submit([number + 1, 2], max_tokens=40)
         for _ in range(6):
@@ -234,7 +234,7 @@ def test_a_round_that_broke_off_takes_no_time_of_the_next_one(tiny: Path) -> Non
     options["speculative_config"] |= {"adaptive": LADDER}
     harness = Harness(tiny, **options)
     told = Told(harness)
-    harness.parts.draft_len_for = lambda batch_size: 1
+    harness.parts.draft_len_for = lambda *_: 1
     requests = [harness.submit([number, 2], max_tokens=30) for number in (1, 2)]
     harness.run()
     assert [request.finish_reason for request in requests] == ["error", "length"]
@@ -281,6 +281,6 @@ def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
     for number in range(3):
         harness.submit([number + 1, 2], max_tokens=200)
     for draft_len in [4, *[4, 1, 1, 0, 0, 4] * 3]:
-        harness.parts.draft_len_for = lambda batch_size, draft_len=draft_len: draft_len
+        harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
     assert shapes == [3 * rows for rows in [5, 2, 2, 1, 1, 5] * 3]

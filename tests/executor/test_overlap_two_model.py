@@ -55,7 +55,7 @@ def test_on_the_two_model_path_a_drafter_sees_all_tokens_and_rounds_without_draf
     drafter.prepare_draft_tokens = watched  # type: ignore[method-assign] # a spy on this one object
     left = []
     for draft_len in [3, 3, 0, 0, 0, 3, 0, 3, 0, 0]:
-        harness.parts.draft_len_for = lambda batch_size, draft_len=draft_len: draft_len
+        harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
         left.append(len(executor._in_flight))
     assert in_flight == [0] * 3, "the first round had contexts only"
@@ -67,7 +67,7 @@ def test_on_the_two_model_path_a_drafter_sees_all_tokens_and_rounds_without_draf
 
 def test_who_disables_overlap_has_none_on_the_two_model_path_either(tiny: Path, draft: Path) -> None:
     harness = Harness(tiny, **draft_target(draft, 3), disable_overlap_scheduler=True)
-    harness.parts.draft_len_for = lambda batch_size: 0
+    harness.parts.draft_len_for = lambda *_: 0
     harness.submit(PROMPT, max_tokens=9)
     while harness.round():
         assert not harness.executor._in_flight

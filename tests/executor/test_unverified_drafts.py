@@ -51,7 +51,9 @@ def setup() -> Setup:
     told: list[tuple[int, list[int], int, int]] = []
     clock = Clock()
 
-    def learn(batch_size: int, num_accepted: object, num_steps: int, num_requests: int) -> None:
+    def learn(
+        batch_size: int, num_accepted: object, num_steps: int, num_requests: int, sampled: bool
+    ) -> None:
         told.append((batch_size, list(num_accepted), num_steps, num_requests))  # type: ignore[call-overload] # ints
 
     return Setup(told, clock, UnverifiedDrafts(learn, 0.01, clock))
@@ -168,8 +170,8 @@ def test_good_drafts_are_found_at_draft_length_0_without_a_probe_and_the_text_st
     asked: list[tuple[int, int]] = []
     steps_for = harness.parts.draft_len_for
 
-    def listen(batch_size: int) -> int:
-        asked.append((request.num_output_tokens, steps_for(batch_size)))
+    def listen(batch_size: int, sampled: bool) -> int:
+        asked.append((request.num_output_tokens, steps_for(batch_size, sampled)))
         return asked[-1][1]
 
     harness.parts.draft_len_for = listen

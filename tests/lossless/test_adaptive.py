@@ -96,13 +96,13 @@ def options_of(
     return options | {"disable_overlap_scheduler": not overlap}
 
 
-def chosen_lengths(harness: Harness, choose: Callable[[int], int] | None = None) -> list[int]:
+def chosen_lengths(harness: Harness, choose: Callable[[int, bool], int] | None = None) -> list[int]:
     """The draft lengths of the rounds to come, as `choose` or the controller chooses them."""
     lengths: list[int] = []
     choose = choose or harness.parts.controller.steps_for
 
-    def chosen(batch_size: int) -> int:
-        lengths.append(choose(batch_size))
+    def chosen(batch_size: int, sampled: bool) -> int:
+        lengths.append(choose(batch_size, sampled))
         return lengths[-1]
 
     harness.parts.draft_len_for = chosen
@@ -118,7 +118,7 @@ def test_a_tier_that_is_new_in_every_round_changes_no_text_and_the_controller_be
     harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, adaptive=ladder))
     assert harness.parts.max_in_flight == overlap
     news = cycle((4, 0, 3, 1, 4, 2, 0))
-    lengths = chosen_lengths(harness, lambda batch_size: next(news))
+    lengths = chosen_lengths(harness, lambda *_: next(news))
     requests = submit_all(harness)
     harness.run()
     assert list(map(output_of, requests)) == tiny_plain
@@ -180,7 +180,7 @@ def test_every_way_of_sampling_is_plain_decodings_while_tiers_change(
         options = engine(mode, 5, overlap=overlap, adaptive={})
     with LLM("zoo:llama", max_batch_size=8, **options) as llm:
         lengths = cycle([5, 0, 2, 5, 1, 0, 0, 3, *[0] * 18])
-        llm._executor.parts.draft_len_for = lambda batch_size: next(lengths)
+        llm._executor.parts.draft_len_for = lambda *_: next(lengths)
         outputs = generate(llm, cases, 5)
         llm.check_integrity()
     for case, output, expected in zip(cases, outputs, plain, strict=True):

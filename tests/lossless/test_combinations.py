@@ -119,7 +119,7 @@ def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
     """Another draft length in most rounds, 0 for many rounds now and then; within the tokens of a round."""
     coming: list[int] = []
 
-    def draft_len_for(batch_size: int) -> int:
+    def draft_len_for(batch_size: int, sampled: bool) -> int:
         if not coming:
             coming.extend([random.randrange(draft_len + 1)] * random.choice((1, 1, 3)))
             coming.extend([0] * random.choice((0, 0, 2, 17)))

@@ -78,7 +78,7 @@ def sample(
     with LLM(target, skip_tokenizer_init=True, max_batch_size=250, max_seq_len=40, **options) as llm:
         if lengths:
             coming = cycle(lengths)
-            llm._executor.parts.draft_len_for = lambda batch_size: next(coming)
+            llm._executor.parts.draft_len_for = lambda *_: next(coming)
         outputs = llm.generate(
             [PROMPT] * NUM_SEEDS, [replace(params, seed=seed) for seed in range(NUM_SEEDS)], use_tqdm=False
         )
@@ -204,7 +204,7 @@ def test_a_round_behind_one_without_drafts_accepts_none(indifferent: Path, overl
     spec = draft_target(indifferent, 4, use_rejection_sampling=True, draft_target_one_model=True)
     harness = Harness(indifferent, disable_overlap_scheduler=not overlap, **spec)
     lengths = cycle([4, 4, 0])
-    harness.parts.draft_len_for = lambda batch_size: next(lengths)
+    harness.parts.draft_len_for = lambda *_: next(lengths)
     request = harness.submit([1, 2, 3], 60, temperature=1.0, seed=3)
     harness.run()
     stats = request.counters.stats()

@@ -6,7 +6,7 @@ A trace is JSON lines, one a round, in order:
 
 `num_accepted`: accepted drafts of each request that was drafted for. `num_steps`: the draft length that was verified;
 without it, the round counts as one of the length that the controller asked for. `seconds`: the round's time, if it
-is known.
+is known. `sampled`: true where not all requests were greedy.
 The trace is what happened, so decisions do not change what comes after them.
 """
 
@@ -30,17 +30,19 @@ class TraceRound(ConfigModel):
     num_accepted: list[NonNegativeInt]
     num_steps: NonNegativeInt | None = None
     seconds: PositiveFloat | None = None
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
 class ReplayedRound:
     line: int
     batch_size: int
+    sampled: bool
     steps: int  # what the controller asked for
     changed: bool  # whether it will ask for another length at this batch size next time
 
     def __str__(self) -> str:
-        return f"round {self.line}: batch {self.batch_size}, draft length {self.steps}"
+        return f"round {self.line}: batch {self.batch_size}{' sampled' * self.sampled}, draft length {self.steps}"
 
 
 def read_config(path: Path) -> AdaptiveConfig:
@@ -75,6 +77,8 @@ def read_trace(lines: Iterable[str]) -> Iterator[TraceRound]:
 
 def replay(controller: AdaptiveController, rounds: Iterable[TraceRound]) -> Iterator[ReplayedRound]:
     for number, each in enumerate(rounds, start=1):
-        steps = controller.steps_for(each.batch_size)
-        changed = controller.observe(each.batch_size, each.num_accepted, each.num_steps, each.seconds)
-        yield ReplayedRound(number, each.batch_size, steps, changed)
+        steps = controller.steps_for(each.batch_size, each.sampled)
+        changed = controller.observe(
+            each.batch_size, each.num_accepted, each.num_steps, each.seconds, sampled=each.sampled
+        )
+        yield ReplayedRound(number, each.batch_size, each.sampled, steps, changed)

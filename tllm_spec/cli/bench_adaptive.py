@@ -35,7 +35,8 @@ def adaptive_replay(
     """Show which draft lengths would have been chosen for the rounds in TRACE.
 
     TRACE has one JSON object a line: batch_size, num_accepted (a list, one number a request), and optionally
-    num_steps (the draft length that was verified) and seconds (the round's time).
+    num_steps (the draft length that was verified), seconds (the round's time) and sampled (true where not all requests
+    were greedy).
     """
     from tllm_spec.bench import adaptive_replay as replays
     from tllm_spec.executor.speculative.adaptive import AdaptiveController
@@ -49,5 +50,6 @@ def adaptive_replay(
     with trace.open(encoding="utf-8") as lines:
         for each in replays.replay(controller, replays.read_trace(lines)):
             if every_round or each.changed:
-                click.echo(f"{each}{f' -> {controller.steps_for(each.batch_size)}' if each.changed else ''}")
+                now = controller.steps_for(each.batch_size, each.sampled)
+                click.echo(f"{each}{f' -> {now}' if each.changed else ''}")
     click.echo(json.dumps(controller.state(), indent=2))
