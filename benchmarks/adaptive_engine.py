@@ -1,6 +1,7 @@
 """Adaptive draft lengths in the real engine, on the zoo's models: against every static draft length, 0 included.
 
-    python -m benchmarks.adaptive_engine [--output result.json] [--repeat 5] [--new-tokens 96]
+    python -m benchmarks.adaptive_engine [--output result.json] [--repeat 5] [--new-tokens 96] [--drafter eagle3]
+                                         [--times benchmarks/zoo_round_times.json]
 
 NGram and one-model EAGLE-3 serve the same traffic, which moves: text that is being copied, where NGram is right, and
 sampled text, where it is not; one request and eight at once. All engines take turns phase by phase and stay as they
@@ -8,7 +9,8 @@ are from one phase to the next, so the adaptive ones meet every change with what
 pass is a warm-up. A ratio is the median over the passes of (adaptive / best static in the same pass), where the best
 static length is that with the highest median of its own; of the moving traffic it is one length for all of it.
 "perfect" is each phase at its best static length: more than that is not to be had by moving between them. Prompts are
-in the times, static NGram pauses single requests as it does by default.
+in the times, static NGram pauses single requests as it does by default. `--times`: rounds take what a table says
+(benchmarks/table_clock.py), since neighbours on this machine move single passes by a fifth.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.table_clock import TableClock
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.tokenizer import load_tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
@@ -38,6 +42,7 @@ SMALL = {
     "kv_cache_config": {"max_tokens": 8192, "enable_block_reuse": False},
 }
 PROMPT_LEN, NUM_PROMPTS = 150, 8
+START_UP_SPREAD, ROUND_SPREAD = 0.1, 0.1  # of times under --times: standard deviations of their logarithms
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,8 @@ def speculation(drafter: str, length: int | None) -> dict[str, Any] | None:
     }
 
 
-def serve(llm: LLM, phase: Phase, new_tokens: int) -> tuple[float, float]:
-    """Seconds, and the acceptance length (0 without speculation)."""
+def serve(llm: LLM, phase: Phase, new_tokens: int, clock: TableClock | None = None) -> tuple[float, float]:
+    """Seconds, by `clock` if there is one, and the acceptance length (0 without speculation)."""
     params = [
         SamplingParams(
             max_tokens=new_tokens,
@@ -99,12 +104,13 @@ def serve(llm: LLM, phase: Phase, new_tokens: int) -> tuple[float, float]:
         )
         for seed in range(len(phase.prompts))
     ]
-    start, outputs = time.perf_counter(), []
+    now = time.perf_counter if clock is None else lambda: clock.total
+    start, outputs = now(), []
     for first in range(0, len(phase.prompts), phase.at_once):
         some = slice(first, first + phase.at_once)
         found = llm.generate(phase.prompts[some], params[some], use_tqdm=False)
         outputs += found if isinstance(found, list) else [found]
-    seconds = time.perf_counter() - start
+    seconds = now() - start
     stats = [output.speculative_decoding for output in outputs]
     rounds = sum(each.rounds for each in stats if each)
     return seconds, sum(each.num_emitted_tokens for each in stats if each) / rounds if rounds else 0.0
@@ -113,8 +119,8 @@ def serve(llm: LLM, phase: Phase, new_tokens: int) -> tuple[float, float]:
 class Comparison:
     """Every engine's seconds, pass by pass: `seconds[engine][phase]`."""
 
-    def __init__(self, new_tokens: int) -> None:
-        self.phases, self.new_tokens = phases(), new_tokens
+    def __init__(self, new_tokens: int, drafters: Sequence[str], times: Path | None = None) -> None:
+        self.phases, self.new_tokens, self.drafters, self.times = phases(), new_tokens, drafters, times
         self.seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
         self.acceptance: dict[tuple[str, str], float] = {}
         self.switches: dict[str, int] = {}
@@ -122,26 +128,36 @@ class Comparison:
     def run(self, repeat: int) -> None:
         with ExitStack() as stack:
             engines = {("", "0"): stack.enter_context(LLM("zoo:llama", **SMALL))}
-            for drafter in DRAFTERS:
+            for drafter in self.drafters:
                 for length in (*STATIC[1:], None):
                     own = {"speculative_config": speculation(drafter, length)}
                     name = "adaptive" if length is None else str(length)
                     engines[drafter, name] = stack.enter_context(LLM("zoo:llama", **SMALL, **own))
+            clocks = dict.fromkeys(engines, None) if self.times is None else self._clocks(engines, self.times)
             for turn in range(repeat + 1):
                 for phase in self.phases:
                     for key, llm in engines.items():
-                        seconds, length_accepted = serve(llm, phase, self.new_tokens)
+                        seconds, length_accepted = serve(llm, phase, self.new_tokens, clocks[key])
                         if turn:
                             self.seconds.setdefault(key, {}).setdefault(phase.name, []).append(seconds)
                             self.acceptance[key[0] + key[1], phase.name] = length_accepted
-            for drafter in DRAFTERS:
+            for drafter in self.drafters:
                 controller = engines[drafter, "adaptive"]._executor.parts.controller
                 self.switches[drafter] = controller.state()["decisions"]["num_switches"]
+
+    def _clocks(
+        self, engines: dict[tuple[str, str], LLM], times: Path
+    ) -> dict[tuple[str, str], TableClock | None]:
+        spreads = {"start_up_spread": START_UP_SPREAD, "round_spread": ROUND_SPREAD}
+        return {
+            key: TableClock(llm, times, seed=seed, **spreads)
+            for seed, (key, llm) in enumerate(engines.items())
+        }
 
     def rows(self) -> list[Row]:
         tokens = {phase.name: len(phase.prompts) * self.new_tokens for phase in self.phases}
         rows = []
-        for drafter in DRAFTERS:
+        for drafter in self.drafters:
             engines = {str(length): (drafter if length else "", str(length)) for length in STATIC}
             engines["adaptive"] = (drafter, "adaptive")
             perfect = {}  # the engine for each phase
@@ -203,8 +219,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--drafter", choices=tuple(DRAFTERS), help="one of the two")
+    parser.add_argument("--times", type=Path)
     args = parser.parse_args()
-    comparison = Comparison(args.new_tokens)
+    drafters = [args.drafter] if args.drafter else list(DRAFTERS)
+    comparison = Comparison(args.new_tokens, drafters, args.times)
     comparison.run(args.repeat)
     rows = comparison.rows()
     print(table(rows))
@@ -213,6 +232,7 @@ def main() -> int:
         found = {
             "repeat": args.repeat,
             "new_tokens": args.new_tokens,
+            "times": str(args.times) if args.times else None,
             "rows": [asdict(each) for each in rows],
         }
         args.output.write_text(json.dumps(found | {"switches": comparison.switches}, indent=2) + "\n")

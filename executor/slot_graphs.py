@@ -49,7 +49,7 @@ class SpecRuntimeState(Generic[Result]):
 
 class GraphTable(Generic[Result]):
     """`work(slot_ids, draft_len, sampled)` is for the slots `[B]` on the device. Without `pads` a batch between two
-    captured sizes has no graph. Who may replay one, and what becomes of its result, is said below."""
+    captured sizes has no graph. Who replays them, and what becomes of the results, subclasses say."""
 
     def __init__(
         self,
