@@ -17,7 +17,6 @@ from tllm_spec.executor.round_clock import RoundClock
 from tllm_spec.executor.transfer import ToHost
 
 ONE_MODEL = ("draft_target_one_model", "eagle3")
-LADDER = {"candidate_steps": [0, 1, 3]}
 
 
 @pytest.mark.parametrize("how", ["alone", "alone, in a graph", "beside windows"])
@@ -91,7 +90,7 @@ def test_drafts_behind_a_prompt_are_in_no_time_that_the_controller_learns_from(
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
     monkeypatch.setattr("tllm_spec.executor.round_runner.DeviceSpan", Behind)
     monkeypatch.setattr("tllm_spec.executor.round_clock.perf_counter", lambda: 0.003 * next(now))
-    harness = Harness(tiny, **tiny_engine(mode, drafts, 3, adaptive=LADDER))
+    harness = Harness(tiny, **tiny_engine(mode, drafts, 3))
     told = Told(harness)
     keep, number = harness.submit([3, 1, 4], max_tokens=60), 0
     while not keep.is_finished:
