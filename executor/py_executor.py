@@ -5,8 +5,8 @@ It runs in one thread. Requests and cancellations come in through the inbox, res
 
 With overlap the host reads a round after it has launched the next one: it schedules by upper bounds
 (`LlmRequest.tokens_in_flight`), and a request that turns out to be finished has taken part in one round too many, whose
-results nobody reads. Its slot and pages can go to others at once, since the device works in order. On the two-model
-path only rounds of draft length 0 overlap.
+results nobody reads. Its slot and pages can go to others at once, since the device works in order. Where everybody may
+turn out to be finished the host reads first. On the two-model path only rounds of draft length 0 overlap.
 """
 
 from collections import deque
@@ -84,8 +84,10 @@ class PyExecutor:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One round: launches what can run, then reads what is due. False when there was nothing to do."""
+        """One round: launches what can run, then reads what is due. False when nothing is left to do."""
         self._fetch_new_requests()
+        if self.scheduler.may_be_done():
+            self._complete_rounds(0)
         generating = self.scheduler.generating()
         draft_len = self._draft_len(generating)
         if self._in_flight and self._needs_all_tokens(draft_len):

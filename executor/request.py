@@ -155,6 +155,11 @@ class LlmRequest:
         return len(self.tokens) + self.tokens_in_flight
 
     @property
+    def may_have_ended(self) -> bool:
+        """Whether the rounds in flight may bring it to `max_tokens`."""
+        return self.tokens_in_flight > 0 and self.num_output_tokens + self.tokens_in_flight >= self.max_tokens
+
+    @property
     def draft_lag(self) -> int:
         """Tokens before `kv_len` that the draft has yet to read. Of the backlog, what is in flight lies behind it."""
         return max(0, self.draft_backlog - self.tokens_in_flight)

@@ -7,12 +7,15 @@ speculation. Pages are taken at once, not promised: what is scheduled can run. I
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+
+_may_have_ended = attrgetter("may_have_ended")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class Scheduler:
                 and request.tokens_in_flight
             )
         ]
+
+    def may_be_done(self) -> bool:
+        """Whether the rounds in flight may be the last of all that run, and nobody can join them: the next one would
+        then be for nobody, and in the way of whoever comes."""
+        may_join = self.waiting and self._slots.num_free
+        return not may_join and all(map(_may_have_ended, self.running))
 
     def schedule(self, generating: list[LlmRequest]) -> tuple[ScheduledBatch, list[LlmRequest]]:
         """The batch, and the requests that joined in it and have a slot now. generating: what `generating` says,

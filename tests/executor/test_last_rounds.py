@@ -1,0 +1,72 @@
+"""Where the rounds in flight may be the last of everybody, by `max_tokens`, the host reads them before the next launch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import Harness, draft_target
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35]
+
+
+def launches(harness: Harness) -> list[tuple[list[int], int]]:
+    """Of all rounds to come: whose they are, and how many were in flight when they were launched."""
+    found: list[tuple[list[int], int]] = []
+    launch = harness.parts.runner.launch
+
+    def watched(batch: Any) -> Any:
+        ids = [request.request_id for request in batch.requests()]
+        found.append((ids, len(harness.executor._in_flight)))
+        return launch(batch)
+
+    harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    return found
+
+
+def always_right(tiny: Path, **options: Any) -> Harness:
+    """The target drafts for itself: 4 tokens a round."""
+    return Harness(tiny, **draft_target(tiny, 3, draft_target_one_model=True), **options)
+
+
+@pytest.mark.parametrize("max_tokens", range(6, 14))
+def test_no_round_is_for_nobody(tiny: Path, max_tokens: int) -> None:
+    harness = always_right(tiny)
+    found = launches(harness)
+    request = harness.submit(PROMPT, max_tokens)
+    harness.run()
+    num_rounds = 1 + -(-(max_tokens - 1) // 4)  # the context's, and one for each 4 tokens more
+    assert [ids for ids, _ in found] == [[request.request_id]] * num_rounds
+    assert request.num_output_tokens == max_tokens
+    # Only what may be the end is waited for: the last 4 tokens, be they one round's or those of two.
+    assert [in_flight for _, in_flight in found[:-2]] == [0, *[1] * (num_rounds - 3)]
+
+
+def test_who_may_end_is_not_waited_for_where_somebody_else_goes_on(tiny: Path) -> None:
+    harness = always_right(tiny)
+    found = launches(harness)
+    short, long = harness.submit(PROMPT, 13), harness.submit([1, *PROMPT], 41)
+    harness.run()
+    of_short = [in_flight for ids, in_flight in found if short.request_id in ids]
+    assert of_short == [0, 1, 1, 1, 1], "the last was one too many"
+    of_long = [in_flight for ids, in_flight in found if long.request_id in ids]
+    assert len(of_long) == 11 and of_long[1:-2] == [1] * 8
+
+
+def test_who_waits_for_the_slot_of_somebody_who_may_end_does_not_wait_for_a_round_too_many(tiny: Path) -> None:
+    harness = always_right(tiny, max_batch_size=1)
+    found = launches(harness)
+    first, second = harness.submit(PROMPT, 13), harness.submit([1, *PROMPT], 5)
+    harness.run()
+    assert [ids for ids, _ in found] == [[first.request_id]] * 4 + [[second.request_id]] * 2
+
+
+def test_who_may_end_is_not_waited_for_where_somebody_can_join(tiny: Path) -> None:
+    harness = always_right(tiny)
+    found = launches(harness)
+    first = harness.submit(PROMPT, 13)
+    while not first.may_have_ended:
+        harness.round()
+    second = harness.submit([1, *PROMPT], 5)
+    harness.run()
+    assert len(found) == 6 and found[4] == ([second.request_id, first.request_id], 1)
