@@ -4,7 +4,7 @@
                                       [--cycles 6] [--repeat 5] [--output result.json]
 
 "kept" is the engine as it is served: what a draft network on the target's pages would read is put off, and read for 16
-rounds at once. "at once" reads it in every round. NGram and a draft model in its own engine read nothing. All engines
+rounds at once. "at once" reads it in every round (rings of one position). NGram and a draft model in its own engine read nothing. All engines
 take turns of so many cycles of 16 rounds; a figure is the median over the turns of (its round time / plain round time
 of the same turn), in brackets the range: where neighbours come and go, many short turns say more than a few long ones.
 On a CPU times are the process's own (one thread for the zoo), so that neighbours on the machine count less.
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,9 +27,9 @@ import torch
 from driven_rounds import Rounds, release, synchronize
 from model_shapes import write_configs
 
-from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.speculative import modes
 from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
-from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
 from tllm_spec.executor.speculative.worker import DraftWorker
 
 DRAFT_LEN = 3
@@ -64,10 +65,10 @@ def measure(drafter: str, model: str, batch_size: int, turns: Turns, **options: 
         "plain": Rounds(model, **options),
         "kept": Rounds(model, **options, speculative_config=speculation),
     }
-    if keeps_a_backlog(engines["kept"]):
-        with mock.patch.object(BuildPlan, "may_be_plain", False):
+    if length_of_backlog(engines["kept"]):
+        with mock.patch.object(modes, "DraftBacklog", partial(DraftBacklog, length=1)):
             engines["at once"] = Rounds(model, **options, speculative_config=speculation)
-        assert not keeps_a_backlog(engines["at once"])
+        assert length_of_backlog(engines["at once"]) == 1
     times: dict[str, list[float]] = {name: [] for name in engines}
     with torch.inference_mode():
         for engine in engines.values():
@@ -89,9 +90,10 @@ def measure(drafter: str, model: str, batch_size: int, turns: Turns, **options: 
     return row
 
 
-def keeps_a_backlog(engine: Rounds) -> bool:
+def length_of_backlog(engine: Rounds) -> int:
+    """0: there is none."""
     round_end = engine.executor.parts.runner.round_end
-    return isinstance(round_end, DraftWorker | DeferredDrafter) and round_end._backlog is not None
+    return round_end._backlog.length if isinstance(round_end, DraftWorker | DeferredDrafter) else 0
 
 
 def timed(engine: Rounds, num_rounds: int) -> float:

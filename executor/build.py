@@ -76,7 +76,6 @@ def build_executor(
         plan.slots.dummy_slot,
         draft_engine,
         layers,
-        plan.may_be_plain,
     )
     speculation = build_speculation(plan.spec, around)
 

@@ -62,10 +62,9 @@ def controller_for(
 def draft_lens_of_rounds(
     controller: AdaptiveController, spec: DecodingBaseConfig | None, draft: DraftModel | None
 ) -> Callable[[int], set[int]]:
-    """Draft lengths that rounds of a batch size can have: drafters outside the forward may come with fewer drafts."""
-    if spec is None or (draft is not None and not draft.drafts_before_the_forward):
-        return controller.draft_lens_at
-    if draft is not None and draft.follows_a_round_later:
+    """Draft lengths that rounds of a batch size can have: 0 where nobody wants drafts, and a drafter that is not on the
+    target's pages may come with fewer than it was asked for."""
+    if spec is None or (draft is not None and draft.shares_pages):
         return lambda batch_size: {0} | controller.draft_lens_at(batch_size)
     return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
 

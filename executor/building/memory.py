@@ -19,7 +19,7 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     num_bytes = sum(map(plan.attention.workspace_bytes, geometries))
     if plan.device.type == "cuda" and not args.deterministic:
         num_bytes += WORKSPACE_BYTES
-    if draft is not None and _keeps_backlog(plan, draft):
+    if draft is not None and draft.plan.shares_pages:
         num_bytes += DraftBacklog.num_bytes(num_slots, draft.spec.captured(1) if draft.spec else None)
     num_bytes += _graph_bytes(plan, draft)
     if plan.context_rows:
@@ -28,10 +28,6 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
         rows = num_slots * plan.max_draft_len
         num_bytes += rows * plan.config.vocab_size * torch.float32.itemsize
     return num_bytes
-
-
-def _keeps_backlog(plan: BuildPlan, draft: LoadedDraft) -> bool:
-    return draft.plan.shares_pages and plan.may_be_plain
 
 
 def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
@@ -43,7 +39,7 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
         asked = {0} if draft.plan.follows_a_round_later else set[int]()
         asked |= {length for length in plan.controller().draft_lens if length}
         num_graphs += len([key for key in keys if key.draft_len in asked])
-    if draft is not None and _keeps_backlog(plan, draft):
+    if draft is not None and draft.plan.shares_pages:
         num_graphs += len({key.batch_size for key in keys})
     num_rows = max((key.num_tokens for key in keys), default=0)
     return num_graphs * BYTES_A_GRAPH + num_rows * plan.config.hidden_size * plan.dtype.itemsize

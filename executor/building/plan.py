@@ -80,12 +80,6 @@ class BuildPlan:
             return 0
         return self.max_draft_len - 1 if plan.is_head else self.max_draft_len
 
-    @property
-    def may_be_plain(self) -> bool:
-        """Whether rounds may have draft length 0 in a batch of some size."""
-        controller = self.controller()
-        return any(0 in controller.draft_lens_at(1 + size) for size in range(self.slots.max_batch_size))
-
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
     ) -> AdaptiveController:

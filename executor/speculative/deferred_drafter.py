@@ -20,7 +20,7 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.slot_graphs import GraphKey
-from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
+from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.worker import ContextResult, DraftWorker, RoundEnd, WindowResult
 from tllm_spec.executor.transfer import to_device
@@ -54,14 +54,14 @@ class _Pending:
 
 class DeferredDrafter(GraphDrafter, RoundEnd):
     """Requests that ended or were preempted since the round send their rows to the dummy slot. What rounds without
-    drafts leave while none are wanted goes to the `backlog`; None: it is read at once."""
+    drafts leave while none are wanted goes to the `backlog`."""
 
     in_graph = False
 
     def __init__(
         self,
         worker: DraftWorker,
-        backlog: DraftBacklog | None,
+        backlog: DraftBacklog,
         slots: SlotState,
         groups: RowGroups,
         dummy_slot: int,
@@ -103,8 +103,7 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
     def capture_graphs(self, target: CudaGraphs, keys: list[GraphKey]) -> None:
         self._target = target
         super().capture_graphs(target, keys)
-        if self._backlog is not None:
-            self._backlog.capture_graphs(target, keys)
+        self._backlog.capture_graphs(target, keys)
 
     def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
         assert self._target is not None
@@ -133,31 +132,31 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         alive = {request for request, place in pending.slots.items() if _place(request) == place}
         windowed = [request for request in pending.windowed if request in alive]
         is_put_off = pending.width == 1 and not num_drafts
-        if self._backlog is not None and not is_put_off:
-            self._read_all(self._backlog, [request for request in windowed if request.draft_backlog])
+        if not is_put_off:
+            self._read_all([request for request in windowed if request.draft_backlog])
         if not self._replay(pending, alive, num_drafts):
             self._draft_eagerly(pending, alive, num_drafts)
-        if self._backlog is not None and is_put_off:
-            self._note(self._backlog, windowed)
+        if is_put_off:
+            self._note(windowed)
         for request in alive:
             request.draft_kv_len = request.kv_len - request.draft_backlog
             request.num_drafts_ready = num_drafts if request in pending.group.requests else 0
         for request in windowed:  # where the host has not read the round it was a plain one: one position
             request.draft_kv_len += request.tokens_in_flight
 
-    def _note(self, backlog: DraftBacklog, requests: list[LlmRequest]) -> None:
+    def _note(self, requests: list[LlmRequest]) -> None:
         """The round's position of each now waits, or is read where that fills a ring."""
         for request in requests:
             request.draft_backlog += 1
-        if any(request.draft_backlog == BACKLOG_LEN for request in requests):
-            backlog.read(requests)
+        if any(request.draft_backlog == self._backlog.length for request in requests):
+            self._backlog.read(requests)
 
-    def _read_all(self, backlog: DraftBacklog, requests: list[LlmRequest]) -> None:
+    def _read_all(self, requests: list[LlmRequest]) -> None:
         """What waits, before the round behind it is read, whose position counts because rings end where the slots end.
         Nobody stored it: whoever reads that round writes it properly."""
         for request in requests:
             request.draft_backlog += 1
-        backlog.read(requests)
+        self._backlog.read(requests)
 
     def _replay(self, pending: _Pending, alive: set[LlmRequest], num_drafts: int) -> bool:
         """A round of a graph whose length is the next one's, too: all but the few where the draft length changes."""

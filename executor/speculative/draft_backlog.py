@@ -27,17 +27,20 @@ _backlog_of = attrgetter("draft_backlog")
 
 
 class DraftBacklog:
-    """Rings by slot, one behind the other: position p of slot s stands at s * BACKLOG_LEN + p % BACKLOG_LEN.
-    `max_requests`: of one forward."""
+    """Rings by slot, one behind the other: position p of slot s stands at s * length + p % length. `max_requests`: of
+    one forward."""
 
-    def __init__(self, layers: DraftLayers, slots: SlotState, max_num_tokens: int) -> None:
-        self.max_requests = max(1, max_num_tokens // BACKLOG_LEN)
+    def __init__(
+        self, layers: DraftLayers, slots: SlotState, max_num_tokens: int, length: int = BACKLOG_LEN
+    ) -> None:
+        self.length = length
+        self.max_requests = max(1, max_num_tokens // length)
         self._layers = layers
         self._slots = slots
         self._graphs: SlotGraphs[None] | None = None
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         self._num_due = torch.zeros(len(slots.kv_lens), dtype=torch.int64, device=slots.device)
-        size = len(slots.kv_lens) * BACKLOG_LEN
+        size = len(slots.kv_lens) * length
         self._tokens = torch.zeros(size, dtype=torch.int64, device=slots.device)  # of the position after it
         captured = layers.net.captured(1)
         self._states = None if captured is None else captured.new_zeros((size, captured.shape[1]))
@@ -50,7 +53,7 @@ class DraftBacklog:
 
     def store(self, windows: Windows, new_tokens: torch.Tensor, first_row: int) -> None:
         """What the target has just read in windows of one token, from row `first_row` on. new_tokens `[B]`."""
-        places = (windows.first % BACKLOG_LEN).add_(windows.slots, alpha=BACKLOG_LEN)
+        places = (windows.first % self.length).add_(windows.slots, alpha=self.length)
         self._tokens.index_copy_(0, places, new_tokens)
         captured = self._layers.net.captured(first_row + len(places))
         if self._states is not None and captured is not None:
@@ -65,7 +68,7 @@ class DraftBacklog:
     def is_due(self, batch: ScheduledBatch) -> bool:
         """Whether the batch's requests must catch up before it runs: it drafts, or somebody's ring is full."""
         longest = max(map(_backlog_of, batch.generation_requests), default=0)
-        return longest > (0 if batch.num_new_drafts else BACKLOG_LEN - 1)
+        return longest > (0 if batch.num_new_drafts else self.length - 1)
 
     def read(self, requests: Sequence[LlmRequest]) -> None:
         """The draft network reads what they have waiting, of so many requests at a time."""
@@ -101,16 +104,16 @@ class DraftBacklog:
         lengths with one more token."""
         net = self._layers.net
         ends = self._slots.kv_lens.index_select(0, slot_ids)
-        rows = torch.arange(-BACKLOG_LEN, 0, device=ends.device)
-        places = (ends.unsqueeze(1) + rows) % BACKLOG_LEN + slot_ids.unsqueeze(1) * BACKLOG_LEN
+        rows = torch.arange(-self.length, 0, device=ends.device)
+        places = (ends.unsqueeze(1) + rows) % self.length + slot_ids.unsqueeze(1) * self.length
         state = None
         if self._states is not None:
             state = net.fuse(self._states.index_select(0, places.flatten()))
         windows = Windows(
             slots=slot_ids,
-            first=ends - (BACKLOG_LEN - net.shift),
+            first=ends - (self.length - net.shift),
             token_ids=self._tokens[places].clamp_min_(0),
             max_kv_len=max_kv_len,
-            num_padding=BACKLOG_LEN - self._num_due.index_select(0, slot_ids),
+            num_padding=self.length - self._num_due.index_select(0, slot_ids),
         )
         self._layers.forward([], windows, state, wanted=self._no_rows)

@@ -45,8 +45,7 @@ class DraftEngine:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `draft` and `layers` are there for modes with such draft weights. `may_be_plain`:
-    rounds may have draft length 0."""
+    """What a mode may build on. `draft` and `layers` are there for modes with such draft weights."""
 
     slots: SlotState
     sampler: Sampler
@@ -54,7 +53,6 @@ class Surroundings:
     dummy_slot: int
     draft: DraftEngine | None
     layers: DraftLayers | None
-    may_be_plain: bool
 
 
 @dataclass(frozen=True)
@@ -157,16 +155,12 @@ def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Specul
     return Speculation(OneModelDrafter(), round_end=_worker(config, around, backlog), backlog=backlog)
 
 
-def _backlog(around: Surroundings) -> DraftBacklog | None:
+def _backlog(around: Surroundings) -> DraftBacklog:
     assert around.layers is not None
-    if not around.may_be_plain:
-        return None
     return DraftBacklog(around.layers, around.slots, around.max_num_tokens)
 
 
-def _worker(
-    config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog | None
-) -> DraftWorker:
+def _worker(config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog) -> DraftWorker:
     assert around.layers is not None
     sampling = DraftSampling(around.sampler, _draws(config), around.layers.net.token_map)
     return DraftWorker(around.layers, around.slots, sampling, backlog)

@@ -75,7 +75,7 @@ class RoundEnd(Protocol):
 
 class DraftWorker(RoundEnd):
     """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already. What windows of one token leave
-    that are not drafted from goes to the `backlog`; None: it is read at once."""
+    that are not drafted from goes to the `backlog`."""
 
     in_graph = True
 
@@ -84,7 +84,7 @@ class DraftWorker(RoundEnd):
         layers: DraftLayers,
         slots: SlotState,
         sampling: DraftSampling,
-        backlog: DraftBacklog | None = None,
+        backlog: DraftBacklog,
     ) -> None:
         self.net = net = layers.net
         self._layers = layers
@@ -108,8 +108,7 @@ class DraftWorker(RoundEnd):
         num_drafts: int,
     ) -> None:
         """With `num_drafts` 0 the draft cache is brought up to date, windows perhaps later, and nothing else."""
-        is_put_off = not num_drafts and windows is not None and windows.width == 1
-        if self._backlog is not None and windows is not None and is_put_off:
+        if windows is not None and windows.width == 1 and not num_drafts:
             first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
             self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
             if contexts is None:

@@ -163,7 +163,3 @@ def test_a_preempted_request_has_nothing_waiting(tiny: Path, speculation: dict[s
     assert waiting.draft_backlog == 0
     harness.run()
     assert all(request.num_output_tokens == 24 for request in requests)
-
-
-def test_a_head_that_drafts_in_every_round_keeps_nothing(tiny: Path, tiny_draft: Path, head: Path) -> None:
-    assert worker_of(Harness(tiny, **one_model(tiny_draft, head, "eagle3_two_model")))._backlog is None

@@ -33,7 +33,7 @@ from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.engine.rows import Windows
-from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
 
 MODES = ["draft_target", "eagle3"]
@@ -263,44 +263,62 @@ def test_rows_of_padding_stand_in_the_dummy_page_also_where_there_is_nothing_els
     assert metadata.block_tables.tolist() == [[0, 0], [7, 9]]
 
 
-@pytest.mark.parametrize(
-    ("options", "may_be_plain"),
-    [
-        ({}, False),
-        ({"draft_len_schedule": {1: 3, 4: 1}}, False),
-        ({"draft_len_schedule": {1: 3, 8: 0}}, True),
-        ({"draft_len_schedule": {1: 3, 9: 0}}, False),  # max_batch_size is 8
-        ({"max_concurrency": 4}, True),
-        ({"adaptive": {"candidate_steps": [1, 3]}}, False),
-        ({"adaptive": {"candidate_steps": [0, 3]}}, True),
-        ({"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}, True),
-    ],
-)
-def test_only_an_engine_whose_rounds_may_be_plain_has_a_backlog_and_memory_for_it(
-    tiny: Path, tiny_draft: Path, head: Path, options: dict[str, Any], may_be_plain: bool
+def test_where_nobody_wants_drafts_a_fixed_length_has_plain_rounds_too(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
+    """The draft network reads many of them at once, and has read all when somebody who wants drafts joins."""
+    del speculation["speculative_config"]["draft_len_schedule"]
+    harness = Harness(tiny, **PAGES, **speculation)
+    widths: list[int] = []
+    launch = harness.parts.runner.launch
+
+    def watched(batch: Any) -> Any:
+        widths.append(batch.window if batch.generation_requests else 0)
+        return launch(batch)
+
+    harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    request = harness.submit(PROMPT, max_tokens=60, draft_limit=0)
+    for _ in range(BACKLOG_LEN + 5):
+        harness.round()
+    assert widths == [0, *[1] * (BACKLOG_LEN + 4)]
+    assert request.draft_backlog == 4
+    other = harness.submit([5, *PROMPT], max_tokens=30)
+    harness.run_until(other, RequestState.GENERATION)
+    while request.draft_backlog:
+        harness.round()
+    assert widths[-1] == 1 + speculation["speculative_config"]["max_draft_len"]
+    assert_nothing_is_missing(harness, request)
+    harness.run()
+    assert (request.num_output_tokens, other.num_output_tokens) == (60, 30)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_concurrency": 4}, {"adaptive": {"candidate_steps": [1, 3]}}])
+def test_there_is_memory_for_the_backlog_and_its_graphs(
+    tiny: Path, tiny_draft: Path, head: Path, options: dict[str, Any]
 ) -> None:
     reserved = []
-    for own in ({}, options):
-        speculation = one_model(tiny_draft, head, "eagle3", **own)
+    speculations = [
+        {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},
+        one_model(tiny_draft, head, "eagle3", **options),
+    ]
+    for speculation in speculations:
         harness = Harness(tiny, **speculation)
         sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256}
         plans = [
             BuildPlan(LlmArgs.from_kwargs(tiny, cuda_graph_config=graphs, **sizes, **speculation))
             for graphs in (None, {})
         ]
-        draft = load_draft(plans[0], harness.parts.runner.engine.model)
+        draft = None
+        if plans[0].draft_plan is not None:
+            draft = load_draft(plans[0], harness.parts.runner.engine.model)
         reserved.append(reserved_bytes(plans[0], draft))
-    backlog = harness.parts.runner._backlog
-    assert (backlog is not None) == may_be_plain
-    num_bytes = 0
-    if backlog is not None:
-        assert backlog._states is not None
-        rings = (backlog._tokens, backlog._states, backlog._num_due)
-        num_bytes = sum(ring.nbytes for ring in rings)
-    assert reserved[1] - reserved[0] == num_bytes
+    backlog = backlog_of(harness)
+    assert backlog._states is not None and draft is not None
+    rings = (backlog._tokens, backlog._states, backlog._num_due)
+    assert reserved[1] - reserved[0] == sum(ring.nbytes for ring in rings)
     keys = plans[1].round_keys(plans[1].graph_sizes)
     of_rounds = len(keys) + len(keys) // 2  # sampled or not, and the forward alone
-    of_reading = len({key.batch_size for key in keys}) if may_be_plain else 0
+    of_reading = len({key.batch_size for key in keys})
     hidden_bytes = max(key.num_tokens for key in keys) * plans[1].config.hidden_size * 4
     of_graphs = (of_rounds + of_reading) * BYTES_A_GRAPH
     assert reserved_bytes(plans[1], draft) - reserved[1] == of_graphs + hidden_bytes

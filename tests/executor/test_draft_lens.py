@@ -81,9 +81,10 @@ def test_graphs_of_an_adaptive_draft_length_end_where_a_limit_begins(
         return {(key.batch_size, key.draft_len) for key in keys}
 
     short = {(size, steps) for size in (1, 2, 4, 5) for steps in (1, 3)}
-    assert pairs(ladder | {"max_concurrency": 5}) == short | {(8, 0)}
+    plain = {(size, 0) for size in (1, 2, 4, 8)}  # where nobody wants drafts
+    assert pairs(ladder | {"max_concurrency": 5}) == short | plain | {(5, 0)}
     small = {(size, steps) for size in (1, 2, 3) for steps in (1, 3)}  # of 12 rows: 4 are the contexts'
-    assert pairs(ladder, max_num_tokens=16) == small | {(4, 1), (8, 0), (8, 1)}
+    assert pairs(ladder, max_num_tokens=16) == small | plain | {(3, 0), (4, 1), (8, 1)}
 
 
 def test_times_without_graphs_are_taken_without_outliers(

@@ -1,4 +1,4 @@
-"""Where the rounds in flight may be the last of everybody, by `max_tokens`, the host reads them before the next launch."""
+"""Where the rounds in flight may be everybody's last, by `max_tokens`, the host reads them before the next launch."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,9 @@ def test_who_may_end_is_not_waited_for_where_somebody_else_goes_on(tiny: Path) -
     assert len(of_long) == 11 and of_long[1:-2] == [1] * 8
 
 
-def test_who_waits_for_the_slot_of_somebody_who_may_end_does_not_wait_for_a_round_too_many(tiny: Path) -> None:
+def test_who_waits_for_the_slot_of_somebody_who_may_end_does_not_wait_for_a_round_too_many(
+    tiny: Path,
+) -> None:
     harness = always_right(tiny, max_batch_size=1)
     found = launches(harness)
     first, second = harness.submit(PROMPT, 13), harness.submit([1, *PROMPT], 5)
