@@ -4,10 +4,11 @@
                                       [--cycles 6] [--repeat 5] [--output result.json]
 
 "kept" is the engine as it is served: what a draft network on the target's pages would read is put off, and read for 16
-rounds at once. "at once" reads it in every round (rings of one position). NGram and a draft model in its own engine read nothing. All engines
-take turns of so many cycles of 16 rounds; a figure is the median over the turns of (its round time / plain round time
-of the same turn), in brackets the range: where neighbours come and go, many short turns say more than a few long ones.
-On a CPU times are the process's own (one thread for the zoo), so that neighbours on the machine count less.
+rounds at once. "at once" reads it in every round (rings of one position). NGram and a draft model in its own engine
+read nothing. All engines take turns of so many cycles of 16 rounds; a figure is the median over the turns of (its round
+time / plain round time of the same turn), in brackets the range: where neighbours come and go, many short turns say
+more than a few long ones. On a CPU times are the process's own (one thread for the zoo), so that neighbours on the
+machine count less.
 `llama-8b` (random weights) needs a CUDA device.
 """
 

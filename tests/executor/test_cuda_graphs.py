@@ -303,6 +303,28 @@ def on_cuda(model: Path, sizes: list[int] | None, **options: Any) -> Harness:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_rounds_in_which_nobody_speculates_are_plain_graphs(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    harness = on_cuda(tiny, [1, 4], **speculate(tiny_draft, head, mode))
+    graphs = harness.parts.runner.graphs
+    assert graphs is not None
+    replay, lengths = graphs.replay, []
+
+    def watched(slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
+        lengths.append(draft_len)
+        result = replay(slots, draft_len, sampled)
+        assert result is not None
+        return result
+
+    graphs.replay = watched  # type: ignore[method-assign] # a spy on this one object
+    requests = [harness.submit([i, 2, 3], max_tokens=40, draft_limit=0) for i in range(3)]
+    harness.run()
+    assert lengths == [0] * 39 and all(request.num_output_tokens == 40 for request in requests)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_gpu_a_replayed_round_is_the_eager_one(
