@@ -96,19 +96,19 @@ ZOO = Sizes(
 
 
 class Measurement:
-    """Both engines at once: plain decoding takes turns with draft length 0."""
+    """Both engines at once, on the same weights: plain decoding takes turns with draft length 0."""
 
     def __init__(self, setup: Setup, sizes: Sizes, time_limit_s: float, phase_seconds: float) -> None:
         self._sizes, self._phase_seconds = sizes, phase_seconds
         self._began, self._time_limit_s = time.perf_counter(), time_limit_s
         self.found = Found()
-        own_room = 4 * sizes.plain_rounds + 64
-        self._plain = _engine(setup, sizes, own_room)
-        self._say("plain engine is built")
         adaptive = {"candidate_steps": list(LADDER)}
         config = setup.eagle3(LADDER[-1], adaptive=adaptive)
         self._rounds = _engine(setup, sizes, sizes.room, speculative_config=config)
         self._say("EAGLE-3 engine is built")
+        own_room = 4 * sizes.plain_rounds + 64
+        self._plain = _engine(setup, sizes, own_room, weights_of=self._rounds)
+        self._say("plain engine is built")
         self._fresh = self._rounds.executor.parts.controller
         self._static = {length: AdaptiveController.fixed(length) for length in LADDER}
 

@@ -5,10 +5,10 @@
 
 "kept" is the engine as it is served: what a draft network on the target's pages would read is put off, and read for 16
 rounds at once. "at once" reads it in every round (rings of one position). NGram and a draft model in its own engine
-read nothing. All engines take turns of so many cycles of 16 rounds; a figure is the median over the turns of (its round
-time / plain round time of the same turn), in brackets the range: where neighbours come and go, many short turns say
-more than a few long ones. On a CPU times are the process's own (one thread for the zoo), so that neighbours on the
-machine count less.
+read nothing. All engines have the same weights in memory and take turns of so many cycles of 16 rounds; a figure is
+the median over the turns of (its round time / plain round time of the same turn), in brackets the range: where
+neighbours come and go, many short turns say more than a few long ones. On a CPU times are the process's own (one thread
+for the zoo), so that neighbours on the machine count less.
 `llama-8b` (random weights) needs a CUDA device.
 """
 
@@ -62,11 +62,10 @@ def measure(drafter: str, model: str, batch_size: int, turns: Turns, **options: 
     speculation = options.pop("speculative_config")
     pages = {"max_tokens": (batch_size + 1) * (max_seq_len + 100)}
     options |= {"max_batch_size": batch_size, "max_seq_len": max_seq_len, "kv_cache_config": pages}
-    engines = {
-        "plain": Rounds(model, **options),
-        "kept": Rounds(model, **options, speculative_config=speculation),
-    }
-    if length_of_backlog(engines["kept"]):
+    kept = Rounds(model, **options, speculative_config=speculation)
+    options["weights_of"] = kept
+    engines = {"plain": Rounds(model, **options), "kept": kept}
+    if length_of_backlog(kept):
         with mock.patch.object(modes, "DraftBacklog", partial(DraftBacklog, length=1)):
             engines["at once"] = Rounds(model, **options, speculative_config=speculation)
         assert length_of_backlog(engines["at once"]) == 1
