@@ -15,8 +15,6 @@ from tllm_spec.kernels.graph_memsets import memsets_as_kernels
 
 Result = TypeVar("Result")
 
-WARM_UP_RUNS = 2  # compiles kernels and lets libraries allocate, which a capture must not
-
 
 @dataclass(frozen=True)
 class Captured(Generic[Result]):
@@ -42,8 +40,7 @@ class GraphPool:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                work()
+            work()  # compiles kernels and lets libraries allocate, which a capture must not
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
