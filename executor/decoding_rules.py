@@ -96,6 +96,8 @@ class DecodingRules:
             "bad_token_ids", (token for sequence in sequences for token in sequence), vocab_size
         )
         bias |= {sequence[0]: float("-inf") for sequence in sequences if len(sequence) == 1}
+        if len(bias) == vocab_size and max(bias.values()) == float("-inf"):
+            raise ValueError("bad_token_ids and bad exclude every token of the vocabulary")
         return cls(
             temperature=params.effective_temperature,
             top_k=min(params.top_k or 0, vocab_size),

@@ -60,7 +60,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.speculative_config", "tllm_spec.sampling_params", "tllm_spec.outputs"),
     ("tllm_spec.adaptive_config",),
     ("tllm_spec.config_base",),
-    ("tllm_spec.option_checks", "tllm_spec.zoo.registry", "tllm_spec.zoo.corpus"),
+    (
+        "tllm_spec.option_checks",
+        "tllm_spec.import_path",
+        "tllm_spec.zoo.registry",
+        "tllm_spec.zoo.corpus",
+    ),
 )
 
 

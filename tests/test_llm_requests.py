@@ -38,6 +38,7 @@ def llm() -> Iterator[LLM]:
         ({"prompt_token_ids": "abc"}, "prompt_token_ids = 'abc': a list of token ids is needed"),
         ([1, "a"], r"prompt_token_ids = \[1, 'a'\] must be integers"),
         ("ab\ud800", r"character 2 is U\+D800, one half of a surrogate pair"),
+        ("a " * 6000, r"the prompt has 12000 characters; at most 255 tokens are accepted"),
     ],
 )
 def test_what_is_no_prompt_is_refused_in_a_sentence(llm: LLM, prompt: Any, sentence: str) -> None:
@@ -230,3 +231,18 @@ def test_requests_of_many_threads_are_all_answered(llm: LLM) -> None:
     for thread in threads:
         thread.join()
     assert lengths == [3] * 8
+
+
+def test_a_request_that_excludes_every_token_is_refused(llm: LLM) -> None:
+    everything = SamplingParams(bad_token_ids=list(range(llm.model_config.vocab_size)))
+    with pytest.raises(ValueError, match="exclude every token of the vocabulary"):
+        llm.generate("import os", everything)
+    almost = SamplingParams(max_tokens=2, bad_token_ids=list(range(1, llm.model_config.vocab_size)))
+    assert llm.generate("import os", almost).outputs[0].token_ids == [0, 0]
+
+
+def test_a_long_text_is_only_refused_where_it_cannot_fit(llm: LLM) -> None:
+    """Spaces in a row are few tokens, and who truncates takes the end of any text."""
+    assert llm.generate(" " * 960, THREE).prompt_token_ids == [560] * 60
+    params = SamplingParams(max_tokens=3, truncate_prompt_tokens=8)
+    assert llm.generate("a " * 6000, params).error is None

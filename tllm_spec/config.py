@@ -22,10 +22,11 @@ from pydantic import (
     model_validator,
 )
 
-from tllm_spec.config_base import ConfigModel
-from tllm_spec.option_checks import NotServed
+from tllm_spec.config_base import ConfigError, ConfigModel
+from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.speculative_config import PathText, SpeculativeConfig
 
+NUMBERED = frozenset({"adaptive", "draft_len_schedule"})  # options with keys of their own: batch sizes
 ONE_GPU = "one device serves a model for now"
 NO_STATISTICS = "iteration statistics are not served yet"
 NO_BATCH_WAIT = "a round never waits for more requests"
@@ -68,6 +69,7 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "moe_tensor_parallel_size": NotServed((None, -1, 1), ONE_GPU),
     "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
     "pipeline_parallel_size": NotServed((1,), ONE_GPU),
+    "prefill_cuda_graph_backend": NotServed(("auto", "disabled"), "contexts are whole graphs"),
     "print_iter_log": NotServed((False,), NO_STATISTICS),
     "quant_config": NotServed((None,), "quantised weights are not served"),
     "reasoning_parser": NotServed((None,), "reasoning text is not split off"),
@@ -228,6 +230,10 @@ class LlmArgs(ConfigModel):
 
     not_served: ClassVar[Mapping[str, NotServed]] = NOT_SERVED
 
+    def __init__(self, **options: Any) -> None:
+        _check_keys(options)
+        super().__init__(**options)
+
     @field_validator("max_batch_size", "max_num_tokens", mode="before")
     @classmethod
     def _null_means_default(cls, value: object, info: ValidationInfo) -> object:
@@ -286,6 +292,16 @@ class LlmArgs(ConfigModel):
         if self.disable_overlap_scheduler:
             return "disable_overlap_scheduler is set"
         return self.speculative_config.why_no_overlap if self.speculative_config else None
+
+
+def _check_keys(options: Mapping[str, Any], path: str = "") -> None:
+    """Raises ConfigError for a nested key that is no option's name, as YAML and Python can write."""
+    for name, value in options.items():
+        if not isinstance(value, Mapping) or name in NUMBERED:
+            continue
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ConfigError([f"{path}{name} has the key {shown(wrong[0])}; names of options are needed"])
+        _check_keys(value, f"{path}{name}.")
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

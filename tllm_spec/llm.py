@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import count
 from numbers import Integral
 from typing import Any, NoReturn, cast
@@ -205,8 +206,33 @@ class LLM:
                 raise ValueError(
                     "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
                 )
+            if params.truncate_prompt_tokens is None:
+                self._check_length(inputs)
             return inputs, self.tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
         return None, _token_ids(inputs)
+
+    def _check_length(self, text: str) -> None:
+        """Raises ValueError for a text that has too many tokens whatever they are: finding them would take long. Where
+        one token stands for whatever is unknown, nobody can tell."""
+        knows_all = getattr(self.tokenizer, "unk_token", None) is None
+        if knows_all and len(text) > self._longest_prompt * self._longest_token:
+            raise ValueError(self._too_long(f"{len(text)} characters"))
+
+    @property
+    def _longest_prompt(self) -> int:
+        return min(self.max_seq_len - 1, self.args.max_input_len or self.max_seq_len)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters that one token may stand for, at most: vocabularies write each byte of a token as one or more."""
+        assert self.tokenizer is not None
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def _too_long(self, length: str) -> str:
+        return (
+            f"the prompt has {length}; at most {self._longest_prompt} tokens are accepted (max_seq_len "
+            f"{self.max_seq_len}, max_input_len {self.args.max_input_len}), one token of output included"
+        )
 
     def _rules(self, params: SamplingParams, token_ids: list[int]) -> DecodingRules:
         """What the model makes of the parameters, after all checks of prompt and parameters against the model."""
@@ -219,12 +245,8 @@ class LLM:
             raise ValueError(
                 f"the prompt has token ids outside the vocabulary, which has ids 0 to {vocab_size - 1}"
             )
-        longest = min(self.max_seq_len - 1, self.args.max_input_len or self.max_seq_len)
-        if len(token_ids) > longest:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; at most {longest} are accepted (max_seq_len "
-                f"{self.max_seq_len}, max_input_len {self.args.max_input_len}), one token of output included"
-            )
+        if len(token_ids) > self._longest_prompt:
+            raise ValueError(self._too_long(f"{len(token_ids)} tokens"))
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         tokenizer = self.tokenizer

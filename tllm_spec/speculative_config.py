@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,7 +24,8 @@ from pydantic import (
 
 from tllm_spec.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config_base import ConfigError, ConfigModel
-from tllm_spec.option_checks import NotServed
+from tllm_spec.import_path import make_object
+from tllm_spec.option_checks import NotServed, shown
 
 PathText = Annotated[
     str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
@@ -341,24 +341,12 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
         return self
 
     def make_drafter(self) -> Any:
-        """The drafter object. Raises ValueError when its import path leads nowhere."""
-        return _make("drafter", self.drafter, self.drafter_args)
+        """The drafter object. Raises ValueError when its import path or arguments lead nowhere."""
+        return make_object("drafter", self.drafter, self.drafter_args)
 
     def make_resource_manager(self) -> Any:
-        """The resource manager object or None. Raises ValueError when its import path leads nowhere."""
-        return _make("resource_manager", self.resource_manager, self.resource_manager_args)
-
-
-def _make(name: str, given: object, arguments: dict[str, Any] | None) -> Any:
-    """`given` itself, or what the class at the import path `given` makes of `arguments`."""
-    if not isinstance(given, str):
-        return given
-    module_name, _, class_name = given.partition(":")
-    try:
-        made_by = getattr(import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name} = {given!r} cannot be imported: {error}") from error
-    return made_by(**(arguments or {}))
+        """The resource manager object or None. Raises ValueError as `make_drafter`."""
+        return make_object("resource_manager", self.resource_manager, self.resource_manager_args)
 
 
 CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
@@ -370,6 +358,7 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
+TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle3, User_Provided"
 TYPES_NOT_SERVED = frozenset(
     ["MTP", "Medusa", "Lookahead", "SA", "PARD", "DFlash", "DSpark", "SaveState", "AUTO"]
 )
@@ -381,13 +370,14 @@ def speculative_config_from(value: object) -> object:
         return value
     options = dict(value)
     decoding_type = options.pop("decoding_type", None)
+    if not isinstance(decoding_type, str):
+        raise ConfigError([f"decoding_type = {shown(decoding_type)} is not a known type; {TYPES_SERVED}"])
     if decoding_type == "Eagle":  # as TensorRT-LLM's PyTorch backend does
         logger.warning("decoding_type = 'Eagle' is served as Eagle3")
     if decoding_type in CONFIG_OF_TYPE:
         return CONFIG_OF_TYPE[decoding_type](**options)
     problem = "is not served yet" if decoding_type in TYPES_NOT_SERVED else "is not a known type"
-    served = "accepted: NGram, Draft_Target, Eagle3, User_Provided"
-    raise ConfigError([f"decoding_type = {decoding_type!r} {problem}; {served}"])
+    raise ConfigError([f"decoding_type = {shown(decoding_type)} {problem}; {TYPES_SERVED}"])
 
 
 SpeculativeConfig = Annotated[DecodingBaseConfig, BeforeValidator(speculative_config_from)]

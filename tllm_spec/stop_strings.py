@@ -21,35 +21,56 @@ class FoundStop(NamedTuple):
     stop: str
 
 
+class _Search:
+    """Of one stop string in a growing text, as Knuth, Morris and Pratt do it: each character is looked at once, however
+    long the stop string is. `matched`: of its characters, how many stand at the end of the text."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        self._shorter = [0] * len(
+            stop
+        )  # what is still matched where the character behind the n + 1st is another
+        for place in range(1, len(stop)):
+            self._shorter[place] = self._step(self._shorter[place - 1], stop[place])
+
+    def feed(self, piece: str) -> int:
+        """How many characters of `piece` there are up to the first end of the stop string; 0 without any."""
+        first_end = 0
+        for number, character in enumerate(piece, start=1):
+            self.matched = self._step(self.matched, character)
+            if self.matched == len(self.stop):
+                first_end = first_end or number
+                self.matched = self._shorter[-1]
+        return first_end
+
+    def _step(self, matched: int, character: str) -> int:
+        while matched and self.stop[matched] != character:
+            matched = self._shorter[matched - 1]
+        return matched + (self.stop[matched] == character)
+
+
 class StopStringMatcher:
-    """Looks for stop strings in a text that arrives in pieces; it remembers less than one stop string."""
+    """Looks for stop strings in a text that arrives in pieces; of the text it remembers nothing."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._max_tail = max(map(len, stops), default=1) - 1
-        self._tail = ""  # the end of the text so far, in which a stop string may have begun
+        self._searches = [_Search(stop) for stop in stops]
         self._num_chars = 0
 
     def feed(self, piece: str) -> FoundStop | None:
         """The first stop string to end within `piece`; of several that end together, the longest."""
-        before, window = len(self._tail), self._tail + piece
-        offset = self._num_chars - before
+        before = self._num_chars
         self._num_chars += len(piece)
-        self._tail = window[max(0, len(window) - self._max_tail) :]
-        found = []
-        for stop in self._stops:
-            begin = window.find(stop, max(0, before - len(stop) + 1))
-            if begin >= 0:
-                found.append(FoundStop(offset + begin + len(stop), offset + begin, stop))
+        found = [
+            FoundStop(before + end, before + end - len(search.stop), search.stop)
+            for search in self._searches
+            if (end := search.feed(piece))
+        ]
         return min(found, default=None)
 
     def num_held(self) -> int:
         """Length of the longest end of the text with which a stop string could begin."""
-        for length in range(len(self._tail), 0, -1):
-            end = self._tail[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+        return max((search.matched for search in self._searches), default=0)
 
 
 class TokenTexts:

@@ -10,6 +10,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.speculative.drafter import Drafter
 from tllm_spec.executor.speculative.unverified_drafts import Proposal, UnverifiedDrafts
 from tllm_spec.executor.transfer import to_device
+from tllm_spec.option_checks import shown
 
 
 class HostDrafter(Drafter):
@@ -90,7 +91,12 @@ class HostDrafter(Drafter):
         self.culprits = [request]
         if request.py_draft_tokens is untouched and not any(untouched):
             request.py_draft_tokens = []  # the drafter had nothing for it and left the placeholders
-        drafts = request.py_draft_tokens = list(map(index, request.py_draft_tokens))
+        try:
+            drafts = list(map(index, request.py_draft_tokens))
+        except TypeError as error:
+            found = shown(request.py_draft_tokens)
+            raise ValueError(f"the drafter proposed {found}, which are no token ids: {error}") from error
+        request.py_draft_tokens = drafts
         longest = self._slots.max_draft_len
         if len(drafts) > longest:
             raise ValueError(f"the drafter proposed {len(drafts)} tokens; max_draft_len is {longest}")

@@ -308,17 +308,15 @@ def test_on_a_gpu_rounds_in_which_nobody_speculates_are_plain_graphs(
     tiny: Path, tiny_draft: Path, head: Path, mode: str
 ) -> None:
     harness = on_cuda(tiny, [1, 4], **speculate(tiny_draft, head, mode))
-    graphs = harness.parts.runner.graphs
-    assert graphs is not None
+    graphs: Any = harness.parts.runner.graphs
     replay, lengths = graphs.replay, []
 
     def watched(slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
-        lengths.append(draft_len)
         result = replay(slots, draft_len, sampled)
-        assert result is not None
+        lengths.append(draft_len if result is not None else None)
         return result
 
-    graphs.replay = watched  # type: ignore[method-assign] # a spy on this one object
+    graphs.replay = watched
     requests = [harness.submit([i, 2, 3], max_tokens=40, draft_limit=0) for i in range(3)]
     harness.run()
     assert lengths == [0] * 39 and all(request.num_output_tokens == 40 for request in requests)
@@ -347,8 +345,7 @@ def test_on_a_gpu_a_replayed_round_is_the_eager_one(
     eager.run()
     assert len(num_replayed) > 10 and {1, 7} <= set(num_replayed)
     assert list(map(output_of, ours)) == list(map(output_of, theirs))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.counters.by_accepted == other.counters.by_accepted
+    assert [r.counters.by_accepted for r in ours] == [r.counters.by_accepted for r in theirs]
     assert all_pages_are_back(harness.executor)
 
 

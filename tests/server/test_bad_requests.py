@@ -32,6 +32,26 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/completions", {}, "prompt", "required"),
         ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "a non-empty string or a list"),
         ("/v1/completions", {"prompt": "a", "n": 10**7}, "n", "less than or equal to 128"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 65}, "stop", "at most 64 of 4096"),
+        ("/v1/completions", {"prompt": "a", "stop": "a" * 4097}, "stop", "at most 64 of 4096"),
+        ("/v1/chat/completions", {"messages": CHAT, "bad": ["a"] * 65}, "bad", "at most 64 of 4096"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "bad_token_ids": [5] * 1025},
+            "bad_token_ids",
+            "at most 1024 ids",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "bad_token_ids": [[5, 6]] * 65},
+            "bad_token_ids",
+            "1024 ids and 64 sequences",
+        ),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [5] * 1025}, "stop_token_ids", "at most 1024"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", "'-1' is no token id"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", "in it twice"),
         ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt", "a body may ask for 4096"),
         ("/v1/completions", {"prompt": [[1]] * 33, "n": 128}, "prompt", "33 prompts with 128 choices"),
         ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no beam search"),
@@ -83,6 +103,13 @@ def test_a_body_that_is_no_json_is_a_bad_request(url: str) -> None:
     response = httpx.post(f"{url}/v1/completions", content="{", headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert "error" in response.json()
+
+
+def test_a_refusal_that_quotes_half_a_character_can_be_sent(url: str) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a", "speculation": {"\ud800": 1}})
+    response = httpx.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "speculation.? = 1 is not a known option" in response.json()["error"]["message"]
 
 
 def test_a_body_of_another_content_type_is_answered_with_what_is_wanted(url: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.server.fake_llm import FAILING_PROMPT, MODEL, SLOW_PROMPT, STATS, FakeLLM, answer_text
 from tllm_spec import __version__
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.app import LONG_TEXT
 from tllm_spec.server.streaming import updates
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -253,22 +254,29 @@ def test_each_chunk_has_the_usage_so_far_when_asked(post: Callable[..., httpx.Re
     assert numbers == sorted(numbers) and numbers[-1] == 5
 
 
-def test_a_long_intake_holds_up_nobody_else(url: str, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, may_end, answers = threading.Event(), threading.Event(), []
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_long_intake_holds_up_neither_answers_nor_short_prompts(
+    url: str, post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    begun, may_end, answers, text = threading.Event(), threading.Event(), [], "a" * (LONG_TEXT + 1)
 
-    def slow_encode(text: str, **options: Any) -> list[int]:
-        begun.set()
-        assert may_end.wait(30)
+    def slow(given: Any, **options: Any) -> list[int]:
+        if text in str(given):
+            begun.set()
+            assert may_end.wait(30)
         return [1]
 
-    monkeypatch.setattr(llm.tokenizer, "encode", slow_encode)
-    body = {"model": MODEL, "prompt": "a"}
+    monkeypatch.setattr(llm.tokenizer, "encode", slow)
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", slow)
+    own = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     client = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+        target=lambda: answers.append(httpx.post(f"{url}{path}", json={"model": MODEL} | own, timeout=60))
     )
     client.start()
     assert begun.wait(30)
     assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+    assert post("/v1/completions", prompt="short").status_code == 200
+    assert post("/v1/chat/completions", messages=CHAT).status_code == 200
     monkeypatch.undo()
     may_end.set()
     client.join()

@@ -27,7 +27,10 @@ class CopyDrafter(Drafter):
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
-        assert isinstance(resource_manager, LastSeen)
+        if not isinstance(resource_manager, LastSeen):
+            raise ValueError(
+                f"CopyDrafter needs resource_manager: {__name__}:LastSeen, not {resource_manager!r}"
+            )
         for request in scheduled_requests.generation_requests:
             place = self._find(request.tokens, resource_manager.match_of.get(request.request_id, 0))
             resource_manager.match_of[request.request_id] = place

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it
+LONG_TEXT = 1 << 16  # characters, which take some tens of milliseconds to become tokens
 ENGINE_DOWN = "the engine is down"
 # Names that a chat template's rendering fills itself, beside the options of a tokenizer's `apply_chat_template`.
 RENDERED_NAMES = {"self", "conversations", "messages"}
@@ -67,9 +68,11 @@ class OpenAIServer:
         self._model = served_model_name
         self._created = int(time.time())
         self._metrics = EngineMetrics(llm.server_info)
-        # Turning a long prompt into tokens takes seconds, in which everybody else's answers must go on. One thread: a
-        # tokenizer is not for two at a time.
-        self._intake = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tllm-intake")
+        # Turning a long prompt into tokens takes seconds, in which everybody else's answers and short prompts must go
+        # on. Of tokenizers only those in Rust are for two threads.
+        self._intake = self._long_intake = _one_thread("tllm-intake")
+        if getattr(llm.tokenizer, "is_fast", False):
+            self._long_intake = _one_thread("tllm-long-intake")
 
     def app(self) -> FastAPI:
         """The application to run."""
@@ -94,7 +97,8 @@ class OpenAIServer:
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         yield
-        self._intake.shutdown()
+        for intake in (self._intake, self._long_intake):
+            intake.shutdown()
         self._llm.shutdown()
 
     async def health(self) -> Response:
@@ -129,7 +133,8 @@ class OpenAIServer:
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
-        handles = await self._start(lambda: body.prompt, params, body.stream)
+        num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+        handles = await self._start(lambda: body.prompt, num_chars, params, body.stream)
         answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await _respond(body, request, answer, handles)
 
@@ -138,7 +143,8 @@ class OpenAIServer:
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
-        handles = await self._start(lambda: [self._chat_prompt(body)], params, body.stream)
+        num_chars = sum(len(message.content) for message in body.messages)
+        handles = await self._start(lambda: [self._chat_prompt(body)], num_chars, params, body.stream)
         answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await _respond(body, request, answer, handles)
 
@@ -174,9 +180,14 @@ class OpenAIServer:
         return token_ids
 
     async def _start(
-        self, prompts: Callable[[], Sequence[str | list[int]]], params: SamplingParams, streaming: bool
+        self,
+        prompts: Callable[[], Sequence[str | list[int]]],
+        num_chars: int,
+        params: SamplingParams,
+        streaming: bool,
     ) -> list[RequestHandle]:
-        """Starts a request for each prompt, or none. Raises RequestRefused for a prompt that cannot be served."""
+        """Starts a request for each prompt, or none. num_chars: of their texts. Raises RequestRefused for a prompt that
+        cannot be served."""
 
         def start() -> list[RequestHandle]:
             handles: list[RequestHandle] = []
@@ -189,8 +200,9 @@ class OpenAIServer:
                 raise
             return handles
 
+        intake = self._intake if num_chars <= LONG_TEXT else self._long_intake
         with bad_request(), engine_running():
-            return await asyncio.get_running_loop().run_in_executor(self._intake, start)
+            return await asyncio.get_running_loop().run_in_executor(intake, start)
 
 
 async def _respond(
@@ -201,6 +213,10 @@ async def _respond(
         return StreamingResponse(events, media_type="text/event-stream")
     whole = await unless_disconnected(request, whole_answer(answer, handles))
     return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+
+
+def _one_thread(name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
 
 @contextmanager

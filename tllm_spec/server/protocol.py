@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from tllm_spec.config_base import ConfigModel
-from tllm_spec.option_checks import NotServed
+from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
@@ -22,6 +22,8 @@ MAX_LOGPROBS = 20
 MAX_SAMPLES = 128  # both as at OpenAI
 # All of a body's prompts, n times each, are requests at once: a few KB of it could fill the host's memory.
 MAX_CHOICES = 4096
+# Each round looks for them in everybody's thread; OpenAI takes 4 stop strings.
+MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
 NO_TOOLS = "tools are not served"
 NOT_STORED = "nothing is stored"
 
@@ -87,8 +89,9 @@ MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
 def error_body(
     message: str, kind: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """OpenAI's error object. Half a character that the message quotes is written as '?': it could not be sent."""
+    texts = [None if text is None else text.encode(errors="replace").decode() for text in (message, param)]
+    return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
 
 
 def param_of(message: str) -> str | None:
@@ -98,12 +101,43 @@ def param_of(message: str) -> str | None:
 
 
 def _token_ids_as_integers(bias: object) -> object:
-    """JSON has only strings as keys."""
+    """JSON has only strings as keys. Raises ValueError for one that is no token id, and for two that are the same."""
     if not isinstance(bias, Mapping):
         return bias
-    return {
-        int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in bias.items()
-    }
+    if wrong := [key for key in bias if not str(key).isdecimal()]:
+        raise ValueError(f"{shown(wrong[0])} is no token id")
+    if len(found := {int(key): value for key, value in bias.items()}) < len(bias):
+        raise ValueError("a token id is in it twice")
+    return found
+
+
+def _check_words(words: object) -> object:
+    """Raises ValueError for more text than every round can look for. Of what kind it is `SamplingParams` checks."""
+    listed = [words] if isinstance(words, str) else words
+    if isinstance(listed, list):
+        num_chars = sum(len(word) for word in listed if isinstance(word, str))
+        if len(listed) > MAX_WORDS or num_chars > MAX_WORD_CHARS:
+            raise ValueError(
+                f"{len(listed)} strings of {num_chars} characters together; at most {MAX_WORDS} of "
+                f"{MAX_WORD_CHARS} are accepted"
+            )
+    return words
+
+
+def _check_token_ids(token_ids: object) -> object:
+    """The same for a list of token ids, or of sequences of them."""
+    if isinstance(token_ids, list):
+        lengths = [len(each) for each in token_ids if isinstance(each, list)]
+        number = len(token_ids) - len(lengths) + sum(lengths)
+        if len(lengths) > MAX_WORDS or number > MAX_TOKEN_IDS:
+            raise ValueError(
+                f"{number} token ids, {len(lengths)} sequences; at most {MAX_TOKEN_IDS} ids and {MAX_WORDS} sequences "
+                "are accepted"
+            )
+    return token_ids
+
+
+Words = Annotated[str | list[str] | None, SkipValidation, BeforeValidator(_check_words)]
 
 
 class StreamOptions(ConfigModel):
@@ -127,14 +161,12 @@ class GenerationRequest(ConfigModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    n: Annotated[int, Field(le=MAX_SAMPLES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: Annotated[str | list[str] | None, SkipValidation] = (
-        None  # this and `bad`: SamplingParams checks them
-    )
+    stop: Words = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids_as_integers)] = None
@@ -145,10 +177,12 @@ class GenerationRequest(ConfigModel):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int] | None, BeforeValidator(_check_token_ids)] = None
     include_stop_str_in_output: bool | None = None
-    bad: Annotated[str | list[str] | None, SkipValidation] = None
-    bad_token_ids: Annotated[list[int] | list[list[int]] | None, SkipValidation] = None
+    bad: Words = None
+    bad_token_ids: Annotated[
+        list[int] | list[list[int]] | None, SkipValidation, BeforeValidator(_check_token_ids)
+    ] = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     speculation: dict[str, Any] | None = None

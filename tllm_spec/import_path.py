@@ -1,0 +1,26 @@
+"""Objects of a user's that a configuration names by "package.module:ClassName" and keyword arguments."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+
+def make_object(name: str, given: object, arguments: dict[str, Any] | None) -> Any:
+    """`given` itself, or what the class at the import path `given` makes of `arguments`. `name`: of the option.
+    Raises ValueError for a path that leads to no class, and for arguments that do not fit it."""
+    if not isinstance(given, str):
+        return given
+    module_name, _, class_name = given.partition(":")
+    try:
+        made_by = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: of a relative path
+        raise ValueError(f"{name} = {given!r} cannot be imported: {error}") from error
+    if not callable(made_by):
+        raise ValueError(f"{name} = {given!r} is no class")
+    try:
+        signature(made_by).bind(**(arguments or {}))
+    except TypeError as error:
+        raise ValueError(f"{name}_args = {arguments} do not fit {class_name}: {error}") from error
+    return made_by(**(arguments or {}))
