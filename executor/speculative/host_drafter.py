@@ -108,7 +108,8 @@ class HostDrafter(Drafter):
         self.culprits = []
 
     def _pad(self, batch: ScheduledBatch) -> None:
-        """All windows of a round have one length: that of the longest real draft. Padding is never accepted."""
+        """All windows of a round have one length: that of the longest real draft. Padding is never accepted. It is the
+        request's own last token, since the forward reads it: behind some tokens a model may have no numbers."""
         requests = batch.generation_requests
         for request in requests:
             request.py_num_draft_tokens = len(request.py_draft_tokens)
@@ -116,7 +117,8 @@ class HostDrafter(Drafter):
         if not batch.draft_len:
             return
         for request in requests:
-            request.py_draft_tokens += [0] * (batch.draft_len - request.py_num_draft_tokens)
+            num_padding = batch.draft_len - request.py_num_draft_tokens
+            request.py_draft_tokens += request.tokens[-1:] * num_padding
         device = self._slots.device
         slot_ids = to_device([request.slot for request in requests], device)
         self._slots.window[slot_ids, 1 : 1 + batch.draft_len] = to_device(

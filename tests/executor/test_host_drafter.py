@@ -1,11 +1,13 @@
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from tests.executor.harness import ScriptedDrafter
+from tests.executor.harness import Harness, ScriptedDrafter, user_provided
+from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
@@ -48,8 +50,9 @@ def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> Non
     batch = bench.round()
     assert batch.draft_len == 2
     assert [request.py_num_draft_tokens for request in bench.requests] == [0, 1, 2]
-    assert [request.py_draft_tokens for request in bench.requests] == [[0, 0], [7, 0], [7, 8]]
-    assert bench.slots.window[:3, 1:3].tolist() == [[0, 0], [7, 0], [7, 8]]
+    padded = [[1, 1], [7, 2], [7, 8]]  # with the requests' last tokens, after which there are numbers
+    assert [request.py_draft_tokens for request in bench.requests] == padded
+    assert bench.slots.window[:3, 1:3].tolist() == padded
     assert bench.slots.num_drafts[:3].tolist() == [
         0,
         1,
@@ -71,8 +74,16 @@ def test_what_a_request_has_no_use_for_is_cut_off() -> None:
     bench.requests[1].max_tokens = 3
     assert bench.round().draft_len == 4
     assert [request.py_num_draft_tokens for request in bench.requests] == [1, 2, 4]
-    assert [request.py_draft_tokens for request in bench.requests[:2]] == [[7, 0, 0, 0], [7, 8, 0, 0]]
+    assert [request.py_draft_tokens for request in bench.requests[:2]] == [[7, 1, 1, 1], [7, 8, 2, 2]]
     assert bench.round(draft_len=3).draft_len == 3
+
+
+def test_padding_puts_no_token_into_a_window_after_which_there_are_no_numbers(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path, nan_token=0)
+    harness = Harness(model, **user_provided(lambda request: [5, 6] if request.request_id == 2 else []))
+    requests = [harness.submit([i, 5], max_tokens=12, logit_bias={0: -100.0}) for i in (1, 2)]
+    harness.run()
+    assert [request.error for request in requests] == [None, None]
 
 
 def test_without_a_draft_length_nobody_is_asked() -> None:
