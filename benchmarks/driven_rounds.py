@@ -60,8 +60,8 @@ class Rounds:
 
     `start` fills it with requests that generate until `stop`, or until there is no more room, which raises
     RuntimeError: rounds of fewer requests would be timed.
-    `weights_of`: whose target is this one's, too, for no shorter requests. The same product of the same kernel takes up
-    to 5% longer on a copy of its weights elsewhere in memory, which would be in a comparison of two engines.
+    `weights_of`: whose target is this one's, too, for no shorter requests. The same kernel may take longer on a copy
+    of its weights elsewhere in memory, which would be in a comparison of two engines.
     """
 
     def __init__(
