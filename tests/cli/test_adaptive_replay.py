@@ -1,6 +1,8 @@
 """`tllm-bench adaptive-replay` from its command line."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from tllm_spec.cli.bench import main
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 Replay = Callable[..., Result]
 
 
@@ -47,6 +50,61 @@ def test_the_configuration_may_stand_in_llm_arguments_or_be_a_preset(replay: Rep
     assert "3 -> 7" in replay(ACCEPTED, "aggressive").output
 
 
+def served(ladder: str, *more: str, draft_len: int = 7) -> str:
+    """LLM arguments with `adaptive` and further keys beside it."""
+    spec = ["decoding_type: NGram", f"max_draft_len: {draft_len}", f"adaptive: {ladder}", *more]
+    return "max_num_tokens: 64\nspeculative_config: {" + ", ".join(spec) + "}"
+
+
+def lengths(result: Result) -> list[int]:
+    """Of every round that was printed."""
+    assert result.exit_code == 0, result.output
+    rounds = (line.partition(" -> ")[0] for line in result.output.splitlines() if line.startswith("round "))
+    return [int(line.rpartition(" ")[2]) for line in rounds]
+
+
+ONE_OF_EACH: list[object] = [{"batch_size": size, "num_accepted": [0] * size} for size in (1, 2, 16)]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (EMA, [3, 3, 3]),
+        (served(EMA), [3, 3, 1]),  # beside contexts, 64 rows have room for 3 of each of 16 requests ...
+        (served(EMA) + "\nmax_batch_size: 16", [3, 3, 3]),  # ... and for 4 where no other request can join
+        (served(EMA, "max_concurrency: 1"), [3, 0, 0]),
+        (served(EMA, "draft_len_schedule: {2: 1, 9: 0}"), [3, 1, 0]),
+        (served("{prior_acceptance: 1}", draft_len=2), [2, 2, 2]),
+    ],
+)
+def test_llm_arguments_are_replayed_with_the_limits_that_an_engine_has(
+    replay: Replay, config: str, expected: list[int]
+) -> None:
+    assert lengths(replay(ONE_OF_EACH, config, "--every_round")) == expected
+
+
+def test_the_acceptance_gate_of_llm_arguments_closes_in_a_replay(replay: Replay) -> None:
+    gate = ["acceptance_rate_threshold: 0.5", "acceptance_rate_window_size: 2"]
+    rounds: list[object] = [{"batch_size": 1, "num_accepted": [0], "num_steps": 3}] * 4
+    assert lengths(replay(rounds, served(EMA, *gate), "--every_round")) == [3, 3, 0, 0]
+    assert lengths(replay(rounds, served(EMA), "--every_round")) == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("config", [EMA, served(EMA)])
+def test_the_first_draft_length_can_be_chosen(replay: Replay, config: str) -> None:
+    assert lengths(replay(ACCEPTED[:1], config, "--initial_steps", "1", "--every_round")) == [1]
+
+
+def test_the_keys_of_adaptive_are_replayed_without_torch(tmp_path: Path) -> None:
+    trace, config = tmp_path / "trace.jsonl", tmp_path / "x.yaml"
+    trace.write_text(json.dumps(ACCEPTED[0]) + "\n")
+    config.write_text(EMA)
+    arguments = ["adaptive-replay", str(trace), "--config", str(config)]
+    code = f"import sys; sys.modules['torch'] = None\nfrom tllm_spec.cli.bench import main; main({arguments})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_measured_times_and_the_recorded_draft_length_reach_the_cost_model(
     replay: Replay, tmp_path: Path
 ) -> None:
@@ -69,6 +127,25 @@ def test_measured_times_and_the_recorded_draft_length_reach_the_cost_model(
         ([*ACCEPTED, {"batch_size": 1}], EMA, [], "line 21 of the trace: num_accepted is required"),
         (ACCEPTED, "{strategy: best}", [], "adaptive.strategy = 'best'"),
         (ACCEPTED, EMA, ["--graph_batch_sizes", "1,x"], "1,x"),
+        (
+            [*ACCEPTED, {"batch_size": 1, "num_accepted": [1, 1]}],
+            EMA,
+            [],
+            "line 21 of the trace: num_accepted has 2 numbers, and batch_size = 1",
+        ),
+        (
+            [{"batch_size": 2, "num_accepted": [1, 4], "num_steps": 3}],
+            EMA,
+            [],
+            "line 1 of the trace: num_accepted has 4, and num_steps = 3",
+        ),
+        (ACCEPTED, EMA, ["--initial_steps", "9"], "initial_steps = 9 is in no ladder"),
+        (ACCEPTED, served(EMA), ["--initial_steps", "9"], "accepted: 1, 3, 7"),
+        (ACCEPTED, served("null"), [], "adaptive = None: nothing to replay"),
+        (ACCEPTED, "speculative_config: {decoding_type: NGram}", [], "speculative_config.max_draft_len"),
+        (ACCEPTED, served(EMA, draft_len=3), [], "max_draft_len = 3 is the most"),
+        (ACCEPTED, served(EMA, "max_concurency: 3"), [], "did you mean max_concurrency"),
+        (ACCEPTED, "{max_batch_size: 8, 5: {}}", [], "has the key 5"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -76,6 +153,13 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     result = replay(rounds, config, *options)
     assert result.exit_code and named in result.output and "Traceback" not in result.output
+
+
+def test_llm_arguments_without_speculation_are_one_sentence(replay: Replay) -> None:
+    plain = (ROOT / "yaml_examples" / "plain.yaml").read_text(encoding="utf-8")
+    result = replay(ACCEPTED, plain)
+    assert result.exit_code == 1 and "speculative_config = None: nothing to replay" in result.output
+    assert len(result.output.splitlines()) == 1, result.output
 
 
 def test_the_other_commands_still_need_a_model() -> None:

@@ -8,6 +8,9 @@ A trace is JSON lines, one a round, in order:
 without it, the round counts as one of the length that the controller asked for. `seconds`: the round's time, if it
 is known. `sampled`: true where not all requests were greedy.
 The trace is what happened, so decisions do not change what comes after them.
+
+A file of LLM arguments gives the controller that an engine with these arguments has, limits included; one of the
+`adaptive` keys alone gives that policy without any limit.
 """
 
 import json
@@ -17,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from tllm_spec.adaptive_config import AdaptiveConfig
+from tllm_spec.config import LlmArgs
 from tllm_spec.config_base import ConfigModel
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
@@ -31,6 +35,30 @@ class TraceRound(ConfigModel):
     num_steps: NonNegativeInt | None = None
     seconds: PositiveFloat | None = None
     sampled: bool = False
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "TraceRound":
+        number, most = len(self.num_accepted), max(self.num_accepted, default=0)
+        if number > self.batch_size:
+            raise ValueError(
+                f"num_accepted has {number} numbers, and batch_size = {self.batch_size} requests ran"
+            )
+        if self.num_steps is not None and most > self.num_steps:
+            raise ValueError(
+                f"num_accepted has {most}, and num_steps = {self.num_steps} drafts were verified"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class StartingAt(AdaptiveConfig):
+    """A configuration that begins with a draft length of the user's; an engine begins with the configuration's own."""
+
+    initial_steps: int
+
+    @property
+    def launch_steps(self) -> int:
+        return self.initial_steps
 
 
 @dataclass(frozen=True)
@@ -45,15 +73,67 @@ class ReplayedRound:
         return f"round {self.line}: batch {self.batch_size}{' sampled' * self.sampled}, draft length {self.steps}"
 
 
-def read_config(path: Path) -> AdaptiveConfig:
-    """From a YAML or JSON file of the adaptive keys, or of LLM arguments with `speculative_config.adaptive`."""
+def read_controller(
+    path: Path,
+    *,
+    graph_batch_sizes: Iterable[int] | None = None,
+    initial_steps: int | None = None,
+    round_times: MeasuredRoundTimes | None = None,
+) -> AdaptiveController:
+    """From a YAML or JSON file of LLM arguments, or of the adaptive keys. Raises ValueError for a file that says
+    nothing about adaptive draft lengths, and for a draft length to begin with that they do not have."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    if isinstance(tree, dict) and isinstance(tree.get("speculative_config"), dict):
-        tree = tree["speculative_config"].get("adaptive")
-    return AdaptiveConfig.parse({} if tree is None else tree)
+    if not _is_llm_arguments(tree):
+        config = _starting_at(initial_steps, AdaptiveConfig.parse({} if tree is None else tree))
+        return AdaptiveController.from_config(
+            config, graph_batch_sizes=graph_batch_sizes, round_times=round_times
+        )
+    # Imported here as it loads torch, which the keys alone can do without.
+    from tllm_spec.executor.draft_lens import controller_for
+
+    args, adaptive = _llm_args(tree, path)
+    assert args.speculative_config is not None
+    chosen = {"adaptive": _starting_at(initial_steps, adaptive)}
+    return controller_for(
+        args.speculative_config.model_copy(update=chosen),
+        graph_batch_sizes=graph_batch_sizes,
+        round_times=round_times,
+        max_num_tokens=args.max_num_tokens,
+        max_batch_size=min(args.max_batch_size, args.max_num_tokens),  # an engine has no more slots than rows
+    )
+
+
+def _is_llm_arguments(tree: object) -> bool:
+    names = LlmArgs.model_fields.keys() | LlmArgs.not_served.keys()
+    return isinstance(tree, dict) and not names.isdisjoint(tree)
+
+
+def _llm_args(tree: dict[Any, Any], path: Path) -> tuple[LlmArgs, AdaptiveConfig]:
+    """Checked as an engine checks them, and their `adaptive`. No model is looked at."""
+    if wrong := [key for key in tree if not isinstance(key, str)]:
+        raise ValueError(f"{path} has the key {wrong[0]!r} among LLM arguments; names of options are needed")
+    args = LlmArgs(**{"model": "of no importance", **tree})
+    spec = args.speculative_config
+    if spec is None:
+        raise ValueError(f"{path}: speculative_config = None: nothing to replay, as no round has drafts")
+    if spec.adaptive is None:
+        raise ValueError(
+            f"{path}: speculative_config.adaptive = None: nothing to replay, as every round has max_draft_len = "
+            f"{spec.max_draft_len} drafts or what the limits leave of them"
+        )
+    return args, spec.adaptive
+
+
+def _starting_at(steps: int | None, config: AdaptiveConfig) -> AdaptiveConfig:
+    if steps is None:
+        return config
+    if steps not in config.draft_lens:
+        ladder = ", ".join(map(str, config.draft_lens))
+        raise ValueError(f"initial_steps = {steps} is in no ladder of candidate_steps; accepted: {ladder}")
+    return StartingAt(**vars(config), initial_steps=steps)
 
 
 def read_round_times(path: Path) -> MeasuredRoundTimes:

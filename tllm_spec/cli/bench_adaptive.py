@@ -19,7 +19,12 @@ def sizes(context: click.Context, option: click.Parameter, value: str | None) ->
 
 @click.command(name="adaptive-replay")
 @click.argument("trace", type=EXISTING_FILE)
-@click.option("--config", type=EXISTING_FILE, required=True, help="YAML with the keys of `adaptive`.")
+@click.option(
+    "--config",
+    type=EXISTING_FILE,
+    required=True,
+    help="YAML of LLM arguments, or of the keys of `adaptive`.",
+)
 @click.option("--round_times", type=EXISTING_FILE, help="JSON of measured round times, for the cost model.")
 @click.option("--graph_batch_sizes", callback=sizes, help="Batches are padded to these, e.g. 1,2,4,8.")
 @click.option("--initial_steps", type=NOT_NEGATIVE, help="The draft length to begin with.")
@@ -36,13 +41,12 @@ def adaptive_replay(
 
     TRACE has one JSON object a line: batch_size, num_accepted (a list, one number a request), and optionally
     num_steps (the draft length that was verified), seconds (the round's time) and sampled (true where not all requests
-    were greedy).
+    were greedy). LLM arguments are replayed with all their limits on the draft length, as an engine has them.
     """
     from tllm_spec.bench import adaptive_replay as replays
-    from tllm_spec.executor.speculative.adaptive import AdaptiveController
 
-    controller = AdaptiveController.from_config(
-        replays.read_config(config),
+    controller = replays.read_controller(
+        config,
         graph_batch_sizes=graph_batch_sizes,
         initial_steps=initial_steps,
         round_times=replays.read_round_times(round_times) if round_times else None,
