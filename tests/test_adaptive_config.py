@@ -77,22 +77,37 @@ def test_sglang_s_file_means_ema_even_with_ladders_alone(tmp_path: Path) -> None
 
 
 BAD: list[tuple[Any, str]] = [
-    ({1: [5]}, "adaptive slot 1 = [5]"),
-    ({"8": True}, "adaptive slot 8 = True"),
-    ({"8": {"candidate_steps": []}}, "adaptive slot 8.candidate_steps = []"),
-    ({"8": {"candidate_steps": [1, True]}}, "adaptive slot 8.candidate_steps"),
+    ({1: [5]}, "adaptive.1 = [5]"),
+    ({"8": True}, "adaptive.8 = True"),
+    ({"8": {"candidate_steps": []}}, "adaptive.8.candidate_steps = []"),
+    ({"8": {"candidate_steps": [1, True]}}, "adaptive.8.candidate_steps"),
     ({"8": {"candidate_steps": [3, -1]}}, "-1 is no draft length"),
     ({"8": {"candidate_steps": [1.0]}}, "1.0 is no draft length"),
-    ({"8": {"candidate_steps": 3}}, "adaptive slot 8.candidate_steps = 3"),
-    ({"strategy": "ema", "8": {}}, "adaptive slot 8.candidate_steps is missing"),
-    ({"8": {**SLOT, "ema_alpha": True}}, "adaptive slot 8.ema_alpha = True"),
-    ({"8": {**SLOT, "update_interval": 0}}, "adaptive slot 8.update_interval = 0"),
-    ({"8": {**SLOT, "warmup_batches": -1}}, "adaptive slot 8.warmup_batches = -1"),
-    ({"8": {**SLOT, "ceiling_coeff": float("inf")}}, "adaptive slot 8.ceiling_coeff"),
-    ({"8": {**SLOT, "ceiling_coef": 1.0}}, "adaptive slot 8.ceiling_coef = 1.0 is not a known option"),
-    ({"8": {**SLOT, "window_trials": 9.0}, "strategy": "ema"}, "adaptive slot 8.window_trials"),
+    ({"8": {"candidate_steps": 3}}, "adaptive.8.candidate_steps = 3"),
+    ({"strategy": "ema", "8": {}}, "adaptive.8.candidate_steps is missing"),
+    ({"8": {**SLOT, "ema_alpha": True}}, "adaptive.8.ema_alpha = True"),
+    ({"8": {**SLOT, "update_interval": 0}}, "adaptive.8.update_interval = 0"),
+    ({"8": {**SLOT, "warmup_batches": -1}}, "adaptive.8.warmup_batches = -1"),
+    ({"8": {**SLOT, "ceiling_coeff": float("inf")}}, "adaptive.8.ceiling_coeff"),
+    ({"8": {**SLOT, "ceiling_coef": 1.0}}, "adaptive.8.ceiling_coef = 1.0 is not a known option"),
+    (
+        {"8": {**SLOT, "mark_below": 0.2}},
+        "adaptive.8.mark_below = 0.2 is refused in a slot: this key holds for all slots",
+    ),
+    ({"8": {**SLOT, "strategy": "ema"}}, "adaptive.8.strategy = 'ema' is refused in a slot"),
+    ({"8": {**SLOT, "time_smoothing": 1}}, "adaptive.8.time_smoothing = 1 is refused in a slot"),
+    (
+        {"8": {**SLOT, "time_smoothing": 1}, "strategy": "ema"},
+        "adaptive.8.time_smoothing = 1 is not a known option",
+    ),
+    ({"8": {**SLOT, "window_trials": 9.0}, "strategy": "ema"}, "adaptive.8.window_trials"),
     ({"ema_alpha": 2, "8": SLOT}, "adaptive.ema_alpha = 2"),
     ({"ema_alfa": 0.2, "8": SLOT}, "adaptive.ema_alfa = 0.2"),
+    ({"mark_patiance": 3}, "adaptive.mark_patiance = 3 is not a known option; did you mean mark_patience?"),
+    ({"assumed_draft_costs": 1}, "did you mean assumed_draft_cost?"),
+    ({"time_smooting": 1}, "did you mean time_smoothing or"),
+    ({"strateggy": "ema"}, "did you mean strategy?"),
+    ({"compatt": True, "strategy": "ema", "8": SLOT}, "did you mean compat?"),
     ({"strategy": "ema"}, "no batch-size slot"),
     ({"strategy": "ema", "candidate_steps": []}, "candidate_steps = []"),
     ({"candidate_steps": [1], "8": SLOT}, "adaptive.candidate_steps = [1]"),
@@ -115,6 +130,23 @@ def test_a_bad_configuration_is_refused_with_slot_and_key_named(given: Any, name
     with pytest.raises(ValueError) as refusal:
         AdaptiveConfig.parse(given)
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("strategy", ["ema", "cost_model"])
+def test_a_key_like_no_other_is_answered_by_all_keys_that_the_strategy_has(strategy: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        AdaptiveConfig.parse({"strategy": strategy, "zzz": 1, "8": SLOT})
+    slot_keys, times = (
+        (EmaOptions, ()) if strategy == "ema" else (CostModelOptions, RoundTimeOptions.model_fields)
+    )
+    known = {"strategy", "compat", *MarkOptions.model_fields, *slot_keys.model_fields, *times}
+    assert str(refusal.value).partition("known: ")[2].split(", ") == sorted(known)
+
+
+def test_a_slot_may_say_all_keys_of_its_strategy() -> None:
+    for options in (EmaOptions(candidate_steps=(1, 3)), CostModelOptions(candidate_steps=(1, 3))):
+        config = AdaptiveConfig.parse({8: options.model_dump()})
+        assert config.slots == ((8, options),)
 
 
 def test_the_page_shows_every_key_with_its_default() -> None:

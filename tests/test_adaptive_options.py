@@ -1,6 +1,7 @@
 """`speculative_config.adaptive` and the acceptance gate: how they are written, what is refused, and what it becomes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tllm_spec.adaptive_config import (
 )
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.draft_lens import controller_for
+from tllm_spec.executor.speculative.adaptive import AdaptiveController
 from tllm_spec.speculative_config import DecodingBaseConfig, NGramDecodingConfig
 
 OTHERS: list[dict[str, Any]] = [
@@ -95,7 +97,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["max_rejected_rounds = 4", "adaptive", "exclusive", "mark_patience"],
     ),
     ({"adaptive": {}, "max_rejected_rounds": None}, ["max_rejected_rounds = None", "exclusive"]),
-    ({"adaptive": {"8": {"candidate_steps": [1, True]}}}, ["adaptive slot 8.candidate_steps"]),
+    ({"adaptive": {"8": {"candidate_steps": [1, True]}}}, ["adaptive.8.candidate_steps"]),
     ({"adaptive": [1, 3]}, ["adaptive = [1, 3]"]),
     ({"adaptive": "quick"}, ["'quick'", "conservative"]),
     (
@@ -126,6 +128,39 @@ def test_what_is_refused_is_named_with_its_key_and_its_numbers(
         NGramDecodingConfig(**({"max_draft_len": 7} | given))
     for words in named:
         assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "sentence"),
+    [
+        (
+            {"mark_patiance": 3},
+            "adaptive.mark_patiance = 3 is not a known option; did you mean mark_patience?",
+        ),
+        ({"mark_patience": 0}, "adaptive.mark_patience = 0: "),
+        ({"probe_rounds": 0}, "adaptive.probe_rounds = 0: "),
+        ({"strategy": "best"}, "adaptive.strategy = 'best' is refused"),
+        ({"compat": True}, "adaptive.compat = True is refused"),
+        (
+            {8: {"candidate_steps": [1], "mark_below": 0.2}},
+            "adaptive.8.mark_below = 0.2 is refused in a slot",
+        ),
+        ({8: [1]}, "adaptive.8 = [1] is no slot"),
+        ("quick", "adaptive = 'quick': it is no preset"),
+        ([1, 3], "adaptive = [1, 3]: a mapping, a path, or one of"),
+    ],
+)
+def test_a_mistake_begins_with_its_path_whichever_way_it_is_reached(adaptive: Any, sentence: str) -> None:
+    def refusal(given: object, take: Callable[[Any], object]) -> str:
+        with pytest.raises(ValueError) as refused:
+            take(given)
+        return str(refused.value)
+
+    own = {"decoding_type": "NGram", "max_draft_len": 7, "adaptive": adaptive}
+    inside = refusal(own, lambda spec: LlmArgs.from_kwargs("m", speculative_config=spec))
+    assert inside.startswith(f"speculative_config.{sentence}")
+    for alone in (AdaptiveConfig.parse, AdaptiveController.from_config):
+        assert refusal(adaptive, alone).startswith(sentence)
 
 
 def test_a_gate_of_both_options_limits_the_draft_length() -> None:

@@ -1,22 +1,22 @@
 """`speculative_config.adaptive`: what the user says about draft lengths that follow the traffic.
 
 A mapping, the name of a preset, or the path of a JSON file as SGLang takes it. Keys that are whole numbers are
-batch-size slots, by their smallest batch size; any other key holds for every slot that does not say otherwise. It
-knows nothing of how the strategies decide; `docs/adaptive.md` shows every key with its meaning.
+batch-size slots, by their smallest batch size. Any other key holds for all slots; of these a slot may say those of its
+strategy otherwise. It knows nothing of how the strategies decide; `docs/adaptive.md` shows every key with its meaning.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from tllm_spec.config_base import ConfigError, ConfigModel
-from tllm_spec.option_checks import shown
+from tllm_spec.option_checks import shown, unknown_option
 
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)  # of the cost model without a ladder of the user's
 
@@ -79,7 +79,6 @@ class CostModelOptions(ConfigModel):
 
 EMA_ONLY = EmaOptions.model_fields.keys() - CostModelOptions.model_fields.keys()
 SlotOptions = EmaOptions | CostModelOptions
-Options = TypeVar("Options", bound=ConfigModel)
 
 
 class RoundTimeOptions(ConfigModel):
@@ -126,8 +125,14 @@ class AdaptiveConfig:
     @classmethod
     def parse(cls, adaptive: object, max_draft_len: int | None = None) -> AdaptiveConfig:
         """`max_draft_len`: the longest draft that a ladder may have; a ladder that the user did not write ends there.
-        Raises ValueError, in sentences that name slot and key, for what cannot be meant."""
-        config = adaptive if isinstance(adaptive, AdaptiveConfig) else cls._parse(adaptive, max_draft_len)
+        Raises ValueError, in sentences that name slot and key, for what cannot be meant. With `max_draft_len` this is
+        a field of the configuration that has it, which names the field in front of them."""
+        if isinstance(adaptive, AdaptiveConfig):
+            config = adaptive
+        elif max_draft_len is None:
+            config = cls._parse_alone(adaptive)
+        else:
+            config = cls._parse(adaptive, max_draft_len)
         longest = config.draft_lens[-1]
         if max_draft_len is not None and longest > max_draft_len:
             raise ValueError(
@@ -136,34 +141,42 @@ class AdaptiveConfig:
         return config
 
     @classmethod
+    def _parse_alone(cls, adaptive: object) -> AdaptiveConfig:
+        """Names `adaptive` in front of every mistake, as pydantic does for a field."""
+        try:
+            return cls._parse(adaptive, None)
+        except ConfigError as error:
+            raise ConfigError([f"adaptive.{line}" for line in error.lines]) from None
+        except ValueError as error:
+            raise ValueError(f"adaptive = {shown(adaptive)}: {error}") from None
+
+    @classmethod
     def _parse(cls, adaptive: object, max_draft_len: int | None) -> AdaptiveConfig:
+        """Raises ConfigError, whose lines begin with a key inside, or ValueError about `adaptive` as a whole."""
         if isinstance(adaptive, str):
             adaptive = PRESETS[adaptive] if adaptive in PRESETS else _read_sglang_file(adaptive)
         if not isinstance(adaptive, Mapping):
-            accepted = f"a mapping, a path, or one of {', '.join(PRESETS)}"
-            raise ValueError(f"adaptive = {shown(adaptive)} is not accepted; accepted: {accepted}")
+            raise ValueError(f"a mapping, a path, or one of {', '.join(PRESETS)} is needed")
         root, slots = _split(adaptive)
         options: type[SlotOptions] = EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
+        for_all = _keys_for_all(options)
+        _refuse_unknown(root, for_all | options.model_fields.keys())
         compat = root.pop("compat", False)
         if type(compat) is not bool or (compat and options is not EmaOptions):
             accepted = "true or false" if options is EmaOptions else "false, unless strategy: ema"
-            raise ValueError(f"adaptive.compat = {shown(compat)} is refused; accepted: {accepted}")
-        marks = _taken_from(root, MarkOptions)
-        times = _taken_from(root, RoundTimeOptions) if options is CostModelOptions else {}
+            raise ConfigError([f"compat = {shown(compat)} is refused; accepted: {accepted}"])
+        marks = MarkOptions(**_taken_from(root, MarkOptions))
+        times = RoundTimeOptions(**_taken_from(root, RoundTimeOptions))
         ladder = root.pop("candidate_steps", None)
         if ladder is not None and slots:
-            raise ValueError(f"adaptive.candidate_steps = {shown(ladder)} is refused: each slot has its own")
+            raise ConfigError([f"candidate_steps = {shown(ladder)} is refused: each slot has its own"])
         if not slots and (ladder is not None or options is CostModelOptions):
             slots = {1: {"candidate_steps": _default_ladder(max_draft_len) if ladder is None else ladder}}
         if not slots:
-            raise ValueError(
-                'adaptive has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}'
-            )
-        _checked(
-            options, {**root, "candidate_steps": [0]}, "adaptive"
-        )  # global keys are at fault without a slot
-        checked = [(low, _slot(options, root, low, slots[low])) for low in sorted(slots)]
-        return cls(tuple(checked), compat, RoundTimeOptions(**times), MarkOptions(**marks))
+            raise ValueError('it has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}')
+        options(**{**root, "candidate_steps": [0]})  # global keys are at fault without a slot
+        checked = [(low, _slot(options, root, low, slots[low], for_all)) for low in sorted(slots)]
+        return cls(tuple(checked), compat, times, marks)
 
 
 def _default_ladder(max_draft_len: int | None) -> tuple[int, ...]:
@@ -179,12 +192,12 @@ def _split(adaptive: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[int, Any]]
     for key, value in adaptive.items():
         if (type(key) is int and key >= 0) or (isinstance(key, str) and key.isascii() and key.isdigit()):
             if int(key) in slots:
-                raise ValueError(f"adaptive has slot {int(key)} twice, as an integer and as a string")
+                raise ValueError(f"it has slot {int(key)} twice, as an integer and as a string")
             slots[int(key)] = value
         elif isinstance(key, str):
             root[key] = value
         else:
-            raise ValueError(f"adaptive has the key {key!r}; accepted: names, and batch sizes of 0 or more")
+            raise ValueError(f"it has the key {key!r}; accepted: names, and batch sizes of 0 or more")
     return root, slots
 
 
@@ -194,33 +207,43 @@ def _strategy(root: dict[str, Any], slots: Mapping[int, Any]) -> str:
     is_sglang = any(EMA_ONLY & level.keys() for level in levels)
     strategy = root.pop("strategy", "ema" if is_sglang else "cost_model")
     if strategy not in ("ema", "cost_model"):
-        raise ValueError(f"adaptive.strategy = {shown(strategy)} is refused; accepted: 'ema' or 'cost_model'")
+        raise ConfigError([f"strategy = {shown(strategy)} is refused; accepted: 'ema' or 'cost_model'"])
     return str(strategy)
 
 
+def _keys_for_all(options: type[SlotOptions]) -> frozenset[str]:
+    """Keys that no slot can say otherwise."""
+    times = RoundTimeOptions.model_fields if options is CostModelOptions else ()
+    return frozenset({"strategy", "compat", *MarkOptions.model_fields, *times})
+
+
+def _refuse_unknown(root: Mapping[str, Any], known: Set[str]) -> None:
+    """Before the keys are dealt out to their models, each of which knows its own only."""
+    if lines := [unknown_option(key, value, known) for key, value in root.items() if key not in known]:
+        raise ConfigError(lines)
+
+
 def _taken_from(root: dict[str, Any], kind: type[ConfigModel]) -> dict[str, Any]:
-    """Takes out of `root` what belongs to `kind`, and checks it."""
-    taken = {key: root.pop(key) for key in kind.model_fields if key in root}
-    _checked(kind, taken, "adaptive")
-    return taken
+    """Takes out of `root` what belongs to `kind`."""
+    return {key: root.pop(key) for key in kind.model_fields if key in root}
 
 
-def _checked(kind: type[Options], given: Mapping[str, Any], where: str) -> Options:
-    try:
-        return kind(**given)
-    except ConfigError as error:
-        raise ConfigError([f"{where}.{line}" for line in error.lines]) from None
-
-
-def _slot(options: type[SlotOptions], root: Mapping[str, Any], low: int, slot: object) -> SlotOptions:
+def _slot(
+    options: type[SlotOptions], root: Mapping[str, Any], low: int, slot: object, for_all: Set[str]
+) -> SlotOptions:
     """A slot's keys laid over the global ones."""
-    where = f"adaptive slot {low}"
     if not isinstance(slot, Mapping):
-        raise ValueError(f"{where} = {shown(slot)} is no mapping; needed: e.g. {{candidate_steps: [1, 3]}}")
+        raise ConfigError([f"{low} = {shown(slot)} is no slot; needed: e.g. {{candidate_steps: [1, 3]}}"])
     if "candidate_steps" not in slot:
-        raise ValueError(f"{where}.candidate_steps is missing: every slot has its own list of draft lengths")
+        raise ConfigError([f"{low}.candidate_steps is missing: every slot has its own list of draft lengths"])
     named = {str(key): value for key, value in slot.items()}
-    return _checked(options, {**root, **named}, where)
+    if misplaced := [key for key in named if key in for_all]:
+        belongs = "is refused in a slot: this key holds for all slots and belongs beside them"
+        raise ConfigError([f"{low}.{key} = {shown(named[key])} {belongs}" for key in misplaced])
+    try:
+        return options(**{**root, **named})
+    except ConfigError as error:
+        raise ConfigError([f"{low}.{line}" for line in error.lines]) from None
 
 
 def _read_sglang_file(path: str) -> dict[str, Any]:
@@ -229,9 +252,9 @@ def _read_sglang_file(path: str) -> dict[str, Any]:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         known = ", ".join(PRESETS)
-        raise ValueError(f"adaptive = {path!r} is no preset ({known}) and cannot be read: {error}") from error
+        raise ValueError(f"it is no preset ({known}) and cannot be read: {error}") from error
     if not isinstance(tree, dict):
-        raise ValueError(f"adaptive = {path!r}: the file must hold a JSON object, not {shown(tree)}")
+        raise ValueError(f"the file must hold a JSON object, not {shown(tree)}")
     return {"strategy": "ema", **tree}
 
 
