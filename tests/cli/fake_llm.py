@@ -28,6 +28,7 @@ def make_output(
 class FakeHandle:
     def __init__(self, llm: "FakeLLM", output: RequestOutput) -> None:
         self.llm, self.output = llm, output
+        self.prompt_token_ids = output.prompt_token_ids
 
     def __await__(self) -> Generator[None, None, RequestOutput]:
         yield  # lets other requests begin before this one ends
@@ -53,6 +54,7 @@ class FakeLLM:
     def __init__(self, model: str, **arguments: Any) -> None:
         self.args = LlmArgs.from_kwargs(model, **arguments)
         self.tokenizer = FakeTokenizer()
+        self.max_seq_len = self.args.max_seq_len or 4096
         self.under_way = self.max_under_way = self.num_streamed = 0
         self.sampling: list[SamplingParams] = []
         FakeLLM.made.append(self)

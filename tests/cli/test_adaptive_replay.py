@@ -155,6 +155,14 @@ def test_a_mistake_is_one_sentence(
     assert result.exit_code and named in result.output and "Traceback" not in result.output
 
 
+def test_a_trace_that_is_not_utf_8_is_refused_with_its_name(tmp_path: Path) -> None:
+    trace, config = tmp_path / "trace.jsonl", tmp_path / "x.yaml"
+    trace.write_bytes(b'{"batch_size": 1, "num_accepted": []}\n{"caf\xe9": 1}\n')
+    config.write_text(EMA)
+    result = CliRunner().invoke(main, ["adaptive-replay", str(trace), "--config", str(config)])
+    assert result.exit_code == 1 and f"cannot read {trace}: 'utf-8' codec" in result.output
+
+
 def test_llm_arguments_without_speculation_are_one_sentence(replay: Replay) -> None:
     plain = (ROOT / "yaml_examples" / "plain.yaml").read_text(encoding="utf-8")
     result = replay(ACCEPTED, plain)

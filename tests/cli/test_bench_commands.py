@@ -99,6 +99,57 @@ def test_sampler_options_replace_greedy_and_bring_eos_back(dataset: Path, tmp_pa
     assert not params.ignore_eos and params.seed == 3, "the seed of a request is its task_id"
 
 
+@pytest.mark.parametrize("number", ["5", "null"])
+def test_sampler_options_cannot_say_how_many_tokens_a_request_gets(
+    dataset: Path, tmp_path: Path, number: str
+) -> None:
+    sampler = write_yaml(tmp_path, "sampler", f"{{temperature: 0.8, max_tokens: {number}}}")
+    result = run("throughput", "--dataset", dataset, "--sampler_options", sampler)
+    assert (result.exit_code, FakeLLM.made) == (1, [])
+    assert "max_tokens = " in result.output and "output_tokens of the data set" in result.output
+
+
+def test_min_tokens_is_compared_with_each_requests_own_length(dataset: Path, tmp_path: Path) -> None:
+    sampler = write_yaml(tmp_path, "sampler", "min_tokens: 40")
+    options = ["--dataset", dataset, "--sampler_options", sampler]
+    assert run("throughput", *options, "--target_output_len", 64).exit_code == 0
+    assert FakeLLM.made[0].sampling[0].min_tokens == 40
+    assert "min_tokens = 40 exceeds max_tokens = 6" in run("throughput", *options).output
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency", "compare"])
+def test_an_output_that_does_not_fit_the_model_is_refused_before_anything_runs(
+    dataset: Path, tmp_path: Path, command: str
+) -> None:
+    configs = [write_yaml(tmp_path, "plain", "{}")] if command == "compare" else []
+    with dataset.open("a") as file:
+        file.write('{"task_id": 7, "input_ids": [1, 2, 3, 4], "output_tokens": 6}\n')
+    options = [command, *configs, "--dataset", dataset, "--warmup", 0, "--max_seq_len"]
+    result = run(*options, 9)
+    assert result.exit_code == 1 and not FakeLLM.calls
+    assert (
+        "task_id 7 is refused: its 4 prompt tokens and 6 output tokens exceed max_seq_len = 9"
+        in result.output
+    )
+    assert run(*options, 10).exit_code == 0
+
+
+def test_an_output_behind_a_text_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"task_id": 7, "prompt": "four", "output_tokens": 6}\n')
+    result = run("throughput", "--dataset", path, "--max_seq_len", 9)
+    assert result.exit_code == 1
+    assert "task_id 7 is refused: its 4 prompt tokens and 6 output tokens" in result.output
+    assert run("throughput", "--dataset", path, "--max_seq_len", 10).exit_code == 0
+
+
+def test_what_is_cut_off_a_prompt_leaves_room_for_the_output(dataset: Path, tmp_path: Path) -> None:
+    sampler = write_yaml(tmp_path, "sampler", "truncate_prompt_tokens: 2")
+    options = ["--dataset", dataset, "--max_seq_len", 8]
+    assert run("throughput", *options).exit_code == 1
+    assert run("throughput", *options, "--sampler_options", sampler).exit_code == 0
+
+
 def test_an_eos_id_ends_texts(dataset: Path) -> None:
     assert run("throughput", "--dataset", dataset, "--eos_id", 7).exit_code == 0
     params = FakeLLM.made[0].sampling[0]

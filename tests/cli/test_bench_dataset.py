@@ -59,6 +59,13 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, compla
         read_dataset(write_lines(tmp_path, good, line))
 
 
+def test_a_file_that_is_not_utf_8_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"task_id": 0, "prompt": "caf\xe9", "output_tokens": 8}\n')
+    with pytest.raises(ValueError, match=r"cannot read .*data.jsonl: 'utf-8' codec"):
+        read_dataset(path)
+
+
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no request"):
         read_dataset(write_lines(tmp_path))

@@ -64,6 +64,17 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
     assert result.exit_code and sentence in result.output and "Traceback" not in result.output
 
 
+def test_an_output_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "x.yaml"
+    config.write_text(
+        "speculative_config: {decoding_type: NGram, max_draft_len: 2}\ndevice: cpu\nmax_seq_len: 40"
+    )
+    arguments = ["-m", "zoo:llama", "break-even", "--config", str(config), "--pairs", "0.5:2"]
+    result = CliRunner().invoke(main, [*arguments, "--input_len", "16", "--output_len", "25"])
+    assert result.exit_code == 1
+    assert "16 prompt tokens and 25 output tokens exceed max_seq_len = 40" in result.output
+
+
 def test_predictions_stand_beside_measurements_on_the_zoo(tmp_path: Path) -> None:
     config, report = tmp_path / "x.yaml", tmp_path / "report.json"
     spec = "{decoding_type: Draft_Target, max_draft_len: 2, speculative_model: zoo:llama-draft}"

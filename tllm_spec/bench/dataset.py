@@ -5,7 +5,7 @@ wins over `prompt`. Knows nothing of engines or tokenizers.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard
@@ -24,14 +24,22 @@ class BenchRequest:
 
 def read_dataset(path: Path, num_requests: int = 0) -> list[BenchRequest]:
     """The first `num_requests` requests (0 = all); a ValueError names the file and the line."""
-    with path.open(encoding="utf-8") as lines:
-        numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    numbered = [(number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip()]
     if not numbered:
         raise ValueError(f"{path} holds no request: one JSON object a line is expected")
     if num_requests > len(numbered):
         raise ValueError(f"{path} holds {len(numbered)} requests, but num_requests is {num_requests}")
     chosen = numbered[: num_requests or None]
     return [parse_request(line, f"{path}, line {number}") for number, line in chosen]
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """One after another; a ValueError names a file that cannot be read or is not UTF-8."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def parse_request(line: str, where: str) -> BenchRequest:

@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.dataset import BenchRequest
+from tllm_spec.option_checks import shown
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 
@@ -43,12 +44,18 @@ def sampling_for(
 
     As in TensorRT-LLM, without sampler options decoding is greedy and EOS ignored; `eos_id` >= 0 ends a text.
     Without a seed of its own a request has its task_id, so that a run can be repeated.
-    Raises ValueError for unknown or illegal sampler options.
+    Raises ValueError for unknown or illegal sampler options, and for `max_tokens`, which the requests say.
     """
     options = {"ignore_eos": True} if sampler_options is None else dict(sampler_options)
+    if "max_tokens" in options:
+        raise ValueError(
+            f"max_tokens = {shown(options['max_tokens'])} is refused in sampler options: how many tokens a request "
+            "gets is said by output_tokens of the data set, or by --target_output_len for all"
+        )
     if eos_id >= 0:
         options |= {"end_id": eos_id, "ignore_eos": False}
-    common = SamplingParams.from_dict(options)
+    # Each request's own length comes below; until then there is none that min_tokens could exceed.
+    common = SamplingParams.from_dict({**options, "max_tokens": None})
     return [
         replace(
             common,
@@ -66,7 +73,14 @@ def run_requests(
     concurrency: int = -1,
     streaming: bool = False,
 ) -> Run:
-    """All requests, at most `concurrency` at a time (-1 = all at once). Raises ValueError when one fails."""
+    """All requests, at most `concurrency` at a time (-1 = all at once).
+
+    Raises ValueError when one fails, and for one that the engine would cut short, before any runs if prompts are token
+    ids: a figure for fewer tokens than were asked for would look like one for all of them.
+    """
+    for request, params in zip(requests, sampling, strict=True):
+        if not isinstance(request.prompt, str):
+            _check_fits(llm, request, params, len(request.prompt))
     run = asyncio.run(_run_all(llm, requests, sampling, concurrency, streaming))
     failed = [pair for pair in zip(requests, run.outputs, strict=True) if pair[1].error]
     if failed:
@@ -86,6 +100,16 @@ def warm_up(
     """Runs `count` requests from the top of the data set, which begins anew when it is shorter."""
     chosen = list(islice(cycle(zip(requests, sampling, strict=True)), count))
     run_requests(llm, [request for request, _ in chosen], [params for _, params in chosen], concurrency)
+
+
+def _check_fits(llm: "LLM", request: BenchRequest, params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raises ValueError where the model's length would end the text before its output_tokens."""
+    num_kept = min(num_prompt_tokens, params.truncate_prompt_tokens or num_prompt_tokens)
+    if num_kept + request.output_tokens > llm.max_seq_len:
+        raise ValueError(
+            f"task_id {request.task_id} is refused: its {num_kept} prompt tokens and {request.output_tokens} output "
+            f"tokens exceed max_seq_len = {llm.max_seq_len}, where the text would be cut"
+        )
 
 
 async def _run_all(
@@ -115,6 +139,8 @@ async def _answer(
             handle = llm.generate_async(request.prompt, params, streaming=streaming)
         except ValueError as error:
             raise ValueError(f"task_id {request.task_id} is refused: {error}") from error
+        if isinstance(request.prompt, str):
+            _check_fits(llm, request, params, len(handle.prompt_token_ids))
         if not streaming:
             return await handle
         async for output in handle:

@@ -44,6 +44,7 @@ def adaptive_replay(
     were greedy). LLM arguments are replayed with all their limits on the draft length, as an engine has them.
     """
     from tllm_spec.bench import adaptive_replay as replays
+    from tllm_spec.bench.dataset import read_lines
 
     controller = replays.read_controller(
         config,
@@ -51,9 +52,8 @@ def adaptive_replay(
         initial_steps=initial_steps,
         round_times=replays.read_round_times(round_times) if round_times else None,
     )
-    with trace.open(encoding="utf-8") as lines:
-        for each in replays.replay(controller, replays.read_trace(lines)):
-            if every_round or each.changed:
-                now = controller.steps_for(each.batch_size, each.sampled)
-                click.echo(f"{each}{f' -> {now}' if each.changed else ''}")
+    for each in replays.replay(controller, replays.read_trace(read_lines(trace))):
+        if every_round or each.changed:
+            now = controller.steps_for(each.batch_size, each.sampled)
+            click.echo(f"{each}{f' -> {now}' if each.changed else ''}")
     click.echo(json.dumps(controller.state(), indent=2))

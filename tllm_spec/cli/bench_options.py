@@ -69,7 +69,7 @@ workload_options = together(
     click.option(
         "--sampler_options",
         type=EXISTING_FILE,
-        help="YAML of SamplingParams. Without it decoding is greedy and EOS is ignored.",
+        help="YAML of SamplingParams, without max_tokens. Without the file decoding is greedy and EOS is ignored.",
     ),
 )
 engine_options = together(
