@@ -45,6 +45,34 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["--model", "zoo:llama", *map(str, arguments)])
 
 
+COMMANDS = [
+    "throughput",
+    "latency",
+    "compare",
+    "break-even",
+    "prepare-dataset text",
+    "prepare-dataset token-norm-dist",
+]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "prepare-dataset", "adaptive-replay"])
+def test_the_help_of_a_command_needs_no_model(command: str) -> None:
+    for arguments in ([*command.split(), "--help"], ["-m", "zoo:llama", *command.split(), "--help"]):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0 and result.output.startswith(f"Usage: main {command} "), result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("options", ["", "--no_such_option 1", "--model_path zoo:llama"])
+def test_a_missing_model_is_what_a_command_says_first(command: str, options: str) -> None:
+    before, after = (options.split(), []) if "model" in options else ([], options.split())
+    result = CliRunner().invoke(main, [*before, *command.split(), *after])
+    assert (result.exit_code, FakeLLM.made) == (2, [])
+    lines = result.output.splitlines()
+    assert lines[0] == "Usage: main [OPTIONS] COMMAND [ARGS]..."
+    assert lines[-1] == "Error: Missing option '--model' / '-m'."
+
+
 def test_throughput_runs_the_warm_up_and_every_request_greedily_without_eos(dataset: Path) -> None:
     result = run("throughput", "--dataset", dataset)
     assert result.exit_code == 0, result.output

@@ -14,7 +14,7 @@ from tllm_spec.cli import bench_options
 from tllm_spec.cli.bench_adaptive import adaptive_replay
 from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
-from tllm_spec.cli.bench_options import EXISTING_FILE, NOT_NEGATIVE, POSITIVE, Model, write_json
+from tllm_spec.cli.bench_options import EXISTING_FILE, NOT_NEGATIVE, POSITIVE, Model, ModelCommand, write_json
 
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
 LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
@@ -41,8 +41,6 @@ def main(context: click.Context, model: str | None, model_path: str | None, log_
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     if model is not None:
         context.obj = Model(model, model_path or model)
-    elif context.invoked_subcommand != adaptive_replay.name:
-        raise click.UsageError("Missing option '--model' / '-m'.")
 
 
 main.add_command(prepare_dataset)
@@ -50,7 +48,7 @@ main.add_command(adaptive_replay)
 main.add_command(break_even)
 
 
-@main.command()
+@main.command(cls=ModelCommand)
 @bench_options.workload_options
 @bench_options.max_batch_size_option
 @bench_options.engine_options
@@ -65,7 +63,7 @@ def throughput(model: Model, /, **options: Any) -> None:
     measure(model, **options)
 
 
-@main.command()
+@main.command(cls=ModelCommand)
 @bench_options.workload_options
 @bench_options.engine_options
 @bench_options.yaml_option
@@ -109,7 +107,7 @@ def measure(
     write_json(request_json, reports.request_records(run.outputs))
 
 
-@main.command()
+@main.command(cls=ModelCommand)
 @click.argument("configs", nargs=-1, required=True, type=EXISTING_FILE)
 @bench_options.workload_options
 @bench_options.max_batch_size_option

@@ -6,7 +6,14 @@ from pathlib import Path
 import click
 
 from tllm_spec.bench.break_even import USUAL_PAIRS
-from tllm_spec.cli.bench_options import POSITIVE, Model, report_json_option, write_json, yaml_option
+from tllm_spec.cli.bench_options import (
+    POSITIVE,
+    Model,
+    ModelCommand,
+    report_json_option,
+    write_json,
+    yaml_option,
+)
 
 USUAL = ",".join(f"{acceptance}:{draft_len}" for acceptance, draft_len in USUAL_PAIRS)
 
@@ -22,7 +29,7 @@ def pairs_of(context: click.Context, option: click.Parameter, value: str) -> lis
     return pairs
 
 
-@click.command(name="break-even")
+@click.command(name="break-even", cls=ModelCommand)
 @yaml_option
 @click.option(
     "--pairs", callback=pairs_of, default=USUAL, help="acceptance:draft length, separated by commas."

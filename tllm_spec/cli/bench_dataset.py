@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tllm_spec.cli.bench_options import NOT_NEGATIVE, OUTPUT_FILE, POSITIVE, Model
+from tllm_spec.cli.bench_options import NOT_NEGATIVE, OUTPUT_FILE, POSITIVE, Model, ModelCommand
 
 if TYPE_CHECKING:
     from tllm_spec.bench.dataset import BenchRequest
@@ -34,7 +34,7 @@ def prepare_dataset(context: click.Context, output: Path | None, random_seed: in
     context.obj = Target(context.obj, output, random_seed)
 
 
-@prepare_dataset.command("token-norm-dist")
+@prepare_dataset.command("token-norm-dist", cls=ModelCommand)
 @click.option("--num-requests", "--num_requests", type=POSITIVE, required=True)
 @click.option("--input-mean", "--input_mean", type=POSITIVE, required=True, help="Tokens.")
 @click.option("--input-stdev", "--input_stdev", type=NOT_NEGATIVE, default=0)
@@ -61,7 +61,7 @@ def token_norm_dist(
     write(target, synthetic_requests(num_requests, inputs, outputs, vocab_size, target.seed))
 
 
-@prepare_dataset.command("text")
+@prepare_dataset.command("text", cls=ModelCommand)
 @click.option("--folder", type=EXISTING_FOLDER, help="Where the files are, at any depth.")
 @click.option("--glob", "pattern", default="*", help="Only files of this name, as in '*.py'.")
 @click.option("--heldout", is_flag=True, help="Instead of a folder: the files no zoo model was trained on.")

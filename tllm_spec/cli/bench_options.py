@@ -41,6 +41,24 @@ class Model:
     path: str
 
 
+class ModelCommand(click.Command):
+    """A command that needs `--model` of the command line before it. Its `--help` ends before anybody asks for one."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.UsageError:
+            self._need_model(ctx)  # what stands first on the command line is said first
+            raise
+        self._need_model(ctx)
+        return rest
+
+    def _need_model(self, context: click.Context) -> None:
+        # A shell that wants to know how the line may go on parses it, too (resilient_parsing).
+        if context.find_object(Model) is None and not context.resilient_parsing:
+            raise click.UsageError("Missing option '--model' / '-m'.", context.find_root())
+
+
 def upper_case(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
     return value and value.upper()
 
