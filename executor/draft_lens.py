@@ -30,8 +30,9 @@ def controller_for(
     round_times: RoundTimes | None = None,
     max_num_tokens: int = NO_LIMIT,
     max_batch_size: int = 0,
+    initial_steps: int | None = None,
 ) -> AdaptiveController:
-    """Without speculation: of plain decoding."""
+    """Without speculation: of plain decoding. initial_steps: as `AdaptiveController.from_config`."""
     if spec is None:
         return AdaptiveController.fixed(0)
     gate = None
@@ -53,6 +54,7 @@ def controller_for(
     return AdaptiveController.from_config(
         spec.adaptive,
         graph_batch_sizes=graph_batch_sizes,
+        initial_steps=initial_steps,
         round_times=round_times,
         limits=limits,
         marks=MarkOptions(mark_patience=None) if spec.overlaps else None,

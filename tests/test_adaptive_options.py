@@ -97,7 +97,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["max_rejected_rounds = 4", "adaptive", "exclusive", "mark_patience"],
     ),
     ({"adaptive": {}, "max_rejected_rounds": None}, ["max_rejected_rounds = None", "exclusive"]),
-    ({"adaptive": {"8": {"candidate_steps": [1, True]}}}, ["adaptive.8.candidate_steps"]),
+    ({"adaptive": {"8": {"candidate_steps": [1, True]}}}, ["adaptive.slot 8.candidate_steps"]),
     ({"adaptive": [1, 3]}, ["adaptive = [1, 3]"]),
     ({"adaptive": "quick"}, ["'quick'", "conservative"]),
     (
@@ -143,9 +143,9 @@ def test_what_is_refused_is_named_with_its_key_and_its_numbers(
         ({"compat": True}, "adaptive.compat = True is refused"),
         (
             {8: {"candidate_steps": [1], "mark_below": 0.2}},
-            "adaptive.8.mark_below = 0.2 is refused in a slot",
+            "adaptive.slot 8.mark_below = 0.2 is refused in a slot",
         ),
-        ({8: [1]}, "adaptive.8 = [1] is no slot"),
+        ({8: [1]}, "adaptive.slot 8 = [1] is no mapping"),
         ("quick", "adaptive = 'quick': it is no preset"),
         ([1, 3], "adaptive = [1, 3]: a mapping, a path, or one of"),
     ],

@@ -232,18 +232,23 @@ def _slot(
     options: type[SlotOptions], root: Mapping[str, Any], low: int, slot: object, for_all: Set[str]
 ) -> SlotOptions:
     """A slot's keys laid over the global ones."""
+    where = f"slot {low}"
     if not isinstance(slot, Mapping):
-        raise ConfigError([f"{low} = {shown(slot)} is no slot; needed: e.g. {{candidate_steps: [1, 3]}}"])
+        raise ConfigError(
+            [f"{where} = {shown(slot)} is no mapping; needed: e.g. {{candidate_steps: [1, 3]}}"]
+        )
     if "candidate_steps" not in slot:
-        raise ConfigError([f"{low}.candidate_steps is missing: every slot has its own list of draft lengths"])
+        raise ConfigError(
+            [f"{where}.candidate_steps is missing: every slot has its own list of draft lengths"]
+        )
     named = {str(key): value for key, value in slot.items()}
     if misplaced := [key for key in named if key in for_all]:
         belongs = "is refused in a slot: this key holds for all slots and belongs beside them"
-        raise ConfigError([f"{low}.{key} = {shown(named[key])} {belongs}" for key in misplaced])
+        raise ConfigError([f"{where}.{key} = {shown(named[key])} {belongs}" for key in misplaced])
     try:
         return options(**{**root, **named})
     except ConfigError as error:
-        raise ConfigError([f"{low}.{line}" for line in error.lines]) from None
+        raise ConfigError([f"{where}.{line}" for line in error.lines]) from None
 
 
 def _read_sglang_file(path: str) -> dict[str, Any]:

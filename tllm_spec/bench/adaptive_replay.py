@@ -51,17 +51,6 @@ class TraceRound(ConfigModel):
 
 
 @dataclass(frozen=True)
-class StartingAt(AdaptiveConfig):
-    """A configuration that begins with a draft length of the user's; an engine begins with the configuration's own."""
-
-    initial_steps: int
-
-    @property
-    def launch_steps(self) -> int:
-        return self.initial_steps
-
-
-@dataclass(frozen=True)
 class ReplayedRound:
     line: int
     batch_size: int
@@ -87,19 +76,23 @@ def read_controller(
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     if not _is_llm_arguments(tree):
-        config = _starting_at(initial_steps, AdaptiveConfig.parse({} if tree is None else tree))
+        config = AdaptiveConfig.parse({} if tree is None else tree)
+        _check_initial_steps(initial_steps, config)
         return AdaptiveController.from_config(
-            config, graph_batch_sizes=graph_batch_sizes, round_times=round_times
+            config,
+            graph_batch_sizes=graph_batch_sizes,
+            initial_steps=initial_steps,
+            round_times=round_times,
         )
     # Imported here as it loads torch, which the keys alone can do without.
     from tllm_spec.executor.draft_lens import controller_for
 
-    args, adaptive = _llm_args(tree, path)
-    assert args.speculative_config is not None
-    chosen = {"adaptive": _starting_at(initial_steps, adaptive)}
+    args, config = _llm_args(tree, path)
+    _check_initial_steps(initial_steps, config)
     return controller_for(
-        args.speculative_config.model_copy(update=chosen),
+        args.speculative_config,
         graph_batch_sizes=graph_batch_sizes,
+        initial_steps=initial_steps,
         round_times=round_times,
         max_num_tokens=args.max_num_tokens,
         max_batch_size=min(args.max_batch_size, args.max_num_tokens),  # an engine has no more slots than rows
@@ -127,13 +120,10 @@ def _llm_args(tree: dict[Any, Any], path: Path) -> tuple[LlmArgs, AdaptiveConfig
     return args, spec.adaptive
 
 
-def _starting_at(steps: int | None, config: AdaptiveConfig) -> AdaptiveConfig:
-    if steps is None:
-        return config
-    if steps not in config.draft_lens:
+def _check_initial_steps(steps: int | None, config: AdaptiveConfig) -> None:
+    if steps is not None and steps not in config.draft_lens:
         ladder = ", ".join(map(str, config.draft_lens))
         raise ValueError(f"initial_steps = {steps} is in no ladder of candidate_steps; accepted: {ladder}")
-    return StartingAt(**vars(config), initial_steps=steps)
 
 
 def read_round_times(path: Path) -> MeasuredRoundTimes:
