@@ -15,10 +15,10 @@ from tllm_spec.outputs import Logprob
 NO_TOKEN_ERROR = (
     "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
 )
-# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it cannot decode, or for
-# being wrong itself. Anything else fails the round that is being read.
+# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it cannot decode, for being
+# wrong itself or for lack of something. Anything else fails the round that is being read.
 TOKENIZER_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
     *(RuntimeError, StopIteration, TypeError, ValueError),
 )
 

@@ -108,7 +108,9 @@ class Raising:
                 raise self.error
 
 
-@pytest.mark.parametrize("error", [IndexError, AttributeError, AssertionError, StopIteration])
+@pytest.mark.parametrize(
+    "error", [IndexError, AttributeError, AssertionError, StopIteration, OSError, MemoryError]
+)
 @pytest.mark.parametrize("mode", ["plain", "user_provided"])
 def test_a_tokenizer_that_cannot_decode_a_token_fails_whoever_looks_for_strings_with_it(
     tiny: Path, expected: list[list[int]], mode: str, error: type[Exception]
@@ -130,7 +132,7 @@ def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Pa
     harness = Harness(tiny, max_seq_len=64, kv_cache_config=pool, scheduler_config=policy)
     ending, culprit = harness.submit([1, 2], 30), harness.submit([1, 2, 3], 30)
     others = [harness.submit([4 + place, 5, 6], 30) for place in range(5)]
-    culprit.stop_checker = checker = Raising(OSError("the disk went"), None)
+    culprit.stop_checker = checker = Raising(BufferError("the disk went"), None)
     schedule, preempted = harness.parts.scheduler.schedule, []
 
     def watched(generating: list[LlmRequest]) -> Any:
@@ -144,7 +146,7 @@ def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Pa
 
     harness.parts.scheduler.schedule = watched  # type: ignore[method-assign]
     harness.run()
-    assert preempted and culprit.error == "OSError: the disk went"
+    assert preempted and culprit.error == "BufferError: the disk went"
     assert [request.finish_reason for request in preempted] == ["length"] * len(preempted)
     assert all(request.is_finished for request in others) and all_pages_are_back(harness.executor)
     assert ending.finish_reason == "length" and ending.num_output_tokens == ending.max_tokens < 30
