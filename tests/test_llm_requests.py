@@ -246,3 +246,17 @@ def test_a_long_text_is_only_refused_where_it_cannot_fit(llm: LLM) -> None:
     assert llm.generate(" " * 960, THREE).prompt_token_ids == [560] * 60
     params = SamplingParams(max_tokens=3, truncate_prompt_tokens=8)
     assert llm.generate("a " * 6000, params).error is None
+
+
+def test_a_users_tokenizer_needs_no_vocabulary(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+
+    class Bare:
+        eos_token_id, chat_template = tokenizer.eos_token_id, None
+        encode, decode = staticmethod(tokenizer.encode), staticmethod(tokenizer.decode)
+
+    monkeypatch.setattr(llm, "tokenizer", Bare())
+    monkeypatch.delitem(vars(llm), "_longest_token", raising=False)
+    assert llm.generate(" " * 960, THREE).error is None
+    monkeypatch.delitem(vars(llm), "_longest_token")

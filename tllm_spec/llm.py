@@ -212,10 +212,10 @@ class LLM:
         return None, _token_ids(inputs)
 
     def _check_length(self, text: str) -> None:
-        """Raises ValueError for a text that has too many tokens whatever they are: finding them would take long. Where
-        one token stands for whatever is unknown, nobody can tell."""
-        knows_all = getattr(self.tokenizer, "unk_token", None) is None
-        if knows_all and len(text) > self._longest_prompt * self._longest_token:
+        """Raises ValueError for a text that has too many tokens whatever they are: finding them would take long."""
+        if len(text) <= self._longest_prompt:
+            return  # as nearly all are, and the vocabulary need not be looked through
+        if self._longest_token and len(text) > self._longest_prompt * self._longest_token:
             raise ValueError(self._too_long(f"{len(text)} characters"))
 
     @property
@@ -224,9 +224,12 @@ class LLM:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters that one token may stand for, at most: vocabularies write each byte of a token as one or more."""
-        assert self.tokenizer is not None
-        return max(map(len, self.tokenizer.get_vocab()))
+        """Characters that one token may stand for, at most: vocabularies write each byte of a token as one or more. 0
+        where nobody can tell: one token stands for whatever is unknown, or a user's tokenizer has no vocabulary."""
+        tokenizer: Any = self.tokenizer
+        if getattr(tokenizer, "unk_token", None) is not None or not hasattr(tokenizer, "get_vocab"):
+            return 0
+        return max(map(len, tokenizer.get_vocab()), default=0)
 
     def _too_long(self, length: str) -> str:
         return (

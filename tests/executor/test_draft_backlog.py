@@ -292,7 +292,19 @@ def test_where_nobody_wants_drafts_a_fixed_length_has_plain_rounds_too(
     assert (request.num_output_tokens, other.num_output_tokens) == (60, 30)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_concurrency": 4}, {"adaptive": {"candidate_steps": [1, 3]}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_len_schedule": {1: 3, 4: 1}},
+        {"draft_len_schedule": {1: 3, 8: 0}},
+        {"draft_len_schedule": {1: 3, 9: 0}},  # max_batch_size is 8
+        {"max_concurrency": 4},
+        {"adaptive": {"candidate_steps": [1, 3]}},
+        {"adaptive": {"candidate_steps": [0, 3]}},
+        {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4},
+    ],
+)
 def test_there_is_memory_for_the_backlog_and_its_graphs(
     tiny: Path, tiny_draft: Path, head: Path, options: dict[str, Any]
 ) -> None:

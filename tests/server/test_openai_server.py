@@ -15,7 +15,7 @@ import pytest
 from tests.server.fake_llm import FAILING_PROMPT, MODEL, SLOW_PROMPT, STATS, FakeLLM, answer_text
 from tllm_spec import __version__
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.app import LONG_TEXT
+from tllm_spec.server.app import LONG_BODY
 from tllm_spec.server.streaming import updates
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -258,7 +258,7 @@ def test_each_chunk_has_the_usage_so_far_when_asked(post: Callable[..., httpx.Re
 def test_a_long_intake_holds_up_neither_answers_nor_short_prompts(
     url: str, post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    begun, may_end, answers, text = threading.Event(), threading.Event(), [], "a" * (LONG_TEXT + 1)
+    begun, may_end, answers, text = threading.Event(), threading.Event(), [], "a" * (LONG_BODY + 1)
 
     def slow(given: Any, **options: Any) -> list[int]:
         if text in str(given):

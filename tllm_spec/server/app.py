@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it
-LONG_TEXT = 1 << 16  # characters, which take some tens of milliseconds to become tokens
+LONG_BODY = 1 << 16  # bytes; so much text takes some tens of milliseconds to become tokens
 ENGINE_DOWN = "the engine is down"
 # Names that a chat template's rendering fills itself, beside the options of a tokenizer's `apply_chat_template`.
 RENDERED_NAMES = {"self", "conversations", "messages"}
@@ -133,8 +133,7 @@ class OpenAIServer:
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
-        num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
-        handles = await self._start(lambda: body.prompt, num_chars, params, body.stream)
+        handles = await self._start(request, lambda: body.prompt, params, body.stream)
         answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await _respond(body, request, answer, handles)
 
@@ -143,8 +142,7 @@ class OpenAIServer:
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
-        num_chars = sum(len(message.content) for message in body.messages)
-        handles = await self._start(lambda: [self._chat_prompt(body)], num_chars, params, body.stream)
+        handles = await self._start(request, lambda: [self._chat_prompt(body)], params, body.stream)
         answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await _respond(body, request, answer, handles)
 
@@ -181,13 +179,12 @@ class OpenAIServer:
 
     async def _start(
         self,
+        request: Request,
         prompts: Callable[[], Sequence[str | list[int]]],
-        num_chars: int,
         params: SamplingParams,
         streaming: bool,
     ) -> list[RequestHandle]:
-        """Starts a request for each prompt, or none. num_chars: of their texts. Raises RequestRefused for a prompt that
-        cannot be served."""
+        """Starts a request for each prompt, or none. Raises RequestRefused for a prompt that cannot be served."""
 
         def start() -> list[RequestHandle]:
             handles: list[RequestHandle] = []
@@ -200,7 +197,8 @@ class OpenAIServer:
                 raise
             return handles
 
-        intake = self._intake if num_chars <= LONG_TEXT else self._long_intake
+        is_long = len(await request.body()) > LONG_BODY  # it has been read, and is kept
+        intake = self._long_intake if is_long else self._intake
         with bad_request(), engine_running():
             return await asyncio.get_running_loop().run_in_executor(intake, start)
 
