@@ -62,8 +62,8 @@ class RoundRunner:
 
     def launch(self, batch: ScheduledBatch) -> LaunchedRound:
         """Enqueues the round's work; the slots then hold what the next round needs."""
-        if self._backlog is not None and self._backlog.is_due(batch):
-            self._backlog.read(batch.generation_requests)
+        if self._backlog is not None:
+            self._backlog.prepare(batch)
         logprobs = LogprobRows()
         ended = batch.last_chunk_requests
         if batch.context_requests:

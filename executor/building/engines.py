@@ -77,6 +77,7 @@ def build_engine(
         table,
         extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
         waits_for_draft=draft is not None and draft.plan.follows_a_round_later,
+        draft_may_lag=layers is not None and layers.net.reads_tokens_only,
     )
     if row_invariant:
         attention: AttentionBackend = RowInvariantAttention(geometry, pools[0])

@@ -37,12 +37,15 @@ class KVCacheManager(ResourceManager):
         *,
         extra_kv_tokens: int = 0,
         waits_for_draft: bool = False,
+        draft_may_lag: bool = False,
     ) -> None:
         """extra_kv_tokens: places behind a round's own tokens that a drafter on the same pages writes to.
-        waits_for_draft: that drafter writes later than the target, and nothing is final before it has."""
+        waits_for_draft: that drafter writes later than the target, and nothing is final before it has.
+        draft_may_lag: it can write what it lacks whenever it is asked to, so that nobody waits for it."""
         self.cache = cache
         self.extra_kv_tokens = extra_kv_tokens
         self._waits_for_draft = waits_for_draft
+        self._draft_may_lag = draft_may_lag
         self.pool = pool
         self.table = table
         self._page_size = cache.page_size
@@ -83,6 +86,8 @@ class KVCacheManager(ResourceManager):
         self._rows[request.request_id] = _Row(self.cache.pages(request.request_id))
         if self._waits_for_draft:
             request.draft_kv_len = cached_len
+        if self._draft_may_lag:
+            request.draft_backlog = cached_len - self.cache.whole_len(request.request_id)
         self._write_row(request)
         return cached_len
 
@@ -116,7 +121,8 @@ class KVCacheManager(ResourceManager):
 
     def store(self, request: LlmRequest, num_tokens: int) -> None:
         """The first `num_tokens` tokens' KV is final: other requests may reuse it from now on."""
-        self.cache.store(request.request_id, self._determining(request, num_tokens))
+        tokens, whole_len = self._determining(request, num_tokens)
+        self.cache.store(request.request_id, tokens, whole_len)
         self._write_row(request)
 
     def release(self, request: LlmRequest, num_tokens: int) -> None:
@@ -124,8 +130,8 @@ class KVCacheManager(ResourceManager):
         reuse: what it wrote may not be numbers."""
         if self._rows.pop(request.request_id, None) is None:
             return
-        failed = request.error is not None
-        self.cache.free(request.request_id, [] if failed else self._determining(request, num_tokens))
+        tokens, whole_len = self._determining(request, num_tokens if request.error is None else 0)
+        self.cache.free(request.request_id, tokens, whole_len)
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """The scheduler took the pages; the device learns of them in one copy."""
@@ -159,14 +165,16 @@ class KVCacheManager(ResourceManager):
     def check_integrity(self) -> None:
         self.cache.check_integrity()
 
-    def _determining(self, request: LlmRequest, num_tokens: int) -> list[int]:
-        """The tokens that the KV of the first `num_tokens` tokens depends on, as far as the draft on the same pages has
-        come. Where the last one's next token is not known yet there is one less, and the cache leaves that position
-        out."""
-        num_tokens -= request.draft_lag
+    def _determining(self, request: LlmRequest, num_tokens: int) -> tuple[list[int], int]:
+        """The tokens that the KV of the first `num_tokens` tokens depends on, and how many of these the draft on the
+        same pages has read; where it may not lag, both end there. Where the last one's next token is not known yet
+        there is one less, and the cache leaves that position out."""
+        whole_len = max(0, num_tokens - request.draft_lag)
         if self._waits_for_draft:
-            num_tokens = min(num_tokens, request.draft_kv_len)
-        return request.tokens[: num_tokens + self.cache.lookahead]
+            whole_len = min(whole_len, request.draft_kv_len)
+        if not self._draft_may_lag:
+            num_tokens = whole_len
+        return request.tokens[: num_tokens + self.cache.lookahead], whole_len
 
     def _write_row(self, request: LlmRequest) -> None:
         """Brings the request's block-table row up to date; nothing to do in most rounds."""

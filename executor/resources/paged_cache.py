@@ -2,7 +2,8 @@
 
 A page is in one of three places: on the free list, private to one sequence, or in the radix tree (cached, and
 perhaps held by sequences). A sequence's pages are a path of the tree followed by private pages; only private
-pages are ever written. This module knows page numbers only: no requests, no slots, no tensors.
+pages are ever written, but for the layers of a draft that come later (`whole_len`). This module knows page numbers
+only: no requests, no slots, no tensors.
 """
 
 from collections import Counter
@@ -38,6 +39,9 @@ class _Sequence:
     pages: list[int]
     nodes: list[Node]  # the tree nodes of pages[:len(nodes)]; the pages after them are private
     version: int
+    whole_len: (
+        int  # leading tokens of the reused prefix that a draft's layers hold, too; once stored, of all of it
+    )
 
 
 class PagedCache:
@@ -101,7 +105,11 @@ class PagedCache:
         nodes, source, num_copied = self._find_prefix(tokens) if reuse else _Prefix([], None, 0)
         self._tree.hold(nodes)  # before any eviction, which would otherwise take the pages just matched
         pages = [node.page for node in nodes]
-        self._sequences[seq_id] = _Sequence(pages, nodes, self._new_version())
+        num_whole = next((i for i, node in enumerate(nodes) if not node.is_whole), len(nodes))
+        whole_len = num_whole * self.page_size
+        if source is not None and source.is_whole and num_whole == len(nodes):
+            whole_len += num_copied
+        self._sequences[seq_id] = _Sequence(pages, nodes, self._new_version(), whole_len)
         if source is not None:
             self._tree.touch(source)  # now the last to be evicted, and _find_prefix has seen another page
             pages.append(self._take_page())
@@ -141,12 +149,14 @@ class PagedCache:
         sequence.version = self._new_version()
         return len(rejected)
 
-    def store(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final.
+    def store(self, seq_id: int, tokens: Sequence[int], whole_len: int | None = None) -> None:
+        """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final; that of a draft's layers for
+        the first `whole_len` tokens (None: all).
 
         With `lookahead` 1 the KV of all but the last token is stored: that one only completes its predecessor's key.
         Costs only the pages not stored yet. Where an equal page is cached already, the sequence moves to it
-        and gives its own back: a holder of a node must hold the node's ancestors (see radix.py).
+        and gives its own back: a holder of a node must hold the node's ancestors (see radix.py). Where that page has
+        less than its own, and others hold it, its own stay private from there on.
         """
         sequence, size = self._sequences[seq_id], self.page_size
         num_stored = len(tokens) - self.lookahead
@@ -155,18 +165,25 @@ class PagedCache:
         )
         if not self._reuse:
             return
+        whole_len = num_stored if whole_len is None else whole_len
+        for node in sequence.nodes[sequence.whole_len // size : whole_len // size]:
+            node.is_whole = True
+        sequence.whole_len = max(sequence.whole_len, whole_len)
         for index in range(len(sequence.nodes), num_stored // size):
             key = tuple(tokens[index * size : (index + 1) * size + self.lookahead])
-            self._store_page(sequence, index, key)
+            if not self._store_page(sequence, index, key, (index + 1) * size <= whole_len):
+                return
 
-    def free(self, seq_id: int, tokens: Sequence[int] = ()) -> None:
+    def free(self, seq_id: int, tokens: Sequence[int] = (), whole_len: int | None = None) -> None:
         """Ends the sequence. What `tokens` covers is stored first (see `store`), a last partial page included."""
-        self.store(seq_id, tokens)
+        self.store(seq_id, tokens, whole_len)
         private = self.private_pages(seq_id)
         nodes = self._sequences.pop(seq_id).nodes
         tail = tuple(tokens[len(nodes) * self.page_size :])
-        if len(tail) > self.lookahead and self._partial_reuse:
-            _, left_over = self._tree.insert(self._end(nodes), tail, private[0])
+        num_left = len(tail) - self.lookahead
+        if 0 < num_left < self.page_size and self._partial_reuse:
+            is_whole = whole_len is None or len(tokens) - self.lookahead <= whole_len
+            _, left_over = self._tree.insert(self._end(nodes), tail, private[0], is_whole)
             private[:1] = [] if left_over is None else [left_over]
         self._free_pages.extend(private)
         self._tree.release(nodes)
@@ -179,6 +196,10 @@ class PagedCache:
         """The pages that only this sequence reads or writes: those after the ones in the tree."""
         sequence = self._sequences[seq_id]
         return sequence.pages[len(sequence.nodes) :]
+
+    def whole_len(self, seq_id: int) -> int:
+        """How many leading tokens of the reused prefix a draft's layers on the same pages hold, too."""
+        return self._sequences[seq_id].whole_len
 
     def version(self, seq_id: int) -> int:
         """Changes whenever `pages(seq_id)` changes other than by appending. A restart changes it too."""
@@ -238,9 +259,12 @@ class PagedCache:
                 return _Prefix(nodes, source, num_copied)
         return _Prefix(nodes, None, 0)
 
-    def _store_page(self, sequence: _Sequence, index: int, key: tuple[int, ...]) -> None:
+    def _store_page(self, sequence: _Sequence, index: int, key: tuple[int, ...], is_whole: bool) -> bool:
+        """False, and nothing changed, where others hold a cached page that has less."""
         own_page = sequence.pages[index]
-        node, left_over = self._tree.insert(self._end(sequence.nodes), key, own_page)
+        node, left_over = self._tree.insert(self._end(sequence.nodes), key, own_page, is_whole)
+        if is_whole and not node.is_whole:
+            return False
         self._tree.hold([node])
         sequence.nodes.append(node)
         if left_over is not None:
@@ -248,6 +272,7 @@ class PagedCache:
         if node.page != own_page:
             sequence.pages[index] = node.page
             sequence.version = self._new_version()
+        return True
 
     def _take_page(self) -> int:
         if self._free_pages:

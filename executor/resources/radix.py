@@ -10,6 +10,8 @@ held descendant, every such node can be evicted (children first), and their numb
 With `lookahead` 1 the KV of a token also depends on the token after it (draft layers of the EAGLE kind: the entry at
 index j is made of hidden state j and token j+1). Then a key has one token more than it has entries, and a child's key
 begins with the last token of its parent's.
+
+A page may be there for the target alone: layers of a draft that share it have not written all of it (`is_whole`).
 """
 
 from bisect import bisect_left
@@ -23,12 +25,13 @@ Key = tuple[int, ...]
 class Node:
     """A cached page. `key` has `page_size + lookahead` tokens, fewer in a partial leaf (never held or a parent)."""
 
-    __slots__ = ("child_keys", "children", "key", "page", "parent", "ref_count")
+    __slots__ = ("child_keys", "children", "is_whole", "key", "page", "parent", "ref_count")
 
-    def __init__(self, key: Key, page: int, parent: "Node | None") -> None:
+    def __init__(self, key: Key, page: int, parent: "Node | None", is_whole: bool = True) -> None:
         self.key = key
         self.page = page
         self.parent = parent
+        self.is_whole = is_whole
         self.ref_count = 0
         self.children: dict[Key, Node] = {}
         self.child_keys: list[Key] = []  # sorted: the longest common prefix with any key is at a neighbour
@@ -68,24 +71,26 @@ class RadixTree:
         length, closest = max(((_common_length(near, key), near) for near in neighbours), default=(0, ()))
         return (parent.children[closest], length) if length else (None, 0)
 
-    def insert(self, parent: Node, key: Key, page: int) -> tuple[Node, int | None]:
+    def insert(self, parent: Node, key: Key, page: int, is_whole: bool = True) -> tuple[Node, int | None]:
         """Caches `page` below `parent` (held, or the root); returns the node for `key` and a page to free.
 
         To free is `page` itself if a child already begins with `key`, the page of a partial leaf that `key`
-        extends, else None.
+        extends, else None. A whole page takes the place of one that is not, unless somebody holds that.
         """
         keys = parent.child_keys
         position = bisect_left(keys, key)
         if position < len(keys) and keys[position][: len(key)] == key:
             node = parent.children[keys[position]]
             self.touch(node)
+            if node.key == key and not node.ref_count and is_whole and not node.is_whole:
+                node.page, page, node.is_whole = page, node.page, True
             return node, page
         left_over = None
         # No key begins with another one, so a key that `key` extends can only be its predecessor.
         if position > 0 and key[: len(keys[position - 1])] == keys[position - 1]:
             position -= 1
             left_over = self._remove(parent.children[keys[position]])
-        node = parent.children[key] = Node(key, page, parent)
+        node = parent.children[key] = Node(key, page, parent, is_whole)
         keys.insert(position, key)
         self._evictable[node] = None
         return node, left_over

@@ -4,9 +4,13 @@ A round of draft length 0 adds one position to every request. Reading it at once
 here it is kept, and one forward reads up to `BACKLOG_LEN` positions of all requests. The host counts what a request has
 waiting (`LlmRequest.draft_backlog`: such a round adds exactly one, so it need not be read for that); the device keeps
 the positions themselves, by slot. What happens to a slot in between is harmless: the count is the request's.
+
+A network that reads tokens only waits until drafts are wanted again: what no longer stands in the rings it reads from
+the tokens that the host has, and so it does with a prefix that requests before have left without its part.
 """
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from operator import attrgetter
 
 import torch
@@ -18,6 +22,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.missed_tokens import Missed, forwards_of
 from tllm_spec.executor.transfer import to_device
 
 # With 4 query heads a KV head, a window that fills one tile of Triton's attention kernel. Each position more would be
@@ -28,13 +33,23 @@ _backlog_of = attrgetter("draft_backlog")
 
 class DraftBacklog:
     """Rings by slot, one behind the other: position p of slot s stands at s * length + p % length. `max_requests`: of
-    one forward."""
+    one forward. `most_waiting`: positions of a request that wait while no drafts are wanted, `inf` where the network
+    reads tokens only."""
 
     def __init__(
-        self, layers: DraftLayers, slots: SlotState, max_num_tokens: int, length: int = BACKLOG_LEN
+        self,
+        layers: DraftLayers,
+        slots: SlotState,
+        max_num_tokens: int,
+        length: int = BACKLOG_LEN,
+        most_waiting: float | None = None,
     ) -> None:
-        self.length = length
+        if most_waiting is None:
+            most_waiting = inf if layers.net.reads_tokens_only else length
+        assert layers.net.reads_tokens_only or most_waiting <= length, "who remembers the states?"
+        self.length, self.most_waiting = length, most_waiting
         self.max_requests = max(1, max_num_tokens // length)
+        self._max_num_tokens = max_num_tokens
         self._layers = layers
         self._slots = slots
         self._graphs: SlotGraphs[None] | None = None
@@ -65,13 +80,22 @@ class DraftBacklog:
             for request in batch.generation_requests:
                 request.draft_backlog += 1
 
-    def is_due(self, batch: ScheduledBatch) -> bool:
-        """Whether the batch's requests must catch up before it runs: it drafts, or somebody's ring is full."""
+    def prepare(self, batch: ScheduledBatch) -> None:
+        """Before the batch runs. Its generating requests catch up if it drafts, or if somebody has as much waiting as
+        there may be; contexts, which the network reads in step with the target, at once."""
+        if any(map(_backlog_of, batch.context_requests)):
+            self._read_tokens(
+                [Missed(r, r.kv_len - r.draft_backlog, r.kv_len) for r in batch.context_requests]
+            )
+            for request in batch.context_requests:
+                request.draft_backlog = 0
         longest = max(map(_backlog_of, batch.generation_requests), default=0)
-        return longest > (0 if batch.num_new_drafts else self.length - 1)
+        if longest > (0 if batch.num_new_drafts else self.most_waiting - 1):
+            self.read(batch.generation_requests)
 
     def read(self, requests: Sequence[LlmRequest]) -> None:
         """The draft network reads what they have waiting, of so many requests at a time."""
+        self._read_what_left_the_rings(requests)
         for first in range(0, len(requests), self.max_requests):
             some = requests[first : first + self.max_requests]
             slot_ids = self._send(some)
@@ -86,6 +110,25 @@ class DraftBacklog:
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         self._graphs = target.beside(self._catch_up_for)
         self._graphs.capture(GraphKey(size, 0, False) for size in sizes)
+
+    def _read_what_left_the_rings(self, requests: Sequence[LlmRequest]) -> None:
+        """Of a request with `num_tokens_bound` tokens, exact where it has a backlog: plain rounds add one each. It has
+        been read up to the backlog, and the ring has the last ones, those in flight among them."""
+        late = [request for request in requests if request.draft_backlog > self.length]
+        if late:
+            ends = [request.num_tokens_bound for request in late]
+            self._read_tokens(
+                [
+                    Missed(r, end - r.draft_backlog, end - self.length)
+                    for r, end in zip(late, ends, strict=True)
+                ]
+            )
+            for request in late:
+                request.draft_backlog = self.length
+
+    def _read_tokens(self, missed: Iterable[Missed]) -> None:
+        for chunks in forwards_of(missed, self._max_num_tokens):
+            self._layers.forward(chunks, None, None, wanted=self._no_rows)
 
     def _catch_up_for(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> None:
         """What a graph holds."""

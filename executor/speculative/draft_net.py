@@ -19,11 +19,13 @@ class DraftNet(ABC):
     """`shift`: the place of a token in the draft cache, seen from the place of the token before it: 0 where an entry is
     (hidden of token j, token j + 1) and stands at j, 1 where the entry of a token stands at its own place.
 
-    `has_one_layer`: rows that are not wanted attend to nothing. `vocab_size` is that of the logits; `token_map`
+    `reads_tokens_only`: so that whatever it has missed it can read later. `has_one_layer`: rows that are not wanted
+    attend to nothing. `vocab_size` is that of the logits; `token_map`
     `[vocab_size]` has the target's ids of a reduced vocabulary.
     """
 
     shift: int
+    reads_tokens_only: bool
     has_one_layer: bool
     vocab_size: int
     token_map: torch.Tensor | None = None
@@ -61,6 +63,7 @@ class Eagle3Net(DraftNet):
     """An EAGLE-3 head on the hidden states that the target's forward left in `spec`."""
 
     shift = 0
+    reads_tokens_only = False
 
     def __init__(self, head: Eagle3Head, spec: SpecMetadata) -> None:
         self.head = head
@@ -97,6 +100,7 @@ class CausalNet(DraftNet):
     """A small causal model. `input_vocab_size` is the target's: ids beyond the model's own are read as its last."""
 
     shift = 1
+    reads_tokens_only = True
 
     def __init__(self, model: CausalLM, input_vocab_size: int) -> None:
         self._model = model

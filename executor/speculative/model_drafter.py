@@ -12,7 +12,7 @@ import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
@@ -21,6 +21,7 @@ from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.missed_tokens import Missed, forwards_of
 from tllm_spec.executor.transfer import to_device
 
 _is_greedy = attrgetter("rules.is_greedy")
@@ -102,11 +103,11 @@ class ModelDrafter(GraphDrafter):
         wanting = [r for r in batch.generation_requests if batch.draft_len and r.num_drafts_wanted]
         ends |= {r: r.num_tokens - 2 for r in wanting}
         following = {r: end for r, end in ends.items() if self._reserve(r, end, batch)}
-        missing = [(request, end) for request, end in following.items() if request.draft_kv_len < end]
-        for chunks in self._chunks(missing):
+        missed = [Missed(r, r.draft_kv_len, end) for r, end in following.items() if r.draft_kv_len < end]
+        for chunks in forwards_of(missed, self._max_num_tokens):
             self._kv.table.flush()
             self._engine.forward(chunks, None, self._no_rows)
-        for request, end in missing:
+        for request, _, end in missed:
             request.draft_kv_len = end
             self._kv.store(request, end)
         return [request for request in wanting if request in following]
@@ -116,22 +117,6 @@ class ModelDrafter(GraphDrafter):
         if not self._kv.holds(request):
             request.draft_kv_len = self._kv.start(request)
         return self._kv.extend(request, end + 1 + batch.draft_len)
-
-    def _chunks(self, missing: list[tuple[LlmRequest, int]]) -> list[list[ContextChunk]]:
-        """Forwards of at most `max_num_tokens` rows that prefill each request up to its end."""
-        forwards: list[list[ContextChunk]] = []
-        room = 0
-        for request, end in missing:
-            start = request.draft_kv_len
-            while start < end:
-                if not room:
-                    forwards.append([])
-                    room = self._max_num_tokens
-                stop = min(end, start + room)
-                forwards[-1].append(ContextChunk(request.slot, start, request.tokens[start:stop]))
-                room -= stop - start
-                start = stop
-        return forwards
 
     def _replay(self, drafting: list[LlmRequest], draft_len: int, room: int) -> bool:
         """By the shortest graph that makes as many drafts; `room` of them have pages."""

@@ -1,6 +1,7 @@
-"""Rounds without drafts inside the forward: the draft network reads many of them at once, and its cache then is what it
-would have been."""
+"""Rounds without drafts inside the forward: a head reads many of them at once, a model whatever there is when drafts
+are wanted again, and its cache then is what it would have been."""
 
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,6 +55,11 @@ def speculation(request: pytest.FixtureRequest, tiny_draft: Path, head: Path) ->
     return one_model(tiny_draft, head, request.param, **MAY_PAUSE)
 
 
+def waits_long(harness: Harness) -> bool:
+    """A draft model, which reads nothing but tokens."""
+    return backlog_of(harness).most_waiting == inf
+
+
 def backlog_of(harness: Harness) -> DraftBacklog:
     backlog = harness.parts.runner._backlog
     assert backlog is not None and backlog is worker_of(harness)._backlog
@@ -75,15 +81,15 @@ def test_plain_rounds_run_no_forward_of_the_draft_but_one_for_many(
         harness.round()
         forwards.append(rows[:])
         del rows[:]
-    catch_up = [BACKLOG_LEN]
-    assert [number for number, each in enumerate(forwards) if each] == [
-        BACKLOG_LEN * count for count in (1, 2, 3)
-    ]
-    assert [each for each in forwards if each] == [catch_up] * 3
+    is_model = waits_long(harness)
+    full = [] if is_model else [BACKLOG_LEN * count for count in (1, 2, 3)]
+    assert [number for number, each in enumerate(forwards) if each] == full
+    assert [each for each in forwards if each] == [[BACKLOG_LEN]] * len(full)
     # The round that drafts again: what waits, then its own window and the drafts after the first.
     with_lengths(harness, 3)
     harness.round()
-    assert rows == [BACKLOG_LEN, 4, 1, 1]
+    what_left_the_ring = [2 * BACKLOG_LEN + 2] if is_model else []
+    assert rows == [*what_left_the_ring, BACKLOG_LEN, 4, 1, 1]
     del rows[:]
     harness.round()
     assert rows == [4, 1, 1]
@@ -118,7 +124,7 @@ def test_the_draft_cache_lacks_nothing_but_what_waits(
         assert_cached_pages_are_whole(harness)
         running = generating(harness)
         for request in running:
-            assert request.draft_backlog <= BACKLOG_LEN
+            assert request.draft_backlog <= backlog_of(harness).most_waiting
             if request.num_output_tokens and number % 2 == 0:
                 assert_nothing_is_missing(harness, request)
         waiting = {request.draft_backlog for request in running}
@@ -166,7 +172,7 @@ def test_catching_up_writes_what_waits_and_nothing_else(tiny: Path, speculation:
 
 
 @pytest.mark.parametrize("num_plain", [1, BACKLOG_LEN - 1, BACKLOG_LEN, BACKLOG_LEN + 1, 3 * BACKLOG_LEN + 2])
-def test_a_prefix_ends_where_the_draft_has_come_to(
+def test_a_prefix_ends_where_a_head_has_come_to_and_a_model_reads_what_it_lacks_of_it(
     tiny: Path, speculation: dict[str, Any], num_plain: int
 ) -> None:
     for ending in ("length", "surprise"):  # the latter with a round in flight that is one too many
@@ -187,10 +193,21 @@ def test_a_prefix_ends_where_the_draft_has_come_to(
         # The round too many made the draft read what waited, where it found the ring full.
         full = ending == "surprise" and num_plain % BACKLOG_LEN == 0
         expected = num_read + (BACKLOG_LEN if full else 0)
+        if waits_long(harness):
+            expected = len(first.tokens) - 1
         assert harness.parts.kv.cache.match([*first.tokens, 1, 2]) == expected
         spoil_free_pages(harness)
         with_lengths(harness, 3)
         second = harness.submit([*first.tokens, 1, 2], max_tokens=3)
+        rows = count_forwards(harness)
+        harness.round()
+        # Whole pages are taken to be lacking, and the draft of a model reads the first token with the prompt.
+        num_prompt = second.prompt_len - expected + waits_long(harness)
+        assert_nothing_is_missing(harness, second)
+        if waits_long(harness):
+            assert num_plain <= rows[0] < num_plain + 4 and rows[1] == num_prompt
+        else:
+            assert rows[0] == num_prompt
         while harness.round():
             if second.num_output_tokens and second in generating(harness):
                 assert_nothing_is_missing(harness, second)
@@ -236,7 +253,8 @@ def test_a_request_that_gets_no_numbers_waits_beside_others_without_harm(
     harness.round()
     assert (request.draft_backlog, bad.draft_backlog, bad.is_finished) == (BACKLOG_LEN, 1, False)
     harness.round()
-    assert (request.draft_backlog, bad.is_finished) == (1, True) and "numbers" in str(bad.error)
+    expected = BACKLOG_LEN + 1 if waits_long(harness) else 1
+    assert (request.draft_backlog, bad.is_finished) == (expected, True) and "numbers" in str(bad.error)
     assert_nothing_is_missing(harness, request)
     harness.run()
     assert request.num_output_tokens == 40 and not request.error
@@ -266,7 +284,7 @@ def test_rows_of_padding_stand_in_the_dummy_page_also_where_there_is_nothing_els
 def test_where_nobody_wants_drafts_a_fixed_length_has_plain_rounds_too(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
-    """The draft network reads many of them at once, and has read all when somebody who wants drafts joins."""
+    """What they leave waits, and the draft network has read all of it when somebody who wants drafts joins."""
     del speculation["speculative_config"]["draft_len_schedule"]
     harness = Harness(tiny, **PAGES, **speculation)
     widths: list[int] = []
@@ -281,7 +299,7 @@ def test_where_nobody_wants_drafts_a_fixed_length_has_plain_rounds_too(
     for _ in range(BACKLOG_LEN + 5):
         harness.round()
     assert widths == [0, *[1] * (BACKLOG_LEN + 4)]
-    assert request.draft_backlog == 4
+    assert request.draft_backlog == (BACKLOG_LEN + 4 if waits_long(harness) else 4)
     other = harness.submit([5, *PROMPT], max_tokens=30)
     harness.run_until(other, RequestState.GENERATION)
     while request.draft_backlog:

@@ -56,6 +56,11 @@ def watch_catch_ups(harness: Harness) -> list[tuple[int, bool]]:
     return seen
 
 
+def sizes_of(mode: str) -> set[int]:
+    """A model reads when 4 are left and drafts are wanted again; a head while there are 7, too."""
+    return {4} if mode == "draft_target" else {4, 7}
+
+
 def run_in_step(harnesses: list[Harness], sampled: bool) -> list[list[LlmRequest]]:
     """From 7 requests to 3 and back to 6 and down to 1, so that rounds are plain and draft in turn."""
     requests: list[list[LlmRequest]] = [[] for _ in harnesses]
@@ -87,7 +92,7 @@ def test_what_is_captured_is_the_catch_up_that_runs_without_graphs(
     harness, eager = captured(Harness(tiny, **speculation), (1, 4, 8)), Harness(tiny, **speculation)
     seen = watch_catch_ups(harness)
     assert_alike(*run_in_step([harness, eager], sampled))
-    assert {size for size, _ in seen} >= {4, 7} and all(in_graph for _, in_graph in seen)
+    assert {size for size, _ in seen} >= sizes_of(mode) and all(in_graph for _, in_graph in seen)
     assert all_pages_are_back(harness.executor)
 
 
@@ -100,7 +105,8 @@ def test_no_catch_up_has_more_rows_than_a_round_may_have(
     harness, eager = captured(Harness(tiny, **narrow), (1, 2, 8)), Harness(tiny, **speculation)
     seen = watch_catch_ups(harness)
     assert_alike(*run_in_step([harness, eager], sampled=False))
-    assert set(seen) == {(1, True), (2, True)}
+    odd = set() if mode == "draft_target" else {(1, True)}
+    assert set(seen) == odd | {(2, True)}
     assert {size for size, _ in catch_ups_of(harness).tiers[0].graphs} == {1, 2}
 
 
@@ -128,5 +134,5 @@ def test_on_a_gpu_a_replayed_catch_up_is_the_eager_one(
     )
     seen = watch_catch_ups(harness)
     assert_alike(*run_in_step([harness, eager], sampled))
-    assert {size for size, _ in seen} >= {4, 7} and all(in_graph for _, in_graph in seen)
+    assert {size for size, _ in seen} >= sizes_of(mode) and all(in_graph for _, in_graph in seen)
     assert all_pages_are_back(harness.executor)

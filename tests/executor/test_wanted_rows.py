@@ -172,7 +172,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
     """It has one layer, so that it neither attends nor plans to."""
     harness = drafting(tiny, tmp_path, mode, max_num_tokens=64, **options)
     with_lengths(harness, 0)
-    harness.submit(PROMPT[:5], max_tokens=40)
+    request = harness.submit(PROMPT[:5], max_tokens=40)
     backend = worker_of(harness)._layers.backend
     attended = record_attention(backend, monkeypatch)
     monkeypatch.setattr(backend, "plan", None)
@@ -181,6 +181,11 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
     rows_of_mlps.clear()
     for _ in range(BACKLOG_LEN + 2):
         harness.round()
+    if mode == "draft_target":
+        assert not read, "a model waits for as long as nobody wants drafts"
+        backlog = worker_of(harness)._backlog
+        with torch.inference_mode():
+            backlog.read([request])
     assert BACKLOG_LEN in read and sum(read) >= BACKLOG_LEN
     assert rows_of_mlps == [1, 1] * (BACKLOG_LEN + 2)  # the target's
     assert not attended

@@ -1,0 +1,172 @@
+"""A draft model on the target's pages reads nothing while nobody wants drafts, and then all that it has missed: of what
+was generated meanwhile, and of prefixes that others left without its part."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.executor.draft_caches import (
+    HOT,
+    assert_cached_pages_are_whole,
+    assert_nothing_is_missing,
+    assert_texts_are,
+    count_forwards,
+    generating,
+    one_model,
+    spoil_free_pages,
+    with_lengths,
+    worker_of,
+)
+from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
+from tllm_spec.executor.speculative.missed_tokens import Missed
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
+MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
+SMALL = {
+    "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 170},
+    "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    "max_batch_size": 4,
+    "max_num_tokens": 24,
+    "enable_chunked_prefill": True,
+}
+
+
+@pytest.fixture
+def speculation(tiny_draft: Path) -> dict[str, Any]:
+    return one_model(tiny_draft, tiny_draft, "draft_target", **MAY_PAUSE)
+
+
+def backlog_of(harness: Harness) -> DraftBacklog:
+    return worker_of(harness)._backlog
+
+
+def watch_tokens(harness: Harness) -> list[list[tuple[bool, int]]]:
+    """What is read from tokens, a list for each time: whether it is of a context, and how many."""
+    seen: list[list[tuple[bool, int]]] = []
+    read = backlog_of(harness)._read_tokens
+
+    def watched(missed: Iterable[Missed]) -> None:
+        spans = [each for each in missed if each.start < each.end]
+        seen.append([(r.state is RequestState.CONTEXT, end - start) for r, start, end in spans])
+        read(spans)
+
+    backlog_of(harness)._read_tokens = watched  # type: ignore[method-assign] # the test looks on
+    return seen
+
+
+def conversations(
+    harness: Harness, random: Random, earlier: list[LlmRequest], number: int
+) -> list[LlmRequest]:
+    """Requests that go on where texts of earlier ones left off, or somewhere before that."""
+    requests = []
+    for index in range(number):
+        text = random.choice(earlier).tokens if earlier else PROMPT
+        begin = text[: len(text) - random.choice((0, 0, 3))][:60]
+        new = [random.randrange(64) for _ in range(random.randrange(1, 6))]
+        temperature = HOT if index % 3 else None
+        requests.append(harness.submit([*begin, *new], random.randrange(1, 70), temperature=temperature))
+    return requests
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_it_missed_is_there_when_it_drafts(
+    tiny: Path, speculation: dict[str, Any], seed: int, overlap: bool
+) -> None:
+    """Preemptions, cancellations, prefixes without its part, chunks; what nobody has written is not a number."""
+    options = SMALL | ({} if overlap else {"disable_overlap_scheduler": True})
+    harness, plain = Harness(tiny, **options, **speculation), Harness(tiny, **options)
+    random, seen = Random(seed), set[str]()
+    draft_len, plan = 0, Random(seed)
+    harness.parts.draft_len_for = lambda *_: draft_len
+    preempt = harness.parts.scheduler._preempt
+
+    def watched(victim: LlmRequest, *others: Any) -> None:
+        seen.update(["preempted"] if victim.draft_backlog > BACKLOG_LEN else [])
+        preempt(victim, *others)
+
+    harness.parts.scheduler._preempt = watched  # type: ignore[method-assign] # the test looks on
+    read = watch_tokens(harness)
+    requests: list[LlmRequest] = []
+    left = 0
+    for number in range(800):
+        if not left:
+            draft_len = plan.choice((0, 0, 2, 3))
+            left = plan.randrange(1, 60) if not draft_len else plan.randrange(1, 6)
+        left -= 1
+        if number % 20 == 0:
+            finished = [request for request in requests if request.is_finished]
+            requests += conversations(harness, random, finished, random.randrange(3))
+        harness.round()
+        spoil_free_pages(harness)
+        assert_cached_pages_are_whole(harness)
+        for request in generating(harness):
+            if request.num_output_tokens and number % 3 == 0:
+                assert_nothing_is_missing(harness, request)
+        if random.random() < 0.005 and (running := generating(harness)):
+            harness.queue.cancel(random.choice(running).request_id)
+    harness.run()
+    seen.update("a prefix" if of_context else "rings" for spans in read for of_context, _ in spans)
+    assert seen == {"preempted", "a prefix", "rings"}
+    assert len(requests) > 25 and sum(request.cached_tokens for request in requests) > 200
+    assert sum(sum(request.counters.by_accepted[1:]) for request in requests) > 0
+    twins = [
+        plain.submit(
+            request.tokens[: request.prompt_len],
+            request.max_tokens,
+            temperature=None if request.rules.is_greedy else HOT,
+            seed=request.seed,
+        )
+        for request in requests
+    ]
+    plain.run()
+    assert_texts_are(requests, twins)
+    assert all_pages_are_back(harness.executor)
+
+
+def test_what_it_missed_is_read_in_forwards_no_longer_than_a_round_may_be(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
+    harness = Harness(tiny, max_num_tokens=20, **speculation)
+    with_lengths(harness, 0)
+    requests = [harness.submit([number, *PROMPT], max_tokens=60) for number in range(2)]
+    for _ in range(40):
+        harness.round()
+    assert all(request.draft_backlog > 2 * BACKLOG_LEN for request in requests)
+    missing = sum(request.draft_backlog for request in requests)
+    rows = count_forwards(harness)
+    with_lengths(harness, 3)
+    harness.round()
+    from_tokens = missing - 2 * BACKLOG_LEN
+    assert rows[:-5] == [20, 20, from_tokens - 40] and rows[-5:] == [BACKLOG_LEN, BACKLOG_LEN, 8, 2, 2]
+    for request in requests:
+        assert_nothing_is_missing(harness, request)
+
+
+def test_a_preempted_request_keeps_its_pages_though_the_draft_has_not_read_them(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
+    harness = Harness(tiny, **speculation, **SMALL)
+    with_lengths(harness, 0)
+    request = harness.submit(PROMPT, max_tokens=60, temperature=HOT, seed=3)
+    for _ in range(30):
+        harness.round()
+    harness.executor._complete_rounds(0)
+    scheduler, length = harness.parts.scheduler, request.kv_len
+    scheduler._preempt(request, harness.executor._batch)
+    assert harness.parts.kv.cache.match(request.tokens) == length
+    read = watch_tokens(harness)
+    harness.round()
+    # What it had read were two pages of its prompt, and what waits is counted in whole pages.
+    assert read == [[(True, length - len(PROMPT))]]
+    assert_nothing_is_missing(harness, request)
+    harness.run()
+    twin = Harness(tiny)
+    expected = twin.submit(PROMPT, max_tokens=60, temperature=HOT, seed=3)
+    twin.run()
+    assert output_of(request) == output_of(expected)
