@@ -3,12 +3,13 @@
     python benchmarks/plain_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--drafters EAGLE-3,NGram]
                                       [--cycles 6] [--repeat 5] [--output result.json]
 
-"kept" is the engine as it is served: what a draft network on the target's pages would read is put off, and read for 16
-rounds at once. "at once" reads it in every round (rings of one position). NGram and a draft model in its own engine
-read nothing. All engines have the same weights in memory and take turns of so many cycles of 16 rounds; a figure is
-the median over the turns of (its round time / plain round time of the same turn), in brackets the range: where
-neighbours come and go, many short turns say more than a few long ones. On a CPU times are the process's own (one thread
-for the zoo), so that neighbours on the machine count less.
+"kept" is the engine as it is served: what a draft network on the target's pages would read is put off, by a head for
+16 rounds, by a model until drafts are wanted again. "at once" reads it in every round. NGram and a draft model in its
+own engine read nothing. "return" is what comes before the first round with drafts: how long it takes to read what
+waits then, in brackets how many positions of each request. All engines have the same weights in memory and take turns
+of so many cycles of 16 rounds; a figure is the median over the turns of (its round time / plain round time of the
+same turn), in brackets the range: where neighbours come and go, many short turns say more than a few long ones. On a
+CPU times are the process's own (one thread for the zoo), so that neighbours on the machine count less.
 `llama-8b` (random weights) needs a CUDA device.
 """
 
@@ -54,6 +55,8 @@ class Row:
     plain_ms: float
     kept: tuple[float, float, float]
     at_once: tuple[float, float, float] | None  # None: there is nothing to read
+    waiting: int  # positions of a request behind the last round
+    return_ms: float | None
 
 
 def measure(drafter: str, model: str, batch_size: int, turns: Turns, **options: Any) -> Row:
@@ -65,10 +68,12 @@ def measure(drafter: str, model: str, batch_size: int, turns: Turns, **options: 
     kept = Rounds(model, **options, speculative_config=speculation)
     options["weights_of"] = kept
     engines = {"plain": Rounds(model, **options), "kept": kept}
-    if length_of_backlog(kept):
-        with mock.patch.object(modes, "DraftBacklog", partial(DraftBacklog, length=1)):
+    if backlog_of(kept):
+        at_once = partial(DraftBacklog, length=1, most_waiting=1)
+        with mock.patch.object(modes, "DraftBacklog", at_once):
             engines["at once"] = Rounds(model, **options, speculative_config=speculation)
-        assert length_of_backlog(engines["at once"]) == 1
+        backlog = backlog_of(engines["at once"])
+        assert backlog is not None and backlog.most_waiting == 1
     times: dict[str, list[float]] = {name: [] for name in engines}
     with torch.inference_mode():
         for engine in engines.values():
@@ -79,21 +84,35 @@ def measure(drafter: str, model: str, batch_size: int, turns: Turns, **options: 
                 round_ms = timed(engine, turns.num_rounds)
                 if turn:
                     times[name].append(round_ms)
+        waiting, return_ms = kept.requests[0].draft_backlog, read_ms(kept)
     row = Row(
         drafter,
         batch_size,
         statistics.median(times["plain"]),
         ratios(times["kept"], times["plain"]),
         ratios(times["at once"], times["plain"]) if "at once" in times else None,
+        waiting,
+        return_ms,
     )
     print(table_line(row), flush=True)
     return row
 
 
-def length_of_backlog(engine: Rounds) -> int:
-    """0: there is none."""
+def backlog_of(engine: Rounds) -> DraftBacklog | None:
     round_end = engine.executor.parts.runner.round_end
-    return round_end._backlog.length if isinstance(round_end, DraftWorker | DeferredDrafter) else 0
+    return round_end._backlog if isinstance(round_end, DraftWorker | DeferredDrafter) else None
+
+
+def read_ms(engine: Rounds) -> float | None:
+    """All requests catch up. None: there is nothing to catch up with."""
+    backlog = backlog_of(engine)
+    if backlog is None:
+        return None
+    synchronize()
+    start = time.perf_counter()
+    backlog.read(engine.requests)
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
 
 
 def timed(engine: Rounds, num_rounds: int) -> float:
@@ -114,7 +133,8 @@ def table_line(row: Row) -> str:
     kept, at_once = (
         f"{each[0]:.3f} ({each[1]:.3f}–{each[2]:.3f})" if each else "–" for each in (row.kept, row.at_once)
     )
-    return f"| {row.drafter} | {row.batch_size} | {row.plain_ms:.2f} | {kept} | {at_once} |"
+    back = "–" if row.return_ms is None else f"{row.return_ms:.1f} ({row.waiting})"
+    return f"| {row.drafter} | {row.batch_size} | {row.plain_ms:.2f} | {kept} | {at_once} | {back} |"
 
 
 def drafters(shape: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]], dict[str, Any]]:
@@ -150,7 +170,8 @@ def main() -> None:
     if args.shape == "llama-8b" and not torch.cuda.is_available():
         sys.exit("--shape llama-8b needs a CUDA device")
     rows, turns = list[Row](), Turns(args.cycles * BACKLOG_LEN, args.repeat)
-    print("| drafter | batch | plain round, ms | kept / plain | at once / plain |\n|---|---|---|---|---|")
+    titles = ("drafter", "batch", "plain round, ms", "kept / plain", "at once / plain", "return, ms")
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     with tempfile.TemporaryDirectory() as name:
         model, configs, options = drafters(args.shape, Path(name))
         wanted = args.drafters.split(",") if args.drafters else list(configs)
