@@ -24,6 +24,7 @@ class ScheduledBatch:
     num_asked: int = 0  # drafts that the drafter is asked for, of some request at least; it may have fewer
     draft_probs: torch.Tensor | None = None  # [B, K, V] what drafts were drawn from, for rejection sampling
     num_new_drafts: int = 0  # drafts that a drafter inside the forward makes for the next round
+    catches_up: bool = False  # it began with a draft model's reading what it had missed of generated tokens
 
     @property
     def last_chunk_requests(self) -> list[LlmRequest]:

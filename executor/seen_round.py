@@ -18,9 +18,11 @@ class SeenRound:
     num_tokens: int = 0  # that these were given
 
     def tell(self, controller: AdaptiveController, launched: LaunchedRound) -> None:
-        """A time counts for the draft length that all of the round had: its windows and the drafts in them."""
+        """A time counts for the draft length that all of the round had: its windows and the drafts in them. What a
+        round took that a draft model began with reading in counts for itself."""
         batch = launched.batch
-        is_pure = not batch.context_requests and batch.draft_len == launched.num_steps
+        has_time = not batch.context_requests
+        is_pure = has_time and batch.draft_len == launched.num_steps and not batch.catches_up
         controller.observe(
             len(batch.generation_requests),
             self.num_accepted,
@@ -30,4 +32,5 @@ class SeenRound:
             num_drafted=self.num_drafted,
             num_asked=launched.num_asked,
             sampled=batch.is_sampled,
+            return_seconds=self.seconds if has_time and batch.catches_up else None,
         )

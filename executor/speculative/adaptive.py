@@ -121,6 +121,7 @@ class AdaptiveController:
         num_drafted: int | None = None,
         num_asked: int | None = None,
         sampled: bool = False,
+        return_seconds: float | None = None,
     ) -> bool:
         """What a round brought. Whether the draft length of the slot changed for this batch size.
 
@@ -129,7 +130,9 @@ class AdaptiveController:
         exist yet; None: the present length. `seconds`: the round's, if it had no context chunk.
         `num_requests`: those whose results count, where some of the batch had ended already. `num_drafted`: drafts that
         were really proposed for those of `num_accepted`, where that is not `num_steps` each. `num_asked`: what the
-        drafter was asked for, if that was more than `num_steps` and it had no more. `sampled`: as in `steps_for`."""
+        drafter was asked for, if that was more than `num_steps` and it had no more. `sampled`: as in `steps_for`.
+        `return_seconds`: in the place of `seconds`, of a round that began with a draft model's reading what it had
+        missed while nobody drafted."""
         padded, slot = self._places.get((batch_size, sampled)) or self._place(batch_size, sampled)
         max_steps = self._limits.max_steps(batch_size)
         if num_drafted is None:
@@ -138,7 +141,9 @@ class AdaptiveController:
         self._limits.observe(num_accepted, num_drafted)
         alive = batch_size if num_requests is None else num_requests
         return slot.observe(
-            ObservedRound(alive, padded, num_accepted, num_steps, seconds, max_steps, num_asked)
+            ObservedRound(
+                alive, padded, num_accepted, num_steps, seconds, max_steps, num_asked, return_seconds
+            )
         )
 
     def expect_unverified(self) -> None:

@@ -75,7 +75,7 @@ class CostModelSlot:
         self._drafted_share += (share - self._drafted_share) / self._window_rounds
 
     def observe(self, observed: ObservedRound) -> bool:
-        num_requests, batch_size, num_accepted, num_steps, seconds, max_steps, _ = observed
+        num_requests, batch_size, num_accepted, num_steps, seconds, max_steps, _, return_seconds = observed
         before = self.steps_for(batch_size, max_steps)
         steps = before if num_steps is None else num_steps
         if seconds is not None:
@@ -90,8 +90,11 @@ class CostModelSlot:
         self._hear_news()
         tier, probe = self._tiers[batch_size], self._prober.probe
         if probe is None or before == tier:
-            self._prober.earn(row.get(steps, 0.0))
+            self._prober.earn(row.get(steps, 0.0), steps)
         else:
+            if return_seconds is not None:
+                beyond = self._times.beyond(batch_size, before, return_seconds, self._sampled)
+                self._prober.pay(beyond * row[before], row[tier])
             self._book(probe, row, tier, steps, num_accepted)
         self._decide(batch_size, max_steps)
         tier, probe = self._tiers[batch_size], self._prober.probe

@@ -91,6 +91,7 @@ class DraftBacklog:
                 request.draft_backlog = 0
         longest = max(map(_backlog_of, batch.generation_requests), default=0)
         if longest > (0 if batch.num_new_drafts else self.most_waiting - 1):
+            batch.catches_up = longest > self.length
             self.read(batch.generation_requests)
 
     def read(self, requests: Sequence[LlmRequest]) -> None:

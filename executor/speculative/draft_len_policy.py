@@ -14,6 +14,7 @@ class ObservedRound(NamedTuple):
     seconds: float | None
     max_steps: int  # what limits allow at this batch size
     num_asked: int | None = None  # drafts that the drafter was asked for, if it may have had no more
+    return_seconds: float | None = None  # of a round that began with reading what a draft model had missed
 
 
 class DraftLenPolicy(Protocol):

@@ -104,6 +104,7 @@ class ModelDrafter(GraphDrafter):
         ends |= {r: r.num_tokens - 2 for r in wanting}
         following = {r: end for r, end in ends.items() if self._reserve(r, end, batch)}
         missed = [Missed(r, r.draft_kv_len, end) for r, end in following.items() if r.draft_kv_len < end]
+        batch.catches_up = any(not request.context_chunk for request, _, _ in missed)
         for chunks in forwards_of(missed, self._max_num_tokens):
             self._kv.table.flush()
             self._engine.forward(chunks, None, self._no_rows)

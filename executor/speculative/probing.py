@@ -9,6 +9,9 @@ from tllm_spec.adaptive_config import CostModelOptions
 
 MAX_SAVED_PROBES = 2  # of the longest kind: credit that quiet times may save up
 MAX_SAVED_TIME = 40  # rounds: what probes may add at once, e.g. five rounds of nine times the length
+# Of the rounds that left a draft model something to read: what that is charged at most. A model with an eighth of the
+# target's arithmetic takes less wherever memory counts, too; a longer return was a hiccup of the machine's.
+MAX_RETURN_SHARE = 0.1
 SPARE_ROUNDS = 3  # of a probe: the first finds no drafts of its length, and what is in flight is seen late
 MAX_PAUSES = 16  # a pause in first ones; behind it only credit counts
 ROUNDS_IN_VAIN = 2  # of a probe that ends with the first draft it sees
@@ -34,6 +37,7 @@ class Prober:
         self._options = options
         self.probe: Probe | None = None
         self.rounds, self.seconds = 0.0, 0.0  # credit
+        self._num_unread = 0  # rounds since the draft model has last read what they left
         # Taken out of the options, whose attributes are slow to read (pydantic): each is needed in nearly every round.
         self._round_share, self._time_share = options.probe_round_share, options.probe_time_share
         self._max_rounds = MAX_SAVED_PROBES * (options.probe_rounds + 1)
@@ -52,9 +56,10 @@ class Prober:
         """Another length is played: what was in vain before says little."""
         self._pause = self._pause_left = self._options.probe_pause
 
-    def earn(self, seconds: float) -> None:
-        """A round that was no probe."""
+    def earn(self, seconds: float, steps: int) -> None:
+        """A round that was no probe, with drafts of `steps`."""
         self._pause_left -= 1
+        self._num_unread = 0 if steps else self._num_unread + 1
         if self.rounds < self._max_rounds:
             self.rounds += self._round_share
         if self.seconds < MAX_SAVED_TIME * seconds:
@@ -75,6 +80,12 @@ class Prober:
         is_lost = is_seen and is_in_vain and probe.gain < 0
         if is_lost or not (probe.rounds_to_win and probe.rounds_left and probe.rounds_to_see):
             self.end()
+
+    def pay(self, seconds: float, a_round: float) -> None:
+        """What a draft model had to read before the probe; told before the first round is booked. a_round: seconds of
+        a plain one."""
+        self.seconds -= min(seconds, MAX_RETURN_SHARE * self._num_unread * a_round)
+        self._num_unread = 0
 
     def end(self) -> None:
         """It has seen enough, and did not convince."""

@@ -218,6 +218,11 @@ class CorrectedRoundTimes:
             row.factors[draft_len], row.own[draft_len] = factor, row.measured[draft_len] * factor
         row.seconds = common.compared(row.own, row.shares)
 
+    def beyond(self, batch_size: int, draft_len: int, seconds: float, sampled: bool = False) -> float:
+        """By how many of such rounds one took longer than expected."""
+        row = self._rows.get((batch_size, sampled)) or self._new_row(batch_size, sampled)
+        return max(0.0, seconds / row.expected(draft_len) - 1)
+
     def state(self) -> dict[str, Any]:
         """Milliseconds as now expected, by batch size, way of sampling and draft length."""
         return {

@@ -284,3 +284,26 @@ def test_a_shorter_tier_has_fewer_rows_in_the_targets_forward(
         harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
         harness.round()
     assert shapes == [3 * rows for rows in [5, 2, 2, 1, 1, 5] * 3]
+
+
+@pytest.mark.parametrize("mode", DRAFTED)
+def test_a_round_that_begins_with_reading_what_was_missed_counts_for_no_draft_length(
+    tiny: Path, itself: tuple[Path, Path], mode: str
+) -> None:
+    """A draft model's return; what a ring holds is a graph's launch, and a head never has more."""
+    harness = Harness(tiny, **tiny_engine(mode, itself, MAX_DRAFT_LEN, adaptive=LADDER))
+    told = Told(harness)
+    force(harness, cycle([4] * 3 + [0] * 20 + [4] * 3 + [0] * 4))
+    for number in range(2):
+        harness.submit([number + 1, 2], max_tokens=300)
+    harness.run()
+    generating = [each for each in told.rounds if each[0]]
+    returns = [at for at, each in enumerate(generating) if each[4]["return_seconds"] is not None]
+    num_returns = {"draft_target": 2, "draft_target_one_model": 1}.get(mode, 0)
+    cycles = len(generating) // 30
+    assert cycles > 3 and abs(len(returns) - num_returns * cycles) <= num_returns
+    for at in returns[:-1]:
+        _, _, steps, seconds, more = generating[at]
+        assert seconds is None and more["return_seconds"] > 0
+        assert steps == (4 if mode == "draft_target" else 0)
+        assert generating[at - 1][2] == 0 < generating[at + 1][2]

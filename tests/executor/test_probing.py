@@ -86,3 +86,37 @@ def test_a_drafter_that_comes_back_soon_is_found_again_soon() -> None:
     play(controls, 150, 0)
     assert settled(controls) == 0
     assert next(n for n, steps in enumerate(late_rounds(controls, 300, [3])) if steps == 3) < 120
+
+
+def time_for_probes(rounds: int, share: float, *, is_told: bool) -> float:
+    """Rounds of a draft model on the target's pages that is never right, and reads before a probe what it has missed,
+    which takes `share` of the time in which it was generated. What probes and reading added to plain rounds' time."""
+    controls, missed, added = controller(draft_ms=2.0), 0, 0.0
+    for _ in range(rounds):
+        steps = controls.steps_for(1)
+        reading = 0.010 * share * missed if steps else 0.0
+        if steps and missed:  # it has no drafts yet
+            told = 0.010 + 0.002 * steps + reading if is_told else None
+            controls.observe(1, [], 0, return_seconds=told)
+        else:
+            controls.observe(1, [0] if steps else [], steps, 0.010 + 0.002 * steps)
+        missed = 0 if steps else missed + 1
+        added += reading + 0.002 * steps
+    return added / (rounds * 0.010)
+
+
+def test_reading_before_a_probe_is_paid_for_by_rarer_probes() -> None:
+    told, untold = (time_for_probes(20_000, 0.03, is_told=is_told) for is_told in (True, False))
+    assert told < 0.5 * untold and untold > 0.03
+
+
+def test_a_hiccup_of_the_machine_at_a_return_does_not_end_probes() -> None:
+    controls = after_hopeless_rounds(draft_ms=2.0)
+    for seconds in (0.020, 60.0):
+        while not controls.steps_for(1):
+            controls.observe(1, [], 0, 0.010)
+        controls.observe(1, [], 0, return_seconds=seconds)
+        while controls.steps_for(1):
+            controls.observe(1, [0], 1, 0.012)
+    later = late_rounds(controls, 10_000, [0])
+    assert sum(drafted for drafted, _ in runs(later)) > 2
