@@ -1,16 +1,16 @@
 """Adaptive draft lengths in the real engine, on the zoo's models: against every static draft length, 0 included.
 
-    python -m benchmarks.adaptive_engine [--output result.json] [--repeat 5] [--new-tokens 96] [--drafter eagle3]
+    python -m benchmarks.adaptive_engine [--output result.json] [--repeat 5] [--new-tokens 96] [--drafters eagle3]
                                          [--times benchmarks/zoo_round_times.json]
 
-NGram and one-model EAGLE-3 serve the same traffic, which moves: text that is being copied, where NGram is right, and
-sampled text, where it is not; one request and eight at once. All engines take turns phase by phase and stay as they
-are from one phase to the next, so the adaptive ones meet every change with what they have learned before. The first
-pass is a warm-up. A ratio is the median over the passes of (adaptive / best static in the same pass), where the best
-static length is that with the highest median of its own; of the moving traffic it is one length for all of it.
-"perfect" is each phase at its best static length: more than that is not to be had by moving between them. Prompts are
-in the times, static NGram pauses single requests as it does by default. `--times`: rounds take what a table says
-(benchmarks/table_clock.py), since neighbours on this machine move single passes by a fifth.
+NGram and one-model EAGLE-3, or whichever drafters are named, serve the same traffic, which moves: text that is being
+copied, where NGram is right, and sampled text, where it is not; one request and eight at once. All engines take turns
+phase by phase and stay as they are from one phase to the next, so the adaptive ones meet every change with what they
+have learned before. The first pass is a warm-up. A ratio is the median over the passes of (adaptive / best static in
+the same pass), where the best static length is that with the highest median of its own; of the moving traffic it is
+one length for all of it. "perfect" is each phase at its best static length: more than that is not to be had by moving
+between them. Prompts are in the times, static NGram pauses single requests as it does by default. `--times`: rounds
+take what a table says (benchmarks/table_clock.py), since neighbours on this machine move single passes by a fifth.
 """
 
 import argparse
@@ -36,6 +36,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": 3},
     "eagle3": {"decoding_type": "Eagle3", "speculative_model": "zoo:llama-eagle3"},
 }
+DRAFTERS["eagle3_two_model"] = DRAFTERS["eagle3"] | {"eagle3_one_model": False}
+DRAFTERS["draft_target"] = {"decoding_type": "Draft_Target", "speculative_model": "zoo:llama-draft"}
+DRAFTERS["draft_target_one_model"] = DRAFTERS["draft_target"] | {"draft_target_one_model": True}
 SMALL = {
     "max_batch_size": 8,
     "max_seq_len": 1024,
@@ -219,10 +222,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--drafter", choices=tuple(DRAFTERS), help="one of the two")
+    parser.add_argument("--drafters", default="ngram,eagle3", help=f"of {', '.join(DRAFTERS)}")
     parser.add_argument("--times", type=Path)
     args = parser.parse_args()
-    drafters = [args.drafter] if args.drafter else list(DRAFTERS)
+    drafters = args.drafters.split(",")
+    if unknown := set(drafters) - DRAFTERS.keys():
+        parser.error(f"--drafters {', '.join(sorted(unknown))}: known are {', '.join(DRAFTERS)}")
     comparison = Comparison(args.new_tokens, drafters, args.times)
     comparison.run(args.repeat)
     rows = comparison.rows()
