@@ -88,38 +88,32 @@ def measure_round_times(
     sizes: Sequence[int],
     dummy_slot: int,
     device: torch.device,
-    draft_cost: float,
     drafter: GraphDrafter | None = None,
     limits: ContextLimits | None = None,
 ) -> MeasuredRoundTimes:
-    """Rounds of dummies, by batch size and draft length. What is drafted outside the target's forward is timed where
-    `drafter` has graphs of it; without them each draft takes `draft_cost` plain rounds. Without graphs every length is
-    timed, those that a limit forbids at a size too: smaller batches are on a line with them. Graphs end where a limit
-    begins, and their dummies have empty contexts; what contexts add to each length is measured beside it (`limits`: of
-    theirs; None: not measured). So is, at a few sizes, what sampling adds."""
-    is_timed = drafter is not None and drafter.graphs is not None
-    assumed = 0.0 if is_timed else draft_cost
+    """Rounds of dummies, by batch size and draft length, and what `drafter` drafts for them outside the target's
+    forward. Without graphs every length is timed, those that a limit forbids at a size too: smaller batches are on a
+    line with them. Graphs end where a limit begins, and their dummies have empty contexts; what contexts add to each
+    length is measured beside it (`limits`: of theirs; None: not measured). So is, at a few sizes, what sampling
+    adds."""
     seconds: dict[int, dict[int, float]] = {}
     contexts: dict[int, dict[int, float]] = {}
     sampling: dict[int, dict[int, float]] = {}
     for size in sizes:
         wanted = controller.draft_lens if runner.graphs is None else controller.draft_lens_at(size)
-        keys = [GraphKey(size, steps, False) for steps in sorted({0, *wanted} if assumed else wanted)]
-        row = _target_seconds(runner, keys, dummy_slot, device)
-        a_draft = assumed * row[0] if assumed else 0.0
-        seconds[size] = {
-            key.draft_len: row[key.draft_len] + key.draft_len * a_draft + _drafting_seconds(drafter, key)
-            for key in keys
-        }
+        keys = [GraphKey(size, steps, False) for steps in sorted(wanted)]
+        target = _by_length(runner, keys, dummy_slot, device)
+        seconds[size] = _sums(target, drafter, keys, dummy_slot, device)
         if size in _few_of(sizes):
             sampled = [replace(key, sampled=True) for key in keys]
-            longer = _target_seconds(runner, sampled, dummy_slot, device)
-            for key in sampled:
-                longer[key.draft_len] += key.draft_len * a_draft + _drafting_seconds(drafter, key)
+            longer = _by_length(runner, sampled, dummy_slot, device)
+            longer = _sums(longer, drafter, sampled, dummy_slot, device)
             sampling[size] = {steps: max(0.0, longer[steps] - time) for steps, time in seconds[size].items()}
         if limits is not None:
             found = {key.draft_len: runner.seconds_with_contexts(key, limits) for key in keys}
-            contexts[size] = {steps: time - row[steps] for steps, time in found.items() if time is not None}
+            contexts[size] = {
+                steps: time - target[steps] for steps, time in found.items() if time is not None
+            }
     is_complete = bool(contexts) and all(len(contexts[size]) == len(row) for size, row in seconds.items())
     return MeasuredRoundTimes(
         seconds,
@@ -134,16 +128,26 @@ def _few_of(sizes: Sequence[int]) -> set[int]:
     return {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
 
 
-def _target_seconds(
-    runner: RoundRunner, keys: Iterable[GraphKey], dummy_slot: int, device: torch.device
+def _by_length(
+    timed: RoundRunner | GraphDrafter, keys: Iterable[GraphKey], dummy_slot: int, device: torch.device
 ) -> dict[int, float]:
-    """By draft length."""
-    row = {key.draft_len: runner.seconds(key, dummy_slot, device) for key in keys}
-    return row if runner.graphs is not None else without_outliers(row)
+    """Seconds by draft length."""
+    row = {key.draft_len: timed.seconds(key, dummy_slot, device) for key in keys}
+    return row if timed.graphs is not None else without_outliers(row)
 
 
-def _drafting_seconds(drafter: GraphDrafter | None, key: GraphKey) -> float:
-    return 0.0 if drafter is None else drafter.seconds(key)
+def _sums(
+    target: Mapping[int, float],
+    drafter: GraphDrafter | None,
+    keys: Iterable[GraphKey],
+    dummy_slot: int,
+    device: torch.device,
+) -> dict[int, float]:
+    """The target's rounds and what is drafted before them."""
+    if drafter is None:
+        return dict(target)
+    drafting = _by_length(drafter, keys, dummy_slot, device)
+    return {steps: time + drafting[steps] for steps, time in target.items()}
 
 
 def without_outliers(row: Mapping[int, float]) -> dict[int, float]:

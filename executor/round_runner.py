@@ -16,6 +16,7 @@ from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.context_graphs import ContextGraphs, capture_contexts
 from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.device_span import DeviceSpan
+from tllm_spec.executor.eager_timing import TIMED_KV_LEN, eager_seconds
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graph_pool import GraphPool
@@ -31,8 +32,6 @@ from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, Windo
 from tllm_spec.executor.stand_in_contexts import ContextLimits, StandInContexts
 from tllm_spec.executor.transfer import Places, ToHost, to_device
 
-TIMED_RUNS = 4  # the first may compile
-TIMED_KV_LEN = 512
 _num_ready, _num_drafts = attrgetter("num_drafts_ready"), attrgetter("py_num_draft_tokens")
 _graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
 
@@ -133,12 +132,8 @@ class RoundRunner:
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
         slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
-        times = []
-        for _ in range(TIMED_RUNS):
-            start = perf_counter()
-            self._generate_for(slot_ids, key.draft_len, key.sampled, TIMED_KV_LEN).new_lens.tolist()
-            times.append(perf_counter() - start)
-        return min(times)
+        round_of = partial(self._generate_for, slot_ids, key.draft_len, key.sampled, TIMED_KV_LEN)
+        return eager_seconds(lambda: round_of().new_lens)
 
     def seconds_with_contexts(self, key: GraphKey, limits: ContextLimits) -> float | None:
         """The same where every request has a context. None where there is no graph, or no place for contexts."""

@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.request", "tllm_spec.executor.result_ring"),
     (
         "tllm_spec.executor.decoding_rules",
+        "tllm_spec.executor.eager_timing",
         "tllm_spec.executor.faults",
         "tllm_spec.executor.round_clock",
         "tllm_spec.executor.transfer",

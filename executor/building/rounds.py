@@ -87,11 +87,6 @@ def _round_times(
     controller: AdaptiveController,
     sizes: tuple[int, ...],
 ) -> RoundTimes:
-    assert plan.spec is not None and plan.spec.adaptive is not None
-    in_forward = speculation.round_end is not None and speculation.round_end.in_graph
-    draft_cost = plan.spec.adaptive.times.assumed_draft_cost
-    if in_forward or plan.draft_plan is None:
-        draft_cost = 0.0
     room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // (1 + plan.max_draft_len))
     timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
     return measure_round_times(
@@ -100,7 +95,6 @@ def _round_times(
         timed,
         plan.slots.dummy_slot,
         plan.device,
-        draft_cost,
         speculation.graph_drafter,
         ContextLimits(plan.max_seq_len, 1 + plan.overshoot),
     )

@@ -112,6 +112,17 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         windows = self._windows(group, result, self._max_len - draft_len)
         self._worker.draft(None, windows, group, draft_len)
 
+    def draft_for_nobody(
+        self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
+    ) -> torch.Tensor:
+        """Behind windows of as many drafts, all of them accepted."""
+        group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
+        tokens = slot_ids.new_zeros((len(slot_ids), 1 + draft_len))
+        result = SampledTokens(tokens, torch.full_like(slot_ids, 1 + draft_len))
+        windows = self._windows(group, result, min(max_kv_len, self._max_len) - draft_len)
+        self._worker.draft(None, windows, group, draft_len)
+        return self._slots.num_drafts[-1:]
+
     def draft_probs(self, slot_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
         return self._worker.draft_probs(slot_ids, num_drafts)
 

@@ -6,10 +6,12 @@ It knows graphs and keys; what is captured is the drafter's.
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from tllm_spec.executor.cuda_graphs import CudaGraphs
+from tllm_spec.executor.eager_timing import TIMED_KV_LEN, eager_seconds
 from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.drafter import Drafter
 
@@ -24,6 +26,12 @@ class GraphDrafter(Drafter):
         """Writes `draft_len` drafts into the windows of the slots `[B]`, some of which may be the dummy."""
 
     @abstractmethod
+    def draft_for_nobody(
+        self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
+    ) -> torch.Tensor:
+        """The same without a graph of the round before, for the dummy slot B times. Something to wait for."""
+
+    @abstractmethod
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
         """Which graphs are worth having. of_rounds: the target's; asked: those of lengths that it may be asked for."""
 
@@ -36,9 +44,14 @@ class GraphDrafter(Drafter):
         graphs.capture(keys, self.run_round_before)
         self.graphs = graphs
 
-    def seconds(self, key: GraphKey) -> float:
-        """How long the device drafts for nothing but dummies; 0 where there is no graph: nothing to draft, then."""
-        if self.graphs is None or key not in self.graphs:
+    def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+        """How long drafting takes for nothing but dummies. 0 where there are graphs, and none of it: nothing to draft,
+        then."""
+        if self.graphs is None:
+            slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
+            draft = partial(self.draft_for_nobody, slot_ids, key.draft_len, key.sampled, TIMED_KV_LEN)
+            return eager_seconds(draft)
+        if key not in self.graphs:
             return 0.0
         self.run_round_before(key)
         return self.graphs.seconds(key)

@@ -97,6 +97,14 @@ class ModelDrafter(GraphDrafter):
         group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
         self._steps(group, draft_len, self._engine.rows.max_len - draft_len)
 
+    def draft_for_nobody(
+        self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
+    ) -> torch.Tensor:
+        if draft_len:
+            longest = min(max_kv_len, self._engine.rows.max_len) - draft_len
+            self._steps(self._groups.of_slots(slot_ids, 1, sampled=sampled), draft_len, longest)
+        return self._slots.num_drafts[-1:]
+
     def _follow(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Brings the draft cache up to the target's, prefilling what is missing. Returns the requests to draft for."""
         ends = {r: r.kv_len + r.context_chunk for r in batch.context_requests if r.draft_limit}

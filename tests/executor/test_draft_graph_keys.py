@@ -87,7 +87,7 @@ def test_drafts_are_captured_into_the_memory_of_the_rounds(depth: list[int]) -> 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("mode", MODES)
-def test_drafts_of_graphs_are_timed_and_not_assumed(
+def test_drafts_are_timed_with_graphs_and_without(
     tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     ladder = {"adaptive": {"candidate_steps": [0, 1, 3]}}
@@ -110,13 +110,15 @@ def test_drafts_of_graphs_are_timed_and_not_assumed(
     monkeypatch.setattr(CudaGraphs, "replay", seen)
     for kind in (CudaGraphs, SlotGraphs):
         monkeypatch.setattr(kind, "seconds", seconds)
-    times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, 0.5, watched.drafter)
+    times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, watched.drafter)
     catch_up = mode == "eagle3"  # a head reads what was emitted even if it is to draft nothing
     expected = [1 + 0.01 * (catch_up + steps) for steps in (0, 1, 3)]
     assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx(expected)
     watched.drafter.graphs = None
-    times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, 0.5, watched.drafter)
-    assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx([1, 1.5, 2.5])
+    eager = "tllm_spec.executor.speculative.graph_drafter.eager_seconds"
+    monkeypatch.setattr(eager, lambda draft: 0.5 + 0 * draft()[0])
+    times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, watched.drafter)
+    assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx([1.5, 1.5, 1.5])
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """Draft lengths put together from a configuration: which rounds are timed and captured, what limits leave of them."""
 
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 
-from tests.executor.harness import Harness
+from tests.executor.harness import Harness, output_of
 from tests.executor.test_cuda_graphs import keys_of_build
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.draft_lens import controller_for, without_outliers
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.speculative.draft_layers import DraftLayers
 from tllm_spec.speculative_config import NGramDecodingConfig
 
 LADDER = {"candidate_steps": [0, 1, 4]}
@@ -26,13 +29,44 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
         return 1.0 + 0.01 * key.draft_len
 
     monkeypatch.setattr("tllm_spec.executor.round_runner.RoundRunner.seconds", seconds)
-    harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER | {"assumed_draft_cost": 0.5}))
+    monkeypatch.setattr(
+        "tllm_spec.executor.speculative.graph_drafter.GraphDrafter.seconds",
+        lambda _, key, *__: 0.5 * key.draft_len,
+    )
+    harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     assert timed == [(size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 4)]
     controller = harness.parts.controller
     controller.observe(1, [], 0)
     charged = 0.0 if mode in ("draft_target_one_model", "ngram") else 0.5
     row = controller.state()["round_ms"]["1"]
     assert row["4"] - row["0"] == pytest.approx(1e3 * 4 * (0.01 + charged))
+
+
+@pytest.mark.parametrize("mode", ["draft_target", "eagle3_two_model"])
+def test_without_graphs_a_separate_drafter_is_timed_by_what_it_runs_for_nobody(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path], mode: str
+) -> None:
+    """Each forward of its network takes 10 ms; a request that comes then finds nothing of the dummies."""
+    network: Any = {"draft_target": ModelEngine, "eagle3_two_model": DraftLayers}[mode]
+    forward = network.forward
+
+    def slow(*args: Any, **keywords: Any) -> Any:
+        sleep(0.01)
+        return forward(*args, **keywords)
+
+    monkeypatch.setattr(network, "forward", slow)
+    monkeypatch.setattr("tllm_spec.executor.building.rounds.EAGER_SIZES", (1,))
+    monkeypatch.setattr("tllm_spec.executor.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0)
+    harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
+    harness.parts.controller.observe(1, [], 0)
+    row = harness.parts.controller.state()["round_ms"]["1"]
+    assert [row[steps] - row["0"] for steps in ("1", "4")] == pytest.approx([10, 40], rel=0.3)
+    monkeypatch.setattr(network, "forward", forward)
+    request, plain = harness.submit([3, 1, 4], 20, seed=5), Harness(tiny)
+    twin = plain.submit([3, 1, 4], 20, seed=5)
+    harness.run()
+    plain.run()
+    assert output_of(request) == output_of(twin)
 
 
 def test_drafts_are_not_free_next_to_batches_that_have_none(

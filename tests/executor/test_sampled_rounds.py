@@ -83,7 +83,7 @@ def test_start_up_times_sampled_rounds_of_a_few_sizes(
     runner = harness.parts.runner
     monkeypatch.setattr(type(runner), "seconds", seconds)
     device = harness.parts.slots.device
-    times = measure_round_times(runner, harness.parts.controller, (1, 2, 4, 6, 8), 0, device, 0.0)
+    times = measure_round_times(runner, harness.parts.controller, (1, 2, 4, 6, 8), 0, device)
     assert {key.batch_size for key in timed if key.sampled} == {1, 4, 8}
     assert {key.batch_size for key in timed if not key.sampled} == {1, 2, 4, 6, 8}
     assert times.round_time(2, 3) == pytest.approx(0.004)

@@ -94,9 +94,9 @@ def test_what_contexts_add_is_measured_for_every_length_or_for_none(
         return own if slots is None else own + 0.2 + 0.1 * (key.draft_len == 3)
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
-    times = measure_round_times(runner, controller, (2, 4), DUMMY, CPU, 0.0, None, LIMITS)
+    times = measure_round_times(runner, controller, (2, 4), DUMMY, CPU, None, LIMITS)
     assert [times.round_time(3, steps) for steps in (0, 1, 3)] == pytest.approx([1.0, 1.1, 1.3])
     assert [times.context_time(3, steps) for steps in (0, 1, 3)] == pytest.approx([0.2, 0.2, 0.3])
     for limits in (None, ContextLimits(200, 10)):  # not asked for; too short
-        times = measure_round_times(runner, controller, (2, 4), DUMMY, CPU, 0.0, None, limits)
+        times = measure_round_times(runner, controller, (2, 4), DUMMY, CPU, None, limits)
         assert [times.context_time(3, steps) for steps in (0, 1, 3)] == [1.0, 1.0, 1.0]
