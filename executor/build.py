@@ -15,7 +15,7 @@ from tllm_spec.executor.building.engines import build_engine, load_draft, load_t
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
-from tllm_spec.executor.device_choice import cpu_threads
+from tllm_spec.executor.device_choice import cpu_threads, on_threads
 from tllm_spec.executor.draft_lens import watch_unverified
 from tllm_spec.executor.engine.memory_plan import plan_num_pages
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
@@ -84,7 +84,8 @@ def build_executor(
         return speculation.blame() if culprits is None else culprits
 
     runner = RoundRunner(engine, sampler, speculation.round_end, speculation.backlog)
-    with torch.inference_mode():
+    num_threads = cpu_threads(target)
+    with torch.inference_mode(), on_threads(num_threads):
         controller = build_controller(plan, runner, speculation, models)
     watch_unverified(controller, plan.spec, speculation)
     queue, resources = RequestQueue(), [*speculation.resources, kv, plan.slots]
@@ -102,7 +103,7 @@ def build_executor(
         blame=blame,
         max_in_flight=plan.max_in_flight,
         drafts_in_flight=plan.why_no_overlap is None,
-        cpu_threads=cpu_threads(target),
+        cpu_threads=num_threads,
         stream_interval=args.stream_interval,
     )
     executor = PyExecutor(parts, respond)

@@ -1,5 +1,8 @@
 """Where a model runs, in what numbers, and on how many threads, as far as options leave it open. Knows no executor."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from tllm_spec.models.causal_lm import CausalLM
@@ -30,3 +33,16 @@ def cpu_threads(target: CausalLM) -> int | None:
         return None
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in target.parameters())
     return 1 if num_bytes <= SINGLE_THREAD_BYTES else None
+
+
+@contextmanager
+def on_threads(number: int | None) -> Iterator[None]:
+    """torch in this thread as it will be in the executor's (None: as it is), so that what is timed here is true
+    there."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -5,6 +5,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+import torch
 
 from tests.executor.harness import Harness, output_of
 from tests.executor.test_cuda_graphs import keys_of_build
@@ -83,6 +84,27 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
     controller.observe(5, [], 0)
     row = controller.state()["round_ms"]["5"]
     assert row["4"] == pytest.approx(5 * row["0"]) and controller.steps_for(6) == 0
+
+
+def test_start_up_times_rounds_on_as_many_threads_as_they_will_run_on(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    """A small model has one; that of whoever builds it has two, before and after."""
+    seen: set[int] = set()
+
+    def seconds(_: Any, key: Any, *__: Any) -> float:
+        seen.add(torch.get_num_threads())
+        return 1.0 + 0.01 * key.draft_len
+
+    monkeypatch.setattr("tllm_spec.executor.round_runner.RoundRunner.seconds", seconds)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
+        harness = Harness(tiny, speculative_config=config)
+        assert seen == {1} == {harness.parts.cpu_threads} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_adaptive_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
