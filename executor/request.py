@@ -101,9 +101,9 @@ class LlmRequest:
         0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
     )
     draft_kv_len: int = 0  # the same in a draft model's cache
-    draft_backlog: int = (
-        0  # latest rounds launched whose one position a draft inside the forward has yet to read
-    )
+    # Positions that a draft network on the target's pages has yet to read: of a context, the last ones of the prefix
+    # that it began with; then of the latest rounds launched, each of which added one.
+    draft_backlog: int = 0
     tokens_in_flight: int = 0  # upper bound of what launched rounds, not read yet, will add to the tokens
     context_chunk: int = 0  # tokens of the context scheduled in this round
     cached_tokens: int = 0  # reused from the prefix cache at first admission

@@ -162,7 +162,7 @@ class Scheduler:
             if not chunk or not self._kv.extend(request, end):
                 self._kv.free_resources(request)
                 self._slots.free_resources(request)
-                request.kv_len = 0
+                request.kv_len = request.draft_backlog = 0
                 break
             self.waiting.pop(0)
             request.state, request.context_chunk = RequestState.CONTEXT, chunk

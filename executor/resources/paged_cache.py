@@ -156,7 +156,7 @@ class PagedCache:
         With `lookahead` 1 the KV of all but the last token is stored: that one only completes its predecessor's key.
         Costs only the pages not stored yet. Where an equal page is cached already, the sequence moves to it
         and gives its own back: a holder of a node must hold the node's ancestors (see radix.py). Where that page has
-        less than its own, and others hold it, its own stay private from there on.
+        less of the draft's part, and cannot be replaced, its own stay private from there on.
         """
         sequence, size = self._sequences[seq_id], self.page_size
         num_stored = len(tokens) - self.lookahead
@@ -175,7 +175,8 @@ class PagedCache:
                 return
 
     def free(self, seq_id: int, tokens: Sequence[int] = (), whole_len: int | None = None) -> None:
-        """Ends the sequence. What `tokens` covers is stored first (see `store`), a last partial page included."""
+        """Ends the sequence. What `tokens` covers is stored first (see `store`, also for where that ends), a last
+        partial page included."""
         self.store(seq_id, tokens, whole_len)
         private = self.private_pages(seq_id)
         nodes = self._sequences.pop(seq_id).nodes
@@ -198,7 +199,8 @@ class PagedCache:
         return sequence.pages[len(sequence.nodes) :]
 
     def whole_len(self, seq_id: int) -> int:
-        """How many leading tokens of the reused prefix a draft's layers on the same pages hold, too."""
+        """How many leading tokens a draft's layers on the same pages hold, too: of the reused prefix, and of what was
+        stored since."""
         return self._sequences[seq_id].whole_len
 
     def version(self, seq_id: int) -> int:
@@ -260,10 +262,11 @@ class PagedCache:
         return _Prefix(nodes, None, 0)
 
     def _store_page(self, sequence: _Sequence, index: int, key: tuple[int, ...], is_whole: bool) -> bool:
-        """False, and nothing changed, where others hold a cached page that has less."""
+        """False, and nothing changed, where the page that is cached already has less of the draft's part."""
         own_page = sequence.pages[index]
         node, left_over = self._tree.insert(self._end(sequence.nodes), key, own_page, is_whole)
-        if is_whole and not node.is_whole:
+        has_read_some = index * self.page_size < sequence.whole_len
+        if node.page != own_page and not node.is_whole and has_read_some:
             return False
         self._tree.hold([node])
         sequence.nodes.append(node)

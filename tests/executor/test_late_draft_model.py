@@ -170,3 +170,21 @@ def test_a_preempted_request_keeps_its_pages_though_the_draft_has_not_read_them(
     expected = twin.submit(PROMPT, max_tokens=60, temperature=HOT, seed=3)
     twin.run()
     assert output_of(request) == output_of(expected)
+
+
+def test_samples_of_one_prompt_read_what_they_share_of_it_once(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
+    harness = Harness(tiny, kv_cache_config={"tokens_per_block": 4}, max_num_tokens=100, **speculation)
+    with_lengths(harness, 0)
+    first = harness.submit(PROMPT, max_tokens=51)
+    harness.run()
+    rows = count_forwards(harness)
+    samples = [harness.submit([*first.tokens, 1, 2], max_tokens=20, seed=n) for n in range(3)]
+    harness.round()
+    assert [request.cached_tokens for request in samples] == [58] * 3
+    # Of 14 full pages the first two are whole; each has a copy of the last page, and its prompt's end to read.
+    assert rows == [48 + 3 * 2, 3 * (3 + 1)]
+    spoil_free_pages(harness)
+    for request in samples:
+        assert_nothing_is_missing(harness, request)
