@@ -37,6 +37,17 @@ def test_a_specialized_linear_equals_the_plain_product(
     torch.testing.assert_close(layer.forward(strided), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("in_features", "out_features", "by_columns"),
+    [(192, 512, True), (512, 192, True), (512, 1024, True), (1024, 512, False)],
+)
+def test_wide_and_small_weights_stand_by_columns(
+    in_features: int, out_features: int, by_columns: bool
+) -> None:
+    layer = ColumnLinear(in_features, {"part": out_features}, bias=False, placement=PLACEMENT)
+    assert layer.matrix.is_contiguous() == by_columns
+
+
 @torch.inference_mode()
 def test_a_shared_weight_is_used_for_any_number_of_rows() -> None:
     shared = torch.nn.Parameter(torch.randn(2048, 64), requires_grad=False)

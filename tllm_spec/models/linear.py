@@ -24,9 +24,10 @@ PACKED_ROWS_HINT = 8
 class Linear(Module):
     """`y = x W^T + b`, and its forms fused with what stands around it in a decoder.
 
-    On a CPU a wide weight is stored column by column, which streams up to twice as fast for a single row,
-    and `specialize_for_cpu` adds a copy of a large weight in oneDNN's blocked layout, which is faster than the
-    BLAS for the few rows of a verified window and for a long prompt. It doubles the memory.
+    On a CPU a wide weight is stored column by column, which streams up to twice as fast for a single row, and so is
+    a small one of any shape, which is faster for the few rows of a verified window. To a large weight
+    `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is faster than the BLAS for such windows and for
+    a long prompt. It doubles the memory.
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class Linear(Module):
         self.row_invariant = placement.row_invariant
         if weight is None:
             by_columns = placement.device.type == "cpu" and not placement.row_invariant
-            wide = by_columns and out_features >= in_features
-            weight = placement.parameter(out_features, in_features, column_major=wide)
+            fits = out_features >= in_features or out_features * in_features < MIN_PACKED_ELEMENTS
+            weight = placement.parameter(out_features, in_features, column_major=by_columns and fits)
         self.weight = weight
         self.bias = placement.parameter(out_features) if bias else None
         self.matrix = self.weight.t()
