@@ -148,10 +148,12 @@ class _Row:
     def __init__(
         self, measured: dict[int, float], contexts: dict[int, float], common: "_Scale | _Extra"
     ) -> None:
-        self.measured, self.common = measured, common
-        self.shares = _shares(contexts)
+        line = _context_line(contexts)
+        self.measured, self.common = _measured_twice(measured, contexts, line), common
+        mean = fmean(line.values())
+        self.shares = {steps: added / mean for steps, added in line.items()}  # of what contexts add
         self.factors = dict.fromkeys(measured, 1.0)
-        self.own = dict(measured)  # times their factors
+        self.own = dict(self.measured)  # times their factors
         self.seconds = self.own  # what decisions compare
         self.num_observed = 0
 
@@ -159,16 +161,32 @@ class _Row:
         return self.common.of(self.own[steps], self.shares[steps])
 
 
-def _shares(contexts: Mapping[int, float]) -> dict[int, float]:
-    """Of what contexts add, by draft length; on average 1. They were measured as differences of long times, so a single
-    one is not believed but the line through all, unless it falls: a wider window never takes less; nor what is far
-    below the average."""
+def _context_line(contexts: Mapping[int, float]) -> dict[int, float]:
+    """What contexts add, by draft length, in any unit where they add nothing on average. It was measured as differences
+    of long times, so a single one is not believed but the line through all, unless it falls: a wider window never takes
+    less; nor what is far below the average."""
     mean = fmean(contexts.values())
-    if mean <= 0 or len(contexts) < 2:
+    if mean <= 0:
         return dict.fromkeys(contexts, 1.0)
+    if len(contexts) < 2:
+        return dict(contexts)
     slope = max(linear_regression(list(contexts), list(contexts.values())).slope, 0.0)
     middle = fmean(contexts)
-    return {steps: max(1 + slope * (steps - middle) / mean, LEAST_SHARE) for steps in contexts}
+    return {steps: max(mean + slope * (steps - middle), LEAST_SHARE * mean) for steps in contexts}
+
+
+def _measured_twice(
+    measured: Mapping[int, float], contexts: Mapping[int, float], line: Mapping[int, float]
+) -> dict[int, float]:
+    """Rounds with contexts, less what the line says that contexts add, are a second measurement of the same times. The
+    mean of both is off by less than either; but never far from the first, should the second be nonsense."""
+    if fmean(contexts.values()) <= 0:
+        return dict(measured)
+    both = {steps: time + (contexts[steps] - line[steps]) / 2 for steps, time in measured.items()}
+    return {
+        steps: min(max(both[steps], time / MAX_SURPRISE), time * MAX_SURPRISE)
+        for steps, time in measured.items()
+    }
 
 
 class CorrectedRoundTimes:

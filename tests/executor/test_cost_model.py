@@ -306,6 +306,31 @@ def test_a_difference_of_times_that_cannot_be_is_not_believed(added: dict[int, f
     assert all(times.row(1)[steps] > 1.02 * own[steps] for steps in LADDER)
 
 
+def test_times_with_contexts_make_up_for_errors_of_those_without() -> None:
+    """Both are measured, each with an error of its own; what counts is how lengths compare, here 0 and 2."""
+    true = {steps: 0.010 + 0.001 * steps for steps in (*LADDER, 5, 7)}
+    chance, errors = Random(0), [0.0, 0.0]
+
+    def measured(added: float) -> dict[int, float]:
+        return {steps: (time + added) * chance.gauss(1, 0.01) for steps, time in true.items()}
+
+    for _ in range(300):
+        empty, full = measured(0.0), measured(0.002)
+        contexts = {steps: full[steps] - time for steps, time in empty.items()}
+        source = MeasuredRoundTimes({1: empty}, of_empty_contexts=True, contexts={1: contexts})
+        believed = CorrectedRoundTimes(source, tuple(true), RoundTimeOptions()).row(1)
+        for place, row in enumerate((empty, believed)):
+            errors[place] += (row[2] / row[0] - true[2] / true[0]) ** 2
+    assert (errors[1] / errors[0]) ** 0.5 < 0.85
+
+
+def test_nonsense_measured_with_contexts_leaves_times_near_those_without() -> None:
+    own, added = {0: 0.01, 1: 0.011, 2: 0.012, 3: 0.013}, {0: 0.2, 1: 0.001, 2: 0.001, 3: 0.001}
+    source = MeasuredRoundTimes({1: own}, of_empty_contexts=True, contexts={1: added})
+    row = CorrectedRoundTimes(source, LADDER, RoundTimeOptions()).row(1)
+    assert all(0.5 * own[steps] <= row[steps] <= 2 * own[steps] for steps in LADDER)
+
+
 def test_rounds_faster_than_measured_with_empty_contexts_leave_all_times_above_zero() -> None:
     times = CorrectedRoundTimes(LinearTimes(4.0, of_empty_contexts=True), LADDER, RoundTimeOptions())
     for _ in range(500):
