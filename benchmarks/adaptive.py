@@ -5,7 +5,8 @@
 Steady cells: batch size x acceptance, the worst of the seeds over the best static rate, from the first round on. Moving
 traffic: the same time under each policy, tokens per second over those of the best single static draft length. The
 policies are the cost model, with a ladder of 0 to 7, and `ema` with each preset. Hopeless drafts: the first rounds of
-an engine in which no draft is ever right, against plain decoding. Round times are an example table
+an engine in which no draft is ever right, against plain decoding. Errors of start-up: steady cells again, where each
+length was timed with an error of its own, once without contexts, or with and without. Round times are an example table
 (`example_round_times.json`), not a measurement; only the time of a decision is measured here.
 """
 
@@ -16,7 +17,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from benchmarks.adaptive_simulator import (
@@ -34,6 +38,7 @@ from benchmarks.adaptive_simulator import (
 from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.break_even import expected_tokens
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
 
 BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32, 64, 128), (0.2, 0.4, 0.6, 0.8, 0.9)
 COST_MODEL = "cost_model"
@@ -48,6 +53,12 @@ MOVING: dict[str, Callable[[int], Traffic]] = {
 }
 MIN_STEADY, MIN_MOVING = 0.98, 1.05
 HOPELESS, FIRST_ROUNDS = 1e-9, (200, 1000)
+TIME_ERROR, ERROR_SEEDS = 0.015, 24  # of each time that start-up measures, relative
+SETTLING_ROUNDS, COUNTED_ROUNDS = 60, 80  # as on the H200
+CONTEXT_SHARE, WIDTH_SHARE = (
+    0.25,
+    0.02,
+)  # of a plain round: what contexts add to it; of that: what each draft adds
 MAX_DECISION_US = 20.0
 # First drafts of a window that are right, one request after another: what is told takes longer where windows are long.
 RIGHTS = {"mixed": (0, 3, 2, 1), "nearly all": (MAX_STEPS,) * 7 + (MAX_STEPS - 1,)}
@@ -162,6 +173,44 @@ def measure_hopeless(seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def misjudged_cell(batch_size: int, acceptance: float, seed: int, *, twice: bool) -> float:
+    """The cost model's rate over the best static one behind a start-up with errors. `twice`: it timed rounds with
+    contexts, too."""
+    chance, lengths = Random(seed * 1000 + batch_size), range(MAX_STEPS + 1)
+    empty = {k: TRUE_TIMES(batch_size, k) for k in lengths}
+    added = {k: CONTEXT_SHARE * empty[0] * (1 + WIDTH_SHARE * k) for k in lengths}
+    true = {k: empty[k] + added[k] for k in lengths}
+    first, second = ({k: t * chance.gauss(1, TIME_ERROR) for k, t in row.items()} for row in (empty, true))
+    contexts = {batch_size: {k: second[k] - first[k] for k in lengths}} if twice else None
+    times = MeasuredRoundTimes({batch_size: first}, of_empty_contexts=True, contexts=contexts)
+    controls = AdaptiveController.from_config(
+        POLICIES[COST_MODEL], graph_batch_sizes=[batch_size], round_times=times
+    )
+    simulator, traffic = Simulator(controls, lambda _, k: true[k], seed), steady(batch_size, acceptance)
+    simulator.run_rounds(traffic, SETTLING_ROUNDS)
+    before = replace(simulator.outcome)
+    after = simulator.run_rounds(traffic, COUNTED_ROUNDS)
+    rate = (after.tokens - before.tokens) / (after.seconds - before.seconds)
+    return rate / max(batch_size * expected_tokens(acceptance, k) / true[k] for k in lengths)
+
+
+def measure_misjudged(seeds: int) -> dict[str, float]:
+    """Shares of steady cells below the bar."""
+    shares = {}
+    for way, twice in (("without contexts", False), ("with and without", True)):
+        cells = [
+            misjudged_cell(size, acceptance, seed, twice=twice)
+            for size, acceptance, seed in product(BATCH_SIZES, ACCEPTANCES, range(seeds))
+        ]
+        shares[way] = sum(cell < MIN_STEADY for cell in cells) / len(cells)
+        print(
+            f"start-up times off by {TIME_ERROR:.1%}, taken {way}: {shares[way]:.1%} of {len(cells)} cells below "
+            f"{MIN_STEADY}, on average {statistics.fmean(cells):.4f}",
+            flush=True,
+        )
+    return shares
+
+
 def print_decisions(microseconds: dict[str, dict[str, tuple[float, float]]]) -> float:
     """The longest `observe` of any batch size and any drafts."""
     longest = 0.0
@@ -186,6 +235,7 @@ def main() -> int:
     steady_rows = measure_steady(args.seconds, args.seeds)
     moving_rows = measure_moving(6 * args.seconds, args.seeds)
     hopeless_rows = measure_hopeless(args.seeds)
+    misjudged = measure_misjudged(ERROR_SEEDS)
     microseconds = {
         name: {str(size): decision_us(size, rights) for size in BATCH_SIZES}
         for name, rights in RIGHTS.items()
@@ -201,6 +251,7 @@ def main() -> int:
         "steady": steady_rows,
         "moving": moving_rows,
         "hopeless": hopeless_rows,
+        "share_of_cells_below_the_bar_with_errors_of_start_up": misjudged,
         "steps_for_and_observe_us_by_drafts_and_batch_size": microseconds,
     }
     if args.output:

@@ -28,6 +28,11 @@ def test_drafts_that_are_never_right_cost_little_even_in_the_first_rounds_of_all
     assert min(row["200"] for row in rows) >= 0.97, rows
 
 
+def test_errors_of_start_up_s_times_matter_less_where_rounds_were_timed_with_contexts_too() -> None:
+    shares = adaptive.measure_misjudged(seeds=8)
+    assert 0 < shares["with and without"] < 0.6 * shares["without contexts"], shares
+
+
 def test_the_simulator_counts_what_the_formula_says() -> None:
     fixed = Simulator(AdaptiveController.fixed(3), adaptive.TRUE_TIMES, seed=7)
     rate = fixed.run(steady(8, 0.6), seconds=2.0).rate
