@@ -55,10 +55,8 @@ MIN_STEADY, MIN_MOVING = 0.98, 1.05
 HOPELESS, FIRST_ROUNDS = 1e-9, (200, 1000)
 TIME_ERROR, ERROR_SEEDS = 0.015, 24  # of each time that start-up measures, relative
 SETTLING_ROUNDS, COUNTED_ROUNDS = 60, 80  # as on the H200
-CONTEXT_SHARE, WIDTH_SHARE = (
-    0.25,
-    0.02,
-)  # of a plain round: what contexts add to it; of that: what each draft adds
+CONTEXT_SHARE = 0.25  # of a plain round: what contexts add to it
+WIDTH_SHARE = 0.02  # of that: what each draft adds
 MAX_DECISION_US = 20.0
 # First drafts of a window that are right, one request after another: what is told takes longer where windows are long.
 RIGHTS = {"mixed": (0, 3, 2, 1), "nearly all": (MAX_STEPS,) * 7 + (MAX_STEPS - 1,)}

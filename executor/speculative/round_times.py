@@ -162,8 +162,8 @@ class _Row:
 
 
 def _context_line(contexts: Mapping[int, float]) -> dict[int, float]:
-    """What contexts add, by draft length, in any unit where they add nothing on average. It was measured as differences
-    of long times, so a single one is not believed but the line through all, unless it falls: a wider window never takes
+    """What contexts add, by draft length, in seconds; 1 each where that is not known. It was measured as differences of
+    long times, so a single one is not believed but the line through all, unless it falls: a wider window never takes
     less; nor what is far below the average."""
     mean = fmean(contexts.values())
     if mean <= 0:
