@@ -31,6 +31,7 @@ from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
 from tllm_spec.executor.stand_in_contexts import ContextLimits, StandInContexts
 from tllm_spec.executor.transfer import Places, ToHost, to_device
+from tllm_spec.kernels.row_copies import gather_rows
 
 _num_ready, _num_drafts = attrgetter("num_drafts_ready"), attrgetter("py_num_draft_tokens")
 _graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
@@ -323,8 +324,8 @@ class RoundRunner:
     def _windows(self, slot_ids: torch.Tensor, width: int, max_kv_len: int) -> Windows:
         return Windows(
             slots=slot_ids,
-            first=self._slots.kv_lens.index_select(0, slot_ids),
-            token_ids=self._slots.window[:, :width].index_select(0, slot_ids),
+            first=gather_rows(self._slots.kv_lens, slot_ids),
+            token_ids=gather_rows(self._slots.window[:, :width], slot_ids),
             max_kv_len=max_kv_len,
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.triton_support import has_kernels
 
 
@@ -29,7 +30,7 @@ class Rotary:
     def gathered(self) -> torch.Tensor:
         """The table's rows `[T, 2, 1, D]`, contiguous: gathered once for all layers that ask, which
         `rotary_write` does not."""
-        return self.table.index_select(0, self.positions) if self.known is None else self.known
+        return gather_rows(self.table, self.positions) if self.known is None else self.known
 
     @functools.cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:

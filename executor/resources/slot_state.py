@@ -13,6 +13,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.transfer import to_device
 from tllm_spec.kernels import slot_windows
+from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 
 
@@ -42,7 +43,7 @@ class SlotState:
 
     def places(self, slot_ids: torch.Tensor, draft_len: int) -> torch.Tensor:
         """Positions of the bonus token and of the drafts behind it, `[K + 1, B]`."""
-        return self.kv_lens.index_select(0, slot_ids) + self._steps[: draft_len + 1]
+        return gather_rows(self.kv_lens, slot_ids) + self._steps[: draft_len + 1]
 
     def write_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
         """drafts `[B, K]` for the next windows of the slots `[B]`; a request's own limit may be lower than K."""

@@ -24,6 +24,7 @@ from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.worker import ContextResult, DraftWorker, RoundEnd, WindowResult
 from tllm_spec.executor.transfer import to_device
+from tllm_spec.kernels.row_copies import gather_rows
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
     def _windows(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> WindowResult:
         """The windows that a graph verified: the slots have advanced by what was emitted. The dummy slot's have not,
         where it stands for a request that ended."""
-        first = (self._slots.kv_lens.index_select(0, group.slots) - sampled.new_lens).clamp_min(0)
+        first = (gather_rows(self._slots.kv_lens, group.slots) - sampled.new_lens).clamp_min(0)
         return WindowResult(Windows(group.slots, first, sampled.new_tokens, max_kv_len), sampled)
 
 

@@ -24,6 +24,7 @@ from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.missed_tokens import Missed, forwards_of
 from tllm_spec.executor.transfer import to_device
+from tllm_spec.kernels.row_copies import Rings, gather_rows, store_in_rings
 
 # With 4 query heads a KV head, a window that fills one tile of Triton's attention kernel. Each position more would be
 # one more token that a finished request may leave behind without reuse.
@@ -32,9 +33,8 @@ _backlog_of = attrgetter("draft_backlog")
 
 
 class DraftBacklog:
-    """Rings by slot, one behind the other: position p of slot s stands at s * length + p % length. `max_requests`: of
-    one forward. `most_waiting`: positions of a request that wait while no drafts are wanted, `inf` where the network
-    reads tokens only."""
+    """Rings by slot. `max_requests`: of one forward. `most_waiting`: positions of a request that wait while no drafts
+    are wanted, `inf` where the network reads tokens only."""
 
     def __init__(
         self,
@@ -56,9 +56,12 @@ class DraftBacklog:
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         self._num_due = torch.zeros(len(slots.kv_lens), dtype=torch.int64, device=slots.device)
         size = len(slots.kv_lens) * length
-        self._tokens = torch.zeros(size, dtype=torch.int64, device=slots.device)  # of the position after it
         captured = layers.net.captured(1)
-        self._states = None if captured is None else captured.new_zeros((size, captured.shape[1]))
+        self._rings = Rings(
+            length,
+            tokens=torch.zeros(size, dtype=torch.int64, device=slots.device),  # of the position after it
+            states=None if captured is None else captured.new_zeros((size, captured.shape[1])),
+        )
 
     @staticmethod
     def num_bytes(num_slots: int, captured: torch.Tensor | None) -> int:
@@ -68,11 +71,9 @@ class DraftBacklog:
 
     def store(self, windows: Windows, new_tokens: torch.Tensor, first_row: int) -> None:
         """What the target has just read in windows of one token, from row `first_row` on. new_tokens `[B]`."""
-        places = (windows.first % self.length).add_(windows.slots, alpha=self.length)
-        self._tokens.index_copy_(0, places, new_tokens)
-        captured = self._layers.net.captured(first_row + len(places))
-        if self._states is not None and captured is not None:
-            self._states.index_copy_(0, places, captured[first_row:])
+        captured = self._layers.net.captured(first_row + len(windows.slots))
+        states = None if captured is None else captured[first_row:]
+        store_in_rings(self._rings, windows.slots, windows.first, new_tokens, states)
 
     def note(self, batch: ScheduledBatch) -> None:
         """The batch was launched."""
@@ -156,17 +157,17 @@ class DraftBacklog:
         """Reads what is due of slots `[B]`: the last rows of windows that end where these end. Nothing but their K and
         V is wanted. A function of device tensors, so that a CUDA graph can hold it. max_kv_len: bound of the slots'
         lengths with one more token."""
-        net = self._layers.net
+        net, rings = self._layers.net, self._rings
         ends = self._slots.kv_lens.index_select(0, slot_ids)
         rows = torch.arange(-self.length, 0, device=ends.device)
-        places = (ends.unsqueeze(1) + rows) % self.length + slot_ids.unsqueeze(1) * self.length
+        places = rings.places(slot_ids, ends.unsqueeze(1) + rows)
         state = None
-        if self._states is not None:
-            state = net.fuse(self._states.index_select(0, places.flatten()))
+        if rings.states is not None:
+            state = net.fuse(gather_rows(rings.states, places.flatten()))
         windows = Windows(
             slots=slot_ids,
             first=ends - (self.length - net.shift),
-            token_ids=self._tokens[places].clamp_min_(0),
+            token_ids=rings.tokens[places].clamp_min_(0),
             max_kv_len=max_kv_len,
             num_padding=self.length - self._num_due.index_select(0, slot_ids),
         )

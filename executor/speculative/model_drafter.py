@@ -23,6 +23,7 @@ from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.missed_tokens import Missed, forwards_of
 from tllm_spec.executor.transfer import to_device
+from tllm_spec.kernels.row_copies import gather_rows
 
 _is_greedy = attrgetter("rules.is_greedy")
 
@@ -147,8 +148,8 @@ class ModelDrafter(GraphDrafter):
         two tokens, the others the draft before. longest: bound of the group's tokens."""
         slots = self._slots
         places = slots.places(group.slots, draft_len)
-        previous = slots.previous_token.index_select(0, group.slots)
-        bonus = slots.window.index_select(0, group.slots)[:, 0]
+        previous = gather_rows(slots.previous_token, group.slots)
+        bonus = gather_rows(slots.window[:, 0], group.slots)
         # The dummy slot, which pads graphs, has no token before the bonus token.
         token_ids, first = torch.stack((previous, bonus), dim=1), (places[0] - 1).clamp_min(0)
         drafts: list[torch.Tensor] = []

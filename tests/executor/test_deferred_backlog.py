@@ -86,8 +86,8 @@ def test_the_heads_cache_lacks_nothing_but_what_waits(
     expected, requests = (submit_traffic(each, Random(seed), 40) for each in (plain, harness))
     plain.run()
     backlog = worker_of(harness)._backlog
-    assert backlog is not None and backlog._states is not None
-    backlog._states.fill_(torch.nan)  # what nobody has put there shows
+    assert backlog is not None and backlog._rings.states is not None
+    backlog._rings.states.fill_(torch.nan)  # what nobody has put there shows
     random, waited = Random(seed), set[int]()
     with_lengths(harness, random_lengths(random))
     spoil_free_pages(harness)

@@ -343,8 +343,8 @@ def test_there_is_memory_for_the_backlog_and_its_graphs(
             draft = load_draft(plans[0], harness.parts.runner.engine.model)
         reserved.append(reserved_bytes(plans[0], draft))
     backlog = backlog_of(harness)
-    assert backlog._states is not None and draft is not None
-    rings = (backlog._tokens, backlog._states, backlog._num_due)
+    assert backlog._rings.states is not None and draft is not None
+    rings = (backlog._rings.tokens, backlog._rings.states, backlog._num_due)
     assert reserved[1] - reserved[0] == sum(ring.nbytes for ring in rings)
     keys = plans[1].round_keys(plans[1].graph_sizes)
     of_rounds = len(keys) + len(keys) // 2  # sampled or not, and the forward alone

@@ -5,6 +5,8 @@ It does not know drafting; the engine hands it to the target's forward, and the 
 
 import torch
 
+from tllm_spec.kernels.row_copies import copy_rows
+
 
 def default_capture_layers(num_layers: int) -> tuple[int, ...]:
     """The low, middle and high layer whose outputs an EAGLE-3 head reads unless it is told otherwise.
@@ -39,7 +41,7 @@ class SpecMetadata:
         """Called after every layer with its output, `[T, H]`, residual included; it is kept for the wanted layers."""
         columns = self._columns.get(layer_id)
         if columns is not None:
-            columns[: hidden.shape[0]].copy_(hidden)
+            copy_rows(hidden, columns[: hidden.shape[0]])
 
     def captured(self, num_rows: int) -> torch.Tensor:
         """What the latest forward left, `[T, n * H]`: a view that the next forward overwrites."""

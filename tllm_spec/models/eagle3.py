@@ -14,6 +14,7 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3_checkpoint import check_sizes, head_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -73,7 +74,7 @@ class Eagle3Layer(Module):
             return given.total
         attended = self.self_attn.forward(given.both, None, given.rotary, context)
         if wanted is not None:
-            attended = attended.index_select(0, wanted)
+            attended = gather_rows(attended, wanted)
         self.self_attn.o_proj.add_to(given.total, attended)
         self.mlp.add_to(given.total, self.post_attention_layernorm)
         return given.total

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
 from tllm_spec.kernels.few_row_linear import NormWeight
 from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import HeadWeights
+from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
 
@@ -19,7 +19,7 @@ class Embedding(Module):
         self.weight = placement.parameter(num_embeddings, size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(input_ids, self.weight)
+        return gather_rows(self.weight, input_ids)
 
 
 class RMSNorm(Module):

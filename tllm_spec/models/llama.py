@@ -8,6 +8,7 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
+from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
@@ -98,7 +99,7 @@ class DecoderLayer(Module):
             return hidden[:0]
         attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
         if wanted is not None:
-            hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+            hidden, attended = gather_rows(hidden, wanted), gather_rows(attended, wanted)
         self.self_attn.o_proj.add_to(hidden, attended)
         self.mlp.add_to(hidden, self.post_attention_layernorm)
         return hidden

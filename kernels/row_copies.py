@@ -1,0 +1,92 @@
+"""Rows from one place to another: picked out of a table by number, beside others in a wider buffer, or into rings.
+
+Each is one Triton kernel where there is any and its plain-torch twin, which is the definition, elsewhere. For the few
+rows of a generation round torch's own kernels read one row behind the other, and none may be launched early
+(early_launch.py). Bits are copied, nothing is computed; what rows mean is not known here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.kernels.triton_support import has_kernels
+
+
+def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`table[rows]`, contiguous. table: `[N, ...]`, its rows contiguous, any stride between them; rows: `[R]` int64,
+    contiguous, all of them the table's, which is not checked on a device."""
+    assert rows.is_contiguous() and table[:1].is_contiguous()
+    if not has_kernels(table.device):
+        return table.index_select(0, rows)
+    from tllm_spec.kernels.row_copies_triton import gather_rows_triton
+
+    return gather_rows_triton(table, rows)
+
+
+def copy_rows(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Both `[R, W]` of one dtype, their rows contiguous, any stride between them."""
+    assert source.shape == destination.shape and source.dtype == destination.dtype
+    assert source[:1].is_contiguous() and destination[:1].is_contiguous()
+    if not has_kernels(source.device):
+        destination.copy_(source)
+        return
+    from tllm_spec.kernels.row_copies_triton import copy_rows_triton
+
+    copy_rows_triton(source, destination)
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Of tokens `[S * length]` int64 and of states `[S * length, W]`, if there are any: what belongs to position p of
+    slot s stands at `s * length + p % length`."""
+
+    length: int
+    tokens: torch.Tensor
+    states: torch.Tensor | None
+
+    def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Of positions `[B]` or `[B, n]` of slots `[B]`."""
+        first = slots * self.length
+        return positions % self.length + (first if positions.dim() == 1 else first.unsqueeze(1))
+
+
+def store_in_rings(
+    rings: Rings,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: torch.Tensor,
+    states: torch.Tensor | None,
+) -> None:
+    """One position of each slot. Where two rows have the same place, either may stand there.
+
+    Args:
+        slots, positions: `[B]` int64, contiguous, positions from 0 on.
+        tokens: `[B]` int64, any stride.
+        states: `[B, W]` of the rings' dtype, any stride between rows; None exactly where the rings have none.
+    """
+    assert slots.is_contiguous() and positions.is_contiguous()
+    assert (states is None) == (rings.states is None)
+    if rings.states is not None and states is not None:
+        assert rings.states.shape[1:] == states.shape[1:] and rings.states.dtype == states.dtype
+        assert states[:1].is_contiguous()
+    if not has_kernels(rings.tokens.device):
+        store_in_rings_twin(rings, slots, positions, tokens, states)
+        return
+    from tllm_spec.kernels.row_copies_triton import store_in_rings_triton
+
+    ring = (rings.length, rings.tokens, rings.states)
+    store_in_rings_triton(ring, slots, positions, tokens, states)
+
+
+def store_in_rings_twin(
+    rings: Rings,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: torch.Tensor,
+    states: torch.Tensor | None,
+) -> None:
+    """Arguments of `store_in_rings`."""
+    places = rings.places(slots, positions)
+    rings.tokens.index_copy_(0, places, tokens)
+    if rings.states is not None and states is not None:
+        rings.states.index_copy_(0, places, states)

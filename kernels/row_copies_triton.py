@@ -1,0 +1,136 @@
+"""The Triton kernels behind row_copies.py, which says what goes in and comes out. Importing this file imports Triton.
+
+A program copies a part of a row, so that the rows of a small batch are read by many at once, and takes part in the
+early launches of its neighbours.
+
+Bytes: each row is read once and written once. H = 4096 in bfloat16: 16 KiB a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.early_launch_triton import begin
+
+_BYTES = 2048  # of a row that a program copies: 16 a thread
+_WARPS = 4
+
+
+def gather_rows_triton(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """See `gather_rows`."""
+    output = table.new_empty(len(rows), *table.shape[1:])
+    _copy(table, output, table[:1].numel(), rows)
+    return output
+
+
+def copy_rows_triton(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """See `copy_rows`."""
+    _copy(source, destination, source.shape[1], None)
+
+
+def _copy(source: torch.Tensor, destination: torch.Tensor, size: int, rows: torch.Tensor | None) -> None:
+    if not destination.numel():
+        return
+    block = _block(size, source.element_size())
+    copy_rows_kernel[(len(destination), triton.cdiv(size, block))](
+        source,
+        source.stride(0),
+        rows,
+        destination,
+        destination.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        **early_launch(source.device),
+        num_warps=_WARPS,
+    )
+
+
+def store_in_rings_triton(
+    ring: tuple[int, torch.Tensor, torch.Tensor | None],
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: torch.Tensor,
+    states: torch.Tensor | None,
+) -> None:
+    """See `store_in_rings`. ring: its length, tokens and states."""
+    length, ring_tokens, ring_states = ring
+    size = 0 if states is None else states.shape[1]
+    if not len(slots):
+        return
+    block = _block(size, 1 if states is None else states.element_size())
+    store_in_rings_kernel[(len(slots), max(1, triton.cdiv(size, block)))](
+        slots,
+        positions,
+        tokens,
+        tokens.stride(0),
+        states,
+        0 if states is None else states.stride(0),
+        ring_tokens,
+        ring_states,
+        LENGTH=length,
+        SIZE=size,
+        BLOCK=block,
+        **early_launch(slots.device),
+        num_warps=_WARPS,
+    )
+
+
+def _block(size: int, element_size: int) -> int:
+    return min(int(triton.next_power_of_2(max(size, 1))), _BYTES // element_size)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
+def copy_rows_kernel(
+    source: tl.tensor,
+    source_stride: tl.tensor,
+    rows: tl.tensor,
+    destination: tl.tensor,
+    destination_stride: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid (rows, parts of a row)."""
+    begin(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if rows is None:
+        from_row = row
+    else:
+        from_row = tl.load(rows + row)
+    _copy_part(source + from_row * source_stride, destination + row * destination_stride, part, SIZE, BLOCK)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "tokens"])  # type: ignore[untyped-decorator]  # triton has no types
+def store_in_rings_kernel(
+    slots: tl.tensor,
+    positions: tl.tensor,
+    tokens: tl.tensor,
+    tokens_stride: tl.tensor,
+    states: tl.tensor,
+    states_stride: tl.tensor,
+    ring_tokens: tl.tensor,
+    ring_states: tl.tensor,
+    LENGTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid (slots, parts of a state); the first part has the token."""
+    begin(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(slots + row) * LENGTH + tl.load(positions + row) % LENGTH
+    if part == 0:
+        tl.store(ring_tokens + place, tl.load(tokens + row * tokens_stride))
+    if states is not None:
+        _copy_part(states + row * states_stride, ring_states + place * SIZE, part, SIZE, BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _copy_part(
+    source: tl.tensor, destination: tl.tensor, part: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Of one row."""
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    real = columns < SIZE
+    tl.store(destination + columns, tl.load(source + columns, mask=real), mask=real)

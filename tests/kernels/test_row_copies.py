@@ -1,0 +1,146 @@
+"""Rows that are moved: by hand, and the kernels against plain indexing, bit by bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import (
+    check_under_the_interpreter,
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+)
+from tllm_spec.kernels.row_copies import Rings, copy_rows, gather_rows, store_in_rings, store_in_rings_twin
+from tllm_spec.kernels.triton_support import has_kernels
+
+DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.int32)
+on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+NUM_SLOTS, LENGTH = 6, 4
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """All different in every row of up to 120 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-120, 121, shape, generator=generator).to(dtype)
+
+
+def rings_of(width: int | None, device: str) -> Rings:
+    """Full of what no test stores."""
+    size = NUM_SLOTS * LENGTH
+    states = None if width is None else torch.full((size, width), 1000.0, device=device, dtype=torch.bfloat16)
+    return Rings(LENGTH, torch.full((size,), 1000, device=device), states)
+
+
+def test_a_position_stands_in_its_slots_ring_at_its_rest() -> None:
+    rings = rings_of(2, "cpu")
+    states = torch.tensor([[1, 2], [3, 4]], dtype=torch.bfloat16)
+    store_in_rings(rings, torch.tensor([5, 0]), torch.tensor([7, 8]), torch.tensor([70, 80]), states)
+    assert rings.tokens.nonzero().numel() == NUM_SLOTS * LENGTH and rings.states is not None
+    changed = (rings.tokens != 1000).nonzero().flatten().tolist()
+    assert changed == [0, 23] and rings.tokens[changed].tolist() == [80, 70]
+    assert (rings.states != 1000).any(-1).nonzero().flatten().tolist() == [0, 23]
+    assert rings.states[[0, 23]].tolist() == [[3, 4], [1, 2]]
+
+
+def test_places_are_of_one_position_or_of_several_of_each_slot() -> None:
+    rings, slots = rings_of(None, "cpu"), torch.tensor([2, 1])
+    assert rings.places(slots, torch.tensor([4, 3])).tolist() == [8, 7]
+    assert rings.places(slots, torch.tensor([[4, 5], [2, 3]])).tolist() == [[8, 9], [6, 7]]
+
+
+def test_rings_with_states_are_not_given_tokens_alone() -> None:
+    one = torch.tensor([1])
+    for rings, states in ((rings_of(2, "cpu"), None), (rings_of(None, "cpu"), torch.zeros(1, 2))):
+        with pytest.raises(AssertionError):
+            store_in_rings(rings, one, one, one, states)
+
+
+@on_each_kernel_device
+@on_each_dtype
+@pytest.mark.parametrize("shape", [(9,), (9, 1), (9, 7), (9, 2, 1, 12), (9, 1024), (9, 2500)], ids=str)
+@pytest.mark.parametrize("rows", [[8, 0, 3, 3, 1], [4], []], ids=len)
+def test_rows_are_picked_out_of_a_table(
+    shape: tuple[int, ...], dtype: torch.dtype, rows: list[int], device: str
+) -> None:
+    assert has_kernels(torch.device(device))
+    table, picked = numbers(*shape, dtype=dtype), torch.tensor(rows, dtype=torch.int64)
+    found = gather_rows(table.to(device), picked.to(device))
+    assert found.is_contiguous() and found.dtype == dtype
+    assert torch.equal(found.cpu(), table[picked])
+
+
+@on_each_kernel_device
+def test_a_table_and_its_row_numbers_may_be_views(device: str) -> None:
+    table = numbers(9, 40, dtype=torch.int64)
+    rows = torch.tensor([1, 8, 0, 5])
+    found = gather_rows(table.to(device)[:, 3:7], rows.to(device)[1:])
+    assert torch.equal(found.cpu(), table[rows[1:], 3:7])
+
+
+@on_each_kernel_device
+@on_each_dtype
+@pytest.mark.parametrize("shape", [(1, 1), (5, 30), (3, 2049), (0, 8)], ids=str)
+def test_rows_are_copied_beside_others(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    source, (num_rows, size) = numbers(*shape, dtype=dtype), shape
+    buffer = numbers(num_rows + 2, 3 * size, dtype=dtype, seed=1)
+    expected = buffer.clone()
+    expected[:num_rows, size : 2 * size] = source
+    buffer = buffer.to(device)
+    copy_rows(source.to(device), buffer[:num_rows, size : 2 * size])
+    assert torch.equal(buffer.cpu(), expected)
+
+
+@on_each_kernel_device
+def test_copied_rows_may_come_from_a_wider_buffer(device: str) -> None:
+    wide = numbers(8, 90, dtype=torch.bfloat16).to(device)
+    narrow = torch.zeros(4, 30, dtype=torch.bfloat16, device=device)
+    copy_rows(wide[::2, 30:60], narrow)
+    assert torch.equal(narrow, wide[::2, 30:60])
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("width", [None, 1, 30, 1024, 3000], ids=str)
+def test_rings_are_filled_as_the_twin_fills_them(width: int | None, device: str) -> None:
+    slots, positions = torch.tensor([3, 0, 5]), torch.tensor([4, 3, 123_456_789_011])
+    tokens = numbers(3, 2, dtype=torch.int64)[:, 0]
+    states = None if width is None else numbers(3, 2 * width, dtype=torch.bfloat16)[:, :width]
+    expected, rings = rings_of(width, "cpu"), rings_of(width, device)
+    store_in_rings_twin(expected, slots, positions, tokens, states)
+    given: list[Any] = [
+        each if each is None else each.to(device) for each in (slots, positions, tokens, states)
+    ]
+    store_in_rings(rings, *given)
+    assert torch.equal(rings.tokens.cpu(), expected.tokens)
+    if rings.states is not None and expected.states is not None:
+        assert torch.equal(rings.states.cpu(), expected.states)
+
+
+@only_outside_the_interpreter
+def test_the_kernels_pass_their_tests_under_the_interpreter() -> None:
+    check_under_the_interpreter(__file__, 90)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_moves_what_stands_there_at_the_replay() -> None:
+    table, rows = numbers(50, 4096, dtype=torch.bfloat16).cuda(), torch.tensor([1, 2, 3], device="cuda")
+    rings, positions = rings_of(2 * 4096, "cuda"), torch.tensor([5, 6, 7], device="cuda")
+    wide = torch.zeros(3, 2 * 4096, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> torch.Tensor:
+        found = gather_rows(table, rows)
+        copy_rows(found, wide[:, 4096:])
+        store_in_rings(rings, rows, positions, rows, wide)
+        return found
+
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for picked in ([4, 5, 0], [2, 2, 1]):
+        rows.copy_(torch.tensor(picked))
+        positions.add_(1)
+        graph.replay()
+        assert torch.equal(found, table[rows]) and torch.equal(wide[:, 4096:], table[rows])
+        assert rings.states is not None
+        assert torch.equal(rings.states[rings.places(rows, positions)][-1], wide[-1])
+        assert torch.equal(rings.tokens[rings.places(rows, positions)], rows)
