@@ -15,7 +15,6 @@ from tllm_spec.kernels.triton_support import has_kernels
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """`table[rows]`, contiguous. table: `[N, ...]`, its rows contiguous, any stride between them; rows: `[R]` int64,
     contiguous, all of them the table's, which is not checked on a device."""
-    assert rows.is_contiguous() and table[:1].is_contiguous()
     if not has_kernels(table.device):
         return table.index_select(0, rows)
     from tllm_spec.kernels.row_copies_triton import gather_rows_triton
@@ -25,8 +24,6 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def copy_rows(source: torch.Tensor, destination: torch.Tensor) -> None:
     """Both `[R, W]` of one dtype, their rows contiguous, any stride between them."""
-    assert source.shape == destination.shape and source.dtype == destination.dtype
-    assert source[:1].is_contiguous() and destination[:1].is_contiguous()
     if not has_kernels(source.device):
         destination.copy_(source)
         return
@@ -45,9 +42,8 @@ class Rings:
     states: torch.Tensor | None
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Of positions `[B]` or `[B, n]` of slots `[B]`."""
-        first = slots * self.length
-        return positions % self.length + (first if positions.dim() == 1 else first.unsqueeze(1))
+        """Of positions `[B]` of slots `[B]`, or of several a slot, `[B, n]` of `[B, 1]`."""
+        return (positions % self.length).add_(slots, alpha=self.length)
 
 
 def store_in_rings(
@@ -64,11 +60,7 @@ def store_in_rings(
         tokens: `[B]` int64, any stride.
         states: `[B, W]` of the rings' dtype, any stride between rows; None exactly where the rings have none.
     """
-    assert slots.is_contiguous() and positions.is_contiguous()
     assert (states is None) == (rings.states is None)
-    if rings.states is not None and states is not None:
-        assert rings.states.shape[1:] == states.shape[1:] and rings.states.dtype == states.dtype
-        assert states[:1].is_contiguous()
     if not has_kernels(rings.tokens.device):
         store_in_rings_twin(rings, slots, positions, tokens, states)
         return

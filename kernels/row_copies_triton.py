@@ -19,6 +19,7 @@ _WARPS = 4
 
 def gather_rows_triton(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """See `gather_rows`."""
+    assert rows.is_contiguous() and table[:1].is_contiguous()
     output = table.new_empty(len(rows), *table.shape[1:])
     _copy(table, output, table[:1].numel(), rows)
     return output
@@ -26,6 +27,8 @@ def gather_rows_triton(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def copy_rows_triton(source: torch.Tensor, destination: torch.Tensor) -> None:
     """See `copy_rows`."""
+    assert source.shape == destination.shape and source.dtype == destination.dtype
+    assert source[:1].is_contiguous() and destination[:1].is_contiguous()
     _copy(source, destination, source.shape[1], None)
 
 
@@ -55,7 +58,11 @@ def store_in_rings_triton(
 ) -> None:
     """See `store_in_rings`. ring: its length, tokens and states."""
     length, ring_tokens, ring_states = ring
+    assert slots.is_contiguous() and positions.is_contiguous() and ring_tokens.is_contiguous()
     size = 0 if states is None else states.shape[1]
+    if states is not None and ring_states is not None:
+        assert states[:1].is_contiguous() and ring_states.is_contiguous()
+        assert ring_states.shape[1] == size and ring_states.dtype == states.dtype
     if not len(slots):
         return
     block = _block(size, 1 if states is None else states.element_size())

@@ -72,7 +72,7 @@ class DraftBacklog:
     def store(self, windows: Windows, new_tokens: torch.Tensor, first_row: int) -> None:
         """What the target has just read in windows of one token, from row `first_row` on. new_tokens `[B]`."""
         captured = self._layers.net.captured(first_row + len(windows.slots))
-        states = None if captured is None else captured[first_row:]
+        states = captured[first_row:] if captured is not None and first_row else captured
         store_in_rings(self._rings, windows.slots, windows.first, new_tokens, states)
 
     def note(self, batch: ScheduledBatch) -> None:
@@ -160,7 +160,7 @@ class DraftBacklog:
         net, rings = self._layers.net, self._rings
         ends = self._slots.kv_lens.index_select(0, slot_ids)
         rows = torch.arange(-self.length, 0, device=ends.device)
-        places = rings.places(slot_ids, ends.unsqueeze(1) + rows)
+        places = rings.places(slot_ids.unsqueeze(1), ends.unsqueeze(1) + rows)
         state = None
         if rings.states is not None:
             state = net.fuse(gather_rows(rings.states, places.flatten()))

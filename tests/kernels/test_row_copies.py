@@ -45,7 +45,7 @@ def test_a_position_stands_in_its_slots_ring_at_its_rest() -> None:
 def test_places_are_of_one_position_or_of_several_of_each_slot() -> None:
     rings, slots = rings_of(None, "cpu"), torch.tensor([2, 1])
     assert rings.places(slots, torch.tensor([4, 3])).tolist() == [8, 7]
-    assert rings.places(slots, torch.tensor([[4, 5], [2, 3]])).tolist() == [[8, 9], [6, 7]]
+    assert rings.places(slots.unsqueeze(1), torch.tensor([[4, 5], [2, 3]])).tolist() == [[8, 9], [6, 7]]
 
 
 def test_rings_with_states_are_not_given_tokens_alone() -> None:

@@ -35,13 +35,18 @@ class SpecMetadata:
     ) -> None:
         self.layers = layers
         self._buffer = torch.zeros((max_num_tokens, len(layers) * hidden_size), dtype=dtype, device=device)
-        self._columns = dict(zip(layers, self._buffer.chunk(len(layers), 1), strict=True))
+        self._columns = dict[int, torch.Tensor]()  # of the layers, so many rows as the forward before had
+        self._num_rows = -1
 
     def maybe_capture_hidden_states(self, layer_id: int, hidden: torch.Tensor) -> None:
         """Called after every layer with its output, `[T, H]`, residual included; it is kept for the wanted layers."""
-        columns = self._columns.get(layer_id)
-        if columns is not None:
-            copy_rows(hidden, columns[: hidden.shape[0]])
+        if layer_id not in self.layers:
+            return
+        if hidden.shape[0] != self._num_rows:
+            self._num_rows = hidden.shape[0]
+            parts = self._buffer[: self._num_rows].chunk(len(self.layers), 1)
+            self._columns = dict(zip(self.layers, parts, strict=True))
+        copy_rows(hidden, self._columns[layer_id])
 
     def captured(self, num_rows: int) -> torch.Tensor:
         """What the latest forward left, `[T, n * H]`: a view that the next forward overwrites."""
