@@ -1,13 +1,14 @@
 """Adaptive draft lengths in the real engine, on the zoo's models: against every static draft length, 0 included.
 
     python -m benchmarks.adaptive_engine [--output result.json] [--repeat 5] [--new-tokens 96] [--drafters eagle3]
-                                         [--times benchmarks/zoo_round_times.json]
+                                         [--times benchmarks/zoo_round_times.json] [--scripted]
 
 NGram and one-model EAGLE-3, or whichever drafters are named, serve the same traffic, which moves: text that is being
-copied, where NGram is right, and sampled text, where it is not; one request and eight at once. All engines take turns
-phase by phase and stay as they are from one phase to the next, so the adaptive ones meet every change with what they
-have learned before. The first pass is a warm-up. A ratio is the median over the passes of (adaptive / best static in
-the same pass), where the best static length is that with the highest median of its own; of the moving traffic it is
+copied, where NGram is right, and sampled text, where it is not; one request and eight at once. `--scripted`: any text,
+and drafts are accepted by chance, as in the phases of adaptive_simulator.py and adaptive_h200.py. All engines take
+turns phase by phase and stay as they are from one phase to the next, so the adaptive ones meet every change with what
+they have learned before. The first pass is a warm-up. A ratio is the median over the passes of (adaptive / best static
+in the same pass), where the best static length is that with the highest median of its own; of the moving traffic it is
 one length for all of it. "perfect" is each phase at its best static length: more than that is not to be had by moving
 between them. Prompts are in the times, static NGram pauses single requests as it does by default. `--times`: rounds
 take what a table says (benchmarks/table_clock.py), since neighbours on this machine move single passes by a fifth.
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.scripted_acceptance import script_acceptance
 from benchmarks.table_clock import TableClock
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.tokenizer import load_tokenizer
@@ -45,15 +47,19 @@ SMALL = {
     "kv_cache_config": {"max_tokens": 8192, "enable_block_reuse": False},
 }
 PROMPT_LEN, NUM_PROMPTS = 150, 8
+SCRIPTED = (0.9, 0.3, 0.7, 0.15)
 START_UP_SPREAD, ROUND_SPREAD = 0.1, 0.1  # of times under --times: standard deviations of their logarithms
 
 
 @dataclass(frozen=True)
 class Phase:
+    """`acceptance`: of every draft, given those before it; None: drafts are what they are."""
+
     name: str
     prompts: list[list[int]]
     at_once: int
     temperature: float
+    acceptance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,23 @@ class Row:
     acceptance_length: float  # of the adaptive engine
 
 
-def phases() -> list[Phase]:
+def held_out_texts() -> list[list[int]]:
     tokenizer = load_tokenizer("zoo:llama")
     texts = [tokenizer.encode(read_source(path) or "", add_special_tokens=False) for path in heldout_files()]
-    texts = [text for text in texts if len(text) > 2 * PROMPT_LEN][:NUM_PROMPTS]
+    return [text for text in texts if len(text) > 2 * PROMPT_LEN][:NUM_PROMPTS]
+
+
+def scripted_phases() -> list[Phase]:
+    free = [text[:PROMPT_LEN] for text in held_out_texts()]
+    return [
+        Phase(f"accepted at {acceptance}, {at_once} at once", prompts, at_once, 0.0, acceptance)
+        for at_once, prompts in ((1, free[:4]), (8, free))
+        for acceptance in SCRIPTED
+    ]
+
+
+def phases() -> list[Phase]:
+    texts = held_out_texts()
     copying = [text[:PROMPT_LEN] * 2 + text[: PROMPT_LEN // 5] for text in texts]
     free = [text[:PROMPT_LEN] for text in texts]
     return [
@@ -83,20 +102,21 @@ def phases() -> list[Phase]:
     ]
 
 
-def speculation(drafter: str, length: int | None) -> dict[str, Any] | None:
+def speculation(drafter: str, length: int | None, *, scripted: bool = False) -> dict[str, Any] | None:
     """None: adaptive, over the static lengths."""
     if length == 0:
         return None
-    if length is not None:
-        return DRAFTERS[drafter] | {"max_draft_len": length}
-    return DRAFTERS[drafter] | {
-        "max_draft_len": max(STATIC),
-        "adaptive": {"candidate_steps": list(STATIC)},
-    }
+    longest = max(STATIC) if length is None else length
+    config = DRAFTERS[drafter] | {"max_draft_len": longest}
+    if scripted:
+        config["synthetic_acceptance_rates"] = [0.0] * longest  # until script_acceptance says otherwise
+    return config | ({"adaptive": {"candidate_steps": list(STATIC)}} if length is None else {})
 
 
 def serve(llm: LLM, phase: Phase, new_tokens: int, clock: TableClock | None = None) -> tuple[float, float]:
     """Seconds, by `clock` if there is one, and the acceptance length (0 without speculation)."""
+    if phase.acceptance is not None and llm._executor.parts.sampler._synthetic is not None:
+        script_acceptance(llm._executor, phase.acceptance)
     params = [
         SamplingParams(
             max_tokens=new_tokens,
@@ -122,8 +142,16 @@ def serve(llm: LLM, phase: Phase, new_tokens: int, clock: TableClock | None = No
 class Comparison:
     """Every engine's seconds, pass by pass: `seconds[engine][phase]`."""
 
-    def __init__(self, new_tokens: int, drafters: Sequence[str], times: Path | None = None) -> None:
-        self.phases, self.new_tokens, self.drafters, self.times = phases(), new_tokens, drafters, times
+    def __init__(
+        self,
+        new_tokens: int,
+        drafters: Sequence[str],
+        times: Path | None = None,
+        *,
+        scripted: bool = False,
+    ) -> None:
+        self.phases, self.scripted = scripted_phases() if scripted else phases(), scripted
+        self.new_tokens, self.drafters, self.times = new_tokens, drafters, times
         self.seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
         self.acceptance: dict[tuple[str, str], float] = {}
         self.switches: dict[str, int] = {}
@@ -133,7 +161,7 @@ class Comparison:
             engines = {("", "0"): stack.enter_context(LLM("zoo:llama", **SMALL))}
             for drafter in self.drafters:
                 for length in (*STATIC[1:], None):
-                    own = {"speculative_config": speculation(drafter, length)}
+                    own = {"speculative_config": speculation(drafter, length, scripted=self.scripted)}
                     name = "adaptive" if length is None else str(length)
                     engines[drafter, name] = stack.enter_context(LLM("zoo:llama", **SMALL, **own))
             clocks = dict.fromkeys(engines, None) if self.times is None else self._clocks(engines, self.times)
@@ -224,11 +252,12 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--drafters", default="ngram,eagle3", help=f"of {', '.join(DRAFTERS)}")
     parser.add_argument("--times", type=Path)
+    parser.add_argument("--scripted", action="store_true")
     args = parser.parse_args()
     drafters = args.drafters.split(",")
     if unknown := set(drafters) - DRAFTERS.keys():
         parser.error(f"--drafters {', '.join(sorted(unknown))}: known are {', '.join(DRAFTERS)}")
-    comparison = Comparison(args.new_tokens, drafters, args.times)
+    comparison = Comparison(args.new_tokens, drafters, args.times, scripted=args.scripted)
     comparison.run(args.repeat)
     rows = comparison.rows()
     print(table(rows))
@@ -238,6 +267,7 @@ def main() -> int:
             "repeat": args.repeat,
             "new_tokens": args.new_tokens,
             "times": str(args.times) if args.times else None,
+            "scripted": args.scripted,
             "rows": [asdict(each) for each in rows],
         }
         args.output.write_text(json.dumps(found | {"switches": comparison.switches}, indent=2) + "\n")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-import torch
 from driven_rounds import Rounds
+from scripted_acceptance import script_acceptance
 
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 
@@ -90,11 +90,8 @@ class ForcedRounds(Rounds):
         self._filled_with = (0, 0)
 
     def set_acceptance(self, acceptance: float) -> None:
-        """Of every draft, given that those before it were accepted. Graphs read it from the tensor written here."""
-        rates = [acceptance ** (1 + draft) for draft in range(self.built.max_draft_len)]
-        synthetic = self.executor.parts.sampler._synthetic
-        assert synthetic is not None
-        synthetic.rates.copy_(torch.tensor(rates, dtype=synthetic.rates.dtype))
+        """See `script_acceptance`."""
+        rates = script_acceptance(self.executor, acceptance)
         self._expected_tokens = list(accumulate(rates, initial=1.0))
 
     def start(self, batch_size: int, prompt_len: int) -> None:

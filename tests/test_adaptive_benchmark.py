@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import adaptive, adaptive_engine
 from benchmarks.adaptive_simulator import GRAPH_BATCH_SIZES, Simulator, steady
+from benchmarks.adaptive_simulator import phases as simulated_phases
+from tllm_spec import LLM
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 
 
@@ -89,3 +91,25 @@ def test_the_traffic_of_the_real_engine_moves_between_repeating_and_other_text()
     assert adaptive_engine.speculation("ngram", 0) is None
     spec = adaptive_engine.speculation("eagle3", None)
     assert spec is not None and spec["adaptive"]["candidate_steps"] == [0, 1, 3, 5]
+
+
+def test_scripted_traffic_moves_as_the_simulator_s_phases_do_with_one_request_and_with_eight() -> None:
+    phases = adaptive_engine.scripted_phases()
+    assert [(phase.acceptance, phase.at_once) for phase in phases[3:5]] == [(0.15, 1), (0.9, 8)]
+    for number, phase in enumerate(phases):
+        assert phase.acceptance == simulated_phases(1.0)(number)[0]
+        assert len(phase.prompts) >= phase.at_once and phase.temperature == 0
+    static, adaptive = (adaptive_engine.speculation("eagle3", length, scripted=True) for length in (3, None))
+    assert static is not None and len(static["synthetic_acceptance_rates"]) == 3 and "adaptive" not in static
+    assert adaptive is not None and len(adaptive["synthetic_acceptance_rates"]) == 5
+
+
+def test_a_scripted_phase_has_the_acceptance_that_it_says_and_leaves_plain_decoding_alone() -> None:
+    prompt = adaptive_engine.scripted_phases()[0].prompts[:1]
+    spec = adaptive_engine.speculation("draft_target_one_model", 3, scripted=True)
+    with LLM("zoo:llama", **adaptive_engine.SMALL, speculative_config=spec) as llm:
+        for acceptance, tokens_a_round in ((1.0, 4.0), (0.0, 1.0)):
+            phase = adaptive_engine.Phase("scripted", prompt, 1, 0.0, acceptance)
+            assert adaptive_engine.serve(llm, phase, 17)[1] == tokens_a_round
+    with LLM("zoo:llama", **adaptive_engine.SMALL) as plain:
+        assert adaptive_engine.serve(plain, phase, 4)[1] == 0
