@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.adaptive_simulator import PHASE_ACCEPTANCES
 from benchmarks.scripted_acceptance import script_acceptance
 from benchmarks.table_clock import TableClock
 from tllm_spec import LLM, SamplingParams
@@ -47,7 +48,6 @@ SMALL = {
     "kv_cache_config": {"max_tokens": 8192, "enable_block_reuse": False},
 }
 PROMPT_LEN, NUM_PROMPTS = 150, 8
-SCRIPTED = (0.9, 0.3, 0.7, 0.15)
 START_UP_SPREAD, ROUND_SPREAD = 0.1, 0.1  # of times under --times: standard deviations of their logarithms
 
 
@@ -86,7 +86,7 @@ def scripted_phases() -> list[Phase]:
     return [
         Phase(f"accepted at {acceptance}, {at_once} at once", prompts, at_once, 0.0, acceptance)
         for at_once, prompts in ((1, free[:4]), (8, free))
-        for acceptance in SCRIPTED
+        for acceptance in PHASE_ACCEPTANCES
     ]
 
 

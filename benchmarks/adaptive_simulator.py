@@ -21,6 +21,7 @@ from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
 EXAMPLE_TABLE = Path(__file__).parent / "example_round_times.json"
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_STEPS = 7
+PHASE_ACCEPTANCES = (0.9, 0.3, 0.7, 0.15)
 TIME_NOISE = 0.02  # standard deviation of a round's time, relative
 
 Traffic = Callable[[float], np.ndarray]  # seconds since the start -> acceptance of every request under way
@@ -120,7 +121,7 @@ def steady(batch_size: int, acceptance: float) -> Traffic:
 
 def phases(seconds: float) -> Traffic:
     """Some users whose texts change: code, prose, tables."""
-    kinds = [np.full(24, acceptance) for acceptance in (0.9, 0.3, 0.7, 0.15)]
+    kinds = [np.full(24, acceptance) for acceptance in PHASE_ACCEPTANCES]
     return lambda now: kinds[int(now / seconds) % len(kinds)]
 
 
