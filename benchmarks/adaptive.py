@@ -1,14 +1,16 @@
-"""The adaptive draft length in a simulated engine, against every static draft length (0 = plain decoding).
+"""The adaptive draft length in a simulated engine, against every static draft length (0 = plain
+decoding).
 
     python -m benchmarks.adaptive [--output result.json] [--seconds 20] [--seeds 3]
 
-Steady cells: batch size x acceptance, the worst of the seeds over the best static rate, from the first round on. Moving
-traffic: the same time under each policy, tokens per second over those of the best single static draft length. The
-policies are the cost model, with a ladder of 0 to 7, and `ema` with each preset. Hopeless drafts: the first rounds of
-an engine in which no draft is ever right, against plain decoding. Errors of start-up: steady cells again, where each
-length was timed with an error of its own, once without contexts, or with and without. Round times are an example table
-(`example_round_times.json`), not a measurement; only the time of a decision is measured here.
-"""
+Steady cells: batch size x acceptance, the worst of the seeds over the best static rate, from the
+first round on. Moving
+traffic: the same time under each policy, tokens per second over those of the best single static
+draft length. The policies are the cost model, with a ladder of 0 to 7, and `ema` with each preset.
+Hopeless drafts: the first rounds of an engine in which no draft is ever right, against plain
+decoding. Errors of start-up: steady cells again, where each length was timed with an error of its
+own, once without contexts, or with and without. Round times are an example table
+(`example_round_times.json`), not a measurement; only the time of a decision is measured here."""
 
 import argparse
 import json
@@ -58,7 +60,8 @@ SETTLING_ROUNDS, COUNTED_ROUNDS = 60, 80  # as on the H200
 CONTEXT_SHARE = 0.25  # of a plain round: what contexts add to it
 WIDTH_SHARE = 0.02  # of that: what each draft adds
 MAX_DECISION_US = 20.0
-# First drafts of a window that are right, one request after another: what is told takes longer where windows are long.
+# First drafts of a window that are right, one request after another: what is told takes longer
+# where windows are long.
 RIGHTS = {"mixed": (0, 3, 2, 1), "nearly all": (MAX_STEPS,) * 7 + (MAX_STEPS - 1,)}
 TIMES = example_round_times()
 TRUE_TIMES = padded_times(TIMES)
@@ -73,10 +76,14 @@ def controller(policy: str) -> AdaptiveController:
 def static_rates(batch_size: int, acceptance: float) -> list[float]:
     """Tokens per second of each draft length, exactly."""
     lengths = range(MAX_STEPS + 1)
-    return [batch_size * expected_tokens(acceptance, k) / TRUE_TIMES(batch_size, k) for k in lengths]
+    return [
+        batch_size * expected_tokens(acceptance, k) / TRUE_TIMES(batch_size, k) for k in lengths
+    ]
 
 
-def steady_cell(policy: str, batch_size: int, acceptance: float, seconds: float, seed: int) -> float:
+def steady_cell(
+    policy: str, batch_size: int, acceptance: float, seconds: float, seed: int
+) -> float:
     """The policy's rate over the best static one."""
     simulator = Simulator(controller(policy), TRUE_TIMES, seed)
     rate = simulator.run(steady(batch_size, acceptance), seconds).rate
@@ -95,9 +102,11 @@ def moving_rates(
     return statics, {policy: rate(controller(policy)) for policy in policies}
 
 
-def decision_us(batch_size: int, rights: Sequence[int], num_rounds: int = 3000) -> tuple[float, float]:
-    """Median microseconds of `steps_for`, and of `observe`, with a ladder of 8 lengths. `rights`: first drafts of a
-    window that are right, one request after another."""
+def decision_us(
+    batch_size: int, rights: Sequence[int], num_rounds: int = 3000
+) -> tuple[float, float]:
+    """Median microseconds of `steps_for`, and of `observe`, with a ladder of 8 lengths. `rights`:
+    first drafts of a window that are right, one request after another."""
     controls, asking, telling = controller(COST_MODEL), [], []
     for _ in range(num_rounds):
         steps = controls.steps_for(batch_size)
@@ -114,7 +123,8 @@ def decision_us(batch_size: int, rights: Sequence[int], num_rounds: int = 3000) 
 def measure_steady(seconds: float, seeds: int) -> list[dict[str, Any]]:
     rows = []
     print(
-        f"{'batch':>5} {'accept':>6} {'best K':>6} {'plain':>6}  " + "  ".join(f"{p:>12}" for p in POLICIES)
+        f"{'batch':>5} {'accept':>6} {'best K':>6} {'plain':>6}  "
+        + "  ".join(f"{p:>12}" for p in POLICIES)
     )
     for batch_size in BATCH_SIZES:
         for acceptance in ACCEPTANCES:
@@ -122,7 +132,8 @@ def measure_steady(seconds: float, seeds: int) -> list[dict[str, Any]]:
             best = rates.index(max(rates))
             shares = {
                 policy: min(
-                    steady_cell(policy, batch_size, acceptance, seconds, seed) for seed in range(seeds)
+                    steady_cell(policy, batch_size, acceptance, seconds, seed)
+                    for seed in range(seeds)
                 )
                 for policy in POLICIES
             }
@@ -130,7 +141,8 @@ def measure_steady(seconds: float, seeds: int) -> list[dict[str, Any]]:
             rows.append({**row, "plain": rates[0] / rates[best], **shares})
             cells = "  ".join(f"{share:12.3f}" for share in shares.values())
             print(
-                f"{batch_size:5} {acceptance:6} {best:6} {rates[0] / rates[best]:6.3f}  {cells}", flush=True
+                f"{batch_size:5} {acceptance:6} {best:6} {rates[0] / rates[best]:6.3f}  {cells}",
+                flush=True,
             )
     return rows
 
@@ -138,7 +150,8 @@ def measure_steady(seconds: float, seeds: int) -> list[dict[str, Any]]:
 def measure_moving(seconds: float, seeds: int) -> list[dict[str, Any]]:
     rows = []
     print(
-        f"{'traffic':>9} {'seed':>4} {'best K':>6} {'plain':>6}  " + "  ".join(f"{p:>12}" for p in POLICIES)
+        f"{'traffic':>9} {'seed':>4} {'best K':>6} {'plain':>6}  "
+        + "  ".join(f"{p:>12}" for p in POLICIES)
     )
     for kind in MOVING:
         for seed in range(seeds):
@@ -156,35 +169,47 @@ def measure_moving(seconds: float, seeds: int) -> list[dict[str, Any]]:
 def measure_hopeless(seeds: int) -> list[dict[str, Any]]:
     """The cost model's rate over plain decoding's, in the first rounds of all."""
     rows = []
-    print(f"{'batch':>5}  of plain decoding in the first " + ", ".join(map(str, FIRST_ROUNDS)) + " rounds")
+    print(
+        f"{'batch':>5}  of plain decoding in the first "
+        + ", ".join(map(str, FIRST_ROUNDS))
+        + " rounds"
+    )
     for batch_size in BATCH_SIZES:
         traffic, plain = steady(batch_size, HOPELESS), static_rates(batch_size, HOPELESS)[0]
         shares = {
             str(rounds): min(
-                Simulator(controller(COST_MODEL), TRUE_TIMES, seed).run_rounds(traffic, rounds).rate / plain
+                Simulator(controller(COST_MODEL), TRUE_TIMES, seed).run_rounds(traffic, rounds).rate
+                / plain
                 for seed in range(seeds)
             )
             for rounds in FIRST_ROUNDS
         }
         rows.append({"batch_size": batch_size, **shares})
-        print(f"{batch_size:5}  " + "  ".join(f"{share:.3f}" for share in shares.values()), flush=True)
+        print(
+            f"{batch_size:5}  " + "  ".join(f"{share:.3f}" for share in shares.values()), flush=True
+        )
     return rows
 
 
 def misjudged_cell(batch_size: int, acceptance: float, seed: int, *, twice: bool) -> float:
-    """The cost model's rate over the best static one behind a start-up with errors. `twice`: it timed rounds with
-    contexts, too."""
+    """The cost model's rate over the best static one behind a start-up with errors. `twice`: it
+    timed rounds with contexts, too."""
     chance, lengths = Random(seed * 1000 + batch_size), range(MAX_STEPS + 1)
     empty = {k: TRUE_TIMES(batch_size, k) for k in lengths}
     added = {k: CONTEXT_SHARE * empty[0] * (1 + WIDTH_SHARE * k) for k in lengths}
     true = {k: empty[k] + added[k] for k in lengths}
-    first, second = ({k: t * chance.gauss(1, TIME_ERROR) for k, t in row.items()} for row in (empty, true))
+    first, second = (
+        {k: t * chance.gauss(1, TIME_ERROR) for k, t in row.items()} for row in (empty, true)
+    )
     contexts = {batch_size: {k: second[k] - first[k] for k in lengths}} if twice else None
     times = MeasuredRoundTimes({batch_size: first}, of_empty_contexts=True, contexts=contexts)
     controls = AdaptiveController.from_config(
         POLICIES[COST_MODEL], graph_batch_sizes=[batch_size], round_times=times
     )
-    simulator, traffic = Simulator(controls, lambda _, k: true[k], seed), steady(batch_size, acceptance)
+    simulator, traffic = (
+        Simulator(controls, lambda _, k: true[k], seed),
+        steady(batch_size, acceptance),
+    )
     simulator.run_rounds(traffic, SETTLING_ROUNDS)
     before = replace(simulator.outcome)
     after = simulator.run_rounds(traffic, COUNTED_ROUNDS)
@@ -202,7 +227,8 @@ def measure_misjudged(seeds: int) -> dict[str, float]:
         ]
         shares[way] = sum(cell < MIN_STEADY for cell in cells) / len(cells)
         print(
-            f"start-up times off by {TIME_ERROR:.1%}, taken {way}: {shares[way]:.1%} of {len(cells)} cells below "
+            f"start-up times off by {TIME_ERROR:.1%}, taken {way}: {shares[way]:.1%} of "
+            f"{len(cells)} cells below "
             f"{MIN_STEADY}, on average {statistics.fmean(cells):.4f}",
             flush=True,
         )
@@ -240,7 +266,10 @@ def main() -> int:
     }
     worst, least = min(r[COST_MODEL] for r in steady_rows), min(r[COST_MODEL] for r in moving_rows)
     lowest = min(row[str(FIRST_ROUNDS[-1])] for row in hopeless_rows)
-    print(f"worst steady cell {worst:.3f} (bar {MIN_STEADY}), moving traffic {least:.3f} (bar {MIN_MOVING})")
+    print(
+        f"worst steady cell {worst:.3f} (bar {MIN_STEADY}), moving traffic {least:.3f} (bar "
+        f"{MIN_MOVING})"
+    )
     print(f"hopeless drafts {lowest:.3f} of plain decoding (bar {MIN_STEADY})")
     telling = print_decisions(microseconds)
     report = {

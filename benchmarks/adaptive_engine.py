@@ -1,18 +1,21 @@
-"""Adaptive draft lengths in the real engine, on the zoo's models: against every static draft length, 0 included.
+"""Adaptive draft lengths in the real engine, on the zoo's models: against every static draft
+length, 0 included.
 
-    python -m benchmarks.adaptive_engine [--output result.json] [--repeat 5] [--new-tokens 96] [--drafters eagle3]
+    python -m benchmarks.adaptive_engine [--output result.json] [--repeat 5] [--new-tokens 96]
+    [--drafters eagle3]
                                          [--times benchmarks/zoo_round_times.json] [--scripted]
 
-NGram and one-model EAGLE-3, or whichever drafters are named, serve the same traffic, which moves: text that is being
-copied, where NGram is right, and sampled text, where it is not; one request and eight at once. `--scripted`: any text,
-and drafts are accepted by chance, as in the phases of adaptive_simulator.py and adaptive_h200.py. All engines take
-turns phase by phase and stay as they are from one phase to the next, so the adaptive ones meet every change with what
-they have learned before. The first pass is a warm-up. A ratio is the median over the passes of (adaptive / best static
-in the same pass), where the best static length is that with the highest median of its own; of the moving traffic it is
-one length for all of it. "perfect" is each phase at its best static length: more than that is not to be had by moving
-between them. Prompts are in the times, static NGram pauses single requests as it does by default. `--times`: rounds
-take what a table says (benchmarks/table_clock.py), since neighbours on this machine move single passes by a fifth.
-"""
+NGram and one-model EAGLE-3, or whichever drafters are named, serve the same traffic, which moves:
+text that is being copied, where NGram is right, and sampled text, where it is not; one request and
+eight at once. `--scripted`: any text, and drafts are accepted by chance, as in the phases of
+adaptive_simulator.py and adaptive_h200.py. All engines take turns phase by phase and stay as they
+are from one phase to the next, so the adaptive ones meet every change with what they have learned
+before. The first pass is a warm-up. A ratio is the median over the passes of (adaptive / best
+static in the same pass), where the best static length is that with the highest median of its own;
+of the moving traffic it is one length for all of it. "perfect" is each phase at its best static
+length: more than that is not to be had by moving between them. Prompts are in the times, static
+NGram pauses single requests as it does by default. `--times`: rounds take what a table says
+(benchmarks/table_clock.py), since neighbours on this machine move single passes by a fifth."""
 
 import argparse
 import json
@@ -48,7 +51,10 @@ SMALL = {
     "kv_cache_config": {"max_tokens": 8192, "enable_block_reuse": False},
 }
 PROMPT_LEN, NUM_PROMPTS = 150, 8
-START_UP_SPREAD, ROUND_SPREAD = 0.1, 0.1  # of times under --times: standard deviations of their logarithms
+START_UP_SPREAD, ROUND_SPREAD = (
+    0.1,
+    0.1,
+)  # of times under --times: standard deviations of their logarithms
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,10 @@ class Row:
 
 def held_out_texts() -> list[list[int]]:
     tokenizer = load_tokenizer("zoo:llama")
-    texts = [tokenizer.encode(read_source(path) or "", add_special_tokens=False) for path in heldout_files()]
+    texts = [
+        tokenizer.encode(read_source(path) or "", add_special_tokens=False)
+        for path in heldout_files()
+    ]
     return [text for text in texts if len(text) > 2 * PROMPT_LEN][:NUM_PROMPTS]
 
 
@@ -102,18 +111,24 @@ def phases() -> list[Phase]:
     ]
 
 
-def speculation(drafter: str, length: int | None, *, scripted: bool = False) -> dict[str, Any] | None:
+def speculation(
+    drafter: str, length: int | None, *, scripted: bool = False
+) -> dict[str, Any] | None:
     """None: adaptive, over the static lengths."""
     if length == 0:
         return None
     longest = max(STATIC) if length is None else length
     config = DRAFTERS[drafter] | {"max_draft_len": longest}
     if scripted:
-        config["synthetic_acceptance_rates"] = [0.0] * longest  # until script_acceptance says otherwise
+        config["synthetic_acceptance_rates"] = [
+            0.0
+        ] * longest  # until script_acceptance says otherwise
     return config | ({"adaptive": {"candidate_steps": list(STATIC)}} if length is None else {})
 
 
-def serve(llm: LLM, phase: Phase, new_tokens: int, clock: TableClock | None = None) -> tuple[float, float]:
+def serve(
+    llm: LLM, phase: Phase, new_tokens: int, clock: TableClock | None = None
+) -> tuple[float, float]:
     """Seconds, by `clock` if there is one, and the acceptance length (0 without speculation)."""
     if phase.acceptance is not None and llm._executor.parts.sampler._synthetic is not None:
         script_acceptance(llm._executor, phase.acceptance)
@@ -136,7 +151,9 @@ def serve(llm: LLM, phase: Phase, new_tokens: int, clock: TableClock | None = No
     seconds = now() - start
     stats = [output.speculative_decoding for output in outputs]
     rounds = sum(each.rounds for each in stats if each)
-    return seconds, sum(each.num_emitted_tokens for each in stats if each) / rounds if rounds else 0.0
+    return seconds, sum(
+        each.num_emitted_tokens for each in stats if each
+    ) / rounds if rounds else 0.0
 
 
 class Comparison:
@@ -161,16 +178,24 @@ class Comparison:
             engines = {("", "0"): stack.enter_context(LLM("zoo:llama", **SMALL))}
             for drafter in self.drafters:
                 for length in (*STATIC[1:], None):
-                    own = {"speculative_config": speculation(drafter, length, scripted=self.scripted)}
+                    own = {
+                        "speculative_config": speculation(drafter, length, scripted=self.scripted)
+                    }
                     name = "adaptive" if length is None else str(length)
                     engines[drafter, name] = stack.enter_context(LLM("zoo:llama", **SMALL, **own))
-            clocks = dict.fromkeys(engines, None) if self.times is None else self._clocks(engines, self.times)
+            clocks = (
+                dict.fromkeys(engines, None)
+                if self.times is None
+                else self._clocks(engines, self.times)
+            )
             for turn in range(repeat + 1):
                 for phase in self.phases:
                     for key, llm in engines.items():
                         seconds, length_accepted = serve(llm, phase, self.new_tokens, clocks[key])
                         if turn:
-                            self.seconds.setdefault(key, {}).setdefault(phase.name, []).append(seconds)
+                            self.seconds.setdefault(key, {}).setdefault(phase.name, []).append(
+                                seconds
+                            )
                             self.acceptance[key[0] + key[1], phase.name] = length_accepted
             for drafter in self.drafters:
                 controller = engines[drafter, "adaptive"]._executor.parts.controller
@@ -197,10 +222,16 @@ class Comparison:
                 accepted = self.acceptance[drafter + "adaptive", name]
                 rows.append(row(drafter, name, tokens[name], passes, accepted))
                 perfect[name] = engines[str(rows[-1].best_static)]
-            passes = {engine: self._sums(dict.fromkeys(tokens, key)) for engine, key in engines.items()}
-            accepted = statistics.mean(self.acceptance[drafter + "adaptive", name] for name in tokens)
+            passes = {
+                engine: self._sums(dict.fromkeys(tokens, key)) for engine, key in engines.items()
+            }
+            accepted = statistics.mean(
+                self.acceptance[drafter + "adaptive", name] for name in tokens
+            )
             total = sum(tokens.values())
-            rows.append(row(drafter, "moving traffic", total, passes, accepted, self._sums(perfect)))
+            rows.append(
+                row(drafter, "moving traffic", total, passes, accepted, self._sums(perfect))
+            )
         return rows
 
     def _sums(self, engines: dict[str, tuple[str, str]]) -> list[float]:
@@ -217,19 +248,26 @@ def row(
     acceptance: float,
     perfect: list[float] | None = None,
 ) -> Row:
-    """passes: seconds of each, by engine. perfect: of the best static lengths; None: there is one phase."""
-    speeds = {engine: statistics.median(tokens / each for each in times) for engine, times in passes.items()}
+    """passes: seconds of each, by engine. perfect: of the best static lengths; None: there is one
+    phase."""
+    speeds = {
+        engine: statistics.median(tokens / each for each in times)
+        for engine, times in passes.items()
+    }
     best = max(STATIC, key=lambda length: speeds[str(length)])
     static = passes[str(best)]
     ratios = [other / own for other, own in zip(static, passes["adaptive"], strict=True)]
-    bound = statistics.median(other / own for other, own in zip(static, perfect or static, strict=True))
+    bound = statistics.median(
+        other / own for other, own in zip(static, perfect or static, strict=True)
+    )
     middle = statistics.median(ratios)
     return Row(drafter, phase, speeds, best, middle, min(ratios), max(ratios), bound, acceptance)
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| drafter | traffic | tok/s at 0 / 1 / 3 / 5 | adaptive | best static | adaptive / best (range) | perfect |",
+        "| drafter | traffic | tok/s at 0 / 1 / 3 / 5 | adaptive | best static | adaptive / best "
+        "(range) | perfect |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in rows:
@@ -237,7 +275,8 @@ def table(rows: list[Row]) -> str:
         span = f"**{each.adaptive_over_best:.2f}** ({each.lowest:.2f}–{each.highest:.2f})"
         adaptive = f"{each.tokens_per_second['adaptive']:.0f}"
         lines.append(
-            f"| {each.drafter} | {each.phase} | {static} | {adaptive} | {each.best_static} | {span} "
+            f"| {each.drafter} | {each.phase} | {static} | {adaptive} | {each.best_static} | "
+            f"{span} "
             f"| {each.perfect_over_best:.2f} |"
         )
     return "\n".join(lines)
@@ -261,7 +300,10 @@ def main() -> int:
     comparison.run(args.repeat)
     rows = comparison.rows()
     print(table(rows))
-    print(f"switches of the adaptive engines: {comparison.switches}; {torch.get_num_threads()} thread(s)")
+    print(
+        f"switches of the adaptive engines: {comparison.switches}; {torch.get_num_threads()} "
+        "thread(s)"
+    )
     if args.output:
         found = {
             "repeat": args.repeat,
@@ -270,7 +312,9 @@ def main() -> int:
             "scripted": args.scripted,
             "rows": [asdict(each) for each in rows],
         }
-        args.output.write_text(json.dumps(found | {"switches": comparison.switches}, indent=2) + "\n")
+        args.output.write_text(
+            json.dumps(found | {"switches": comparison.switches}, indent=2) + "\n"
+        )
     return 0
 
 

@@ -1,20 +1,25 @@
-"""Adaptive draft lengths on one GPU: round times, steady cells, and traffic that moves, in one engine.
+"""Adaptive draft lengths on one GPU: round times, steady cells, and traffic that moves, in one
+engine.
 
-    python benchmarks/adaptive_h200.py [--quick] [--time-limit 200] [--phase-seconds 1] [--output result.json]
-    python benchmarks/adaptive_h200.py [--quick] --batch-sizes 4,16,32  # only these, and no traffic that moves
-    python benchmarks/adaptive_h200.py --shape zoo --device cpu --quick  # shows that it runs; its figures mean nothing
+    python benchmarks/adaptive_h200.py [--quick] [--time-limit 200] [--phase-seconds 1] [--output
+    result.json] python benchmarks/adaptive_h200.py [--quick] --batch-sizes 4,16,32  # only these,
+    and no traffic that moves python benchmarks/adaptive_h200.py --shape zoo --device cpu --quick  #
+    shows that it runs; its figures mean nothing
 
-An 8B Llama's shape in bf16 with random weights and a one-model EAGLE-3 head, greedy, prompts of 512 random tokens.
-Acceptance is scripted: every draft is accepted with the same probability, given those before it. A static draft length
-is the same engine with the same graphs, held to that length. Tokens are counted by their expectation at the true
-acceptance from the drafts that each round really verified; times are measured.
+An 8B Llama's shape in bf16 with random weights and a one-model EAGLE-3 head, greedy, prompts of 512
+random tokens.
+Acceptance is scripted: every draft is accepted with the same probability, given those before it. A
+static draft length is the same engine with the same graphs, held to that length. Tokens are counted
+by their expectation at the true acceptance from the drafts that each round really verified; times
+are measured.
 
-Each steady cell begins with a controller that knows nothing but the round times measured at start-up. Static lengths
-play before and behind it, in mirrored order, so that growing contexts weigh on both alike; large batches are timed once
-the device has slowed down to what it can keep up. In moving traffic (the simulator's) every policy and every static
-length plays each phase for the same time, with new requests, in an order that turns from phase to phase; a policy keeps
-its controller. Prompts are in no time. The presets' draft lengths end at the longest here.
-When the time is over, what is left out is named, and the exit status is 1, as it is where a bar is missed.
+Each steady cell begins with a controller that knows nothing but the round times measured at
+start-up. Static lengths play before and behind it, in mirrored order, so that growing contexts
+weigh on both alike; large batches are timed once the device has slowed down to what it can keep up.
+In moving traffic (the simulator's) every policy and every static length plays each phase for the
+same time, with new requests, in an order that turns from phase to phase; a policy keeps its
+controller. Prompts are in no time. The presets' draft lengths end at the longest here. When the
+time is over, what is left out is named, and the exit status is 1, as it is where a bar is missed.
 """
 
 import argparse
@@ -52,14 +57,16 @@ from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
 
 ACCEPTANCES = (0.2, 0.4, 0.6, 0.8, 0.9)
-SLOW_BELOW = 0.5  # drafts of a lower acceptance may be given up, which takes longer than any other decision
+SLOW_BELOW = (
+    0.5  # drafts of a lower acceptance may be given up, which takes longer than any other decision
+)
 STEADY_SHARE = 0.6  # of the time limit: no steady cell begins later
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rounds of one block, tokens of a prompt and of what follows it. Batch sizes in the order in which they are
-    measured."""
+    """Rounds of one block, tokens of a prompt and of what follows it. Batch sizes in the order in
+    which they are measured."""
 
     batch_sizes: tuple[int, ...] = (1, 8, 64, 128, 4, 16, 32)
     acceptances: tuple[float, ...] = ACCEPTANCES
@@ -71,8 +78,8 @@ class Sizes:
     settling_rounds: int = 60  # twice as many below SLOW_BELOW
     adaptive_rounds: int = 80
     traffic_moves: bool = True
-    # Of each of two, before and behind the adaptive ones: a long row, since those are one, in which a busy device may
-    # come to clock lower.
+    # Of each of two, before and behind the adaptive ones: a long row, since those are one, in which
+    # a busy device may come to clock lower.
     static_rounds: int = 24
     untimed_rounds: int = 8  # before each of them
 
@@ -98,7 +105,9 @@ ZOO = Sizes(
 class Measurement:
     """Both engines at once, on the same weights: plain decoding takes turns with draft length 0."""
 
-    def __init__(self, setup: Setup, sizes: Sizes, time_limit_s: float, phase_seconds: float) -> None:
+    def __init__(
+        self, setup: Setup, sizes: Sizes, time_limit_s: float, phase_seconds: float
+    ) -> None:
         self._sizes, self._phase_seconds = sizes, phase_seconds
         self._began, self._time_limit_s = time.perf_counter(), time_limit_s
         self.found = Found()
@@ -119,12 +128,17 @@ class Measurement:
             self._rounds.start(batch_size, self._sizes.prompt_len)
             self.found.times.append(self._round_times(batch_size))
             for acceptance in self._sizes.acceptances:
-                if not self._is_over(STEADY_SHARE, f"batch size {batch_size}, acceptance {acceptance}"):
+                if not self._is_over(
+                    STEADY_SHARE, f"batch size {batch_size}, acceptance {acceptance}"
+                ):
                     self.found.cells.append(self._cell(batch_size, acceptance))
         if not self._sizes.traffic_moves:
             return
         seconds = self._phase_seconds
-        for name, traffic, number in (("phases", phases(seconds), 4), ("bursts", bursts(seconds), 6)):
+        for name, traffic, number in (
+            ("phases", phases(seconds), 4),
+            ("bursts", bursts(seconds), 6),
+        ):
             self._traffic(name, traffic, number)
 
     def _round_times(self, batch_size: int) -> RoundTimes:
@@ -138,17 +152,23 @@ class Measurement:
                 block = plain if engine is self._plain else zero
                 block += engine.play(self._static[0], rounds=sizes.plain_rounds)
         self._plain.stop()
-        by_draft_len = {length: block.round_ms for length, block in self._blocks(sizes.table_rounds).items()}
+        by_draft_len = {
+            length: block.round_ms for length, block in self._blocks(sizes.table_rounds).items()
+        }
         row = RoundTimes(
             batch_size, plain.round_ms, zero.round_ms, by_draft_len, self._of_dummies(batch_size)
         )
-        self._say(f"batch {batch_size}: plain {row.plain:.3f} ms, {_spelled(by_draft_len, '.3f')} ms")
+        self._say(
+            f"batch {batch_size}: plain {row.plain:.3f} ms, {_spelled(by_draft_len, '.3f')} ms"
+        )
         return row
 
     @torch.inference_mode()
     def _of_dummies(self, batch_size: int) -> dict[int, float]:
         parts = self._rounds.executor.parts
-        self._rounds.executor._complete_rounds(0)  # replays would overwrite the results of a round in flight
+        self._rounds.executor._complete_rounds(
+            0
+        )  # replays would overwrite the results of a round in flight
         place = len(parts.slots.kv_lens) - 1, parts.slots.device
         keys = {length: GraphKey(batch_size, length, False) for length in LADDER}
         return {length: parts.runner.seconds(key, *place) * 1e3 for length, key in keys.items()}
@@ -166,13 +186,19 @@ class Measurement:
         settling_rounds = sizes.settling_rounds * (1 + (acceptance < SLOW_BELOW))
         static_rounds = sizes.untimed_rounds + sizes.static_rounds
         num_rounds = settling_rounds + sizes.adaptive_rounds + 2 * len(LADDER) * static_rounds
-        if not rounds.has_room(num_rounds * (0.3 + 0.7 * acceptance)):  # enough on average; play looks again
+        if not rounds.has_room(
+            num_rounds * (0.3 + 0.7 * acceptance)
+        ):  # enough on average; play looks again
             rounds.refill()
         adaptive = copy.deepcopy(self._fresh)
         settling = rounds.play(adaptive, rounds=settling_rounds)
         static = {length: Block() for length in LADDER}
         played = Block()
-        for length in (*LADDER, None, *reversed(LADDER)):  # in the middle contexts are as long as on average
+        for length in (
+            *LADDER,
+            None,
+            *reversed(LADDER),
+        ):  # in the middle contexts are as long as on average
             if length is None:
                 played += rounds.play(adaptive, rounds=sizes.adaptive_rounds)
             else:
@@ -207,7 +233,11 @@ class Measurement:
             players = dict([*turned[4:], *turned[:4]])
 
     def _phase(
-        self, name: str, batch_size: int, acceptance: float, players: Mapping[str | int, AdaptiveController]
+        self,
+        name: str,
+        batch_size: int,
+        acceptance: float,
+        players: Mapping[str | int, AdaptiveController],
     ) -> Phase:
         rounds, played = self._rounds, dict[str | int, Block]()
         rounds.set_acceptance(acceptance)
@@ -218,7 +248,8 @@ class Measurement:
         policies = {policy: played[policy].rate for policy in (COST_MODEL, *PRESETS)}
         lengths = dict(played[COST_MODEL].rounds_by_draft_len)
         self._say(
-            f"{name}: batch {batch_size}, acceptance {acceptance}: {_spelled(static)}; {policies}; {lengths}"
+            f"{name}: batch {batch_size}, acceptance {acceptance}: {_spelled(static)}; {policies}; "
+            f"{lengths}"
         )
         return Phase(name, batch_size, acceptance, static, policies, lengths)
 
@@ -246,13 +277,18 @@ def _preset(name: str, batch_sizes: tuple[int, ...]) -> AdaptiveController:
     def shortened(slot: Any) -> Any:
         if not isinstance(slot, Mapping):
             return slot
-        return {**slot, "candidate_steps": [min(steps, LADDER[-1]) for steps in slot["candidate_steps"]]}
+        return {
+            **slot,
+            "candidate_steps": [min(steps, LADDER[-1]) for steps in slot["candidate_steps"]],
+        }
 
     config = {key: shortened(value) for key, value in PRESETS[name].items()}
     return AdaptiveController.from_config(config, graph_batch_sizes=batch_sizes)
 
 
-def _what_it_thinks(controller: AdaptiveController, batch_size: int) -> tuple[dict[str, float], list[str]]:
+def _what_it_thinks(
+    controller: AdaptiveController, batch_size: int
+) -> tuple[dict[str, float], list[str]]:
     """Its round times of the batch size, and its switches."""
     state = controller.state()
     switches = state["decisions"]["last"]
@@ -277,7 +313,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch-sizes", type=_numbers, help="steady cells of these only")
     parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--time-limit", type=float, default=200.0, help="seconds after which no part begins")
+    parser.add_argument(
+        "--time-limit", type=float, default=200.0, help="seconds after which no part begins"
+    )
     parser.add_argument(
         "--phase-seconds", type=float, default=1.0, help="of each policy in a phase of traffic"
     )
@@ -299,8 +337,15 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n" + "\n".join(missed or ["every bar is met"]))
     if args.output is not None:
         machine = machine_section(args.device)
-        result = {"shape": args.shape, "machine": machine, "torch": torch.__version__, "missed": missed}
-        args.output.write_text(json.dumps(result | asdict(found), indent=1) + "\n", encoding="utf-8")
+        result = {
+            "shape": args.shape,
+            "machine": machine,
+            "torch": torch.__version__,
+            "missed": missed,
+        }
+        args.output.write_text(
+            json.dumps(result | asdict(found), indent=1) + "\n", encoding="utf-8"
+        )
     return 1 if missed else 0
 
 

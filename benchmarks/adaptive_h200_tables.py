@@ -1,4 +1,5 @@
-"""What `adaptive_h200.py` finds, against its bars, as tables. Knows no engine and measures nothing."""
+"""What `adaptive_h200.py` finds, against its bars, as tables. Knows no engine and measures
+nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ COST_MODEL = "cost_model"
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Milliseconds. `plain` and `zero` took turns; `by_draft_len` likewise, a little later; `of_dummies` as a start-up
-    measures them, with empty contexts."""
+    """Milliseconds. `plain` and `zero` took turns; `by_draft_len` likewise, a little later;
+    `of_dummies` as a start-up measures them, with empty contexts."""
 
     batch_size: int
     plain: float
@@ -37,7 +38,9 @@ class Cell:
     counted: float  # the adaptive one's by what came out
     settling: float
     rounds_by_draft_len: Mapping[int, int]
-    expected_ms: Mapping[str, float]  # of a round by draft length, as the controller has it in the end
+    expected_ms: Mapping[
+        str, float
+    ]  # of a round by draft length, as the controller has it in the end
     switches: Sequence[str]  # the last ones, from which length to which, and why
 
     @property
@@ -68,7 +71,8 @@ class Found:
 
 
 def over_best_static(phases: list[Phase]) -> tuple[int, dict[str, float]]:
-    """The one draft length that is best over all the phases, each of the same time; every policy's tokens over its."""
+    """The one draft length that is best over all the phases, each of the same time; every policy's
+    tokens over its."""
     totals = {length: sum(phase.static[length] for phase in phases) for length in LADDER}
     best = max(totals, key=totals.__getitem__)
     return best, {
@@ -86,7 +90,9 @@ def times_table(rows: list[RoundTimes]) -> list[str]:
     ]
     for row in sorted(rows, key=lambda row: row.batch_size):
         values = " | ".join(f"{row.by_draft_len[length]:.3f}" for length in LADDER)
-        head = f"| {row.batch_size} | {row.plain:.3f} | {row.zero:.3f} | {row.zero_over_plain:.3f} |"
+        head = (
+            f"| {row.batch_size} | {row.plain:.3f} | {row.zero:.3f} | {row.zero_over_plain:.3f} |"
+        )
         lines.append(f"{head} {values} |")
     return lines
 
@@ -94,13 +100,16 @@ def times_table(rows: list[RoundTimes]) -> list[str]:
 def cells_table(cells: list[Cell]) -> list[str]:
     columns = [f"K={length}" for length in LADDER]
     lines = [
-        f"| batch | acceptance | {' | '.join(columns)} | adaptive | / best (bar {MIN_STEADY}) | while settling |",
+        f"| batch | acceptance | {' | '.join(columns)} | adaptive | / best (bar {MIN_STEADY}) | "
+        "while settling |",
         "|" + "---|" * (5 + len(columns)),
     ]
     for cell in sorted(cells, key=lambda cell: (cell.batch_size, cell.acceptance)):
         values = " | ".join(f"{cell.static[length]:.0f}" for length in LADDER)
         shares = f"**{cell.over_best:.3f}** | {cell.settling / cell.static[cell.best]:.3f}"
-        lines.append(f"| {cell.batch_size} | {cell.acceptance} | {values} | {cell.adaptive:.0f} | {shares} |")
+        lines.append(
+            f"| {cell.batch_size} | {cell.acceptance} | {values} | {cell.adaptive:.0f} | {shares} |"
+        )
     return lines
 
 
@@ -122,11 +131,14 @@ def misses(found: Found) -> list[str]:
     for row in found.times:
         if row.zero_over_plain > MAX_ZERO:
             missed.append(
-                f"draft length 0 at batch {row.batch_size}: {row.zero_over_plain:.3f} of plain's time"
+                f"draft length 0 at batch {row.batch_size}: {row.zero_over_plain:.3f} of plain's "
+                "time"
             )
     for cell in found.cells:
         if cell.over_best < MIN_STEADY:
-            missed.append(f"batch {cell.batch_size}, acceptance {cell.acceptance}: {cell.over_best:.3f}")
+            missed.append(
+                f"batch {cell.batch_size}, acceptance {cell.acceptance}: {cell.over_best:.3f}"
+            )
     for name in dict.fromkeys(phase.traffic for phase in found.phases):
         _, shares = over_best_static([phase for phase in found.phases if phase.traffic == name])
         if shares[COST_MODEL] < MIN_MOVING:

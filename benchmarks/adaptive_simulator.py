@@ -1,9 +1,10 @@
-"""Rounds of a simulated engine under an `AdaptiveController`: acceptance is drawn, time comes from a table.
+"""Rounds of a simulated engine under an `AdaptiveController`: acceptance is drawn, time comes from
+a table.
 
-It has the unkind parts of a real engine: results reach the controller one round late, a round's drafts were made in
-the round before (so after plain decoding the first round has none, and after a rise too few), and times are noisy.
-Tokens are counted by their expectation at the true acceptance, so that luck does not blur a comparison.
-"""
+It has the unkind parts of a real engine: results reach the controller one round late, a round's
+drafts were made in the round before (so after plain decoding the first round has none, and after a
+rise too few), and times are noisy. Tokens are counted by their expectation at the true acceptance,
+so that luck does not blur a comparison."""
 
 import json
 from bisect import bisect_left
@@ -24,7 +25,9 @@ MAX_STEPS = 7
 PHASE_ACCEPTANCES = (0.9, 0.3, 0.7, 0.15)
 TIME_NOISE = 0.02  # standard deviation of a round's time, relative
 
-Traffic = Callable[[float], np.ndarray]  # seconds since the start -> acceptance of every request under way
+Traffic = Callable[
+    [float], np.ndarray
+]  # seconds since the start -> acceptance of every request under way
 
 
 def example_round_times(path: Path = EXAMPLE_TABLE) -> MeasuredRoundTimes:
@@ -90,7 +93,8 @@ class Simulator:
         steps = self._controller.steps_for(batch_size)
         verified = min(steps, self._drafts_ready)
         self._drafts_ready = steps
-        # P(n or more accepted) = acceptance ** n, so a uniform number gives n; clipped to what the window shows.
+        # P(n or more accepted) = acceptance ** n, so a uniform number gives n; clipped to what the
+        # window shows.
         uniform = self._rng.random(batch_size)
         num_accepted = np.minimum(np.log(uniform) / np.log(acceptance), verified).astype(int)
         seconds = self._times(batch_size, steps)
@@ -126,15 +130,16 @@ def phases(seconds: float) -> Traffic:
 
 
 def bursts(seconds: float) -> Traffic:
-    """Quiet hours with one or two users, then a crowd, then some; the crowd's texts are harder to draft."""
+    """Quiet hours with one or two users, then a crowd, then some; the crowd's texts are harder to
+    draft."""
     crowds = [(2, 0.85), (128, 0.2), (16, 0.6), (96, 0.5), (1, 0.9), (128, 0.15)]
     kinds = [np.full(size, acceptance) for size, acceptance in crowds]
     return lambda now: kinds[int(now / seconds) % len(kinds)]
 
 
 class HeavyMix:
-    """Requests that are each easy, middling or hopeless to draft, with heavy-tailed lives, while their number wanders
-    between 1 and 128 and the share of easy ones between most and few."""
+    """Requests that are each easy, middling or hopeless to draft, with heavy-tailed lives, while
+    their number wanders between 1 and 128 and the share of easy ones between most and few."""
 
     def __init__(self, seed: int, seconds: float) -> None:
         self._rng, self._period = np.random.default_rng(seed), seconds

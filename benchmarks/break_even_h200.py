@@ -2,9 +2,8 @@
 
     python benchmarks/break_even_h200.py [--batch_size 8] [--output result.json]
 
-Random weights, prompts of 512 random tokens, 256 tokens of output. Three engines live at a time, so the KV cache is
-bounded.
-"""
+Random weights, prompts of 512 random tokens, 256 tokens of output. Three engines live at a time, so
+the KV cache is bounded."""
 
 import argparse
 import tempfile
@@ -44,7 +43,13 @@ def main() -> None:
             },
         }
         (folder / "options.yaml").write_text(yaml.safe_dump(options))
-        command = ["-m", str(folder / "target"), "break-even", "--config", str(folder / "options.yaml")]
+        command = [
+            "-m",
+            str(folder / "target"),
+            "break-even",
+            "--config",
+            str(folder / "options.yaml"),
+        ]
         command += ["--batch_size", str(args.batch_size), "--repeat", str(args.repeat)]
         command += ["--input_len", str(INPUT_LEN), "--output_len", str(OUTPUT_LEN)]
         command += ["--report_json", str(args.output)] if args.output else []

@@ -1,4 +1,5 @@
-"""One thread against all of them, by model size: where `SINGLE_THREAD_BYTES` of executor/device_choice.py comes from.
+"""One thread against all of them, by model size: where `SINGLE_THREAD_BYTES` of
+executor/device_choice.py comes from.
 
     python benchmarks/cpu_threads.py [--output result.json] [--repeat 3]
 
@@ -67,10 +68,14 @@ def main() -> None:
             write_config(folder, hidden, layers, inner)
             ratios = [seconds(folder, 0) / seconds(folder, 1 << 40) for _ in range(args.repeat)]
         weights = 4 * (2048 * hidden + layers * (4 * hidden * hidden + 3 * hidden * inner))
-        row = {"weight_mib": round(weights / 2**20), "one_thread_speed": round(statistics.median(ratios), 2)}
+        row = {
+            "weight_mib": round(weights / 2**20),
+            "one_thread_speed": round(statistics.median(ratios), 2),
+        }
         threads = torch.get_num_threads()
         print(
-            f"{row['weight_mib']:4d} MiB: one thread is {row['one_thread_speed']:.2f}x as fast as {threads}"
+            f"{row['weight_mib']:4d} MiB: one thread is {row['one_thread_speed']:.2f}x as fast as "
+            f"{threads}"
         )
         rows.append(row)
     if args.output:

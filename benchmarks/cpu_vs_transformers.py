@@ -1,11 +1,12 @@
-"""This engine against transformers' `generate`, and speculation against plain decoding, in one run on one machine.
+"""This engine against transformers' `generate`, and speculation against plain decoding, in one run
+on one machine.
 
-    python benchmarks/cpu_vs_transformers.py [--output result.json] [--repeat 5] [--new-tokens 128] [--only NAME]
+    python benchmarks/cpu_vs_transformers.py [--output result.json] [--repeat 5] [--new-tokens 128]
+    [--only NAME]
 
-Contenders of a row take turns, `--repeat` times, and the row's figure is the median of the ratios of neighbouring
-turns, because machines are noisy. Everything runs in float32 with torch's default number of threads, greedy, eos
-ignored.
-"""
+Contenders of a row take turns, `--repeat` times, and the row's figure is the median of the ratios
+of neighbouring turns, because machines are noisy. Everything runs in float32 with torch's default
+number of threads, greedy, eos ignored."""
 
 import argparse
 import json
@@ -28,8 +29,17 @@ from tllm_spec.tokenizer import load_tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
 from tllm_spec.zoo.registry import resolve_model
 
-DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": "zoo:llama-draft", "max_draft_len": 4}
-NGRAM = {"decoding_type": "NGram", "max_draft_len": 8, "max_matching_ngram_size": 4, "is_use_oldest": False}
+DRAFT_TARGET = {
+    "decoding_type": "Draft_Target",
+    "speculative_model": "zoo:llama-draft",
+    "max_draft_len": 4,
+}
+NGRAM = {
+    "decoding_type": "NGram",
+    "max_draft_len": 8,
+    "max_matching_ngram_size": 4,
+    "is_use_oldest": False,
+}
 MEDIUM = {  # about 150 M parameters
     "hidden_size": 896,
     "intermediate_size": 2432,
@@ -73,7 +83,9 @@ class Bench:
         texts = [self.tokenizer.encode(read_source(path) or "") for path in heldout_files()]
         self.prompts = [tokens[:256] for tokens in texts if len(tokens) > 600][:8]
         source = next(tokens for tokens in texts if len(tokens) > 600)[:300]
-        self.copy_prompt = source + source + source[:60]  # "edit this file": the text so far repeats
+        self.copy_prompt = (
+            source + source + source[:60]
+        )  # "edit this file": the text so far repeats
 
     def compare(
         self,
@@ -96,7 +108,14 @@ class Bench:
         speed = {label: num_tokens / statistics.median(values) for label, values in times.items()}
         ratio = statistics.median(slow / fast for slow, fast in pairs)
         row = Row(
-            name, contender[0], reference[0], ratio, bar, speed[contender[0]], speed[reference[0]], note
+            name,
+            contender[0],
+            reference[0],
+            ratio,
+            bar,
+            speed[contender[0]],
+            speed[reference[0]],
+            note,
         )
         print(format_row(row), flush=True)
         return row
@@ -110,7 +129,9 @@ class Bench:
 
         return run
 
-    def transformers(self, model: Any, prompts: list[list[int]], **options: Any) -> Callable[[], str]:
+    def transformers(
+        self, model: Any, prompts: list[list[int]], **options: Any
+    ) -> Callable[[], str]:
         def run() -> str:
             for prompt in prompts:
                 ids = torch.tensor([prompt], device=model.device)
@@ -136,12 +157,18 @@ class Bench:
         with LLM("zoo:llama", **SMALL) as plain:
             ours, theirs = self.engine(one, plain), self.transformers(model, one)
             rows.append(
-                self.compare("zoo, 1 request", 2.0, ("plain", ours), ("transformers", theirs), length)
+                self.compare(
+                    "zoo, 1 request", 2.0, ("plain", ours), ("transformers", theirs), length
+                )
             )
             ours, theirs = self.engine(eight, plain), self.transformers(model, eight)
             rows.append(
                 self.compare(
-                    "zoo, 8 requests", 4.0, ("plain x8", ours), ("transformers x1", theirs), 8 * length
+                    "zoo, 8 requests",
+                    4.0,
+                    ("plain x8", ours),
+                    ("transformers x1", theirs),
+                    8 * length,
                 )
             )
             with LLM("zoo:llama", speculative_config=DRAFT_TARGET, **SMALL) as draft_target:
@@ -150,12 +177,22 @@ class Bench:
                 copy = [self.copy_prompt]
                 contender, reference = self.engine(copy, ngram), self.engine(copy, plain)
                 rows.append(
-                    self.compare("zoo, copying", 1.3, ("NGram", contender), ("plain", reference), length)
+                    self.compare(
+                        "zoo, copying", 1.3, ("NGram", contender), ("plain", reference), length
+                    )
                 )
-            # 8 is the default; None shows what a verified window costs where nothing is ever accepted.
+            # 8 is the default; None shows what a verified window costs where nothing is ever
+            # accepted.
             for patience, bar in ((8, 0.8), (None, 0.0)):
-                never = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": NeverRight()}
-                options = {"speculative_config": {**never, "max_rejected_rounds": patience}, **SMALL}
+                never = {
+                    "decoding_type": "User_Provided",
+                    "max_draft_len": 4,
+                    "drafter": NeverRight(),
+                }
+                options = {
+                    "speculative_config": {**never, "max_rejected_rounds": patience},
+                    **SMALL,
+                }
                 with LLM("zoo:llama", **options) as useless:
                     contender, reference = self.engine(one, useless), self.engine(one, plain)
                     name = "zoo, useless drafts" if patience else "zoo, never pausing"
@@ -163,28 +200,34 @@ class Bench:
                     rows.append(self.compare(name, bar, *pair, length))
         return rows
 
-    def draft_target_rows(self, plain: LLM, draft_target: LLM, model: Any, assistant: Any) -> list[Row]:
+    def draft_target_rows(
+        self, plain: LLM, draft_target: LLM, model: Any, assistant: Any
+    ) -> list[Row]:
         """All eight prompts, one after another: one prompt's acceptance says little."""
         num_tokens = self.new_tokens * len(self.prompts)
         assisted = self.transformers(model, self.prompts, assistant_model=assistant)
 
         def in_turn(llm: LLM) -> Callable[[], str]:
             def run() -> str:
-                handles = [llm.generate_async(prompt, self.greedy).result() for prompt in self.prompts]
-                stats = [handle.speculative_decoding for handle in handles if handle.speculative_decoding]
+                handles = [
+                    llm.generate_async(prompt, self.greedy).result() for prompt in self.prompts
+                ]
+                stats = [
+                    handle.speculative_decoding for handle in handles if handle.speculative_decoding
+                ]
                 if not stats:
                     return ""
                 total = sum(stats[1:], stats[0])
-                return (
-                    f"acceptance length {total.acceptance_length:.2f}, rate {total.draft_acceptance_rate:.2f}"
-                )
+                return f"acceptance length {total.acceptance_length:.2f}, rate {total.draft_acceptance_rate:.2f}"
 
             return run
 
         contender = ("Draft/Target", in_turn(draft_target))
         return [
             self.compare("zoo, 1 request", 1.3, contender, ("plain", in_turn(plain)), num_tokens),
-            self.compare("zoo, 1 request", 1.0, contender, ("transformers assisted", assisted), num_tokens),
+            self.compare(
+                "zoo, 1 request", 1.0, contender, ("transformers assisted", assisted), num_tokens
+            ),
         ]
 
     def medium_rows(self) -> list[Row]:
@@ -199,10 +242,18 @@ class Bench:
             with LLM(folder, skip_tokenizer_init=True, max_seq_len=1024, **SMALL) as plain:
                 ours, theirs = self.engine(prompt, plain), self.transformers(model, prompt)
                 name = f"{model.num_parameters() / 1e6:.0f} M, 1 request"
-                return [self.compare(name, 1.0, ("plain", ours), ("transformers", theirs), self.new_tokens)]
+                return [
+                    self.compare(
+                        name, 1.0, ("plain", ours), ("transformers", theirs), self.new_tokens
+                    )
+                ]
 
 
-SMALL = {"max_batch_size": 8, "max_num_tokens": 4096, "kv_cache_config": {"enable_block_reuse": False}}
+SMALL = {
+    "max_batch_size": 8,
+    "max_num_tokens": 4096,
+    "kv_cache_config": {"enable_block_reuse": False},
+}
 
 
 def load_transformers(path: str) -> Any:
@@ -219,9 +270,7 @@ def format_row(row: Row) -> str:
     verdict = "ok  " if row.ratio >= row.bar else "MISS"
     speeds = f"{row.contender_tokens_per_s:7.0f} vs {row.reference_tokens_per_s:7.0f} tok/s"
     versus = f"{row.contender} / {row.reference}"
-    return (
-        f"{verdict} {row.name:<20} {versus:<38} {row.ratio:5.2f}x (bar {row.bar:.2f})  {speeds}  {row.note}"
-    )
+    return f"{verdict} {row.name:<20} {versus:<38} {row.ratio:5.2f}x (bar {row.bar:.2f})  {speeds}  {row.note}"
 
 
 def main() -> int:

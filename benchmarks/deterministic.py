@@ -1,10 +1,11 @@
-"""What `deterministic: true` costs on a GPU: an 8B Llama's shape with it and without, alternating in one run.
+"""What `deterministic: true` costs on a GPU: an 8B Llama's shape with it and without, alternating
+in one run.
 
     python benchmarks/deterministic.py [--output result.json]
 
-Weights and prompts are those of `rounds.py`: 1024 tokens of context, CUDA graphs, overlap. A time is the median of
-three, each of 60 rounds (of one prompt for the prefill, which goes through `LLM.generate`).
-"""
+Weights and prompts are those of `rounds.py`: 1024 tokens of context, CUDA graphs, overlap. A time
+is the median of three, each of 60 rounds (of one prompt for the prefill, which goes through
+`LLM.generate`)."""
 
 import argparse
 import gc
@@ -48,7 +49,9 @@ class Row:
 def alternate(off: Callable[[], float], on: Callable[[], float]) -> tuple[float, float]:
     """Medians of what the two return, called by turns."""
     pairs = [(off(), on()) for _ in range(REPEATS)]
-    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
+    return statistics.median(pair[0] for pair in pairs), statistics.median(
+        pair[1] for pair in pairs
+    )
 
 
 def rounds(path: str, model: str, batch_size: int, prompt_len: int, **options: Any) -> Row:
@@ -70,12 +73,18 @@ def rounds(path: str, model: str, batch_size: int, prompt_len: int, **options: A
 
 
 def prefill(model: str, **options: Any) -> Row:
-    own = {"max_batch_size": 1, "max_num_tokens": 8192, "kv_cache_config": {"enable_block_reuse": False}}
+    own = {
+        "max_batch_size": 1,
+        "max_num_tokens": 8192,
+        "kv_cache_config": {"enable_block_reuse": False},
+    }
     prompt = [Random(0).randrange(128256) for _ in range(LONG_PROMPT)]
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     with ExitStack() as stack:
         off, on = (
-            stack.enter_context(LLM(model, skip_tokenizer_init=True, deterministic=each, **own, **options))
+            stack.enter_context(
+                LLM(model, skip_tokenizer_init=True, deterministic=each, **own, **options)
+            )
             for each in (False, True)
         )
 
@@ -86,11 +95,15 @@ def prefill(model: str, **options: Any) -> Row:
 
         for llm in (off, on):
             once(llm)  # compiles
-        return Row(f"a prompt of {LONG_PROMPT} tokens", 1, *alternate(lambda: once(off), lambda: once(on)))
+        return Row(
+            f"a prompt of {LONG_PROMPT} tokens", 1, *alternate(lambda: once(off), lambda: once(on))
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -101,9 +114,16 @@ def main() -> None:
         model, head, options = models("llama-8b", Path(name), DRAFT_LEN)
         speculates = {"speculative_config": head}
         measurements = [
-            *((lambda size=size: rounds("plain", model, size, PROMPT_LEN, **options)) for size in (1, 8, 64)),
             *(
-                (lambda size=size: rounds("EAGLE-3 K=3", model, size, PROMPT_LEN, **options, **speculates))
+                (lambda size=size: rounds("plain", model, size, PROMPT_LEN, **options))
+                for size in (1, 8, 64)
+            ),
+            *(
+                (
+                    lambda size=size: rounds(
+                        "EAGLE-3 K=3", model, size, PROMPT_LEN, **options, **speculates
+                    )
+                )
                 for size in (1, 8)
             ),
             lambda: prefill(model, **options),
@@ -115,7 +135,9 @@ def main() -> None:
             torch.cuda.empty_cache()
     if args.output is not None:
         result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.output.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        args.output.write_text(
+            json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Rounds of generation driven one by one, without the server's thread: an executor that is filled, timed and traced.
+"""Rounds of generation driven one by one, without the server's thread: an executor that is filled,
+timed and traced.
 
 Knows an executor's public interface and what a profiler trace looks like; no bars, no tables.
 """
@@ -45,9 +46,9 @@ class Timed:
 
 @dataclass(frozen=True)
 class HostTime:
-    """Milliseconds of a round in which the executor's thread does not wait for the device; `launch`: of them in the
-    call that launches the graph. `additions`: of 100,000 additions in Python in the same seconds, median; the speed of
-    machines that are shared changes."""
+    """Milliseconds of a round in which the executor's thread does not wait for the device;
+    `launch`: of them in the call that launches the graph. `additions`: of 100,000 additions in
+    Python in the same seconds, median; the speed of machines that are shared changes."""
 
     median: float
     p99: float
@@ -58,11 +59,12 @@ class HostTime:
 class Rounds:
     """An executor of at most `max_batch_size` requests, each of `max_seq_len` tokens at most.
 
-    `start` fills it with requests that generate until `stop`, or until there is no more room, which raises
+    `start` fills it with requests that generate until `stop`, or until there is no more room, which
+    raises
     RuntimeError: rounds of fewer requests would be timed.
-    `weights_of`: whose target is this one's, too, for no shorter requests. The same kernel may take longer on a copy
-    of its weights elsewhere in memory, which would be in a comparison of two engines.
-    """
+    `weights_of`: whose target is this one's, too, for no shorter requests. The same kernel may take
+    longer on a copy of its weights elsewhere in memory, which would be in a comparison of two
+    engines."""
 
     def __init__(
         self,
@@ -85,7 +87,9 @@ class Rounds:
             if weights_of is not None:
                 target = weights_of.executor.parts.runner.engine.model
                 # The graphs of the other go on writing to these products' workspaces.
-                self._held = [layer.products for layer in target.modules() if isinstance(layer, Linear)]
+                self._held = [
+                    layer.products for layer in target.modules() if isinstance(layer, Linear)
+                ]
                 stack.enter_context(mock.patch.object(build, "load_target", lambda plan: target))
             self.built = build.build_executor(args, None, lambda responses: None)
         self.executor = self.built.executor
@@ -93,8 +97,8 @@ class Rounds:
         self._ids = count(1)
 
     def start(self, batch_size: int, prompt_len: int, **rules: Any) -> None:
-        """`batch_size` requests of random prompts, prefilled and some rounds on, in the place of those before. rules:
-        sampling parameters of the last one; the others are greedy."""
+        """`batch_size` requests of random prompts, prefilled and some rounds on, in the place of
+        those before. rules: sampling parameters of the last one; the others are greedy."""
         self.stop()
         max_tokens = self.built.max_seq_len - prompt_len
         self.requests = self.put(batch_size - 1, prompt_len, max_tokens) if batch_size > 1 else []
@@ -111,7 +115,9 @@ class Rounds:
 
     def put(self, number: int, prompt_len: int, max_tokens: int, **rules: Any) -> list[LlmRequest]:
         """Queues requests beside what runs, with these sampling parameters."""
-        requests = [self._request(next(self._ids), prompt_len, max_tokens, **rules) for _ in range(number)]
+        requests = [
+            self._request(next(self._ids), prompt_len, max_tokens, **rules) for _ in range(number)
+        ]
         self.built.queue.put(requests)
         return requests
 
@@ -119,7 +125,9 @@ class Rounds:
         for _ in range(number):
             self.executor.step()
         if any(request.is_finished for request in self.requests):
-            raise RuntimeError("a request ended before its rounds were measured: max_seq_len is too small")
+            raise RuntimeError(
+                "a request ended before its rounds were measured: max_seq_len is too small"
+            )
 
     def run_until_idle(self) -> None:
         while self.executor.step():
@@ -139,7 +147,8 @@ class Rounds:
         )
 
     def seconds_of_prompts(self, number: int, prompt_len: int) -> float:
-        """From the submission of prompts to an idle executor until all are prefilled and have their first token."""
+        """From the submission of prompts to an idle executor until all are prefilled and have their
+        first token."""
         self.put(number, prompt_len, 1)
         synchronize()
         start = time.perf_counter()
@@ -148,9 +157,13 @@ class Rounds:
         return time.perf_counter() - start
 
     def host_time(self, number: int) -> HostTime:
-        """Of that many rounds: each step's wall time less what its wait for the device's results took."""
+        """Of that many rounds: each step's wall time less what its wait for the device's results
+        took."""
         host, additions = [], []
-        with stopwatch(ToHost, "wait") as waits, stopwatch(torch.cuda.CUDAGraph, "replay") as launches:
+        with (
+            stopwatch(ToHost, "wait") as waits,
+            stopwatch(torch.cuda.CUDAGraph, "replay") as launches,
+        ):
             for _ in range(number):
                 seen, start = len(waits), time.perf_counter()
                 self.executor.step()
@@ -161,11 +174,15 @@ class Rounds:
         p99 = host[min(len(host) - 1, int(0.99 * len(host)))]
         launch = statistics.median(launches or [0.0]) * 1e3
         return HostTime(
-            statistics.median(host), p99, launch, statistics.median(additions or [ms_of_additions()])
+            statistics.median(host),
+            p99,
+            launch,
+            statistics.median(additions or [ms_of_additions()]),
         )
 
     def never_waits(self) -> None:
-        """Raises RuntimeError when any op of a round synchronises with the device; the results' event is not one."""
+        """Raises RuntimeError when any op of a round synchronises with the device; the results'
+        event is not one."""
         torch.cuda.set_sync_debug_mode("error")
         try:
             self.run(10)
@@ -185,7 +202,9 @@ class Rounds:
             events: Trace = json.loads(file.read_text())["traceEvents"]
         return events
 
-    def _request(self, request_id: int, prompt_len: int, max_tokens: int, **rules: Any) -> LlmRequest:
+    def _request(
+        self, request_id: int, prompt_len: int, max_tokens: int, **rules: Any
+    ) -> LlmRequest:
         vocab_size, draft_len = self.built.model_config.vocab_size, self.built.max_draft_len
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **rules)
         return LlmRequest(
@@ -205,7 +224,8 @@ class Rounds:
 
 @contextmanager
 def stopwatch(owner: object, name: str, *, settle: bool = False) -> Iterator[list[float]]:
-    """Inside the block every call of `owner.name` adds its seconds to the list. `settle`: the device's work too."""
+    """Inside the block every call of `owner.name` adds its seconds to the list. `settle`: the
+    device's work too."""
     original, seconds = getattr(owner, name), list[float]()
 
     @functools.wraps(original)
@@ -242,7 +262,8 @@ def release() -> None:
 
 
 def gap_between_launches(events: Trace, launches_a_round: int = 1) -> float:
-    """Median microseconds of a round in which nothing runs between the work of graph launches; copies count as work."""
+    """Median microseconds of a round in which nothing runs between the work of graph launches;
+    copies count as work."""
     launches = {e["args"]["correlation"] for e in events if e.get("name") == "cudaGraphLaunch"}
     work: list[tuple[float, float]] = []
     spans: dict[int, list[float]] = defaultdict(list)
@@ -257,7 +278,11 @@ def gap_between_launches(events: Trace, launches_a_round: int = 1) -> float:
     work.sort()
     gaps = []
     for (_, end), (start, _) in pairwise(rounds):
-        busy = sum(min(stop, start) - max(begin, end) for begin, stop in work if begin < start and stop > end)
+        busy = sum(
+            min(stop, start) - max(begin, end)
+            for begin, stop in work
+            if begin < start and stop > end
+        )
         gaps.append(start - end - busy)
     starts = range(0, len(gaps) - launches_a_round + 1, launches_a_round)
     return statistics.median(sum(gaps[start : start + launches_a_round]) for start in starts)

@@ -1,5 +1,5 @@
-"""Driven rounds under a controller of the caller's, with scripted acceptance: both change between two blocks of rounds,
-and the engine, its graphs and its requests stay.
+"""Driven rounds under a controller of the caller's, with scripted acceptance: both change between
+two blocks of rounds, and the engine, its graphs and its requests stay.
 
 Knows how an executor reads its controller and its acceptance rates; no policy, no bars.
 """
@@ -21,8 +21,8 @@ CHECKED_ROUNDS = 8  # from one look at the requests' room to the next
 
 @dataclass
 class Block:
-    """Rounds in a row. `tokens` are expected at the true acceptance from the drafts that were really verified, so that
-    luck does not blur a comparison; `counted` is what came out."""
+    """Rounds in a row. `tokens` are expected at the true acceptance from the drafts that were
+    really verified, so that luck does not blur a comparison; `counted` is what came out."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -54,7 +54,10 @@ class Counting:
     """In the controller's place: passes everything on and counts what it is told into `block`."""
 
     def __init__(self, inner: AdaptiveController, expected_tokens: Sequence[float]) -> None:
-        self._inner, self._expected_tokens = inner, expected_tokens  # by draft length, of a request's round
+        self._inner, self._expected_tokens = (
+            inner,
+            expected_tokens,
+        )  # by draft length, of a request's round
         self.block = Block()
 
     def observe(
@@ -81,7 +84,8 @@ class Counting:
 
 
 class ForcedRounds(Rounds):
-    """`synthetic_acceptance_rates` must be in the options, with any values, unless there is no drafter."""
+    """`synthetic_acceptance_rates` must be in the options, with any values, unless there is no
+    drafter."""
 
     def __init__(self, model: str, **options: Any) -> None:
         super().__init__(model, **options)
@@ -102,7 +106,8 @@ class ForcedRounds(Rounds):
         super().start(batch_size, prompt_len)
 
     def has_room(self, rounds: float) -> bool:
-        """Whether every request could go on for so many rounds with all drafts accepted, and what is in flight."""
+        """Whether every request could go on for so many rounds with all drafts accepted, and what
+        is in flight."""
         longest = max(request.num_tokens for request in self.requests)
         return longest + (rounds + 4) * (1 + self.built.max_draft_len) < self.built.max_seq_len
 
@@ -113,18 +118,21 @@ class ForcedRounds(Rounds):
     def play(
         self, controller: AdaptiveController, *, rounds: int | None = None, seconds: float = 0.0
     ) -> Block:
-        """So many rounds, or rounds of so many seconds, under `controller`, as the host sees them end.
+        """So many rounds, or rounds of so many seconds, under `controller`, as the host sees them
+        end.
 
-        Two rounds go before: the first was launched under whoever was there before and is told to nobody, and the next
-        may have no drafts, or too few. Requests whose room ends are replaced, and that is in no time.
-        """
+        Two rounds go before: the first was launched under whoever was there before and is told to
+        nobody, and the next may have no drafts, or too few. Requests whose room ends are replaced,
+        and that is in no time."""
         block = Block()
         told = self._enter(controller, block)
         while block.seconds < seconds if rounds is None else block.rounds < rounds:
             if not self.has_room(CHECKED_ROUNDS):
                 self.refill()
                 told = self._enter(controller, block)
-            number = CHECKED_ROUNDS if rounds is None else min(CHECKED_ROUNDS, rounds - block.rounds)
+            number = (
+                CHECKED_ROUNDS if rounds is None else min(CHECKED_ROUNDS, rounds - block.rounds)
+            )
             start = time.perf_counter()
             for _ in range(number):
                 self.executor.step()

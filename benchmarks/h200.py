@@ -1,12 +1,14 @@
-"""Everything that the engine is held to on one H200, in one run: each figure beside its bar, peer and floor.
+"""Everything that the engine is held to on one H200, in one run: each figure beside its bar, peer
+and floor.
 
-    python benchmarks/h200.py [--parts 1,2,3,4,5,6] [--quick] [--output result.json]
-    python benchmarks/h200.py --shape zoo --device cpu     # shows that it runs, in a minute; its figures mean nothing
+    python benchmarks/h200.py [--parts 1,2,3,4,5,6] [--quick] [--output result.json] python
+    benchmarks/h200.py --shape zoo --device cpu     # shows that it runs, in a minute; its figures
+    mean nothing
 
-An 8B Llama's shape in bf16 with random weights, prompts of random ids, greedy, and synthetic acceptance (0.73 / 0.52 /
-0.35 by position: 2.60 tokens a round, the peers'). The floor is what has to be read at 4.45 TB/s, or computed at 790
-TFLOP/s. Each job has a process of its own; one that fails is reported, and the others go on.
-"""
+An 8B Llama's shape in bf16 with random weights, prompts of random ids, greedy, and synthetic
+acceptance (0.73 / 0.52 / 0.35 by position: 2.60 tokens a round, the peers'). The floor is what has
+to be read at 4.45 TB/s, or computed at 790 TFLOP/s. Each job has a process of its own; one that
+fails is reported, and the others go on."""
 
 import argparse
 import json
@@ -67,7 +69,8 @@ RUN_LIMIT_S = 600.0
 
 
 def in_a_process(job: Job, setup: Setup, time_limit_s: float, outcome: Outcome) -> None:
-    """Runs a job in a fork, which has everything imported; this process never touches the device."""
+    """Runs a job in a fork, which has everything imported; this process never touches the
+    device."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_job_main, args=(job, setup, sender))
@@ -87,7 +90,9 @@ def in_a_process(job: Job, setup: Setup, time_limit_s: float, outcome: Outcome) 
     except EOFError:  # it has closed its end: done or dead
         process.join()
         if process.exitcode:
-            outcome.failures[job.name] = f"ended with exit code {process.exitcode}; see its messages"
+            outcome.failures[job.name] = (
+                f"ended with exit code {process.exitcode}; see its messages"
+            )
     outcome.seconds[job.name] = time.perf_counter() - start
 
 
@@ -99,7 +104,11 @@ def _job_main(job: Job, setup: Setup, sender: Connection) -> None:
 
 
 def _send(sender: Connection, figure: Figure) -> None:
-    print(f"{figure.point} | {figure.name} | {figure.value:.2f} {figure.unit}", file=sys.stderr, flush=True)
+    print(
+        f"{figure.point} | {figure.name} | {figure.value:.2f} {figure.unit}",
+        file=sys.stderr,
+        flush=True,
+    )
     sender.send(figure)
 
 
@@ -141,7 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds and requests")
     parser.add_argument("--shape", choices=tuple(SCALES), default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--time-limit", type=float, default=RUN_LIMIT_S, help="seconds the run may take")
+    parser.add_argument(
+        "--time-limit", type=float, default=RUN_LIMIT_S, help="seconds the run may take"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(arguments)
     references = REFERENCES if args.shape == "llama-8b" else {}
@@ -151,8 +162,15 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = run_jobs(setup, JOBS, args.time_limit)
     print("\n".join(tables(outcome, args.parts, references)))
     if args.output is not None:
-        result = {"shape": args.shape, "quick": args.quick, "torch": torch.__version__, **asdict(outcome)}
-        args.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        result = {
+            "shape": args.shape,
+            "quick": args.quick,
+            "torch": torch.__version__,
+            **asdict(outcome),
+        }
+        args.output.write_text(
+            json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return 1 if outcome.failures or missing(outcome.figures, references, args.parts) else 0
 
 

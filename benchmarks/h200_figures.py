@@ -1,8 +1,9 @@
-"""What one H200 is held to with the 8B shape: bars, the better peer's figures; and a measured figure beside them.
+"""What one H200 is held to with the 8B shape: bars, the better peer's figures; and a measured
+figure beside them.
 
-Peers, measured on such a machine: vLLM 0.26.0 and SGLang 0.5.16, FlashAttention-3, full CUDA graphs, random weights,
-1024 tokens in and 256 out, greedy, no prefix cache. Data and tables only; nothing here measures.
-"""
+Peers, measured on such a machine: vLLM 0.26.0 and SGLang 0.5.16, FlashAttention-3, full CUDA
+graphs, random weights, 1024 tokens in and 256 out, greedy, no prefix cache. Data and tables only;
+nothing here measures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ MORE_IS_BETTER = ("tok/s",)
 
 @dataclass(frozen=True)
 class Figure:
-    """`floor`: what the bytes or operations alone would take. `details`: figures that explain it."""
+    """`floor`: what the bytes or operations alone would take. `details`: figures that explain
+    it."""
 
     point: int
     name: str
@@ -81,7 +83,9 @@ REFERENCES: Mapping[tuple[int, str], Reference] = {
 
 
 def missing(
-    figures: Iterable[Figure], references: Mapping[tuple[int, str], Reference], points: Iterable[int]
+    figures: Iterable[Figure],
+    references: Mapping[tuple[int, str], Reference],
+    points: Iterable[int],
 ) -> list[tuple[int, str]]:
     """What should have been measured and was not."""
     found, wanted = {(figure.point, figure.name) for figure in figures}, set(points)
@@ -103,7 +107,9 @@ def table(
             lines.append(_line(figure, references.get((point, figure.name))))
     for _, name in missing(figures, references, [point]):
         reference = references[point, name]
-        lines.append(f"| {name} | **failed** | {_bar(reference)} | no | {_number(reference.peer)} | | | |")
+        lines.append(
+            f"| {name} | **failed** | {_bar(reference)} | no | {_number(reference.peer)} | | | |"
+        )
     return lines
 
 

@@ -1,7 +1,8 @@
-"""Points 2, 3 and 5 through `LLM`, as a user meets them: whole answers, first tokens, many requests as a stream.
+"""Points 2, 3 and 5 through `LLM`, as a user meets them: whole answers, first tokens, many requests
+as a stream.
 
-Each function is one job. Prompts are random token ids, no prompt is sent twice, no text is made of the answers.
-"""
+Each function is one job. Prompts are random token ids, no prompt is sent twice, no text is made of
+the answers."""
 
 import asyncio
 import time
@@ -63,7 +64,8 @@ def _serve_chunked(
 
 
 def _llm(setup: Setup, **options: Any) -> LLM:
-    """Graphs of the batch sizes that are measured, and of some below where a load of many ebbs away."""
+    """Graphs of the batch sizes that are measured, and of some below where a load of many ebbs
+    away."""
     scale = setup.scale
     largest = scale.serving_batch if 5 in setup.points else scale.batch_sizes[-1]
     sizes = {size for size in (*scale.batch_sizes, 16, 32, 128, 192, largest) if size <= largest}
@@ -89,14 +91,15 @@ class Prompts:
 
 
 def _sampling(number: int, max_tokens: int, first_seed: int = 0) -> list[SamplingParams]:
-    """With seeds of their own: which drafts are accepted depends on a request's seed and the position alone."""
+    """With seeds of their own: which drafts are accepted depends on a request's seed and the
+    position alone."""
     seeds = range(first_seed, first_seed + number)
     return [SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed) for seed in seeds]
 
 
 def _generate(setup: Setup, report: Report, llm: LLM, prompts: Prompts, name: str) -> None:
-    """Batches through `LLM.generate`, once for a single token and once for all of them. The difference is the time
-    after the first token, of which every request has then been given one."""
+    """Batches through `LLM.generate`, once for a single token and once for all of them. The
+    difference is the time after the first token, of which every request has then been given one."""
     scale = setup.scale
     for batch_size in scale.batch_sizes:
         _timed_batch(llm, prompts, batch_size, scale.prompt_len, 4)
@@ -106,10 +109,17 @@ def _generate(setup: Setup, report: Report, llm: LLM, prompts: Prompts, name: st
         for repeat in range(repeats):
             first_s += _timed_batch(llm, prompts, batch_size, scale.prompt_len, 1)[0]
             seconds, outputs = _timed_batch(
-                llm, prompts, batch_size, scale.prompt_len, scale.output_len, first_seed=repeat * batch_size
+                llm,
+                prompts,
+                batch_size,
+                scale.prompt_len,
+                scale.output_len,
+                first_seed=repeat * batch_size,
             )
             whole_s += seconds
-            stats = sum((output.speculative_decoding or SpeculativeStats() for output in outputs), stats)
+            stats = sum(
+                (output.speculative_decoding or SpeculativeStats() for output in outputs), stats
+            )
         number, batch = batch_size * repeats, f"batch {batch_size}"
         if 2 in setup.points:
             rate = number * scale.output_len / whole_s
@@ -145,7 +155,8 @@ def check_complete(outputs: Sequence[RequestOutput], num_tokens: int) -> None:
 
 
 def _first_token(setup: Setup, report: Report, llm: LLM, prompts: Prompts, whose: str = "") -> None:
-    """From `generate_async` to the first increment in the reader's thread, one request after the other."""
+    """From `generate_async` to the first increment in the reader's thread, one request after the
+    other."""
     scale, seconds = setup.scale, []
     for _ in range(2 + 4 * scale.repeats):
         (prompt,), (params,) = prompts.draw(1, scale.prompt_len), _sampling(1, 4)
@@ -209,7 +220,9 @@ def _serve(
         report(Figure(5, f"{name}, {at_a_time} at a time, {shape}", "tok/s", rate, details=details))
 
 
-async def _all_streams(llm: LLM, prompts: list[Prompt], max_tokens: int, at_a_time: int) -> list[Stream]:
+async def _all_streams(
+    llm: LLM, prompts: list[Prompt], max_tokens: int, at_a_time: int
+) -> list[Stream]:
     gate, sampling = asyncio.Semaphore(at_a_time), _sampling(len(prompts), max_tokens)
 
     async def read(prompt: Prompt, params: SamplingParams) -> Stream:

@@ -1,7 +1,8 @@
-"""Points 1 to 5 as far as rounds are driven one by one: their time, the host's share, the GPU's idle time, prefill.
+"""Points 1 to 5 as far as rounds are driven one by one: their time, the host's share, the GPU's
+idle time, prefill.
 
-Each function is one job: it builds its engines, reports figures, and lets go of everything when it returns.
-"""
+Each function is one job: it builds its engines, reports figures, and lets go of everything when it
+returns."""
 
 import statistics
 from typing import Any
@@ -11,8 +12,8 @@ from h200_figures import Figure
 from h200_setup import Report, Setup
 from model_shapes import MATMUL_FLOPS, prefill_flops, read_ms, round_bytes
 
-# Of all linears of the 8B shape with so many rows by cuBLAS in one graph, measured, where that is far above the time
-# to read their weights, which is 3.4 ms.
+# Of all linears of the 8B shape with so many rows by cuBLAS in one graph, measured, where that is
+# far above the time to read their weights, which is 3.4 ms.
 LINEARS_MS = {256: 7.14}
 ROUNDS_AROUND_A_PROMPT, DELAYS = 10, 5
 
@@ -34,9 +35,11 @@ def plain_rounds(setup: Setup, report: Report) -> None:
     _traces(setup, report, "plain", rounds)
 
 
-def floor_ms(batch_size: int, context: float, draft: str | None = None, draft_len: int = 0) -> float:
-    """Reading weights and KV; for numbers of rows whose linears take longer than their weights, the linears and the
-    other bytes."""
+def floor_ms(
+    batch_size: int, context: float, draft: str | None = None, draft_len: int = 0
+) -> float:
+    """Reading weights and KV; for numbers of rows whose linears take longer than their weights, the
+    linears and the other bytes."""
     num_bytes = round_bytes(batch_size * context, draft, draft_len)
     linears = LINEARS_MS.get(batch_size * (1 + draft_len))
     return read_ms(num_bytes) if linears is None else linears + read_ms(num_bytes - round_bytes(0))
@@ -79,7 +82,12 @@ def _one_model(setup: Setup, draft_len: int) -> dict[str, Any]:
 
 
 def _drafting_rounds(
-    setup: Setup, report: Report, name: str, sizes: tuple[int, ...], draft: str, config: dict[str, Any]
+    setup: Setup,
+    report: Report,
+    name: str,
+    sizes: tuple[int, ...],
+    draft: str,
+    config: dict[str, Any],
 ) -> None:
     rounds = _build(setup, sizes, speculative_config=config)
     for batch_size in sizes:
@@ -98,7 +106,9 @@ def prefill(setup: Setup, report: Report) -> None:
         **(setup.options | {"cuda_graph_config": None}),
     )
     for number, prompt_len in ((many, scale.prompt_len), (1, scale.long_prompt_len)):
-        rounds.seconds_of_prompts(min(number, 8), prompt_len)  # kernels of these shapes are there now
+        rounds.seconds_of_prompts(
+            min(number, 8), prompt_len
+        )  # kernels of these shapes are there now
         timings = [rounds.seconds_of_prompts(number, prompt_len) for _ in range(scale.repeats)]
         seconds = statistics.median(timings)
         details = {"tok/s": number * prompt_len / seconds}
@@ -125,7 +135,9 @@ def _build(setup: Setup, sizes: tuple[int, ...], **options: Any) -> Rounds:
     )
 
 
-def _round_figure(setup: Setup, point: int, name: str, rounds: Rounds, draft: str | None = None) -> Figure:
+def _round_figure(
+    setup: Setup, point: int, name: str, rounds: Rounds, draft: str | None = None
+) -> Figure:
     """The median of three timings of the requests that run."""
     timings = [rounds.timed(setup.scale.rounds) for _ in range(3)]
     timed = sorted(timings, key=lambda each: each.round_ms)[1]
@@ -155,8 +167,8 @@ def _host(setup: Setup, report: Report, name: str, rounds: Rounds) -> None:
 
 
 def _traces(setup: Setup, report: Report, name: str, rounds: Rounds) -> None:
-    """Point 4's idle GPU, for the smallest and the largest batch. A job's last: once a profiler has run in a process,
-    its launches stay slower."""
+    """Point 4's idle GPU, for the smallest and the largest batch. A job's last: once a profiler has
+    run in a process, its launches stay slower."""
     scale = setup.scale
     if 4 not in setup.points or rounds.executor.parts.runner.graphs is None:
         return
@@ -167,8 +179,9 @@ def _traces(setup: Setup, report: Report, name: str, rounds: Rounds) -> None:
 
 
 def _delay(setup: Setup, where: str, rounds: Rounds) -> Figure:
-    """How much longer the running requests' next rounds take when a prompt joins, than the rounds before and behind
-    these, beside the prompt alone. Contexts grow, and a prompt heats the device: both are in the rounds behind."""
+    """How much longer the running requests' next rounds take when a prompt joins, than the rounds
+    before and behind these, beside the prompt alone. Contexts grow, and a prompt heats the device:
+    both are in the rounds behind."""
     prompt_len, delays = setup.scale.prompt_len, []
     for _ in range(1 + DELAYS):
         before = rounds.timed(ROUNDS_AROUND_A_PROMPT)
@@ -181,4 +194,6 @@ def _delay(setup: Setup, where: str, rounds: Rounds) -> Figure:
     alone = [rounds.seconds_of_prompts(1, prompt_len) * 1e3 for _ in range(1 + DELAYS)]
     delay, own = statistics.median(delays[1:]), statistics.median(alone[1:])
     details = {"delay ms": delay, "alone ms": own, "tokens of the prompt": float(prompt_len)}
-    return Figure(5, f"a prompt's delay of others / its own time, {where}", "x", delay / own, details=details)
+    return Figure(
+        5, f"a prompt's delay of others / its own time, {where}", "x", delay / own, details=details
+    )

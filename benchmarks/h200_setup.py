@@ -32,10 +32,13 @@ class Scale:
     single_repeats: int = 8  # one request's acceptance varies: so many requests one after the other
     serving_input_len: int = 512
     serving_output_len: int = 256
-    serving_loads: tuple[tuple[int, int], ...] = ((1, 2), (8, 16), (64, 128), (256, 256))  # at a time, in all
-    room: int = (
-        512  # for what requests generate while their rounds are timed; three times as much with drafts
-    )
+    serving_loads: tuple[tuple[int, int], ...] = (
+        (1, 2),
+        (8, 16),
+        (64, 128),
+        (256, 256),
+    )  # at a time, in all
+    room: int = 512  # for what requests generate while their rounds are timed; three times as much with drafts
 
     @property
     def serving_batch(self) -> int:
@@ -66,7 +69,8 @@ SCALES: Mapping[str, Scale] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """One run. `folder` has the 8B shape's configurations; `points` are those that are asked for."""
+    """One run. `folder` has the 8B shape's configurations; `points` are those that are asked
+    for."""
 
     shape: str
     device: str
@@ -79,7 +83,9 @@ class Setup:
         scale = SCALES[self.shape]
         if not self.quick:
             return scale
-        loads = tuple((at_a_time, max(at_a_time, total // 2)) for at_a_time, total in scale.serving_loads)
+        loads = tuple(
+            (at_a_time, max(at_a_time, total // 2)) for at_a_time, total in scale.serving_loads
+        )
         return replace(
             scale,
             rounds=min(15, scale.rounds),
@@ -100,7 +106,11 @@ class Setup:
     def options(self) -> dict[str, Any]:
         """Of `LlmArgs`, for every engine: no prompt is cached."""
         if self.is_8b:
-            return {"device": self.device, "kv_cache_config": dict(NO_REUSE), "load_format": "dummy"}
+            return {
+                "device": self.device,
+                "kv_cache_config": dict(NO_REUSE),
+                "load_format": "dummy",
+            }
         return {"device": self.device, "kv_cache_config": {**NO_REUSE, "max_tokens": ZOO_KV_TOKENS}}
 
     def eagle3(self, draft_len: int, **options: Any) -> dict[str, Any]:

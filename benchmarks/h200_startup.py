@@ -1,8 +1,9 @@
-"""Point 6: from starting an interpreter to an `LLM` that answers, second by second; weights from files on disk.
+"""Point 6: from starting an interpreter to an `LLM` that answers, second by second; weights from
+files on disk.
 
-Run as a script this is the interpreter that is started: it takes one JSON object of `Start`'s fields and prints one of
-seconds and bytes. Phases are timed by wrapping what `building/engines.py` calls.
-"""
+Run as a script this is the interpreter that is started: it takes one JSON object of `Start`'s
+fields and prints one of seconds and bytes. Phases are timed by wrapping what `building/engines.py`
+calls."""
 
 import json
 import os
@@ -35,7 +36,8 @@ SHARD_LAYERS = 4
 
 @dataclass(frozen=True)
 class Start:
-    """`load`: requests, their prompts' tokens and output tokens, which are served twice once the engine has answered.
+    """`load`: requests, their prompts' tokens and output tokens, which are served twice once the
+    engine has answered.
     `at`: seconds since the epoch at which the interpreter was asked for."""
 
     model: str
@@ -45,9 +47,9 @@ class Start:
 
 
 def start_up(setup: Setup, report: Report) -> None:
-    """Point 6 with random weights and default graphs: with a head, no compiled kernel and no measured product on disk,
-    which leaves some; the same again, and plain. Each then serves one load twice: what the first of the two waits for
-    was not ready."""
+    """Point 6 with random weights and default graphs: with a head, no compiled kernel and no
+    measured product on disk, which leaves some; the same again, and plain. Each then serves one
+    load twice: what the first of the two waits for was not ready."""
     draft_len = setup.scale.draft_len
     common = setup.options | {"max_seq_len": 8192 if setup.is_8b else 256}
     head = common | {"speculative_config": setup.eagle3(draft_len)}
@@ -78,9 +80,15 @@ def from_files(setup: Setup, report: Report) -> None:
         began = time.perf_counter()
         num_bytes = write_checkpoint(config, Path(name), torch.device(setup.device))
         written = time.perf_counter() - began
-        options = setup.options | {"cuda_graph_config": None, "max_seq_len": 8192, "load_format": "auto"}
+        options = setup.options | {
+            "cuda_graph_config": None,
+            "max_seq_len": 8192,
+            "load_format": "auto",
+        }
         found = _started(Start(name, options), {})
-    figure = _loaded(f"weights of {config['num_hidden_layers']} layers from safetensors", found, num_bytes)
+    figure = _loaded(
+        f"weights of {config['num_hidden_layers']} layers from safetensors", found, num_bytes
+    )
     report(figure)
     print(f"the checkpoint was written in {written:.0f} s", file=sys.stderr)
 
@@ -116,7 +124,8 @@ HOST_FIGURES = ("host_growth", "counts_files")
 
 
 def measure(start: Start, imported: float) -> dict[str, float]:
-    """Seconds of the phases until the engine is ready, then of its first answer; `imported`: when imports were done."""
+    """Seconds of the phases until the engine is ready, then of its first answer; `imported`: when
+    imports were done."""
     found = {"imports": imported - start.at}
     began = time.time()
     if start.options["device"] != "cpu":
@@ -141,7 +150,9 @@ def measure(start: Start, imported: float) -> dict[str, float]:
         llm.generate([1] * 16, SamplingParams(max_tokens=4, ignore_eos=True))
         found["first answer, after it,"] = time.time() - ready
         if start.load is not None:
-            found["first load"], found["the same load again"] = (_serve(llm, *start.load) for _ in range(2))
+            found["first load"], found["the same load again"] = (
+                _serve(llm, *start.load) for _ in range(2)
+            )
     return found | {"host_growth": float(peak.growth), "counts_files": float(not peak.is_anonymous)}
 
 
@@ -154,8 +165,8 @@ def _serve(llm: LLM, number: int, prompt_len: int, max_tokens: int) -> float:
 
 
 class HostMemory:
-    """Bytes of this process in host memory. `is_anonymous`: without the pages of mapped files, where the kernel tells
-    them apart."""
+    """Bytes of this process in host memory. `is_anonymous`: without the pages of mapped files,
+    where the kernel tells them apart."""
 
     def __init__(self) -> None:
         self.is_anonymous = "RssAnon" in _status()
@@ -195,8 +206,9 @@ def peak_host_growth() -> Iterator[HostMemory]:
 
 
 def write_checkpoint(config: Config, folder: Path, device: torch.device) -> int:
-    """A Llama checkpoint of random weights in shards, written through to the disk and out of the page cache as far as
-    the system does that. Returns its bytes. Raises RuntimeError when the disk has too little room."""
+    """A Llama checkpoint of random weights in shards, written through to the disk and out of the
+    page cache as far as the system does that. Returns its bytes. Raises RuntimeError when the disk
+    has too little room."""
     from safetensors.torch import save_file
 
     shards = checkpoint_shapes(config)
@@ -243,7 +255,9 @@ def checkpoint_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
     shards: list[dict[str, tuple[int, ...]]] = []
     for first in range(0, config["num_hidden_layers"], SHARD_LAYERS):
         numbers = range(first, min(first + SHARD_LAYERS, config["num_hidden_layers"]))
-        shards.append({f"model.layers.{n}.{name}": shape for n in numbers for name, shape in layer.items()})
+        shards.append(
+            {f"model.layers.{n}.{name}": shape for n in numbers for name, shape in layer.items()}
+        )
     ends = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
     return [*shards, {**ends, "model.norm.weight": (hidden,)}]
 

@@ -1,11 +1,12 @@
-"""How long Python takes between two launches: the whole request loop in front of a device that answers at once.
+"""How long Python takes between two launches: the whole request loop in front of a device that
+answers at once.
 
     python benchmarks/host_time.py [--output result.json] [--rounds 400]
 
-Requests generate with overlap, plain and with three drafts made in the forward (accepted as in `h200.py`), unread and
-streamed to handles. `step` is measured without any stopwatch inside; the parts in rounds of their own. What a
-CUDA device adds (launching the graph, pinned copies, events) is not in here: `h200.py` measures that.
-"""
+Requests generate with overlap, plain and with three drafts made in the forward (accepted as in
+`h200.py`), unread and streamed to handles. `step` is measured without any stopwatch inside; the
+parts in rounds of their own. What a CUDA device adds (launching the graph, pinned copies, events)
+is not in here: `h200.py` measures that."""
 
 import argparse
 import gc
@@ -76,13 +77,17 @@ def measure(way: str, batch_size: int, streaming: bool, num_rounds: int) -> Row:
     rates = RATES[way]
     max_tokens = (1 + len(rates)) * (2 * num_rounds + WARM_UP_ROUNDS + 10)
     readers = Readers()
-    engine = ScriptedEngine(batch_size, rates, respond=readers.respond, max_len=PROMPT_LEN + max_tokens)
+    engine = ScriptedEngine(
+        batch_size, rates, respond=readers.respond, max_len=PROMPT_LEN + max_tokens
+    )
     requests = engine.put(batch_size, PROMPT_LEN, max_tokens, streaming=streaming)
     readers.add(requests)
     seconds(engine, readers, WARM_UP_ROUNDS)
     steps = sorted(seconds(engine, readers, num_rounds))
     parts = median_parts(engine, readers, num_rounds)
-    assert not any(request.is_finished for request in requests), "rounds of fewer requests were measured"
+    assert not any(request.is_finished for request in requests), (
+        "rounds of fewer requests were measured"
+    )
     engine.executor.check_integrity()
     p99 = steps[int(0.99 * (len(steps) - 1))]
     return Row(way, batch_size, streaming, statistics.median(steps) * 1e6, p99 * 1e6, parts)
@@ -142,7 +147,11 @@ def main() -> int:
         print(format_row(rows[-1]), flush=True)
     num_ok = sum(row.meets_bar for row in rows)
     print(f"bar: {BAR_US:g} us a round that is not streamed; {num_ok} of {len(rows)} rows ok")
-    report = {"python": platform.python_version(), "bar_us": BAR_US, "rows": [asdict(row) for row in rows]}
+    report = {
+        "python": platform.python_version(),
+        "bar_us": BAR_US,
+        "rows": [asdict(row) for row in rows],
+    }
     if args.output:
         args.output.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if num_ok == len(rows) else 1

@@ -1,11 +1,12 @@
-"""How long NGram's pool keeps the host busy in a round: 64 requests of 8,000 tokens, 1 to 5 of them new.
+"""How long NGram's pool keeps the host busy in a round: 64 requests of 8,000 tokens, 1 to 5 of them
+new.
 
     python benchmarks/ngram_host_time.py [--output result.json] [--rounds 60] [--max-pool-entries N]
 
-`text` is source code of the standard library, split into words, spaces and signs; `random` are ids from a
-vocabulary of 128,000, where nearly every n-gram is new. A round asks the pool once for each request; its
-figure is the median. The first call, which indexes a request's whole prompt, is the mean over the requests.
-"""
+`text` is source code of the standard library, split into words, spaces and signs; `random` are ids
+from a vocabulary of 128,000, where nearly every n-gram is new. A round asks the pool once for each
+request; its figure is the median. The first call, which indexes a request's whole prompt, is the
+mean over the requests."""
 
 import argparse
 import gc
@@ -57,13 +58,16 @@ def random_stream() -> list[int]:
 
 
 def cut(stream: list[int], length: int) -> list[list[int]]:
-    """One piece a request, of `length` tokens that are integer objects of their own, as from a device."""
+    """One piece a request, of `length` tokens that are integer objects of their own, as from a
+    device."""
     starts = range(0, NUM_REQUESTS * length, length)
     assert starts.stop <= len(stream), "fewer rounds: the stream is too short"
     return [array("q", stream[start : start + length]).tolist() for start in starts]
 
 
-def seconds_to_propose(pool: NGramPool, texts: list[list[int]], draft_len: int) -> tuple[float, int]:
+def seconds_to_propose(
+    pool: NGramPool, texts: list[list[int]], draft_len: int
+) -> tuple[float, int]:
     drafts = []
     start = time.perf_counter()
     for request_id, tokens in enumerate(texts):
@@ -113,7 +117,9 @@ def run(num_rounds: int, max_pool_entries: int) -> list[Row]:
             max_pool_entries=max_pool_entries,
         )
         figures = measure(pool, streams[stream], draft_len, num_rounds)
-        rows.append(Row(stream, "public" if is_public else "private", choice, size, draft_len, *figures))
+        rows.append(
+            Row(stream, "public" if is_public else "private", choice, size, draft_len, *figures)
+        )
         print(format_row(rows[-1]), flush=True)
     return rows
 
@@ -132,7 +138,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where the rows go as JSON")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument(
-        "--max-pool-entries", type=int, default=2_000_000, help="below 520,000 a public pool is full"
+        "--max-pool-entries",
+        type=int,
+        default=2_000_000,
+        help="below 520,000 a public pool is full",
     )
     args = parser.parse_args()
     rows = run(args.rounds, args.max_pool_entries)
@@ -140,7 +149,11 @@ def main() -> int:
     bars = {"round_us": MAX_ROUND_US, "first_call_ms": MAX_FIRST_CALL_MS}
     limits = f"{MAX_ROUND_US:g} us a round, {MAX_FIRST_CALL_MS:g} ms a first call"
     print(f"bars: {limits}; {num_ok} of {len(rows)} rows ok")
-    report = {"python": platform.python_version(), "bars": bars, "rows": [asdict(row) for row in rows]}
+    report = {
+        "python": platform.python_version(),
+        "bars": bars,
+        "rows": [asdict(row) for row in rows],
+    }
     if args.output:
         args.output.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if num_ok == len(rows) else 1

@@ -1,17 +1,19 @@
-"""What draft length 0 costs: rounds of an engine that is asked for no drafts, beside those of one without speculation.
+"""What draft length 0 costs: rounds of an engine that is asked for no drafts, beside those of one
+without speculation.
 
-    python benchmarks/plain_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--drafters EAGLE-3,NGram]
+    python benchmarks/plain_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--drafters
+    EAGLE-3,NGram]
                                       [--cycles 6] [--repeat 5] [--output result.json]
 
-"kept" is the engine as it is served: what a draft network on the target's pages would read is put off, by a head for
-16 rounds, by a model until drafts are wanted again. "at once" reads it in every round. NGram and a draft model in its
-own engine read nothing. "return" is what comes before the first round with drafts: how long it takes to read what
-waits then, in brackets how many positions of each request. All engines have the same weights in memory and take turns
-of so many cycles of 16 rounds; a figure is the median over the turns of (its round time / plain round time of the
-same turn), in brackets the range: where neighbours come and go, many short turns say more than a few long ones. On a
-CPU times are the process's own (one thread for the zoo), so that neighbours on the machine count less.
-`llama-8b` (random weights) needs a CUDA device.
-"""
+"kept" is the engine as it is served: what a draft network on the target's pages would read is put
+off, by a head for 16 rounds, by a model until drafts are wanted again. "at once" reads it in every
+round. NGram and a draft model in its own engine read nothing. "return" is what comes before the
+first round with drafts: how long it takes to read what waits then, in brackets how many positions
+of each request. All engines have the same weights in memory and take turns of so many cycles of 16
+rounds; a figure is the median over the turns of (its round time / plain round time of the same
+turn), in brackets the range: where neighbours come and go, many short turns say more than a few
+long ones. On a CPU times are the process's own (one thread for the zoo), so that neighbours on the
+machine count less. `llama-8b` (random weights) needs a CUDA device."""
 
 import argparse
 import json
@@ -131,10 +133,13 @@ def ratios(times: list[float], plain: list[float]) -> tuple[float, float, float]
 
 def table_line(row: Row) -> str:
     kept, at_once = (
-        f"{each[0]:.3f} ({each[1]:.3f}–{each[2]:.3f})" if each else "–" for each in (row.kept, row.at_once)
+        f"{each[0]:.3f} ({each[1]:.3f}–{each[2]:.3f})" if each else "–"
+        for each in (row.kept, row.at_once)
     )
     back = "–" if row.return_ms is None else f"{row.return_ms:.1f} ({row.waiting})"
-    return f"| {row.drafter} | {row.batch_size} | {row.plain_ms:.2f} | {kept} | {at_once} | {back} |"
+    return (
+        f"| {row.drafter} | {row.batch_size} | {row.plain_ms:.2f} | {kept} | {at_once} | {back} |"
+    )
 
 
 def drafters(shape: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]], dict[str, Any]]:
@@ -159,10 +164,14 @@ def drafters(shape: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
     parser.add_argument("--batch-sizes", default="1,8")
-    parser.add_argument("--drafters", help="names of the table, with commas between; all where it is missing")
+    parser.add_argument(
+        "--drafters", help="names of the table, with commas between; all where it is missing"
+    )
     parser.add_argument("--cycles", type=int, default=6, help="of each turn")
     parser.add_argument("--repeat", type=int, default=5, help="turns of each engine")
     parser.add_argument("--output", type=Path)
@@ -170,7 +179,14 @@ def main() -> None:
     if args.shape == "llama-8b" and not torch.cuda.is_available():
         sys.exit("--shape llama-8b needs a CUDA device")
     rows, turns = list[Row](), Turns(args.cycles * BACKLOG_LEN, args.repeat)
-    titles = ("drafter", "batch", "plain round, ms", "kept / plain", "at once / plain", "return, ms")
+    titles = (
+        "drafter",
+        "batch",
+        "plain round, ms",
+        "kept / plain",
+        "at once / plain",
+        "return, ms",
+    )
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     with tempfile.TemporaryDirectory() as name:
         model, configs, options = drafters(args.shape, Path(name))
@@ -183,7 +199,9 @@ def main() -> None:
     if args.output is not None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         result = {"device": device, "torch": torch.__version__, "shape": args.shape} | asdict(turns)
-        args.output.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        args.output.write_text(
+            json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""How fast prompts are read on a GPU: FLASHINFER's contexts beside TRITON's, and where the time of a long one goes.
+"""How fast prompts are read on a GPU: FLASHINFER's contexts beside TRITON's, and where the time of
+a long one goes.
 
     python -m benchmarks.prefill [--shape llama-8b|tiny] [--repeats 5] [--output result.json]
 
-Both engines stand side by side, with random weights of Llama-3.1-8B's shape in bfloat16, and take turns. Seconds are
-wall time from putting requests of one output token into the queue until the host has all their tokens: the median of
-the repeats. The share of 790 TFLOP/s (a large bfloat16 matrix product's rate on an H200) counts the linear layers and
-the causal half of attention. The last tables are a profiler's, of one run each with FLASHINFER; its own cost is in the
-wall time that they name.
-"""
+Both engines stand side by side, with random weights of Llama-3.1-8B's shape in bfloat16, and take
+turns. Seconds are wall time from putting requests of one output token into the queue until the host
+has all their tokens: the median of the repeats. The share of 790 TFLOP/s (a large bfloat16 matrix
+product's rate on an H200) counts the linear layers and the causal half of attention. The last
+tables are a profiler's, of one run each with FLASHINFER; its own cost is in the wall time that they
+name."""
 
 import argparse
 import json
@@ -37,7 +38,8 @@ BACKENDS = ("TRITON", "FLASHINFER")
 LONG = LLAMA_8B | {"max_position_embeddings": 16384}
 SHAPES = {
     "llama-8b": LONG,
-    "tiny": LONG | {"num_hidden_layers": 2, "vocab_size": 2048, "hidden_size": 512, "head_dim": 128},
+    "tiny": LONG
+    | {"num_hidden_layers": 2, "vocab_size": 2048, "hidden_size": 512, "head_dim": 128},
 }
 
 
@@ -92,7 +94,8 @@ class Engine:
         self.num_requests = 0
 
     def run(self, prompts: list[list[int]], cached: int = 0) -> float:
-        """Seconds until all prompts have a token. Of each, `cached` tokens must be found in the cache."""
+        """Seconds until all prompts have a token. Of each, `cached` tokens must be found in the
+        cache."""
         rules = DecodingRules.from_params(
             SamplingParams(max_tokens=1, ignore_eos=True),
             vocab_size=self.built.model_config.vocab_size,
@@ -127,14 +130,17 @@ class Engine:
         """New ones, of which `cached` tokens are put into the cache first."""
         random = Random(f"{case.name} {repeat}")
         vocab_size = self.built.model_config.vocab_size
-        prompts = [random.choices(range(vocab_size), k=case.prompt_len) for _ in range(case.num_prompts)]
+        prompts = [
+            random.choices(range(vocab_size), k=case.prompt_len) for _ in range(case.num_prompts)
+        ]
         if case.cached:
             self.run([prompt[: case.cached] for prompt in prompts])
         return prompts
 
 
 def flops(config: ModelConfig, case: Case) -> float:
-    """Of linear layers, where every token counts, of the output layer for the last tokens, and of attention."""
+    """Of linear layers, where every token counts, of the output layer for the last tokens, and of
+    attention."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
     new = case.prompt_len - case.cached
@@ -159,7 +165,8 @@ def measure(engines: dict[str, Engine], case: Case, repeats: int) -> list[Row]:
         rows.append(Row(case.name, backend, median, tokens / median, share, case.bar))
         bar = "–" if case.bar is None else f"{case.bar * 1e3:.0f}"
         print(
-            f"| {case.name} | {backend} | {median * 1e3:.1f} | {bar} | {tokens / median:.0f} | {share:.0%} |",
+            f"| {case.name} | {backend} | {median * 1e3:.1f} | {bar} | {tokens / median:.0f} | "
+            f"{share:.0%} |",
             flush=True,
         )
     return rows
@@ -173,18 +180,28 @@ def profiled(engine: Engine, case: Case, repeat: int) -> dict[str, Any]:
         torch.cuda.synchronize()
     events = [event for event in profile.key_averages() if event.self_device_time_total > 0]
     events.sort(key=lambda event: -event.self_device_time_total)
-    found = [{"kernel": e.key[:60], "ms": e.self_device_time_total / 1e3, "calls": e.count} for e in events]
+    found = [
+        {"kernel": e.key[:60], "ms": e.self_device_time_total / 1e3, "calls": e.count}
+        for e in events
+    ]
     total = sum(kernel["ms"] for kernel in found)
     print(f"\n| {case.name}: kernels {total:.1f} of {seconds * 1e3:.1f} ms | ms | calls | share |")
     print("|---|---|---|---|")
     for kernel in found[:TOP_KERNELS]:
         share = kernel["ms"] / total
         print(f"| {kernel['kernel']} | {kernel['ms']:.2f} | {kernel['calls']} | {share:.1%} |")
-    return {"case": case.name, "ms": seconds * 1e3, "kernel_ms": total, "longest": found[:TOP_KERNELS]}
+    return {
+        "case": case.name,
+        "ms": seconds * 1e3,
+        "kernel_ms": total,
+        "longest": found[:TOP_KERNELS],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-8b")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
@@ -200,9 +217,15 @@ def main() -> None:
     with torch.inference_mode():
         for case in CASES:
             rows += measure(engines, case, args.repeats)
-        profiles = [profiled(engines["FLASHINFER"], case, args.repeats) for case in CASES if case.bar]
+        profiles = [
+            profiled(engines["FLASHINFER"], case, args.repeats) for case in CASES if case.bar
+        ]
     if args.output is not None:
-        result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": args.shape}
+        result = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "shape": args.shape,
+        }
         table = {"rows": [asdict(row) for row in rows], "profiles": profiles}
         args.output.write_text(json.dumps(result | table, indent=1) + "\n")
 

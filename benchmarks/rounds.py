@@ -1,12 +1,14 @@
-"""What a generation round costs on a GPU: graph or eager, overlap or not, plain, one-model and two-model EAGLE-3.
+"""What a generation round costs on a GPU: graph or eager, overlap or not, plain, one-model and
+two-model EAGLE-3.
 
-    python benchmarks/rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--draft-len 3] [--output result.json]
+    python benchmarks/rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--draft-len 3] [--output
+    result.json]
 
-Rounds are driven one by one, without the server's thread. Round times are wall time of many rounds over their number;
-all other columns come from a profiler trace of 100 rounds: graph launches a round, calls in which the host waits for
-the device (one a round is for the event of its results), and the median time of a round in which the GPU does nothing
-between graphs. `llama-8b` has random weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60
-tokens a round).
+Rounds are driven one by one, without the server's thread. Round times are wall time of many rounds
+over their number; all other columns come from a profiler trace of 100 rounds: graph launches a
+round, calls in which the host waits for the device (one a round is for the event of its results),
+and the median time of a round in which the GPU does nothing between graphs. `llama-8b` has random
+weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60 tokens a round).
 """
 
 import argparse
@@ -105,7 +107,9 @@ def models(shape: str, folder: Path, draft_len: int) -> tuple[str, dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
     parser.add_argument("--batch-sizes", default="1,8")
     parser.add_argument("--draft-len", type=int, default=3)
@@ -115,7 +119,8 @@ def main() -> None:
         sys.exit("rounds.py needs a CUDA device")
     rows: list[Row] = []
     print(
-        "| path | batch | launch | loop | round ms | tokens/round | tok/s | graph launches | waits | gap µs |"
+        "| path | batch | launch | loop | round ms | tokens/round | tok/s | graph launches | waits "
+        "| gap µs |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
@@ -137,8 +142,14 @@ def main() -> None:
                     rows.append(measure(path, model, batch_size, prompt_len, **options, **variant))
                     release()
     if args.output is not None:
-        result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": args.shape}
-        args.output.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        result = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "shape": args.shape,
+        }
+        args.output.write_text(
+            json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """What a round costs in which one request's rules need more than the graph of a round knows.
 
-    python benchmarks/ruled_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,64] [--rounds 60] [--repeat 3]
+    python benchmarks/ruled_rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,64] [--rounds 60]
+    [--repeat 3]
                                       [--output result.json]
 
-All requests are greedy; the last one has a rule. "forward in a graph" is the engine as it is served: such a round is
-the graph of its forward, with sampling (and drafting) launched behind it. "kernel by kernel" is the same engine without
-those graphs. Both take turns; a figure is the median over the turns of (its round time / that of the same requests
-without a rule). `llama-8b` has random weights and synthetic acceptance, as in rounds.py.
-"""
+All requests are greedy; the last one has a rule. "forward in a graph" is the engine as it is
+served: such a round is the graph of its forward, with sampling (and drafting) launched behind it.
+"kernel by kernel" is the same engine without those graphs. Both take turns; a figure is the median
+over the turns of (its round time / that of the same requests without a rule). `llama-8b` has random
+weights and synthetic acceptance, as in rounds.py."""
 
 import argparse
 import json
@@ -43,7 +44,9 @@ class Row:
     kernel_by_kernel: float
 
 
-def measure(path: str, model: str, batch_size: int, args: argparse.Namespace, **options: Any) -> list[Row]:
+def measure(
+    path: str, model: str, batch_size: int, args: argparse.Namespace, **options: Any
+) -> list[Row]:
     prompt_len = 1024 if "load_format" in options else 64
     width = DRAFT_LEN + 1 if "speculative_config" in options else 1
     length = prompt_len + (2 * args.rounds + 60) * width
@@ -70,7 +73,9 @@ def measure(path: str, model: str, batch_size: int, args: argparse.Namespace, **
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
     parser.add_argument("--batch-sizes", default="1,64")
     parser.add_argument("--rounds", type=int, default=60)
@@ -80,7 +85,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("ruled_rounds.py needs a CUDA device")
     rows = list[Row]()
-    print("| path | batch | rule of one request | without, ms | forward in a graph | kernel by kernel |")
+    print(
+        "| path | batch | rule of one request | without, ms | forward in a graph | kernel by "
+        "kernel |"
+    )
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         model, head, options = models(args.shape, Path(name), DRAFT_LEN)
@@ -90,8 +98,14 @@ def main() -> None:
                 rows += measure(path, model, batch_size, args, **options, **own)
                 release()
     if args.output is not None:
-        result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": args.shape}
-        args.output.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        result = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "shape": args.shape,
+        }
+        args.output.write_text(
+            json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""What happens behind lm_head on a GPU: the choice of tokens, the filters, and whole captured one-model rounds.
+"""What happens behind lm_head on a GPU: the choice of tokens, the filters, and whole captured
+one-model rounds.
 
-    python benchmarks/sampling_kernels.py [--output result.json] [--no-kernels] [--no-rounds] [--synthetic]
+    python benchmarks/sampling_kernels.py [--output result.json] [--no-kernels] [--no-rounds]
+    [--synthetic]
 
-Kernels: 128,256 tokens in bfloat16, device time of a CUDA graph with several of them, rotating among inputs that
-together do not fit the cache. Beside each stands the way that it replaced, on the same inputs: a float32 copy of the
-logits before the same two kernels for the choice, sort + softmax + cumsum in plain torch for the filters.
+Kernels: 128,256 tokens in bfloat16, device time of a CUDA graph with several of them, rotating
+among inputs that together do not fit the cache. Beside each stands the way that it replaced, on the
+same inputs: a float32 copy of the logits before the same two kernels for the choice, sort + softmax
++ cumsum in plain torch for the filters.
 
-Rounds: the Llama-3.1-8B shape with an EAGLE-3 head of 32,000 draft tokens, K = 3, dummy weights, lengths of 1,024.
-Device time of a replay, greedy and with temperature 0.8, top_p 0.9, top_k 50, and how many kernels (copies included)
-one replay runs. A run in an older checkout gives the other side.
+Rounds: the Llama-3.1-8B shape with an EAGLE-3 head of 32,000 draft tokens, K = 3, dummy weights,
+lengths of 1,024. Device time of a replay, greedy and with temperature 0.8, top_p 0.9, top_k 50, and
+how many kernels (copies included) one replay runs. A run in an older checkout gives the other side.
 """
 
 import argparse
@@ -100,14 +103,18 @@ def ways(num_rows: int) -> dict[str, Call]:
     return {
         "greedy, float32 copy": greedy_before,
         "greedy": choose_best,
-        "sampled, float32 copy": lambda logits: choose_token(logits.float(), temperature, seeds, seeds),
+        "sampled, float32 copy": lambda logits: choose_token(
+            logits.float(), temperature, seeds, seeds
+        ),
         "sampled": lambda logits: choose_token(logits, temperature, seeds, seeds),
         "top_k 50 top_p 0.9, sorted": lambda logits: filters_before(logits, top_k),
         "top_k 50 top_p 0.9": lambda logits: filters_now(logits, top_k),
         "top_p 0.9, sorted": lambda logits: filters_before(logits, all_k),
         "top_p 0.9": lambda logits: filters_now(logits, all_k),
         "filters off": lambda logits: filter_cut(logits, temperature, all_k, one, zero),
-        "cut of top_k 50 top_p 0.9": lambda logits: filter_cut(logits, temperature, top_k, top_p, off),
+        "cut of top_k 50 top_p 0.9": lambda logits: filter_cut(
+            logits, temperature, top_k, top_p, off
+        ),
     }
 
 
@@ -115,7 +122,9 @@ def measure_kernels(rows: list[int]) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for num_rows in rows:
         num_inputs = max(2, min(REPEATS, (200 << 20) // (num_rows * VOCAB * 2)))
-        inputs = [(torch.randn(num_rows, VOCAB, device="cuda") * 3).bfloat16() for _ in range(num_inputs)]
+        inputs = [
+            (torch.randn(num_rows, VOCAB, device="cuda") * 3).bfloat16() for _ in range(num_inputs)
+        ]
         repeats = REPEATS if num_rows <= 32 else 4
         for name, way in ways(num_rows).items():
             calls = [lambda way=way, x=inputs[i % num_inputs]: way(x) for i in range(repeats)]
@@ -166,7 +175,9 @@ def measure_round(runner: Any, batch: int, sampled: bool) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         replay()
         torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [
+        event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     names = Counter(event.name[:60] for event in events)
     return {"us": round(us, 1), "kernels": len(events), "names": dict(names.most_common())}
 

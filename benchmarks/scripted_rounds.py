@@ -1,5 +1,5 @@
-"""The real request loop with nothing behind it: scheduler, pages, updates and responses are the executor's own, and the
-device answers at once with tokens from a script.
+"""The real request loop with nothing behind it: scheduler, pages, updates and responses are the
+executor's own, and the device answers at once with tokens from a script.
 
 Knows what `build.py` would plug together; no figures.
 """
@@ -41,8 +41,8 @@ CPU = torch.device("cpu")
 
 
 class Script:
-    """What the device answers: random tokens. Draft i of a window is accepted with probability `rates[i]` if those
-    before it were."""
+    """What the device answers: random tokens. Draft i of a window is accepted with probability
+    `rates[i]` if those before it were."""
 
     def __init__(self, rates: tuple[float, ...], token_ids: Sequence[int]) -> None:
         self._rates = rates
@@ -69,12 +69,15 @@ class Script:
         """Results, and the same side by side."""
         size = num_rows, 1 + draft_len
         tokens = torch.tensor(self._random.choices(self._token_ids, k=size[0] * size[1])).view(size)
-        sampled = SampledTokens(tokens, torch.tensor([self._num_new(draft_len) for _ in range(num_rows)]))
+        sampled = SampledTokens(
+            tokens, torch.tensor([self._num_new(draft_len) for _ in range(num_rows)])
+        )
         return sampled, sampled.side_by_side()
 
     def _num_new(self, draft_len: int) -> int:
         return next(
-            (i + 1 for i in range(draft_len) if self._random.random() >= self._rates[i]), 1 + draft_len
+            (i + 1 for i in range(draft_len) if self._random.random() >= self._rates[i]),
+            1 + draft_len,
         )
 
 
@@ -97,7 +100,8 @@ class ScriptedRunner(RoundRunner):
 
 
 class ScriptedEngine:
-    """An executor of `max_batch_size` requests with overlap; `rates` has one entry a draft, none is plain decoding."""
+    """An executor of `max_batch_size` requests with overlap; `rates` has one entry a draft, none is
+    plain decoding."""
 
     def __init__(
         self,
@@ -148,7 +152,13 @@ class ScriptedEngine:
         self._ids = count(1)
 
     def put(
-        self, number: int, prompt_len: int, max_tokens: int, *, streaming: bool = False, **params: Any
+        self,
+        number: int,
+        prompt_len: int,
+        max_tokens: int,
+        *,
+        streaming: bool = False,
+        **params: Any,
     ) -> list[LlmRequest]:
         """Requests of different prompts in the executor's inbox. Keywords are SamplingParams'."""
         requests = []

@@ -1,8 +1,8 @@
-"""An engine whose rounds take what a table says: real texts, drafts and decisions, and none of the machine's noise.
+"""An engine whose rounds take what a table says: real texts, drafts and decisions, and none of the
+machine's noise.
 
-What a controller measured at start-up is replaced by the same table, each entry off by a random factor, as a start-up
-on a CPU is; every round that it is told of is off by one, too.
-"""
+What a controller measured at start-up is replaced by the same table, each entry off by a random
+factor, as a start-up on a CPU is; every round that it is told of is off by one, too."""
 
 import json
 from bisect import bisect_left
@@ -24,7 +24,9 @@ class TableClock:
         self, llm: LLM, times: Path, *, start_up_spread: float, round_spread: float, seed: int
     ) -> None:
         tree = json.loads(times.read_text(encoding="utf-8"))
-        self._greedy, self._sampled = (_table(tree[f"{which}_ms"]) for which in ("greedy", "sampled"))
+        self._greedy, self._sampled = (
+            _table(tree[f"{which}_ms"]) for which in ("greedy", "sampled")
+        )
         self._prompt_ms, self._spread, self._random = tree["prompt_ms"], round_spread, Random(seed)
         self.total, self._launched = 0.0, list[LaunchedRound]()
         executor = llm._executor
@@ -39,7 +41,9 @@ class TableClock:
         if corrected is not None:
             rough = {size: self._off(row, start_up_spread) for size, row in self._greedy.items()}
             added = {
-                size: self._off({k: ms - self._greedy[size][k] for k, ms in row.items()}, start_up_spread)
+                size: self._off(
+                    {k: ms - self._greedy[size][k] for k, ms in row.items()}, start_up_spread
+                )
                 for size, row in self._sampled.items()
             }
             corrected._source = MeasuredRoundTimes(rough, sampling=added)
@@ -59,7 +63,9 @@ class TableClock:
         """A round broke off."""
 
     def _off(self, row: dict[int, float], spread: float) -> dict[int, float]:
-        return {steps: ms / 1e3 * self._random.lognormvariate(0, spread) for steps, ms in row.items()}
+        return {
+            steps: ms / 1e3 * self._random.lognormvariate(0, spread) for steps, ms in row.items()
+        }
 
 
 def _table(tree: dict[str, dict[str, float]]) -> Table:

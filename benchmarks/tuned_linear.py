@@ -1,12 +1,13 @@
-"""Linear layers of more than a few rows: torch's product against the fastest of cuBLASLt's algorithms.
+"""Linear layers of more than a few rows: torch's product against the fastest of cuBLASLt's
+algorithms.
 
     python benchmarks/tuned_linear.py [--output result.json]
 
-The shapes are an 8B Llama's and its EAGLE-3 head's. A layer's figure is the time of one call inside a CUDA graph of
-calls with weights of their own, so that no cache holds them; the model's is that of one graph of all its 32 layers and
-the output layer. Both sides take turns; medians. The floor reads the weights once at 4.45 TB/s or computes at 790
-TFLOP/s. All is tuned at the beginning, as at an engine's first start, and timed.
-"""
+The shapes are an 8B Llama's and its EAGLE-3 head's. A layer's figure is the time of one call inside
+a CUDA graph of calls with weights of their own, so that no cache holds them; the model's is that of
+one graph of all its 32 layers and the output layer. Both sides take turns; medians. The floor reads
+the weights once at 4.45 TB/s or computes at 790 TFLOP/s. All is tuned at the beginning, as at an
+engine's first start, and timed."""
 
 import argparse
 import json
@@ -133,11 +134,17 @@ class Bench:
         )
         return self.tuned.table.get(key_of(sizes)) is not None
 
-    def calls(self, layer: str, rows: int, products: TunedProducts | None) -> list[Callable[[], object]]:
+    def calls(
+        self, layer: str, rows: int, products: TunedProducts | None
+    ) -> list[Callable[[], object]]:
         """One for each weight."""
         shape = SHAPES[layer]
         x = torch.randn(rows, shape.in_features, device=DEVICE, dtype=DTYPE)
-        total = torch.zeros(rows, shape.out_features, device=DEVICE, dtype=DTYPE) if shape.adds else None
+        total = (
+            torch.zeros(rows, shape.out_features, device=DEVICE, dtype=DTYPE)
+            if shape.adds
+            else None
+        )
 
         def call(weight: torch.Tensor) -> Callable[[], object]:
             if products is None:
@@ -157,7 +164,10 @@ class Bench:
             plain, tuned = (self.calls(layer, rows, products) for products in (None, self.tuned))
             self.compare(Row(layer, rows, floor, is_tuned), plain, tuned, shape.num_weights)
             if layer in MODEL:
-                model_floor, any_tuned = model_floor + floor * shape.num_weights, any_tuned or is_tuned
+                model_floor, any_tuned = (
+                    model_floor + floor * shape.num_weights,
+                    any_tuned or is_tuned,
+                )
         plain, tuned = (self.model_calls(layers, rows, products) for products in (None, self.tuned))
         self.compare(Row("the model's", rows, model_floor, any_tuned), plain, tuned, 1)
 
@@ -167,10 +177,16 @@ class Bench:
         """Layer after layer, and then the output layer."""
         calls = {layer: self.calls(layer, rows, products) for layer in layers if layer in MODEL}
         last = calls.pop("lm_head", [])
-        return [call for of_a_layer in zip(*calls.values(), strict=True) for call in of_a_layer] + last
+        return [
+            call for of_a_layer in zip(*calls.values(), strict=True) for call in of_a_layer
+        ] + last
 
     def compare(
-        self, row: Row, plain: list[Callable[[], object]], tuned: list[Callable[[], object]], count: int
+        self,
+        row: Row,
+        plain: list[Callable[[], object]],
+        tuned: list[Callable[[], object]],
+        count: int,
     ) -> None:
         """count: of the products that the row's figures are the time of one of."""
         sides = [plain, tuned] if row.is_tuned else [plain]
@@ -192,7 +208,8 @@ class Bench:
         tuned = f"{row.tuned:,.1f}" if row.is_tuned else "torch's"
         gain = f"{row.torch / row.tuned:.3f}" if row.is_tuned else "–"
         print(
-            f"| {row.rows} | {row.layer} | {row.torch:,.1f} | {tuned} | {row.floor:,.1f} | {gain} |",
+            f"| {row.rows} | {row.layer} | {row.torch:,.1f} | {tuned} | {row.floor:,.1f} | {gain} "
+            "|",
             flush=True,
         )
 

@@ -1,14 +1,16 @@
-"""Attention of generation windows, layer after layer in one CUDA graph: its time beside what it has to read.
+"""Attention of generation windows, layer after layer in one CUDA graph: its time beside what it has
+to read.
 
-    python benchmarks/window_attention.py [--cases 1x1050,8x1050,64x1050,64x1250] [--windows 1,4] [--output result.json]
-    python benchmarks/window_attention.py --device cpu --layers 2 --cases 2x40 --windows 3   # shows that it runs
+    python benchmarks/window_attention.py [--cases 1x1050,8x1050,64x1050,64x1250] [--windows 1,4]
+    [--output result.json] python benchmarks/window_attention.py --device cpu --layers 2 --cases
+    2x40 --windows 3   # shows that it runs
 
-Heads of an 8B Llama in bfloat16: 32 of queries, 8 of keys and values, 128 wide; pages of 32 tokens in random order. A
-case is requests x tokens each; every layer has a pool of its own, so that no cache has the keys already. The floor is
-reading keys and values once at 4.45 TB/s. Launches follow each other directly, so a layer's first reads overlap the
-attention before it; in an engine they overlap a projection, which leaves less room beside it. On a CPU the plain-torch
-twin runs, and its time means nothing.
-"""
+Heads of an 8B Llama in bfloat16: 32 of queries, 8 of keys and values, 128 wide; pages of 32 tokens
+in random order. A case is requests x tokens each; every layer has a pool of its own, so that no
+cache has the keys already. The floor is reading keys and values once at 4.45 TB/s. Launches follow
+each other directly, so a layer's first reads overlap the attention before it; in an engine they
+overlap a projection, which leaves less room beside it. On a CPU the plain-torch reference runs, and
+its time means nothing."""
 
 import argparse
 import json
@@ -44,20 +46,26 @@ class Row:
 class Layers:
     """The pools of some layers, and requests of equal length on shuffled pages."""
 
-    def __init__(self, batch_size: int, context: int, num_layers: int, device: torch.device) -> None:
+    def __init__(
+        self, batch_size: int, context: int, num_layers: int, device: torch.device
+    ) -> None:
         self.batch_size, self.context, self.device = batch_size, context, device
         pages = -(-context // PAGE_SIZE)
         num_pages = batch_size * pages + 1
         shape = (num_layers, 2, num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
         self.pools = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
-        self.tables = torch.zeros(batch_size, pages + ROOM // PAGE_SIZE, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(
+            batch_size, pages + ROOM // PAGE_SIZE, dtype=torch.int32, device=device
+        )
         order = torch.randperm(num_pages - 1, device=device) + 1
         self.tables[:, :pages] = order.view(batch_size, pages).to(torch.int32)
 
     def measure(self, window: int) -> Row:
         batch_size, device = self.batch_size, self.device
         rows = batch_size * window
-        qkv = torch.randn(batch_size, window, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).bfloat16()
+        qkv = torch.randn(
+            batch_size, window, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device
+        ).bfloat16()
         turns = torch.randn(rows, 2, 1, HEAD_DIM, device=device).bfloat16()
         positions = self.context - window + torch.arange(window, device=device)
         slots = self.tables[:, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
@@ -103,9 +111,12 @@ def table_line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument(
-        "--cases", default="1x1050,8x1050,32x1050,64x1050,64x1250,96x1050,1x8192,16x4096,32x4200,64x4200"
+        "--cases",
+        default="1x1050,8x1050,32x1050,64x1050,64x1250,96x1050,1x8192,16x4096,32x4200,64x4200",
     )
     parser.add_argument("--windows", default="1,4,8")
     parser.add_argument("--layers", type=int, default=32)
@@ -113,7 +124,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
-    print("| batch | context | window | µs | floor µs | times the floor |\n|---|---|---|---|---|---|")
+    print(
+        "| batch | context | window | µs | floor µs | times the floor |\n|---|---|---|---|---|---|"
+    )
     for case in args.cases.split(","):
         batch_size, context = map(int, case.split("x"))
         layers = Layers(batch_size, context, args.layers, torch.device(args.device))

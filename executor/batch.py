@@ -15,16 +15,25 @@ _is_sampled = attrgetter("is_sampled")
 
 @dataclass
 class ScheduledBatch:
-    """The requests of one round. In every tensor of the round context rows come first, then the generation windows."""
+    """The requests of one round. In every tensor of the round context rows come first, then the
+    generation windows."""
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
-    joining: list[LlmRequest] = field(default_factory=list)  # of the context requests, those with a new slot
+    joining: list[LlmRequest] = field(
+        default_factory=list
+    )  # of the context requests, those with a new slot
     draft_len: int = 0  # drafts in every generation window of this round, padding included
-    num_asked: int = 0  # drafts that the drafter is asked for, of some request at least; it may have fewer
-    draft_probs: torch.Tensor | None = None  # [B, K, V] what drafts were drawn from, for rejection sampling
+    num_asked: int = (
+        0  # drafts that the drafter is asked for, of some request at least; it may have fewer
+    )
+    draft_probs: torch.Tensor | None = (
+        None  # [B, K, V] what drafts were drawn from, for rejection sampling
+    )
     num_new_drafts: int = 0  # drafts that a drafter inside the forward makes for the next round
-    catches_up: bool = False  # it began with a draft model's reading what it had missed of generated tokens
+    catches_up: bool = (
+        False  # it began with a draft model's reading what it had missed of generated tokens
+    )
 
     @property
     def last_chunk_requests(self) -> list[LlmRequest]:
@@ -32,9 +41,9 @@ class ScheduledBatch:
         return [request for request in self.context_requests if request.is_last_context_chunk]
 
     @property
-    def drafts_behind_contexts(self) -> bool:
-        """Whether any of them wants drafts, and does not end with its first token. Nobody else ever verifies one, even
-        where some were made beside windows."""
+    def drafts_after_contexts(self) -> bool:
+        """Whether any of them wants drafts, and does not end with its first token. Nobody else ever
+        verifies one, even where some were made beside windows."""
         return any(
             request.draft_limit and request.num_output_tokens + 1 < request.max_tokens
             for request in self.last_chunk_requests
@@ -65,10 +74,11 @@ def has_sampled(requests: Iterable[LlmRequest]) -> bool:
 class SampledTokens:
     """Device results of N requests.
 
-    `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]` int64 is how many are
-    valid (accepted drafts + 1). A token of -1 says that the logits of that position were not numbers.
-    `to_host`: their `side_by_side`, under way; None: nobody has sent it. `behind`: what the device does behind that.
-    """
+    `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]`
+    int64 is how many are valid (accepted drafts + 1). A token of -1 says that the logits of that
+    position were not numbers.
+    `to_host`: their `side_by_side`, under way; None: nobody has sent it. `behind`: what the device
+    does behind that."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor

@@ -1,8 +1,7 @@
 """The composition root: from arguments to an executor. Nobody else constructs collaborators.
 
-Order: weights of target and draft, then the KV pools take what the memory plan leaves them, then the rest. The larger
-steps have a module each in `building/`.
-"""
+Order: weights of target and draft, then the KV pools take what the memory plan leaves them, then
+the rest. The larger steps have a module each in `building/`."""
 
 import logging
 from collections.abc import Callable
@@ -53,7 +52,8 @@ class BuiltExecutor:
 def build_executor(
     args: LlmArgs, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
 ) -> BuiltExecutor:
-    """Loads the models and connects everything. Raises ValueError for what the arguments cannot have."""
+    """Loads the models and connects everything. Raises ValueError for what the arguments cannot
+    have."""
     plan = BuildPlan(args)
     if plan.draft_plan is not None and tokenizer is not None and not plan.draft_plan.is_head:
         check_same_vocabulary(tokenizer, load_tokenizer(str(draft_folder(plan.draft_plan))))
@@ -62,7 +62,9 @@ def build_executor(
     models = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(args, models, plan.max_len, reserved_bytes(plan, draft))
 
-    engine, kv, layers = build_engine(plan, target, num_pages, draft, row_invariant=args.deterministic)
+    engine, kv, layers = build_engine(
+        plan, target, num_pages, draft, batch_invariant=args.deterministic
+    )
     draft_engine = None
     if draft is not None and layers is None:
         assert isinstance(draft.net, CausalLM)
@@ -119,6 +121,7 @@ def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
         rejection, rates = plan.spec.use_rejection_sampling, plan.spec.synthetic_acceptance_rates
     if rates is not None:
         logger.warning(
-            "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means nothing"
+            "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
+            "nothing"
         )
     return Sampler(slots, state, RowGroups(state), rejection=rejection, synthetic_rates=rates)

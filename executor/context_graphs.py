@@ -1,5 +1,6 @@
-"""Forwards of context chunks as CUDA graphs, one for each padded number of rows: a short prompt takes as long as the
-device needs for it, and not as long as the host needs to launch hundreds of kernels.
+"""Forwards of context chunks as CUDA graphs, one for each padded number of rows: a short prompt
+takes as long as the device needs for it, and not as long as the host needs to launch hundreds of
+kernels.
 
 Chunks are padded with one of the dummy slot. It knows the engine's rows; no requests, no sampling.
 """
@@ -22,12 +23,14 @@ from tllm_spec.kernels.paged_prefill import PrefillLimits
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS = 8
-# Rows of a graph. The products of many more take an 8B model longer than the host needs to launch them.
+# Rows of a graph. The products of many more take an 8B model longer than the host needs to launch
+# them.
 CONTEXT_ROWS = (64, *range(128, 1537, 128))
 
 
 def context_rows(max_num_tokens: int, max_len: int) -> tuple[int, ...]:
-    """The sizes that can be needed: rounds have no more tokens, and the dummy slot's positions hold the padding."""
+    """The sizes that can be needed: rounds have no more tokens, and the dummy slot's positions hold
+    the padding."""
     return tuple(size for size in CONTEXT_ROWS if size <= min(max_num_tokens, max_len))
 
 
@@ -48,7 +51,9 @@ class ContextGraphs:
         self._inputs = torch.zeros(num_inputs, dtype=torch.int64, device=engine.rows.device)
         self._last_rows = self._inputs[:MAX_CHUNKS]
         self._rows = {size: self._inputs[MAX_CHUNKS:][: 3 * size].view(3, size) for size in sizes}
-        self._pages = {size: self._inputs[MAX_CHUNKS + 3 * size :].view(torch.int32) for size in sizes}
+        self._pages = {
+            size: self._inputs[MAX_CHUNKS + 3 * size :].view(torch.int32) for size in sizes
+        }
         start, self._graphs = monotonic(), dict[int, Captured[torch.Tensor]]()
         for size in sorted(sizes, reverse=True):
             self._send([], size)
@@ -56,15 +61,17 @@ class ContextGraphs:
                 self._graphs[size] = pool.capture(partial(self._forward, size))
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(
-                    f"out of memory while the CUDA graph of {size} context rows was captured; lower "
-                    "kv_cache_config.free_gpu_memory_fraction, or set prefill_cuda_graph_backend to disabled"
+                    f"out of memory while the CUDA graph of {size} context rows was captured; "
+                    "lower "
+                    "kv_cache_config.free_gpu_memory_fraction, or set prefill_cuda_graph_backend "
+                    "to disabled"
                 ) from error
         self._sizes = sorted(sizes)
         logger.info("%d CUDA graphs of contexts took %.1f s", len(sizes), monotonic() - start)
 
     def run(self, chunks: list[ContextChunk]) -> torch.Tensor | None:
-        """Hidden states of each chunk's last row, `[C, H]`, which the next replay of any graph overwrites. None when no
-        graph fits."""
+        """Hidden states of each chunk's last row, `[C, H]`, which the next replay of any graph
+        overwrites. None when no graph fits."""
         num_rows = sum(len(chunk.tokens) for chunk in chunks)
         size = next((size for size in self._sizes if size >= num_rows), None)
         if size is None or len(chunks) > MAX_CHUNKS:
@@ -75,8 +82,9 @@ class ContextGraphs:
         return captured.result[: len(chunks)]
 
     def _send(self, chunks: list[ContextChunk], size: int) -> None:
-        """What the graph of `size` rows reads, in one copy to where it reads it: the last row of each chunk, token ids,
-        positions and places of all rows, and the pages of all chunks, two in a number."""
+        """What the graph of `size` rows reads, in one copy to where it reads it: the last row of
+        each chunk, token ids, positions and places of all rows, and the pages of all chunks, two in
+        a number."""
         ends, builder = [*accumulate(len(chunk.tokens) for chunk in chunks)], self._engine.rows
         nobody = [ContextChunk(self._dummy_slot, 0, [0] * (size - sum(ends[-1:])))]
         nobody += [ContextChunk(self._dummy_slot, 0, [])] * (MAX_CHUNKS - len(chunks))
@@ -91,7 +99,9 @@ class ContextGraphs:
 
     def _forward(self, size: int) -> torch.Tensor:
         token_ids, positions, kv_slots = self._rows[size].unbind(0)
-        return self._engine.run(token_ids, positions, self._plans.for_graph(kv_slots), self._last_rows)
+        return self._engine.run(
+            token_ids, positions, self._plans.for_graph(kv_slots), self._last_rows
+        )
 
 
 def capture_contexts(

@@ -1,7 +1,8 @@
-"""Generation rounds as CUDA graphs, so that a round is one launch and lengths of drafts can change from round to round.
+"""Generation rounds as CUDA graphs, so that a round is one launch and lengths of drafts can change
+from round to round.
 
-The last kernel of a graph sends what came out to the host. It does not know what a round does, nor requests.
-"""
+The last kernel of a graph sends what came out to the host. It does not know what a round does, nor
+requests."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,14 +16,17 @@ class CudaGraphs(GraphTable[SampledTokens]):
 
     _ring: ResultRing | None = None
 
-    def capture(self, keys: Iterable[GraphKey], before: Callable[[GraphKey], None] | None = None) -> None:
+    def capture(
+        self, keys: Iterable[GraphKey], before: Callable[[GraphKey], None] | None = None
+    ) -> None:
         wanted = list(keys)
         self._ring = self._make_ring(wanted)
         super().capture(wanted, before)
         self._count_results()
 
     def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
-        """The round of these slots, or None when no graph fits. The result is overwritten by the next replay."""
+        """The round of these slots, or None when no graph fits. The result is overwritten by the
+        next replay."""
         captured = self._replay(slots, draft_len, sampled)
         if captured is None:
             return None
@@ -34,7 +38,8 @@ class CudaGraphs(GraphTable[SampledTokens]):
         return SampledTokens(tokens, lens, to_host)
 
     def result(self, key: GraphKey) -> SampledTokens:
-        """Where every replay of the graph writes its results, padding included. Another replay may overwrite them."""
+        """Where every replay of the graph writes its results, padding included. Another replay may
+        overwrite them."""
         captured = self._find(key)
         assert captured is not None
         return captured.result

@@ -1,4 +1,5 @@
-"""A request's sampling parameters as the executor uses them: checked against the vocabulary, words turned into tokens.
+"""A request's sampling parameters as the executor uses them: checked against the vocabulary, words
+turned into tokens.
 
 It knows one request's rules and nothing of its progress.
 """
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodingRules:
-    """Off is: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition 1, presence and frequency 0, logprobs
-    None. What every round asks for is worked out once: rules do not change."""
+    """Off is: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition 1, presence and
+    frequency 0, logprobs None. What every round asks for is worked out once: rules do not
+    change."""
 
     temperature: float
     top_k: int
@@ -50,7 +52,8 @@ class DecodingRules:
 
     @cached_property
     def is_simple(self) -> bool:
-        """Nothing but temperature and filters lies between logits and token, and nobody asks for log probabilities."""
+        """Nothing but temperature and filters lies between logits and token, and nobody asks for
+        log probabilities."""
         return not (
             self.has_penalties
             or self.min_tokens
@@ -77,8 +80,8 @@ class DecodingRules:
         end_ids: Iterable[int],
         encode: Callable[[str], list[int]] | None,
     ) -> "DecodingRules":
-        """Raises ValueError for token ids outside the vocabulary, for words without a tokenizer, and for half
-        characters in words."""
+        """Raises ValueError for token ids outside the vocabulary, for words without a tokenizer,
+        and for half characters in words."""
         sequences = list(params.bad_sequences)
         for word in params.bad_strings:
             if encode is None:
@@ -120,4 +123,6 @@ class DecodingRules:
 def _check_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} names token id {token}; the model has ids 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"{name} names token id {token}; the model has ids 0 to {vocab_size - 1}"
+            )

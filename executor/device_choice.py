@@ -1,4 +1,5 @@
-"""Where a model runs, in what numbers, and on how many threads, as far as options leave it open. Knows no executor."""
+"""Where a model runs, in what numbers, and on how many threads, as far as options leave it open.
+Knows no executor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,25 +21,30 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own on CUDA, and float32 on a CPU, where 16-bit arithmetic is slower and coarser."""
+    """`auto` is the checkpoint's own on CUDA, and float32 on a CPU, where 16-bit arithmetic is
+    slower and coarser."""
     if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
+            name
+        ]
     return of_checkpoint if device.type == "cuda" else torch.float32
 
 
 def cpu_threads(target: CausalLM) -> int | None:
-    """One thread for a model whose weights fit into a core's caches: there, waking others for every op costs more than
-    they compute (benchmarks/cpu_threads.py)."""
+    """One thread for a model whose weights fit into a core's caches: there, waking others for every
+    op costs more than they compute (benchmarks/cpu_threads.py)."""
     if target.device.type != "cpu":
         return None
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in target.parameters())
+    num_bytes = sum(
+        parameter.numel() * parameter.element_size() for parameter in target.parameters()
+    )
     return 1 if num_bytes <= SINGLE_THREAD_BYTES else None
 
 
 @contextmanager
 def on_threads(number: int | None) -> Iterator[None]:
-    """torch in this thread as it will be in the executor's (None: as it is), so that what is timed here is true
-    there."""
+    """torch in this thread as it will be in the executor's (None: as it is), so that what is timed
+    here is true there."""
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)

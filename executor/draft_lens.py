@@ -1,6 +1,5 @@
-"""Draft lengths put together: the controller that a configuration asks for, the lengths that need CUDA graphs, and how
-long rounds of each take.
-"""
+"""Draft lengths put together: the controller that a configuration asks for, the lengths that need
+CUDA graphs, and how long rounds of each take."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -8,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from tllm_spec.adaptive_config import MarkOptions
+from tllm_spec.executor.dummy_contexts import ContextLimits
 from tllm_spec.executor.round_runner import RoundRunner
 from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
@@ -16,7 +16,6 @@ from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.modes import DraftModel, Speculation
 from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes, RoundTimes
 from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
-from tllm_spec.executor.stand_in_contexts import ContextLimits
 from tllm_spec.speculative_config import DecodingBaseConfig
 
 # Batch sizes whose rounds are timed where there are no graphs; others are on a line with these.
@@ -32,7 +31,8 @@ def controller_for(
     max_batch_size: int = 0,
     initial_steps: int | None = None,
 ) -> AdaptiveController:
-    """Without speculation: of plain decoding. initial_steps: as `AdaptiveController.from_config`."""
+    """Without speculation: of plain decoding. initial_steps: as
+    `AdaptiveController.from_config`."""
     if spec is None:
         return AdaptiveController.fixed(0)
     gate = None
@@ -64,8 +64,8 @@ def controller_for(
 def draft_lens_of_rounds(
     controller: AdaptiveController, spec: DecodingBaseConfig | None, draft: DraftModel | None
 ) -> Callable[[int], set[int]]:
-    """Draft lengths that rounds of a batch size can have: 0 where nobody wants drafts, and a drafter that is not on the
-    target's pages may come with fewer than it was asked for."""
+    """Draft lengths that rounds of a batch size can have: 0 where nobody wants drafts, and a
+    drafter that is not on the target's pages may come with fewer than it was asked for."""
     if spec is None or (draft is not None and draft.shares_pages):
         return lambda batch_size: {0} | controller.draft_lens_at(batch_size)
     return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
@@ -74,9 +74,14 @@ def draft_lens_of_rounds(
 def watch_unverified(
     controller: AdaptiveController, spec: DecodingBaseConfig | None, speculation: Speculation
 ) -> None:
-    """Lets a controller that estimates acceptance learn from rounds without drafts, where that costs the device
-    nothing."""
-    if spec is not None and spec.adaptive is not None and speculation.watch and controller.compares_times:
+    """Lets a controller that estimates acceptance learn from rounds without drafts, where that
+    costs the device nothing."""
+    if (
+        spec is not None
+        and spec.adaptive is not None
+        and speculation.watch
+        and controller.compares_times
+    ):
         share = spec.adaptive.times.unverified_time_share
         controller.expect_unverified()
         speculation.watch(UnverifiedDrafts(controller.learn, share))
@@ -91,11 +96,11 @@ def measure_round_times(
     drafter: GraphDrafter | None = None,
     limits: ContextLimits | None = None,
 ) -> MeasuredRoundTimes:
-    """Rounds of dummies, by batch size and draft length, and what `drafter` drafts for them outside the target's
-    forward. Without graphs every length is timed, those that a limit forbids at a size too: smaller batches are on a
-    line with them. Graphs end where a limit begins, and their dummies have empty contexts; what contexts add to each
-    length is measured beside it (`limits`: of theirs; None: not measured). So is, at a few sizes, what sampling
-    adds."""
+    """Rounds of dummies, by batch size and draft length, and what `drafter` drafts for them outside
+    the target's forward. Without graphs every length is timed, those that a limit forbids at a size
+    too: smaller batches are on a line with them. Graphs end where a limit begins, and their dummies
+    have empty contexts; what contexts add to each length is measured beside it (`limits`: of
+    theirs; None: not measured). So is, at a few sizes, what sampling adds."""
     seconds: dict[int, dict[int, float]] = {}
     contexts: dict[int, dict[int, float]] = {}
     sampling: dict[int, dict[int, float]] = {}
@@ -108,13 +113,17 @@ def measure_round_times(
             sampled = [replace(key, sampled=True) for key in keys]
             longer = _by_length(runner, sampled, dummy_slot, device)
             longer = _sums(longer, drafter, sampled, dummy_slot, device)
-            sampling[size] = {steps: max(0.0, longer[steps] - time) for steps, time in seconds[size].items()}
+            sampling[size] = {
+                steps: max(0.0, longer[steps] - time) for steps, time in seconds[size].items()
+            }
         if limits is not None:
             found = {key.draft_len: runner.seconds_with_contexts(key, limits) for key in keys}
             contexts[size] = {
                 steps: time - target[steps] for steps, time in found.items() if time is not None
             }
-    is_complete = bool(contexts) and all(len(contexts[size]) == len(row) for size, row in seconds.items())
+    is_complete = bool(contexts) and all(
+        len(contexts[size]) == len(row) for size, row in seconds.items()
+    )
     return MeasuredRoundTimes(
         seconds,
         of_empty_contexts=runner.graphs is not None,
@@ -129,7 +138,10 @@ def _few_of(sizes: Sequence[int]) -> set[int]:
 
 
 def _by_length(
-    timed: RoundRunner | GraphDrafter, keys: Iterable[GraphKey], dummy_slot: int, device: torch.device
+    timed: RoundRunner | GraphDrafter,
+    keys: Iterable[GraphKey],
+    dummy_slot: int,
+    device: torch.device,
 ) -> dict[int, float]:
     """Seconds by draft length."""
     row = {key.draft_len: timed.seconds(key, dummy_slot, device) for key in keys}
@@ -151,7 +163,11 @@ def _sums(
 
 
 def without_outliers(row: Mapping[int, float]) -> dict[int, float]:
-    """Times by draft length as the host took them: other work on the machine only adds to a time, and fewer drafts do
-    not take longer than more, so a time above that of a longer length says nothing."""
+    """Times by draft length as the host took them: other work on the machine only adds to a time,
+    and fewer drafts do not take longer than more, so a time above that of a longer length says
+    nothing."""
     lengths = sorted(row)
-    return {length: min(row[longer] for longer in lengths[place:]) for place, length in enumerate(lengths)}
+    return {
+        length: min(row[longer] for longer in lengths[place:])
+        for place, length in enumerate(lengths)
+    }

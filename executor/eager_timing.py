@@ -13,7 +13,8 @@ TIMED_KV_LEN = 512  # bound of the caches that attention is planned for
 
 
 def eager_seconds(run: Callable[[], torch.Tensor]) -> float:
-    """Of the fastest of a few runs, each until its result is on the host: other work on the machine only adds."""
+    """Of the fastest of a few runs, each until its result is on the host: other work on the machine
+    only adds."""
     times = []
     for _ in range(TIMED_RUNS):
         start = perf_counter()

@@ -1,7 +1,7 @@
 """Captures work as CUDA graphs. It does not know what the work is.
 
-Graphs of one pool share memory: they never run at the same time, and what one left behind another may overwrite.
-"""
+Graphs of one pool share memory: they never run at the same time, and what one left behind another
+may overwrite."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,14 +55,16 @@ class GraphPool:
 def replay_seconds(
     graph: torch.cuda.CUDAGraph, in_a_row: float, before: Callable[[], None] | None = None
 ) -> float:
-    """Of a replay on the device in a row of so many seconds, behind another such row: under load its clock may be lower
-    than in the first one after a pause. `before` is called before each."""
+    """Of a replay on the device in a row of so many seconds, behind another such row: under load
+    its clock may be lower than in the first one after a pause. `before` is called before each."""
     number = max(1, round(in_a_row / _row_seconds(graph, 1, before)))
     _row_seconds(graph, number, before)
     return _row_seconds(graph, number, before) / number
 
 
-def _row_seconds(graph: torch.cuda.CUDAGraph, number: int, before: Callable[[], None] | None) -> float:
+def _row_seconds(
+    graph: torch.cuda.CUDAGraph, number: int, before: Callable[[], None] | None
+) -> float:
     span = DeviceSpan()
     for _ in range(number):
         if before is not None:

@@ -1,13 +1,14 @@
-"""The request loop (DESIGN section 3). `step` is one round; everything that differs between the ways of speculating was
-plugged in by `build.py`.
+"""The request loop. `step` is one round; everything that differs between the ways of speculating
+was plugged in by `build.py`.
 
-It runs in one thread. Requests and cancellations come in through the inbox, responses leave through `respond`.
+It runs in one thread. Requests and cancellations come in through the inbox, responses leave through
+`respond`.
 
 With overlap the host reads a round after it has launched the next one: it schedules by upper bounds
-(`LlmRequest.tokens_in_flight`), and a request that turns out to be finished has taken part in one round too many, whose
-results nobody reads. Its slot and pages can go to others at once, since the device works in order. Where everybody may
-turn out to be finished the host reads first. On the two-model path only rounds of draft length 0 overlap.
-"""
+(`LlmRequest.tokens_in_flight`), and a request that turns out to be finished has taken part in one
+round too many, whose results nobody reads. Its slot and pages can go to others at once, since the
+device works in order. Where everybody may turn out to be finished the host reads first. On the
+two-model path only rounds of draft length 0 overlap."""
 
 from collections import deque
 from collections.abc import Callable
@@ -53,11 +54,14 @@ class ExecutorParts:
     drafter: Drafter
     sampler: Sampler
     controller: AdaptiveController  # of the draft length
-    # Of a round, by its number of generating requests and whether some of them are sampled: the controller's answer.
+    # Of a round, by its number of generating requests and whether some of them are sampled: the
+    # controller's answer.
     draft_len_for: Callable[[int, bool], int]
     blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
-    drafts_in_flight: bool = True  # rounds with drafts overlap, too: not where a drafter waits for tokens
+    drafts_in_flight: bool = (
+        True  # rounds with drafts overlap, too: not where a drafter waits for tokens
+    )
     cpu_threads: int | None = None  # of torch in the executor's thread; None: as they are
     stream_interval: int = 1
 
@@ -84,7 +88,8 @@ class PyExecutor:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One round: launches what can run, then reads what is due. False when nothing is left to do."""
+        """One round: launches what can run, then reads what is due. False when nothing is left to
+        do."""
         self._fetch_new_requests()
         if self.scheduler.may_be_done():
             self._complete_rounds(0)
@@ -99,7 +104,9 @@ class PyExecutor:
         if batch:
             self._launch(batch)
         may_wait = self.parts.drafts_in_flight or (bool(generating) and not draft_len)
-        return self._complete_rounds(self.parts.max_in_flight if batch and may_wait else 0) or bool(batch)
+        return self._complete_rounds(self.parts.max_in_flight if batch and may_wait else 0) or bool(
+            batch
+        )
 
     def _launch(self, batch: ScheduledBatch) -> None:
         for manager in self.resources:
@@ -124,7 +131,8 @@ class PyExecutor:
         return worked
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
-        """A drafter, or some code of a user's, wants to see the requests' tokens before the next ones are chosen."""
+        """A drafter, or some code of a user's, wants to see the requests' tokens before the next
+        ones are chosen."""
         is_drafting = draft_len > 0 and not self.parts.drafts_in_flight
         return is_drafting or any(map(_needs_host_edits, self.scheduler.running))
 
@@ -139,7 +147,8 @@ class PyExecutor:
                 self._send([request])
         if cancelled:
             alive = {
-                request.request_id: request for request in self.scheduler.waiting + self.scheduler.running
+                request.request_id: request
+                for request in self.scheduler.waiting + self.scheduler.running
             }
             self._end([alive[i] for i in dict.fromkeys(cancelled) if i in alive], "cancelled")
 
@@ -153,7 +162,9 @@ class PyExecutor:
         """Placeholders, so that scheduling counts the drafts of the round before they exist."""
         placeholders = [0] * draft_len
         for request in generating:
-            if request.py_draft_tokens != placeholders:  # as a drafter inside the forward leaves them
+            if (
+                request.py_draft_tokens != placeholders
+            ):  # as a drafter inside the forward leaves them
                 request.py_draft_tokens = placeholders.copy()
             request.py_num_draft_tokens = 0
 
@@ -167,29 +178,34 @@ class PyExecutor:
         if ending := batch.last_chunk_requests:
             batch.num_new_drafts = self.parts.draft_len_for(len(ending), has_sampled(ending))
         if batch.generation_requests:
-            batch.draft_len = batch.num_new_drafts = len(batch.generation_requests[0].py_draft_tokens)
+            batch.draft_len = batch.num_new_drafts = len(
+                batch.generation_requests[0].py_draft_tokens
+            )
             if batch.draft_len and self.parts.runner.round_end is None:
-                batch.num_asked = max(request.num_drafts_wanted for request in batch.generation_requests)
+                batch.num_asked = max(
+                    request.num_drafts_wanted for request in batch.generation_requests
+                )
         return batch
 
     def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:
-        """What the host knows of the round before it has read it: contexts move on by their chunks, generations by
-        one to K + 1 tokens."""
-        num_behind_contexts = batch.num_new_drafts if batch.drafts_behind_contexts else 0
+        """What the host knows of the round before it has read it: contexts move on by their chunks,
+        generations by one to K + 1 tokens."""
+        num_after_contexts = batch.num_new_drafts if batch.drafts_after_contexts else 0
         for request in batch.context_requests:
             request.kv_len += request.context_chunk
             request.context_chunk = 0
         for request in launched.ended_contexts:
             request.state = RequestState.GENERATION
             request.tokens_in_flight += 1
-            request.num_drafts_ready = num_behind_contexts
+            request.num_drafts_ready = num_after_contexts
         window, num_drafts_ready = batch.window, batch.num_new_drafts
         for request in batch.generation_requests:
             request.tokens_in_flight += window
             request.num_drafts_ready = num_drafts_ready
 
     def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
-        """The host learns what was emitted. Returns the requests that somebody may want to hear of."""
+        """The host learns what was emitted. Returns the requests that somebody may want to hear
+        of."""
         batch, (table, found) = launched.batch, launched.wait()
         seen = SeenRound(self._clock.lap(launched.ended_at, launched.behind))
         with_news = self._reader.read(launched, table, found, seen)
@@ -226,12 +242,15 @@ class PyExecutor:
 
     def _send(self, requests: list[LlmRequest]) -> None:
         if requests:
-            self._respond([response_of(request, speculating=self._speculating) for request in requests])
+            self._respond(
+                [response_of(request, speculating=self._speculating) for request in requests]
+            )
 
     @torch.inference_mode()
     def recover(self, error: BaseException) -> None:
-        """A round broke off. Whoever caused it fails with the error, or everybody in the round if that is not known;
-        the others go on from where they stood before the round. Raises the error if it was nobody's round."""
+        """A round broke off. Whoever caused it fails with the error, or everybody in the round if
+        that is not known; the others go on from where they stood before the round. Raises the error
+        if it was nobody's round."""
         alive = [request for request in self._batch.requests() if request.slot >= 0]
         self._batch = ScheduledBatch()
         self._clock.stop()
@@ -267,7 +286,8 @@ class PyExecutor:
             manager.check_integrity()
 
     def state(self) -> dict[str, Any]:
-        """What runs, what was done and what draft lengths rest on, as plain values. Between rounds only."""
+        """What runs, what was done and what draft lengths rest on, as plain values. Between rounds
+        only."""
         queues, controller = self.scheduler, self.parts.controller
         return {
             "num_requests_running": len(queues.running),

@@ -1,8 +1,8 @@
-"""One request inside the executor: its tokens, its place in the life cycle, and when it is finished.
+"""One request inside the executor: its tokens, its place in the life cycle, and when it is
+finished.
 
-Every field that any component keeps about a request is declared here. It knows nothing of pages, devices or models.
-Names beginning with `py_` are TensorRT-LLM's.
-"""
+Every field that any component keeps about a request is declared here. It knows nothing of pages,
+devices or models. Names beginning with `py_` are TensorRT-LLM's."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -25,7 +25,8 @@ class RequestState(Enum):
 
 @dataclass(frozen=True)
 class StopMatch:
-    """A stop string was completed: what it is, where the text ends, and how many output tokens lie before it."""
+    """A stop string was completed: what it is, where the text ends, and how many output tokens lie
+    before it."""
 
     stop: str
     text: str
@@ -39,8 +40,8 @@ class StopChecker(Protocol):
 
 
 class DraftCounters:
-    """What speculation did for one request: rounds by how many tokens were really drafted, and by how many were
-    accepted.
+    """What speculation did for one request: rounds by how many tokens were really drafted, and by
+    how many were accepted.
 
     Padding and prefill never count.
     """
@@ -51,7 +52,9 @@ class DraftCounters:
         self.width = max_draft_len + 1
         # At drafted * width + accepted. One list, since every round of every request writes to it.
         self.rounds_by_outcome = [0] * self.width**2
-        self.num_unfinished = 0  # rounds whose own token of the target was not wanted: a stop came before it
+        self.num_unfinished = (
+            0  # rounds whose own token of the target was not wanted: a stop came before it
+        )
 
     @property
     def rounds(self) -> int:
@@ -59,7 +62,9 @@ class DraftCounters:
 
     @property
     def by_drafted(self) -> list[int]:
-        return [sum(self.rounds_by_outcome[i * self.width :][: self.width]) for i in range(self.width)]
+        return [
+            sum(self.rounds_by_outcome[i * self.width :][: self.width]) for i in range(self.width)
+        ]
 
     @property
     def by_accepted(self) -> list[int]:
@@ -71,7 +76,8 @@ class DraftCounters:
         return accepted + self.rounds - self.num_unfinished
 
     def stats(self) -> SpeculativeStats:
-        """The figures so far. Position i was drafted in every round that drafted more than i tokens."""
+        """The figures so far. Position i was drafted in every round that drafted more than i
+        tokens."""
         by_drafted, by_accepted = self.by_drafted, self.by_accepted
         drafted = tuple(sum(by_drafted[i + 1 :]) for i in range(len(by_drafted) - 1))
         accepted = tuple(sum(by_accepted[i + 1 :]) for i in range(len(by_accepted) - 1))
@@ -97,20 +103,23 @@ class LlmRequest:
     state: RequestState = RequestState.WAITING
     prompt_len: int = 0
     slot: int = -1
-    kv_len: int = (
-        0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
-    )
+    kv_len: int = 0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
     draft_kv_len: int = 0  # the same in a draft model's cache
-    # Positions that a draft network on the target's pages has yet to read: of a context, the last ones of the prefix
-    # that it began with; then of the latest rounds launched, each of which added one.
+    # Positions that a draft network on the target's pages has yet to read: of a context, the last
+    # ones of the prefix that it began with; then of the latest rounds launched, each of which added
+    # one.
     draft_backlog: int = 0
-    tokens_in_flight: int = 0  # upper bound of what launched rounds, not read yet, will add to the tokens
+    tokens_in_flight: int = (
+        0  # upper bound of what launched rounds, not read yet, will add to the tokens
+    )
     context_chunk: int = 0  # tokens of the context scheduled in this round
     cached_tokens: int = 0  # reused from the prefix cache at first admission
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # time.monotonic()
 
-    py_draft_tokens: list[int] = field(default_factory=list)  # placeholders, then drafts, then padding
+    py_draft_tokens: list[int] = field(
+        default_factory=list
+    )  # placeholders, then drafts, then padding
     py_num_draft_tokens: int = 0  # how many of them were really proposed
     num_drafts_ready: int = 0  # drafts that the latest launched round made for the next one
     py_num_accepted_draft_tokens: int = 0
@@ -157,11 +166,15 @@ class LlmRequest:
     @property
     def may_have_ended(self) -> bool:
         """Whether the rounds in flight may bring it to `max_tokens`."""
-        return self.tokens_in_flight > 0 and self.num_output_tokens + self.tokens_in_flight >= self.max_tokens
+        return (
+            self.tokens_in_flight > 0
+            and self.num_output_tokens + self.tokens_in_flight >= self.max_tokens
+        )
 
     @property
     def draft_lag(self) -> int:
-        """Tokens before `kv_len` that the draft has yet to read. Of the backlog, what is in flight lies behind it."""
+        """Tokens before `kv_len` that the draft has yet to read. Of the backlog, what is in flight
+        lies behind it."""
         return max(0, self.draft_backlog - self.tokens_in_flight)
 
     @property
@@ -179,8 +192,9 @@ class LlmRequest:
 
     @property
     def num_drafts_wanted(self) -> int:
-        """Drafts worth proposing in this round: as placeholders say, as the request allows, and no more than can be
-        emitted (one token of every round is the target's own); none while its drafts keep being rejected."""
+        """Drafts worth proposing in this round: as placeholders say, as the request allows, and no
+        more than can be emitted (one token of every round is the target's own); none while its
+        drafts keep being rejected."""
         if self.draft_mark.is_on:
             return 0
         useful = self.max_tokens - self.num_output_tokens - 1
@@ -193,7 +207,8 @@ class LlmRequest:
                 return
 
     def append_token(self, token: int) -> bool:
-        """Appends one generated token and applies the stop rules. Returns True when the request is finished by it."""
+        """Appends one generated token and applies the stop rules. Returns True when the request is
+        finished by it."""
         self.tokens.append(token)
         match = self.stop_checker.feed(token) if self.stop_checker else None
         if token in self.rules.end_ids:
@@ -207,7 +222,9 @@ class LlmRequest:
             self.finish("length")
         return self.is_finished
 
-    def finish(self, reason: str, stop_reason: int | str | None = None, *, error: str | None = None) -> None:
+    def finish(
+        self, reason: str, stop_reason: int | str | None = None, *, error: str | None = None
+    ) -> None:
         self.state = RequestState.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 

@@ -1,4 +1,5 @@
-"""The executor's inbox: requests, cancellations and calls from any thread, taken between rounds by the executor's."""
+"""The executor's inbox: requests, cancellations and calls from any thread, taken between rounds by
+the executor's."""
 
 import threading
 from collections.abc import Callable
@@ -39,7 +40,8 @@ class RequestQueue:
             return self._open
 
     def take(self) -> tuple[list[LlmRequest], list[int]]:
-        """Everything that came since the last call. Unlocked when there is nothing: the common case of a busy loop."""
+        """Everything that came since the last call. Unlocked when there is nothing: the common case
+        of a busy loop."""
         if not self._new and not self._cancelled:
             return [], []
         with self._changed:
@@ -48,8 +50,8 @@ class RequestQueue:
             return taken
 
     def take_calls(self, *, last: bool = False) -> list[Call]:
-        """Those that came since the last time; unlocked when there are none. After the `last` time no more are taken
-        in, nor requests."""
+        """Those that came since the last time; unlocked when there are none. After the `last` time
+        no more are taken in, nor requests."""
         if not self._calls and not last:
             return []
         with self._changed:
@@ -67,7 +69,8 @@ class RequestQueue:
         return self._closed
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until something comes or the queue is closed; False when neither did in the given time."""
+        """Until something comes or the queue is closed; False when neither did in the given
+        time."""
         with self._changed:
             return self._changed.wait_for(self._has_news, seconds)
 

@@ -9,7 +9,8 @@ from tllm_spec.outputs import Logprob, SpeculativeStats
 
 @dataclass(slots=True)
 class Response:
-    """New tokens of a request; the last response has a finish reason. Not frozen, which would make it twice as slow to
+    """New tokens of a request; the last response has a finish reason. Not frozen, which would make
+    it twice as slow to
     build: streaming builds one for every request in every round."""
 
     request_id: int

@@ -1,9 +1,8 @@
-"""Where CUDA graphs leave their results for the host: a ring of pinned memory that the device itself writes to, so that
-a round needs no copy behind its graph.
+"""Where CUDA graphs leave their results for the host: a ring of pinned memory that the device
+itself writes to, so that a round needs no copy behind its graph.
 
-Device and host count results separately, and each entry carries its number: the host sees that it reads what it means
-to. It knows tables of tokens; no requests, no graphs.
-"""
+Device and host count results separately, and each entry carries its number: the host sees that it
+reads what it means to. It knows tables of tokens; no requests, no graphs."""
 
 import torch
 
@@ -11,13 +10,14 @@ from tllm_spec.executor.transfer import Place, ToHost
 from tllm_spec.kernels.send_results import send_results
 from tllm_spec.kernels.triton_support import has_kernels
 
-# At most two rounds are launched and not read: one runs while the other is being read. The rest is for replays that
-# nobody reads.
+# At most two rounds are launched and not read: one runs while the other is being read. The rest is
+# for replays that nobody reads.
 DEPTH = 4
 
 
 class ResultRing:
-    """Entries of at most `capacity` numbers. `send` is for graphs; whoever replays one calls `sent` behind it."""
+    """Entries of at most `capacity` numbers. `send` is for graphs; whoever replays one calls `sent`
+    behind it."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -33,12 +33,13 @@ class ResultRing:
         return device.type == "cpu" or has_kernels(device)
 
     def send(self, new_lens: torch.Tensor, new_tokens: torch.Tensor) -> None:
-        """`[N]`, `[N, W]`: on their way to the host. A function of device tensors, so that a CUDA graph can hold it."""
+        """`[N]`, `[N, W]`: on their way to the host. A function of device tensors, so that a CUDA
+        graph can hold it."""
         send_results(self._host, self._num_sent, new_lens, new_tokens)
 
     def sent(self, num_rows: int, width: int) -> ToHost:
-        """The results that the work launched last sends: lengths and tokens of its first requests, `[N, W + 1]`. They
-        are to be waited for before `DEPTH` more are sent."""
+        """The results that the work launched last sends: lengths and tokens of its first requests,
+        `[N, W + 1]`. They are to be waited for before `DEPTH` more are sent."""
         number, self._next = self._next, self._next + 1
         index = number % DEPTH
         found = self._entries.get((index, num_rows, width))
@@ -59,7 +60,9 @@ class ResultRing:
 class _Entry(ToHost):
     """Results under way to the ring."""
 
-    def __init__(self, place: Place | None, number: torch.Tensor, table: torch.Tensor, expected: int) -> None:
+    def __init__(
+        self, place: Place | None, number: torch.Tensor, table: torch.Tensor, expected: int
+    ) -> None:
         self._place, self._places = place, None
         self._host = [table]
         self._number, self._expected = number, expected

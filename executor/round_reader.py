@@ -1,6 +1,8 @@
-"""What the host learns when it reads a round: the tokens of each request, who has ended, and what became of drafts.
+"""What the host learns when it reads a round: the tokens of each request, who has ended, and what
+became of drafts.
 
-It knows no pages and no device. Most requests of most rounds only grow by their run, which is the short way through the
+It knows no pages and no device. Most requests of most rounds only grow by their run, which is the
+short way through the
 loop over windows: the host's time for a round is mostly what this loop touches.
 """
 
@@ -12,11 +14,10 @@ from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.seen_round import SeenRound
 from tllm_spec.outputs import Logprob
 
-NO_TOKEN_ERROR = (
-    "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
-)
-# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it cannot decode, for being
-# wrong itself or for lack of something. Anything else fails the round that is being read.
+NO_TOKEN_ERROR = "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
+# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it
+# cannot decode, for being wrong itself or for lack of something. Anything else fails the round that
+# is being read.
 TOKENIZER_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
     *(RuntimeError, StopIteration, TypeError, ValueError),
@@ -34,12 +35,15 @@ class RoundReader:
     def read(
         self, launched: LaunchedRound, table: list[list[int]], found: Found, seen: SeenRound
     ) -> list[LlmRequest]:
-        """table: for every ended context, then every generating request, how many tokens are new, then the tokens.
-        Returns those that somebody may want to hear of: with a first token, streamed or finished. What the round may
-        have added is in flight no longer, even where reading breaks off: who was preempted meanwhile would wait for it
-        forever."""
+        """table: for every ended context, then every generating request, how many tokens are new,
+        then the tokens. Returns those that somebody may want to hear of: with a first token,
+        streamed or finished. What the round may have added is in flight no longer, even where
+        reading breaks off: who was preempted meanwhile would wait for it forever."""
         window, num_contexts = launched.batch.window, len(launched.ended_contexts)
-        contexts, generating = iter(launched.ended_contexts), iter(launched.batch.generation_requests)
+        contexts, generating = (
+            iter(launched.ended_contexts),
+            iter(launched.batch.generation_requests),
+        )
         try:
             with_news = _read_contexts(contexts, table, found)
             rows = zip(generating, launched.num_drafts, table[num_contexts:], strict=True)
@@ -57,7 +61,8 @@ class RoundReader:
         found: Found,
         seen: SeenRound,
     ) -> list[LlmRequest]:
-        """rows: requests, with the drafts that each really had. Those that ended meanwhile took part for nothing."""
+        """rows: requests, with the drafts that each really had. Those that ended meanwhile took
+        part for nothing."""
         with_news: list[LlmRequest] = []
         generation, finished = RequestState.GENERATION, RequestState.FINISHED
         speculating, num_requests, num_tokens = self._speculating, 0, 0
@@ -85,7 +90,9 @@ class RoundReader:
             num_requests += 1
             num_tokens += num_emitted
             if speculating:
-                num_accepted = num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
+                num_accepted = (
+                    num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
+                )
                 request.py_num_accepted_draft_tokens = num_new - 1
                 request.py_rewind_len = window - num_new
                 counters = request.counters
@@ -101,7 +108,9 @@ class RoundReader:
         return with_news
 
 
-def _read_contexts(requests: Iterable[LlmRequest], table: list[list[int]], found: Found) -> list[LlmRequest]:
+def _read_contexts(
+    requests: Iterable[LlmRequest], table: list[list[int]], found: Found
+) -> list[LlmRequest]:
     """First tokens, of all the requests: the table goes on behind them."""
     with_news = []
     for request, row in zip(requests, table, strict=False):
@@ -113,7 +122,8 @@ def _read_contexts(requests: Iterable[LlmRequest], table: list[list[int]], found
 
 
 def _emit(request: LlmRequest, run: list[int], found: Found) -> int:
-    """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the rest."""
+    """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the
+    rest."""
     before = request.num_tokens
     good = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
     try:

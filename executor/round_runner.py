@@ -1,8 +1,8 @@
-"""The device's part of a round: target forward, acceptance, and drafting where the drafter is a part of the forward.
+"""The device's part of a round: target forward, acceptance, and drafting where the drafter is a
+part of the forward.
 
-Nothing here waits for the device. What the host wants to know is on its way to it in a `LaunchedRound`; until that is
-read, the next round can be launched from the slot state alone (DESIGN section 4).
-"""
+Nothing here waits for the device. What the host wants to know is on its way to it in a
+`LaunchedRound`; until that is read, the next round can be launched from the slot state alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +16,7 @@ from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.context_graphs import ContextGraphs, capture_contexts
 from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.device_span import DeviceSpan
+from tllm_spec.executor.dummy_contexts import ContextLimits, DummyContexts
 from tllm_spec.executor.eager_timing import TIMED_KV_LEN, eager_seconds
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
@@ -29,7 +30,6 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
-from tllm_spec.executor.stand_in_contexts import ContextLimits, StandInContexts
 from tllm_spec.executor.transfer import Places, ToHost, to_device
 from tllm_spec.kernels.row_copies import gather_rows
 
@@ -38,8 +38,9 @@ _graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
 
 
 class RoundRunner:
-    """Runs batches. `round_end` is the drafter inside the forward (one-model path), or whoever drafts from what the
-    forward left behind, or None. `backlog`: what it has put off, if it does."""
+    """Runs batches. `round_end` is the drafter inside the forward (one-model path), or whoever
+    drafts from what the forward left behind, or None. `backlog`: what it has put off, if it
+    does."""
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class RoundRunner:
             self.round_end.forget()
 
     def _num_steps(self, batch: ScheduledBatch) -> int:
-        """Drafts that a round left behind are as many as it was told to make, whatever this one verifies."""
+        """Drafts that a round left behind are as many as it was told to make, whatever this one
+        verifies."""
         if self.round_end is None:
             return batch.draft_len
         return min(batch.draft_len, max(map(_num_ready, batch.generation_requests), default=0))
@@ -111,25 +113,28 @@ class RoundRunner:
         pads: bool,
         pool: GraphPool | None = None,
     ) -> None:
-        """From now on a round of generation windows that fits one of the keys is one graph launch, or where a request's
-        rules need more than such a graph knows, at least its forward is."""
+        """From now on a round of generation windows that fits one of the keys is one graph launch,
+        or where a request's rules need more than such a graph knows, at least its forward is."""
         graphs = CudaGraphs(self._generate_for, dummy_slot, device, pads=pads, pool=pool)
         graphs.capture(keys)
         forwards, model = graphs.beside(self._forward_for), self.engine.model
         num_rows = max((key.num_tokens for key in keys), default=0)
-        self._hidden = torch.empty((num_rows, model.config.hidden_size), dtype=model.dtype, device=device)
+        self._hidden = torch.empty(
+            (num_rows, model.config.hidden_size), dtype=model.dtype, device=device
+        )
         forwards.capture({replace(key, sampled=False) for key in keys})
         self.graphs, self.forward_graphs = graphs, forwards
         if self._backlog is not None:
             self._backlog.capture_graphs(graphs, keys)
 
     def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
-        """From now on a few short context chunks are one graph launch, where attention can be captured."""
+        """From now on a few short context chunks are one graph launch, where attention can be
+        captured."""
         self.context_graphs = capture_contexts(self.engine, sizes, dummy_slot, pool)
 
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
-        """How long the device takes for a generation round with nothing but dummies: in a long row of replays; without
-        a graph the best of a few."""
+        """How long the device takes for a generation round with nothing but dummies: in a long row
+        of replays; without a graph the best of a few."""
         if self.graphs is not None and key in self.graphs:
             return self.graphs.seconds(key)
         slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
@@ -137,18 +142,24 @@ class RoundRunner:
         return eager_seconds(lambda: round_of().new_lens)
 
     def seconds_with_contexts(self, key: GraphKey, limits: ContextLimits) -> float | None:
-        """The same where every request has a context. None where there is no graph, or no place for contexts."""
+        """The same where every request has a context. None where there is no graph, or no place for
+        contexts."""
         num_pages = self.engine.backend.pool.num_pages
-        contexts = StandInContexts(self._slots, self.engine.rows, num_pages, limits)
+        contexts = DummyContexts(self._slots, self.engine.rows, num_pages, limits)
         if self.graphs is None or key not in self.graphs or not contexts.length(key.batch_size):
             return None
         with contexts.filled(key.batch_size) as renew:
             return self.graphs.seconds(key, list(range(key.batch_size)), renew)
 
     def _generate_for(
-        self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool, max_kv_len: int | None = None
+        self,
+        slot_ids: torch.Tensor,
+        draft_len: int,
+        is_sampled: bool,
+        max_kv_len: int | None = None,
     ) -> SampledTokens:
-        """A round from nothing but the slots. max_kv_len: of them; None: the longest that there can be."""
+        """A round from nothing but the slots. max_kv_len: of them; None: the longest that there can
+        be."""
         self._slots.reset_dummy()
         group = self._groups.of_slots(slot_ids, 1 + draft_len, sampled=is_sampled)
         in_graph = self.round_end is not None and self.round_end.in_graph
@@ -157,11 +168,15 @@ class RoundRunner:
         max_kv_len = longest if max_kv_len is None else min(max_kv_len, longest)
         return self._generate(group, drafting, max_kv_len, draft_len, None, LogprobRows())
 
-    def _forward_for(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> torch.Tensor:
-        """Hidden states of a round's windows from nothing but the slots, `[B * (K+1), H]`: the same for every way of
-        sampling."""
+    def _forward_for(
+        self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool
+    ) -> torch.Tensor:
+        """Hidden states of a round's windows from nothing but the slots, `[B * (K+1), H]`: the same
+        for every way of sampling."""
         self._slots.reset_dummy()
-        hidden = self.engine.forward([], self._windows(slot_ids, 1 + draft_len, self.engine.rows.max_len))
+        hidden = self.engine.forward(
+            [], self._windows(slot_ids, 1 + draft_len, self.engine.rows.max_len)
+        )
         return self._hidden[: len(hidden)].copy_(hidden)
 
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
@@ -185,7 +200,8 @@ class RoundRunner:
         )
 
     def _replay_forward(self, batch: ScheduledBatch) -> torch.Tensor | None:
-        """Hidden states of the windows, `[B * (K+1), H]`; the next replay of any graph overwrites them."""
+        """Hidden states of the windows, `[B * (K+1), H]`; the next replay of any graph overwrites
+        them."""
         if self.forward_graphs is None:
             return None
         slots = list(map(_slot, batch.generation_requests))
@@ -202,8 +218,9 @@ class RoundRunner:
         logprobs: LogprobRows,
         hidden: torch.Tensor | None = None,
     ) -> SampledTokens:
-        """One round of generation windows, from slots to slots: this is what a CUDA graph captures. `drafting` has the
-        group's requests with one row each; None: nobody drafts here. hidden: of a forward that was done already."""
+        """One round of generation windows, from slots to slots: this is what a CUDA graph captures.
+        `drafting` has the group's requests with one row each; None: nobody drafts here. hidden: of
+        a forward that was done already."""
         windows = self._windows(group.slots, group.window, max_kv_len)
         if hidden is None:
             hidden = self.engine.forward([], windows)
@@ -240,10 +257,12 @@ class RoundRunner:
         if group is not None and windows is not None:
             probs = self._draft_probs(group, batch.draft_probs)
             of_windows = logits[len(ended) :]
-            parts.append(self._sampler.sample_windows(group, of_windows, windows.first, probs, logprobs))
+            parts.append(
+                self._sampler.sample_windows(group, of_windows, windows.first, probs, logprobs)
+            )
             result = WindowResult(windows, parts[-1])
         sampled = _joined(parts, batch.window, hidden.device)
-        draft = partial(self._draft_behind_contexts, batch, chunks, ended, parts, result)
+        draft = partial(self._draft_after_contexts, batch, chunks, ended, parts, result)
         return self._send_and_then(draft, sampled, logprobs)
 
     def _run_apart(
@@ -253,8 +272,8 @@ class RoundRunner:
         ended: list[LlmRequest],
         logprobs: LogprobRows,
     ) -> SampledTokens | None:
-        """Context chunks by a graph, then generation windows as in a round of their own. None where that cannot be: no
-        graph fits, or somebody reads later what the windows would overwrite."""
+        """Context chunks by a graph, then generation windows as in a round of their own. None where
+        that cannot be: no graph fits, or somebody reads later what the windows would overwrite."""
         reads_later = self.round_end is not None and not self.round_end.in_graph
         if self.context_graphs is None or _wants_prompt_logprobs(batch):
             return None
@@ -267,10 +286,12 @@ class RoundRunner:
         parts: list[SampledTokens] = []
         if ended:
             if len(ended) < len(chunks):
-                places = [i for i, r in enumerate(batch.context_requests) if r.is_last_context_chunk]
+                places = [
+                    i for i, r in enumerate(batch.context_requests) if r.is_last_context_chunk
+                ]
                 hidden = hidden.index_select(0, to_device(places, hidden.device))
             parts = self._sample_contexts(ended, self.engine.compute_logits(hidden), logprobs)
-        draft = partial(self._draft_behind_contexts, batch, chunks, ended, parts, None)
+        draft = partial(self._draft_after_contexts, batch, chunks, ended, parts, None)
         if not batch.generation_requests:
             return self._send_and_then(draft, _joined(parts, batch.window, hidden.device), logprobs)
         draft()  # at once: the windows overwrite what it reads
@@ -294,13 +315,13 @@ class RoundRunner:
         return ToHost([sampled.side_by_side(), *logprobs.tensors], self._places)
 
     def _start(self, batch: ScheduledBatch) -> None:
-        """Rows of the slots that requests were given for this round. Nobody reads them before a context has been run,
-        so they are written while the device is busy with it."""
+        """Rows of the slots that requests were given for this round. Nobody reads them before a
+        context has been run, so they are written while the device is busy with it."""
         for request in batch.joining:
             self._sampler.start(request)
             self._slots.start(request)
 
-    def _draft_behind_contexts(
+    def _draft_after_contexts(
         self,
         batch: ScheduledBatch,
         chunks: list[ContextChunk],
@@ -313,12 +334,15 @@ class RoundRunner:
             return
         requests = batch.context_requests
         following = [
-            None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk] for r in requests
+            None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk]
+            for r in requests
         ]
         sampled = parts[0].new_tokens[:, 0] if ended else None
         contexts = ContextResult(requests, chunks, following, sampled)
-        drafting = self._groups.get(ended + (batch.generation_requests if result is not None else []), 1)
-        is_wanted = result is not None or batch.drafts_behind_contexts
+        drafting = self._groups.get(
+            ended + (batch.generation_requests if result is not None else []), 1
+        )
+        is_wanted = result is not None or batch.drafts_after_contexts
         self.round_end.draft(contexts, result, drafting, batch.num_new_drafts if is_wanted else 0)
 
     def _windows(self, slot_ids: torch.Tensor, width: int, max_kv_len: int) -> Windows:
@@ -338,7 +362,10 @@ class RoundRunner:
         self, ended: list[LlmRequest], logits: torch.Tensor, logprobs: LogprobRows
     ) -> list[SampledTokens]:
         group = self._groups.get(ended, 1)
-        numbers = [request.num_tokens for request in ended], [request.tokens[-1] for request in ended]
+        numbers = (
+            [request.num_tokens for request in ended],
+            [request.tokens[-1] for request in ended],
+        )
         lens, tails = to_device(numbers, logits.device).unbind(0)
         self._slots.kv_lens[group.slots] = lens
         return [self._sampler.sample_contexts(group, logits, tails, logprobs)]
@@ -378,5 +405,7 @@ def _joined(parts: list[SampledTokens], width: int, device: torch.device) -> Sam
     if not parts:  # chunks of contexts only, and none of them the last
         empty = torch.empty((0, width), dtype=torch.int64, device=device)
         return SampledTokens(empty, empty[:, 0])
-    tokens = [torch.nn.functional.pad(p.new_tokens, (0, width - p.new_tokens.shape[1])) for p in parts]
+    tokens = [
+        torch.nn.functional.pad(p.new_tokens, (0, width - p.new_tokens.shape[1])) for p in parts
+    ]
     return SampledTokens(torch.cat(tokens), torch.cat([p.new_lens for p in parts]))

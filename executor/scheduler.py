@@ -1,8 +1,8 @@
 """Which requests run in a round, and with how many tokens: token budget, slots and KV pages.
 
-Drafts are ordinary tokens here: `py_draft_tokens` placeholders were attached before, so nothing below asks about
-speculation. Pages are taken at once, not promised: what is scheduled can run. It does not touch the device.
-"""
+Drafts are ordinary tokens here: `py_draft_tokens` placeholders were attached before, so nothing
+below asks about speculation. Pages are taken at once, not promised: what is scheduled can run. It
+does not touch the device."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -22,15 +22,17 @@ _may_have_ended = attrgetter("may_have_ended")
 class SchedulerLimits:
     max_num_tokens: int  # rows of one forward
     overshoot: int  # tokens of room that a running request may need behind its last one
-    extra_kv_tokens: int  # places behind a round's own tokens that a drafter inside the forward writes to
+    extra_kv_tokens: (
+        int  # places behind a round's own tokens that a drafter inside the forward writes to
+    )
     chunked_prefill: bool
     may_preempt: bool  # MAX_UTILIZATION; otherwise GUARANTEED_NO_EVICT
     by_priority: bool
 
 
 class Scheduler:
-    """Requests run in the order of the queue: oldest first, or highest priority first. Running ones are served before
-    waiting ones join, and nothing overtakes the head of the queue."""
+    """Requests run in the order of the queue: oldest first, or highest priority first. Running ones
+    are served before waiting ones join, and nothing overtakes the head of the queue."""
 
     def __init__(
         self,
@@ -60,8 +62,8 @@ class Scheduler:
         queue.remove(request)
 
     def generating(self) -> list[LlmRequest]:
-        """Those that want another generation window. Not those that are certain to reach `max_tokens` in the rounds in
-        flight, each of which adds at least one token."""
+        """Those that want another generation window. Not those that are certain to reach
+        `max_tokens` in the rounds in flight, each of which adds at least one token."""
         state = RequestState.GENERATION
         return [
             request
@@ -74,14 +76,14 @@ class Scheduler:
         ]
 
     def may_be_done(self) -> bool:
-        """Whether the rounds in flight may be the last of all that run, and nobody can join them: the next one would
-        then be for nobody, and in the way of whoever comes."""
+        """Whether the rounds in flight may be the last of all that run, and nobody can join them:
+        the next one would then be for nobody, and in the way of whoever comes."""
         may_join = self.waiting and self._slots.num_free
         return not may_join and all(map(_may_have_ended, self.running))
 
     def schedule(self, generating: list[LlmRequest]) -> tuple[ScheduledBatch, list[LlmRequest]]:
-        """The batch, and the requests that joined in it and have a slot now. generating: what `generating` says,
-        with placeholders, equally many for each."""
+        """The batch, and the requests that joined in it and have a slot now. generating: what
+        `generating` says, with placeholders, equally many for each."""
         batch = ScheduledBatch(generation_requests=generating)
         num_drafts = len(generating[0].py_draft_tokens) if generating else 0
         short = self._kv.without_room(generating, num_drafts + self.limits.extra_kv_tokens)
@@ -97,7 +99,8 @@ class Scheduler:
         return batch, self._admit_waiting(budget, batch)
 
     def _take_ahead(self, generating: list[LlmRequest], num_drafts: int) -> None:
-        """Since somebody needs pages, everybody gets those of the next rounds, too, of the ones that it was admitted
+        """Since somebody needs pages, everybody gets those of the next rounds, too, of the ones
+        that it was admitted
         with: most rounds then take none, and have none to tell the device of."""
         num_more = num_drafts + self.limits.extra_kv_tokens + ROUNDS_AHEAD * (1 + num_drafts)
         for request in self._kv.without_room(generating, num_more):
@@ -114,7 +117,8 @@ class Scheduler:
         return chunk
 
     def _chunk_len(self, request: LlmRequest, budget: int) -> int:
-        """Context tokens of this round; 0 if the rest does not fit and may not be cut. A preempted request may have
+        """Context tokens of this round; 0 if the rest does not fit and may not be cut. A preempted
+        request may have
         grown beyond one round: it is cut all the same, since it was accepted once."""
         remaining = request.num_tokens - request.kv_len
         if remaining <= budget:
@@ -122,7 +126,8 @@ class Scheduler:
         return budget if self.limits.chunked_prefill or request.num_preemptions else 0
 
     def _make_room(self, request: LlmRequest, num_tokens: int, batch: ScheduledBatch) -> bool:
-        """Takes pages; under MAX_UTILIZATION the last running requests give theirs up, `request` itself at the end."""
+        """Takes pages; under MAX_UTILIZATION the last running requests give theirs up, `request`
+        itself at the end."""
         num_tokens += self.limits.extra_kv_tokens
         while request.state is not RequestState.WAITING:
             if self._kv.extend(request, num_tokens):
@@ -132,7 +137,8 @@ class Scheduler:
         return False
 
     def _preempt(self, victim: LlmRequest, batch: ScheduledBatch) -> None:
-        """Back to the queue with all its tokens; their KV stays cached for as long as nobody needs the pages."""
+        """Back to the queue with all its tokens; their KV stays cached for as long as nobody needs
+        the pages."""
         for scheduled in (batch.generation_requests, batch.context_requests):
             if victim in scheduled:
                 scheduled.remove(victim)
@@ -149,7 +155,9 @@ class Scheduler:
         admitted: list[LlmRequest] = []
         if not (self.waiting and self._slots.num_free and budget > 0):
             return admitted
-        reserved = 0 if self.limits.may_preempt else sum(map(self._pages_still_needed, self.running))
+        reserved = (
+            0 if self.limits.may_preempt else sum(map(self._pages_still_needed, self.running))
+        )
         while self.waiting and self._slots.num_free and budget > 0:
             request = self.waiting[0]
             # A preempted request cannot be prefilled before its tokens in flight are known.
@@ -175,9 +183,10 @@ class Scheduler:
         return admitted
 
     def _fits(self, request: LlmRequest, reserved: int) -> bool:
-        """GUARANTEED_NO_EVICT: with all that the running requests may still need, there is room to its very end.
-        MAX_UTILIZATION: there is room for its tokens now, and for one more page of every running request, or it would
-        be preempted again at once."""
+        """GUARANTEED_NO_EVICT: with all that the running requests may still need, there is room to
+        its very end.
+        MAX_UTILIZATION: there is room for its tokens now, and for one more page of every running
+        request, or it would be preempted again at once."""
         if self.limits.may_preempt:
             num_tokens = request.num_tokens + self.limits.extra_kv_tokens
             needed, reserved = self._kv.new_pages_needed(request, num_tokens), len(self.running)
@@ -197,12 +206,14 @@ class Scheduler:
         if needed > self._kv.num_usable:
             raise ValueError(
                 f"the request may need {needed} KV pages (prompt {request.prompt_len} + max_tokens "
-                f"{request.max_tokens} tokens) and the cache has {self._kv.num_usable}; lower max_tokens or "
+                f"{request.max_tokens} tokens) and the cache has {self._kv.num_usable}; lower "
+                "max_tokens or "
                 "raise kv_cache_config.max_tokens"
             )
         if request.prompt_len > self.limits.max_num_tokens and not self.limits.chunked_prefill:
             raise ValueError(
-                f"the prompt has {request.prompt_len} tokens and max_num_tokens is {self.limits.max_num_tokens}; "
+                f"the prompt has {request.prompt_len} tokens and max_num_tokens is "
+                f"{self.limits.max_num_tokens}; "
                 "raise max_num_tokens or set enable_chunked_prefill"
             )
 

@@ -1,8 +1,7 @@
 """Work on slots as CUDA graphs: one for each padded batch size, draft length and way of sampling.
 
-A graph reads which slots take part from one buffer and everything else from the slots' own state. It knows neither what
-the work is nor requests.
-"""
+A graph reads which slots take part from one buffer and everything else from the slots' own state.
+It knows neither what the work is nor requests."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -39,8 +38,8 @@ class GraphKey:
 
 @dataclass(frozen=True)
 class SpecRuntimeState(Generic[Result]):
-    """A tier: what the rounds of one draft length run on. All other buffers are the slots' and serve every tier, so to
-    switch tiers is to look up another of these between two rounds."""
+    """A tier: what the rounds of one draft length run on. All other buffers are the slots' and
+    serve every tier, so to switch tiers is to look up another of these between two rounds."""
 
     draft_len: int
     graphs: dict[tuple[int, bool], Captured[Result]]
@@ -48,8 +47,9 @@ class SpecRuntimeState(Generic[Result]):
 
 
 class GraphTable(Generic[Result]):
-    """`work(slot_ids, draft_len, sampled)` is for the slots `[B]` on the device. Without `pads` a batch between two
-    captured sizes has no graph. Who replays them, and what becomes of the results, subclasses say."""
+    """`work(slot_ids, draft_len, sampled)` is for the slots `[B]` on the device. Without `pads` a
+    batch between two captured sizes has no graph. Who replays them, and what becomes of the
+    results, subclasses say."""
 
     def __init__(
         self,
@@ -74,14 +74,18 @@ class GraphTable(Generic[Result]):
         """Graphs of something else for the same slots, to be captured next."""
         return SlotGraphs(work, self._dummy_slot, self._device, pads=self._pads, pool=self._pool)
 
-    def capture(self, keys: Iterable[GraphKey], before: Callable[[GraphKey], None] | None = None) -> None:
+    def capture(
+        self, keys: Iterable[GraphKey], before: Callable[[GraphKey], None] | None = None
+    ) -> None:
         """Largest first. `before` is called with each key, to bring about what its first runs read.
 
         Raises ValueError when the memory does not suffice.
         """
         wanted = sorted(keys, reverse=True)
         self._sizes = tuple(sorted({key.batch_size for key in wanted}))
-        self._slot_ids = torch.full((max(self._sizes, default=0),), self._dummy_slot, device=self._device)
+        self._slot_ids = torch.full(
+            (max(self._sizes, default=0),), self._dummy_slot, device=self._device
+        )
         self._sent = []
         start, (free, _) = monotonic(), torch.cuda.mem_get_info(self._device)
         for key in tqdm(wanted, desc="CUDA graphs", unit="graph"):
@@ -89,16 +93,21 @@ class GraphTable(Generic[Result]):
                 if before is not None:
                     before(key)
                 tier = self.tiers.setdefault(key.draft_len, SpecRuntimeState(key.draft_len, {}))
-                tier.graphs[key.batch_size, key.sampled] = self._pool.capture(partial(self._run_work, key))
+                tier.graphs[key.batch_size, key.sampled] = self._pool.capture(
+                    partial(self._run_work, key)
+                )
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(
-                    f"out of memory while the CUDA graph of {key.batch_size} requests with {key.draft_len} drafts was "
+                    f"out of memory while the CUDA graph of {key.batch_size} requests with "
+                    f"{key.draft_len} drafts was "
                     "captured; lower cuda_graph_config.max_batch_size, max_draft_len or "
                     "kv_cache_config.free_gpu_memory_fraction, or set cuda_graph_config to null"
                 ) from error
         torch.cuda.empty_cache()
         used = free - torch.cuda.mem_get_info(self._device)[0]
-        logger.info("%d CUDA graphs took %.1f s and %d MiB", len(wanted), monotonic() - start, used >> 20)
+        logger.info(
+            "%d CUDA graphs took %.1f s and %d MiB", len(wanted), monotonic() - start, used >> 20
+        )
 
     def __contains__(self, key: GraphKey) -> bool:
         return self._find(key) is not None
@@ -106,8 +115,9 @@ class GraphTable(Generic[Result]):
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:
-        """Of a replay in a long row of them. slots: of the round; None: nothing but dummies. `renew` is called before
-        each replay. No round may be in flight: its results would be overwritten."""
+        """Of a replay in a long row of them. slots: of the round; None: nothing but dummies.
+        `renew` is called before each replay. No round may be in flight: its results would be
+        overwritten."""
         captured = self._find(key)
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
@@ -142,17 +152,24 @@ class SlotGraphs(GraphTable[Result]):
     """Graphs that anybody may replay."""
 
     def run(self, slots: list[int], draft_len: int, sampled: bool) -> Captured[Result] | None:
-        """Replays the work for these slots, or None when no graph fits. Its result, of the padded batch, may be
-        overwritten by any other replay."""
+        """Replays the work for these slots, or None when no graph fits. Its result, of the padded
+        batch, may be overwritten by any other replay."""
         return self._replay(slots, draft_len, sampled)
 
 
 def graph_keys(sizes: Iterable[int], draft_lens: Callable[[int], set[int]]) -> list[GraphKey]:
-    """Every combination that can occur: a graph of n requests serves all batches above the next smaller size."""
+    """Every combination that can occur: a graph of n requests serves all batches above the next
+    smaller size."""
     keys: list[GraphKey] = []
     below = 0
     for size in sorted(sizes):
-        lengths = set().union(*(draft_lens(batch_size) for batch_size in range(below + 1, size + 1)))
-        keys += [GraphKey(size, length, sampled) for length in sorted(lengths) for sampled in (False, True)]
+        lengths = set().union(
+            *(draft_lens(batch_size) for batch_size in range(below + 1, size + 1))
+        )
+        keys += [
+            GraphKey(size, length, sampled)
+            for length in sorted(lengths)
+            for sampled in (False, True)
+        ]
         below = size
     return keys

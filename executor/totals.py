@@ -1,8 +1,8 @@
-"""What the executor has done since its start, in plain numbers: rounds by draft length, and requests by how they ended.
+"""What the executor has done since its start, in plain numbers: rounds by draft length, and
+requests by how they ended.
 
-What single requests count themselves (`DraftCounters`, tokens) is only added up here: when they end, or when somebody
-asks. It knows no policy and no device.
-"""
+What single requests count themselves (`DraftCounters`, tokens) is only added up here: when they
+end, or when somebody asks. It knows no policy and no device."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -51,8 +51,11 @@ class Totals:
         self._latest_draft_len: int | None = None
         self.latest_batch_size = 0  # of generating requests
 
-    def add_round(self, draft_len: int, num_requests: int, num_emitted: int, seconds: float | None) -> None:
-        """`num_emitted`: tokens that the generating requests kept; without any of these, it was no generation round.
+    def add_round(
+        self, draft_len: int, num_requests: int, num_emitted: int, seconds: float | None
+    ) -> None:
+        """`num_emitted`: tokens that the generating requests kept; without any of these, it was no
+        generation round.
         `seconds`: None for a round whose time says nothing."""
         if not num_requests:
             return
@@ -83,7 +86,12 @@ class Totals:
             "cached_prompt_tokens": tokens.cached_prompt,
             "generated_tokens": tokens.generated,
             "speculation": tokens.stats.to_dict(),
-            "by_draft_len": {str(key): asdict(row) for key, row in sorted(self._by_draft_len.items())},
+            "by_draft_len": {
+                str(key): asdict(row) for key, row in sorted(self._by_draft_len.items())
+            },
             "draft_len_changes": self._num_changes,
-            "latest_round": {"batch_size": self.latest_batch_size, "draft_len": self._latest_draft_len},
+            "latest_round": {
+                "batch_size": self.latest_batch_size,
+                "draft_len": self._latest_draft_len,
+            },
         }

@@ -1,4 +1,5 @@
-"""Small tensors between host and device without waiting: the loop never stops for a copy that it does not read.
+"""Small tensors between host and device without waiting: the loop never stops for a copy that it
+does not read.
 
 It knows neither rounds nor requests.
 """
@@ -14,26 +15,30 @@ def to_device(
     device: torch.device,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Host values as a tensor on `device`. On CUDA the copy goes through pinned memory, in stream order. Of many
-    integers an array of type "q" is read in a fraction of a list's time. out: where they go; None: to a new tensor."""
+    """Host values as a tensor on `device`. On CUDA the copy goes through pinned memory, in stream
+    order. Of many integers an array of type "q" is read in a fraction of a list's time. out: where
+    they go; None: to a new tensor."""
     is_async = device.type != "cpu"
     if isinstance(values, array):
         values = torch.frombuffer(values, dtype=torch.int64)
     if not isinstance(values, torch.Tensor):
         host = torch.tensor(values, pin_memory=is_async)
     elif is_async:
-        # Not `pin_memory()`, which asks the driver about the memory first: that takes longer than the copy.
+        # Not `pin_memory()`, which asks the driver about the memory first: that takes longer than
+        # the copy.
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
     else:
         host = values
-    # Pinned memory that is dropped here goes to nobody else before torch knows that the copy from it has ended.
+    # Pinned memory that is dropped here goes to nobody else before torch knows that the copy from
+    # it has ended.
     return host.to(device, non_blocking=True) if out is None else out.copy_(host, non_blocking=True)
 
 
 class ToHost:
-    """Tensors of one device on their way to the host, as they are now: what is written to them later does not count.
-    `wait` is the only place where a round waits for the device. `places`: where the first of them goes, which is free
-    for the next copy once it was waited for; None: to a new one."""
+    """Tensors of one device on their way to the host, as they are now: what is written to them
+    later does not count. `wait` is the only place where a round waits for the device. `places`:
+    where the first of them goes, which is free for the next copy once it was waited for; None: to a
+    new one."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: "Places | None" = None) -> None:
         self._place: Place | None = None
@@ -70,8 +75,9 @@ class Place:
 
 
 class Places:
-    """Those that were read, by shape, for the next copies: making one takes as long as the copy. There are as many as
-    copies were under way at once. One that is never read is lost, and harms nobody."""
+    """Those that were read, by shape, for the next copies: making one takes as long as the copy.
+    There are as many as copies were under way at once. One that is never read is lost, and harms
+    nobody."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Place]] = {}

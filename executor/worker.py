@@ -1,8 +1,9 @@
-"""The executor's thread: runs rounds while there is work, sleeps otherwise. The one place that catches everything.
+"""The executor's thread: runs rounds while there is work, sleeps otherwise. The one place that
+catches everything.
 
-Everything, not only `Exception`: nobody else's interrupt or cancellation arrives in this thread, so that what is raised
-to end a program or a task comes from a drafter or a logits processor, and is one request's fault like any other.
-"""
+Everything, not only `Exception`: nobody else's interrupt or cancellation arrives in this thread, so
+that what is raised to end a program or a task comes from a drafter or a logits processor, and is
+one request's fault like any other."""
 
 import logging
 import threading
@@ -23,10 +24,13 @@ QUIET_SECONDS = 0.05
 
 
 class Worker:
-    """`failure` is set when the loop has ended by anything but `stop`. `on_end` is told once why it ended, whichever
+    """`failure` is set when the loop has ended by anything but `stop`. `on_end` is told once why it
+    ended, whichever
     way: what is not answered by then never will be."""
 
-    def __init__(self, executor: PyExecutor, queue: RequestQueue, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, executor: PyExecutor, queue: RequestQueue, on_end: Callable[[str], None]
+    ) -> None:
         self._executor = executor
         self._queue = queue
         self._on_end = on_end
@@ -39,17 +43,20 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the round in progress and the cancellations that came before this call: requests still in
-        flight are the caller's to cancel."""
+        """Ends the loop after the round in progress and the cancellations that came before this
+        call: requests still in flight are the caller's to cancel."""
         self._queue.close()
-        if threading.current_thread() is not self._thread:  # it may be the last to hold an answered request
+        if (
+            threading.current_thread() is not self._thread
+        ):  # it may be the last to hold an answered request
             self._thread.join()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Runs a function in the executor's thread, between two rounds, and returns what it returns. It may read
-        everything, and everybody waits for it.
+        """Runs a function in the executor's thread, between two rounds, and returns what it
+        returns. It may read everything, and everybody waits for it.
 
-        What it raises is raised here. Raises RuntimeError when the executor has ended, or ends before it gets there."""
+        What it raises is raised here. Raises RuntimeError when the executor has ended, or ends
+        before it gets there."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "the executor's thread cannot wait for itself: this is called from inside a round"
@@ -72,7 +79,11 @@ class Worker:
     @property
     def why_ended(self) -> str:
         """Once it has."""
-        return f"the executor has died: {self.failure}" if self.failure else "the executor has been shut down"
+        return (
+            f"the executor has died: {self.failure}"
+            if self.failure
+            else "the executor has been shut down"
+        )
 
     def wait_until_idle(self) -> None:
         self._idle.wait()

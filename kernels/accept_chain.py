@@ -1,8 +1,8 @@
-"""Chain acceptance: how many of a request's draft tokens equal the tokens that the target chose at their positions.
+"""Chain acceptance: how many of a request's draft tokens equal the tokens that the target chose at
+their positions.
 
-Plain torch; `slot_windows` has it in a kernel, of which this is a part of the twin. It knows nothing of how the target
-chose.
-"""
+Plain torch; `slot_windows` has it in a kernel, of which this is a part of the reference. It knows
+nothing of how the target chose."""
 
 import torch
 
@@ -12,10 +12,9 @@ def accept_chain(
 ) -> torch.Tensor:
     """Emitted tokens per request: accepted drafts plus the target's own, `[B]` int64.
 
-    targets `[B, K+1]`: the target's token after each window position; drafts `[B, K]`; num_drafts `[B]`: how many of
-    the drafts were really proposed (None: all). The emitted run is then `targets[b, :new_lens[b]]`, because an accepted
-    draft equals the target's token.
-    """
+    targets `[B, K+1]`: the target's token after each window position; drafts `[B, K]`; num_drafts
+    `[B]`: how many of the drafts were really proposed (None: all). The emitted run is then
+    `targets[b, :new_lens[b]]`, because an accepted draft equals the target's token."""
     matches = targets[:, :-1] == drafts
     if num_drafts is not None:
         matches &= torch.arange(drafts.shape[1], device=drafts.device) < num_drafts.unsqueeze(1)
@@ -29,10 +28,11 @@ def accept_by_rates(
     rates: torch.Tensor,
     coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Acceptance by chance instead: emitted tokens `[B, K+1]`, drafts as far as they are accepted and then the target's
-    token, and their numbers `[B]`.
+    """Acceptance by chance instead: emitted tokens `[B, K+1]`, drafts as far as they are accepted
+    and then the target's token, and their numbers `[B]`.
 
-    rates `[>= K]` float64: the probability that drafts 0..i are all accepted; coins `[B]` float64 in (0, 1), one for a
+    rates `[>= K]` float64: the probability that drafts 0..i are all accepted; coins `[B]` float64
+    in (0, 1), one for a
     whole round: draft i is accepted when the coin is below its rate, and rates do not rise.
     """
     length = drafts.shape[1]

@@ -1,9 +1,11 @@
-"""The token of every row: argmax of logits / temperature + Gumbel noise, or plain argmax where the temperature is 0.
+"""The token of every row: argmax of logits / temperature + Gumbel noise, or plain argmax where the
+temperature is 0.
 
-One call is the whole choice of DESIGN section 5. Logits may have the model's own dtype: they become float32 in the
-registers of the kernel that reads them, which is exact, so no float32 copy of a window's logits is ever written. What
-filters exclude comes as one number a row (`filter_cut`). On CUDA it is one fused Triton kernel (and a small one to
-reduce its parts), elsewhere the plain-torch twin, which is its definition.
+One call is the whole choice of . Logits may have the model's own dtype: they become float32 in the
+registers of the kernel that reads them, which is exact, so no float32 copy of a window's logits is
+ever written. What filters exclude comes as one number a row (`filter_cut`). On CUDA it is one fused
+Triton kernel (and a small one to reduce its parts), elsewhere the plain-torch reference, which is
+its definition.
 
 This file knows nothing of requests, windows or acceptance.
 """
@@ -21,13 +23,14 @@ def choose_token(
     domain: int = TARGET_DOMAIN,
     cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """logits `[R, V]` float32, bfloat16 or float16, temperature `[R]` float32, seeds and positions `[R]` int64, cut
-    `[R]` float32: of a row with a temperature, logits / temperature below it are -inf. Returns `[R]` int64.
+    """logits `[R, V]` float32, bfloat16 or float16, temperature `[R]` float32, seeds and positions
+    `[R]` int64, cut `[R]` float32: of a row with a temperature, logits / temperature below it are
+    -inf. Returns `[R]` int64.
 
-    Equal values, infinite ones too, go to the lowest token id. -1 where the row holds a NaN or nothing but -inf.
-    """
+    Equal values, infinite ones too, go to the lowest token id. -1 where the row holds a NaN or
+    nothing but -inf."""
     if not logits.is_cuda:
-        return choose_token_twin(logits, temperature, seeds, positions, domain, cut)
+        return choose_token_reference(logits, temperature, seeds, positions, domain, cut)
     from tllm_spec.kernels.choose_token_triton import choose_token_triton
 
     return choose_token_triton(logits, temperature, seeds, positions, domain, cut)
@@ -36,7 +39,7 @@ def choose_token(
 def choose_best(logits: torch.Tensor) -> torch.Tensor:
     """`choose_token` where every temperature is 0."""
     if not logits.is_cuda:
-        return choose_best_twin(logits)
+        return choose_best_reference(logits)
     from tllm_spec.kernels.choose_token_triton import choose_token_triton
 
     return choose_token_triton(logits)
@@ -50,13 +53,14 @@ def choose_draft(
     positions: torch.Tensor | None = None,
     cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`choose_token` for a draft model, or `choose_best` without a temperature. token_map `[V]` int64: the target's id
-    of each column, which keys its noise and is returned; None: the column itself.
+    """`choose_token` for a draft model, or `choose_best` without a temperature. token_map `[V]`
+    int64: the target's id of each column, which keys its noise and is returned; None: the column
+    itself.
 
-    Equal values go to the first column, and so do rows without any choice: a draft is always a token.
-    """
+    Equal values go to the first column, and so do rows without any choice: a draft is always a
+    token."""
     if not logits.is_cuda:
-        return choose_draft_twin(logits, token_map, temperature, seeds, positions, cut)
+        return choose_draft_reference(logits, token_map, temperature, seeds, positions, cut)
     from tllm_spec.kernels.choose_token_triton import choose_token_triton
 
     return choose_token_triton(
@@ -64,7 +68,7 @@ def choose_draft(
     )
 
 
-def choose_token_twin(
+def choose_token_reference(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
@@ -73,16 +77,18 @@ def choose_token_twin(
     cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result of `choose_token`."""
-    return _choose(logits, temperature, gumbel_noise(seeds, positions, logits.shape[1], domain), cut)
+    return _choose(
+        logits, temperature, gumbel_noise(seeds, positions, logits.shape[1], domain), cut
+    )
 
 
-def choose_best_twin(logits: torch.Tensor) -> torch.Tensor:
+def choose_best_reference(logits: torch.Tensor) -> torch.Tensor:
     """torch.max documents the first index for ties, and a NaN for rows that hold one."""
     best, tokens = logits.max(dim=-1)
     return torch.where(best > -torch.inf, tokens, -1)
 
 
-def choose_draft_twin(
+def choose_draft_reference(
     logits: torch.Tensor,
     token_map: torch.Tensor | None,
     temperature: torch.Tensor | None = None,
@@ -92,7 +98,7 @@ def choose_draft_twin(
 ) -> torch.Tensor:
     """Arguments and result of `choose_draft`."""
     if temperature is None:
-        columns = choose_best_twin(logits)
+        columns = choose_best_reference(logits)
     else:
         assert seeds is not None and positions is not None
         num_tokens = logits.shape[1] if token_map is None else int(token_map.max()) + 1
@@ -112,4 +118,6 @@ def _choose(
     scaled = logits / temperature.unsqueeze(1)
     if cut is not None:
         scaled = scaled.masked_fill(scaled < cut.unsqueeze(1), -torch.inf)
-    return choose_best_twin(torch.where((temperature == 0).unsqueeze(1), logits, scaled + noise))
+    return choose_best_reference(
+        torch.where((temperature == 0).unsqueeze(1), logits, scaled + noise)
+    )

@@ -1,16 +1,18 @@
 """`choose_token` and `gumbel_noise` as Triton kernels. Importing this file imports Triton.
 
-What is exact. The Philox words are integers and equal the twin's. Division and addition are single IEEE float32
-operations (`div_rn`; Triton's `/` is an approximation), so a sum equals the twin's wherever the noise does. The two
-logarithms are the device's float64 ones (libdevice; numpy's under Triton's interpreter) and may differ from the twin's
-in the last float64 bit. After the rounding to float32 that shows only where a rounding boundary lies between the two
-(expected for about one word in 2**28), and it changes a token only where the two best sums are neighbouring float32
-numbers.
+What is exact. The Philox words are integers and equal the reference's. Division and addition are
+single IEEE float32 operations (`div_rn`; Triton's `/` is an approximation), so a sum equals the
+reference's wherever the noise does. The two logarithms are the device's float64 ones (libdevice;
+numpy's under Triton's interpreter) and may differ from the reference's in the last float64 bit.
+After the rounding to float32 that shows only where a rounding boundary lies between the two
+(expected for about one word in 2**28), and it changes a token only where the two best sums are
+neighbouring float32 numbers.
 
-Work, for R rows of V tokens: 4 R V bytes of logits read once; 16 R V / 1024 bytes of parts written and read. A token
-takes about 240 instructions, 63 of them float64 (two logarithms). Predicted on an H200 (132 SMs, each with 64 float64
-lanes and 128 instruction slots a cycle, 1.98 GHz, 4.8 TB/s) for R = 4, V = 128256: 2.1 MB in 0.4 us, 32 M float64
-instructions in 1.9 us, 123 M instructions in 3.7 us; with two dependent launches in a CUDA graph about 8 us. Many rows
+Work, for R rows of V tokens: 4 R V bytes of logits read once; 16 R V / 1024 bytes of parts written
+and read. A token takes about 240 instructions, 63 of them float64 (two logarithms). Predicted on an
+H200 (132 SMs, each with 64 float64 lanes and 128 instruction slots a cycle, 1.98 GHz, 4.8 TB/s) for
+R = 4, V = 128256: 2.1 MB in 0.4 us, 32 M float64 instructions in 1.9 us, 123 M instructions in 3.7
+us; with two dependent launches in a CUDA graph about 8 us. Many rows
 are bound by instructions: R = 512 in about 0.5 ms, where the bytes alone take 0.06 ms.
 """
 
@@ -18,12 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 
 _BLOCK = 1024  # tokens a program where noise is made
 _LONG_BLOCK = 4096  # where it is not and there are rows enough to fill the device
-# Contraction of products and sums would change the logarithms' last bit with Triton's default, which is changing.
+# Contraction of products and sums would change the logarithms' last bit with Triton's default,
+# which is changing.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -38,8 +41,8 @@ def choose_token_triton(
     *,
     drafting: bool = False,
 ) -> torch.Tensor:
-    """See `choose_token`; without a temperature `choose_best`, and `choose_draft` where `drafting`. Every argument may
-    have a stride between rows (a column of a table, a slice of logits)."""
+    """See `choose_token`; without a temperature `choose_best`, and `choose_draft` where `drafting`.
+    Every argument may have a stride between rows (a column of a table, a slice of logits)."""
     assert logits.stride(1) == 1
     (num_rows, vocab_size), device = logits.shape, logits.device
     block = _BLOCK if temperature is not None or num_rows <= 16 else _LONG_BLOCK
@@ -63,7 +66,7 @@ def choose_token_triton(
         vocab_size,
         domain,
         block,
-        **early_launch(device),
+        **programmatic_launch(device),
         **_OPTIONS,
     )
     width = triton.next_power_of_2(num_parts)
@@ -75,7 +78,7 @@ def choose_token_triton(
         num_parts,
         width,
         0 if drafting else -1,
-        **early_launch(device),
+        **programmatic_launch(device),
         num_warps=1,
     )
     return chosen
@@ -108,20 +111,28 @@ def gumbel_noise_triton(
 def _noise(
     seed: tl.tensor, position: tl.tensor, part: tl.tensor, domain: tl.constexpr, block: tl.constexpr
 ) -> tl.tensor:
-    """Gumbel noise of the tokens of one part, `[block]` float32. Philox runs once for four tokens."""
+    """Gumbel noise of the tokens of one part, `[block]` float32. Philox runs once for four
+    tokens."""
     quads = part * (block // 4) + tl.arange(0, block // 4)
     zeros = tl.zeros_like(quads)
-    # tl.philox is Philox4x32-10 and takes the key's low word from the seed's low half, as the twin does.
-    word0, word1, word2, word3 = tl.philox(seed, quads, zeros + position.to(tl.int32), zeros + domain, zeros)
+    # tl.philox is Philox4x32-10 and takes the key's low word from the seed's low half, as the
+    # reference does.
+    word0, word1, word2, word3 = tl.philox(
+        seed, quads, zeros + position.to(tl.int32), zeros + domain, zeros
+    )
     return _gumbel(tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _noise_at(seed: tl.tensor, position: tl.tensor, tokens: tl.tensor, domain: tl.constexpr) -> tl.tensor:
+def _noise_at(
+    seed: tl.tensor, position: tl.tensor, tokens: tl.tensor, domain: tl.constexpr
+) -> tl.tensor:
     """The same for any token ids `[block]`: Philox runs for each of them."""
     quads, place = (tokens // 4).to(tl.int32), tokens % 4
     zeros = tl.zeros_like(quads)
-    word0, word1, word2, word3 = tl.philox(seed, quads, zeros + position.to(tl.int32), zeros + domain, zeros)
+    word0, word1, word2, word3 = tl.philox(
+        seed, quads, zeros + position.to(tl.int32), zeros + domain, zeros
+    )
     return _gumbel(
         tl.where(place < 2, tl.where(place == 0, word0, word1), tl.where(place == 2, word2, word3))
     )
@@ -152,24 +163,31 @@ def _choose_part(
     block: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """The best of `block` tokens of one row. Writes its value and id; a NaN counts as +inf with the id -1, so that it
-    wins over everything, by the rule for ties too."""
+    """The best of `block` tokens of one row. Writes its value and id; a NaN counts as +inf with the
+    id -1, so that it wins over everything, by the rule for ties too."""
     begin(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
     exists = tokens < vocab_size
-    values = tl.load(logits + row * logits_stride + tokens, mask=exists, other=float("-inf")).to(tl.float32)
+    values = tl.load(logits + row * logits_stride + tokens, mask=exists, other=float("-inf")).to(
+        tl.float32
+    )
     if temperatures is not None:
         temperature = tl.load(temperatures + row * temperatures_stride)
         if temperature != 0:
-            seed, position = tl.load(seeds + row * seeds_stride), tl.load(positions + row * positions_stride)
+            seed, position = (
+                tl.load(seeds + row * seeds_stride),
+                tl.load(positions + row * positions_stride),
+            )
             values = tl.div_rn(values, temperature)
             if cuts is not None:
                 values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
             if token_map is None:
                 values += _noise(seed, position, part, domain, block)
             else:
-                values += _noise_at(seed, position, tl.load(token_map + tokens, mask=exists, other=0), domain)
+                values += _noise_at(
+                    seed, position, tl.load(token_map + tokens, mask=exists, other=0), domain
+                )
     is_nan = values != values
     values = tl.where(is_nan, float("inf"), values)
     best = tl.max(values, axis=0)
@@ -219,6 +237,9 @@ def _write_noise(
 ) -> None:
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
-    seed, position = tl.load(seeds + row * seeds_stride), tl.load(positions + row * positions_stride)
+    seed, position = (
+        tl.load(seeds + row * seeds_stride),
+        tl.load(positions + row * positions_stride),
+    )
     values = _noise(seed, position, part, domain, block)
     tl.store(noise + row * num_tokens + tokens, values, mask=tokens < num_tokens)

@@ -1,10 +1,12 @@
-"""cuBLASLt's matrix product with an algorithm of the caller's choice; torch takes the first that the library proposes.
+"""cuBLASLt's matrix product with an algorithm of the caller's choice; torch takes the first that
+the library proposes.
 
-A small binding of the library that torch has loaded already, by the types and numbers of its public header. It lists
-the algorithms of a product and runs one; it does not know which is the fastest, nor what a product is for.
+A small binding of the library that torch has loaded already, by the types and numbers of its public
+header. It lists the algorithms of a product and runs one; it does not know which is the fastest,
+nor what a product is for.
 
-An algorithm is 64 opaque bytes, which mean the same to the same version of the library on the same kind of device.
-"""
+An algorithm is 64 opaque bytes, which mean the same to the same version of the library on the same
+kind of device."""
 
 import ctypes
 import functools
@@ -56,7 +58,13 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulDescCreate": [_POINTER, _INT, _INT],
     "cublasLtMatmulDescSetAttribute": [_POINTER, _INT, _POINTER, _SIZE],
     "cublasLtMatmulDescDestroy": [_POINTER],
-    "cublasLtMatrixLayoutCreate": [_POINTER, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
+    "cublasLtMatrixLayoutCreate": [
+        _POINTER,
+        _INT,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_int64,
+    ],
     "cublasLtMatrixLayoutDestroy": [_POINTER],
     "cublasLtMatmulPreferenceCreate": [_POINTER],
     "cublasLtMatmulPreferenceSetAttribute": [_POINTER, _INT, _POINTER, _SIZE],
@@ -64,7 +72,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulAlgoGetHeuristic": [_POINTER, *_DESCRIPTORS, _POINTER, _INT, _POINTER, _POINTER],
     "cublasLtMatmulAlgoConfigSetAttribute": [_POINTER, _INT, _POINTER, _SIZE],
     "cublasLtMatmulAlgoCheck": [_POINTER, *_DESCRIPTORS, _POINTER, _POINTER],
-    # handle, operation, alpha, A and its layout, B, beta, C, D, algorithm, workspace, its size, stream
+    # handle, operation, alpha, A and its layout, B, beta, C, D, algorithm, workspace, its size,
+    # stream
     "cublasLtMatmul": [_POINTER] * 14 + [_SIZE, _POINTER],
 }
 
@@ -85,7 +94,8 @@ def shared_library() -> ctypes.CDLL | None:
 
 
 class CublasLt:
-    """The library on one device, with the workspace that its products share: they have to follow each other.
+    """The library on one device, with the workspace that its products share: they have to follow
+    each other.
 
     Raises RuntimeError when the library does not start.
     """
@@ -112,15 +122,16 @@ class CublasLt:
         self.call(f"{of}SetAttribute", on, attribute, ctypes.byref(value), ctypes.sizeof(value))
 
     def free_with(self, owner: object, name: str, *arguments: object) -> None:
-        """Call this once the owner is gone; not when Python ends, where CUDA may have ended before."""
+        """Call this once the owner is gone; not when Python ends, where CUDA may have ended
+        before."""
         function = getattr(self._library, f"cublasLt{name}")
         weakref.finalize(owner, function, *arguments).atexit = False
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a plan is made for: `x W^T` of `[T, K]` and `[N, K]`, with strides between rows, in elements. `adds`: to
-    what the output holds."""
+    """What a plan is made for: `x W^T` of `[T, K]` and `[N, K]`, with strides between rows, in
+    elements. `adds`: to what the output holds."""
 
     rows: int
     in_features: int
@@ -139,9 +150,8 @@ class Sizes:
 class Plan:
     """A product of fixed sizes.
 
-    The library stores by columns. So our `[T, N]` is its N x T, the product of W, which is its K x N transposed, and of
-    x, which is its K x T.
-    """
+    The library stores by columns. So our `[T, N]` is its N x T, the product of W, which is its K x
+    N transposed, and of x, which is its K x T."""
 
     def __init__(self, lt: CublasLt, sizes: Sizes) -> None:
         self._lt, self._beta = lt, _ONE_POINTER if sizes.adds else _ZERO_POINTER
@@ -166,7 +176,8 @@ class Plan:
         return [self._operation, weight, x, output, output]
 
     def algorithms(self, most: int) -> list[bytes]:
-        """What the library proposes, its favourite first; none if it has nothing for these sizes."""
+        """What the library proposes, its favourite first; none if it has nothing for these
+        sizes."""
         lt, preference, found = self._lt, ctypes.c_void_p(), ctypes.c_int()
         proposals = (_Proposal * most)()
         lt.call("MatmulPreferenceCreate", ctypes.byref(preference))
@@ -180,7 +191,8 @@ class Plan:
         return [bytes(one.algorithm) for one in proposals[: found.value] if one.state == 0]
 
     def variant(self, algorithm: bytes, splits: int, cluster: tuple[int, int]) -> bytes | None:
-        """The algorithm with its sums split so often and its CTAs in such clusters; None where that does not go."""
+        """The algorithm with its sums split so often and its CTAs in such clusters; None where that
+        does not go."""
         changed = ctypes.create_string_buffer(algorithm, ALGORITHM_BYTES)
         values = {
             _SPLITS: ctypes.c_int32(splits),

@@ -1,5 +1,5 @@
-"""Files that make the next start shorter: what was compiled or measured. Without them, or where they cannot be written,
-everything is made anew.
+"""Files that make the next start shorter: what was compiled or measured. Without them, or where
+they cannot be written, everything is made anew.
 
 It does not know what is in them.
 """
@@ -22,14 +22,16 @@ def cache_folder() -> Path:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """All at once: whoever reads it meanwhile sees the old file or the new one. A folder that cannot be written is
-    logged."""
+    """All at once: whoever reads it meanwhile sees the old file or the new one. A folder that
+    cannot be written is logged."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError as error:
-        logger.warning("%s was not written, so the next start compiles or measures again: %s", path, error)
+        logger.warning(
+            "%s was not written, so the next start compiles or measures again: %s", path, error
+        )
         with contextlib.suppress(OSError):
             temporary.unlink()

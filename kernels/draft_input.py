@@ -1,9 +1,9 @@
-"""What the first layer of an EAGLE-3 head reads: the norm of a token's embedding beside the norm of a hidden state, the
-running sum that the layer's output is added to, and the rows of the rotary table.
+"""What the first layer of an EAGLE-3 head reads: the norm of a token's embedding beside the norm of
+a hidden state, the running sum that the layer's output is added to, and the rows of the rotary
+table.
 
-`draft_input` is one Triton kernel where there is any and its plain-torch twin, which is the definition, elsewhere. It
-knows neither layers nor drafting.
-"""
+`draft_input` is one Triton kernel where there is any and its plain-torch reference, which is the
+definition, elsewhere. It knows neither layers nor drafting."""
 
 from dataclasses import dataclass, replace
 
@@ -47,7 +47,8 @@ def draft_input(
     """A row depends on its own token and hidden state only, to the last bit.
 
     Args:
-        token_ids: `[T]` int64; rows of the table, all of them: rows that pad a window have some valid id, too.
+        token_ids: `[T]` int64; rows of the table, all of them: rows that pad a window have some
+        valid id, too.
         table: `[V, H]`, of hidden's dtype, contiguous.
         hidden: `[T, H]`, any stride between rows; it is not changed.
         norms: float32 inside, rounded once (`rms_norm`).
@@ -59,7 +60,9 @@ def draft_input(
     from tllm_spec.kernels.draft_input_triton import draft_input_triton
 
     weights = (norms.embedding, norms.hidden)
-    both, total, turns = draft_input_triton(token_ids, table, hidden, weights, norms.eps, rotary, wanted)
+    both, total, turns = draft_input_triton(
+        token_ids, table, hidden, weights, norms.eps, rotary, wanted
+    )
     return DraftInput(both, total, replace(rotary, known=turns))
 
 
@@ -71,7 +74,9 @@ def plain_draft_input(
     rotary: Rotary,
     wanted: torch.Tensor | None = None,
 ) -> DraftInput:
-    """The twin of `draft_input`. `Rotary` gathers its rows when it is asked for them."""
+    """The reference of `draft_input`. `Rotary` gathers its rows when it is asked for them."""
     embedded = plain_rms_norm(F.embedding(token_ids, table), norms.embedding, norms.eps)
     both = torch.cat((embedded, plain_rms_norm(hidden, norms.hidden, norms.eps)), -1)
-    return DraftInput(both, hidden.clone() if wanted is None else hidden.index_select(0, wanted), rotary)
+    return DraftInput(
+        both, hidden.clone() if wanted is None else hidden.index_select(0, wanted), rotary
+    )

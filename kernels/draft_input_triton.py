@@ -1,17 +1,19 @@
-"""The Triton kernel behind draft_input.py, which says what goes in and comes out. Importing this file imports Triton.
+"""The Triton kernel behind draft_input.py, which says what goes in and comes out. Importing this
+file imports Triton.
 
-One launch in the place of an embedding, two norms, a concatenation, a copy and a gathering of rows. It takes part in
-the early launches of its neighbours, which torch's ops do not. The norms take the steps of rms_norm_triton.py.
+One launch in the place of an embedding, two norms, a concatenation, a copy and a gathering of rows.
+It takes part in the early launches of its neighbours, which torch's ops do not. The norms take the
+steps of rms_norm_triton.py.
 
-Bytes: 4 T H elements, 2 R H and 4 T D, and the weights. H = 4096 and D = 128 in bfloat16: 49 KiB a row.
-"""
+Bytes: 4 T H elements, 2 R H and 4 T D, and the weights. H = 4096 and D = 128 in bfloat16: 49 KiB a
+row."""
 
 import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.rotary_write import Rotary
 
 _ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements a thread
@@ -27,9 +29,12 @@ def draft_input_triton(
     rotary: Rotary,
     wanted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `draft_input`: both, total, and the rows of the rotary table. weights and eps: of its norms."""
+    """See `draft_input`: both, total, and the rows of the rotary table. weights and eps: of its
+    norms."""
     (num_rows, size), num_wanted = hidden.shape, len(hidden if wanted is None else wanted)
-    assert token_ids.is_contiguous() and table.is_contiguous() and (hidden.stride(1) == 1 or size == 1)
+    assert (
+        token_ids.is_contiguous() and table.is_contiguous() and (hidden.stride(1) == 1 or size == 1)
+    )
     assert num_wanted <= num_rows and table.dtype == hidden.dtype
     assert rotary.table.is_contiguous() and rotary.positions.is_contiguous()
     both, total = hidden.new_empty(num_rows, 2 * size), hidden.new_empty(num_wanted, size)
@@ -53,7 +58,7 @@ def draft_input_triton(
         TURN=turns.stride(0),
         BLOCK=block,
         TURN_BLOCK=triton.next_power_of_2(turns.stride(0)),
-        **early_launch(hidden.device),
+        **programmatic_launch(hidden.device),
         num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
     )
     return both, total, turns
@@ -88,7 +93,14 @@ def draft_input_kernel(
         embedding = table + tl.load(token_ids + row) * SIZE
         _norm(embedding, embedding_weight, both + row * 2 * SIZE, eps, SIZE, BLOCK)
     elif part == 1:
-        _norm(hidden + row * hidden_stride, hidden_weight, both + (row * 2 + 1) * SIZE, eps, SIZE, BLOCK)
+        _norm(
+            hidden + row * hidden_stride,
+            hidden_weight,
+            both + (row * 2 + 1) * SIZE,
+            eps,
+            SIZE,
+            BLOCK,
+        )
     elif part == 2:
         if row < num_wanted:
             if wanted is None:

@@ -1,17 +1,18 @@
 """top_k, top_p and min_p as one number a row: the smallest logits / temperature that they keep.
 
-What is kept, in this order: min_p keeps what is at least the greatest value + log(min_p); top_k what is at least the
-k-th greatest value, equal ones counted singly; top_p, of what these two keep, every value whose strictly greater ones
-weigh less than top_p of all of them. So tokens with equal values stay or go together, whatever order they are in, and
-a cut on values says it all.
+What is kept, in this order: min_p keeps what is at least the greatest value + log(min_p); top_k
+what is at least the k-th greatest value, equal ones counted singly; top_p, of what these two keep,
+every value whose strictly greater ones weigh less than top_p of all of them. So tokens with equal
+values stay or go together, whatever order they are in, and a cut on values says it all.
 
-Weights are integers, exp(value - greatest) * 2**40 cut off, so that their sums are exact in any order, and exp is the
-sequence of single float32 operations below: every device cuts at the same number. What is lost: tokens below e**-27.7
-of the most likely one weigh nothing, and a weight is right to about 1e-7 of itself.
+Weights are integers, exp(value - greatest) * 2**40 cut off, so that their sums are exact in any
+order, and exp is the sequence of single float32 operations below: every device cuts at the same
+number. What is lost: tokens below e**-27.7 of the most likely one weigh nothing, and a weight is
+right to about 1e-7 of itself.
 
-On CUDA a pair of kernels counts the values of 16-bit logits and walks the counts; the plain-torch twin sorts, and does
-it for float32 logits on any device. This file knows nothing of requests or of choosing.
-"""
+On CUDA a pair of kernels counts the values of 16-bit logits and walks the counts; the plain-torch
+reference sorts, and does it for float32 logits on any device. This file knows nothing of requests
+or of choosing."""
 
 import torch
 
@@ -27,20 +28,21 @@ def filter_cut(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """logits `[R, V]` in float32, bfloat16 or float16; temperature, top_p, min_p `[R]` float32 and top_k `[R]` int64,
-    with at least V, 1 and 0 meaning off. Returns `[R]` float32.
+    """logits `[R, V]` in float32, bfloat16 or float16; temperature, top_p, min_p `[R]` float32 and
+    top_k `[R]` int64, with at least V, 1 and 0 meaning off. Returns `[R]` float32.
 
-    The greatest value is always kept. -inf where nothing is filtered, and where the temperature is 0. A row that holds
+    The greatest value is always kept. -inf where nothing is filtered, and where the temperature is
+    0. A row that holds
     a NaN has any cut: what is not below it includes the NaN.
     """
     if logits.element_size() != 2 or not has_kernels(logits.device):
-        return filter_cut_twin(logits, temperature, top_k, top_p, min_p)
+        return filter_cut_reference(logits, temperature, top_k, top_p, min_p)
     from tllm_spec.kernels.filter_cut_triton import filter_cut_triton
 
     return filter_cut_triton(logits, temperature, top_k, top_p, min_p)
 
 
-def filter_cut_twin(
+def filter_cut_reference(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -66,7 +68,8 @@ def filter_cut_twin(
 
 
 def token_weights(values: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """floor(exp(values - best) * 2**40), int64. exp as in Cephes' expf, every operation rounded to float32."""
+    """floor(exp(values - best) * 2**40), int64. exp as in Cephes' expf, every operation rounded to
+    float32."""
     x = torch.where(values == best, 0.0, values - best)
     x = torch.where(x > -30.0, x, -30.0)  # weighs nothing any more
     exponent = (x * 1.44269504088896341 + 0.5).floor()

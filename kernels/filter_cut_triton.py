@@ -1,14 +1,14 @@
 """`filter_cut` for 16-bit logits as two Triton kernels. Importing this file imports Triton.
 
-There are 65,536 different 16-bit logits, so how often each occurs says everything about a row: the first kernel counts
-them, over all of the device; the second, one program a row, walks the counts from the greatest value down, 4,096 at
-a time, until it has the k-th value, and once more until it has the mass of top_p. Dividing by the temperature may make
-different logits equal, but keeps their order, and then the cut is the same as if they had been counted together: the
-lowest of equal values is kept if and only if the first of them is.
+There are 65,536 different 16-bit logits, so how often each occurs says everything about a row: the
+first kernel counts them, over all of the device; the second, one program a row, walks the counts
+from the greatest value down, 4,096 at a time, until it has the k-th value, and once more until it
+has the mass of top_p. Dividing by the temperature may make different logits equal, but keeps their
+order, and then the cut is the same as if they had been counted together: the lowest of equal values
+is kept if and only if the first of them is.
 
-Work for R rows of V tokens: 2 R V bytes of logits read, R * 256 KiB of counts cleared, R V atomic additions to them.
-Rows whose filters are off, or that are greedy, are not read.
-"""
+Work for R rows of V tokens: 2 R V bytes of logits read, R * 256 KiB of counts cleared, R V atomic
+additions to them. Rows whose filters are off, or that are greedy, are not read."""
 
 import torch
 import triton
@@ -71,7 +71,8 @@ def _count_keys(
     block: tl.constexpr,
     num_keys: tl.constexpr,
 ) -> None:
-    """A key orders logits as an unsigned integer: the sign bit flipped, or all bits of a negative number."""
+    """A key orders logits as an unsigned integer: the sign bit flipped, or all bits of a negative
+    number."""
     row = tl.program_id(0).to(tl.int64)
     filters = tl.load(top_ks + row * top_ks_stride) < vocab_size
     filters |= tl.load(top_ps + row * top_ps_stride) < 1
@@ -79,11 +80,15 @@ def _count_keys(
     if filters & (tl.load(temperatures + row * temperatures_stride) > 0):
         tokens = tl.program_id(1) * block + tl.arange(0, block)
         exists = tokens < vocab_size
-        word = tl.load(bits + row * bits_stride + tokens, mask=exists, other=0).to(tl.int32) & 0xFFFF
+        word = (
+            tl.load(bits + row * bits_stride + tokens, mask=exists, other=0).to(tl.int32) & 0xFFFF
+        )
         keys = tl.where(word >= 0x8000, 0xFFFF - word, word + 0x8000)
         tl.atomic_add(counts + row * num_keys + keys, 1, mask=exists, sem="relaxed")
         greatest = tl.max(tl.where(exists, keys, 0), axis=0)
-        tl.atomic_max(counts + tl.num_programs(0).to(tl.int64) * num_keys + row, greatest, sem="relaxed")
+        tl.atomic_max(
+            counts + tl.num_programs(0).to(tl.int64) * num_keys + row, greatest, sem="relaxed"
+        )
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)  # type: ignore[untyped-decorator]  # triton has no types
@@ -127,7 +132,9 @@ def _find_cut(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _kth_key(counts: tl.tensor, greatest: tl.tensor, top_k: tl.tensor, walk: tl.constexpr) -> tl.tensor:
+def _kth_key(
+    counts: tl.tensor, greatest: tl.tensor, top_k: tl.tensor, walk: tl.constexpr
+) -> tl.tensor:
     """The key of the `top_k`-th greatest logit."""
     above, first, found = top_k * 0, greatest, top_k * 0
     while (above < top_k) & (first >= 0):
@@ -158,8 +165,9 @@ def _mass(
         number = tl.load(counts + keys, mask=(keys >= 0) & (values >= cut), other=0)
         total += tl.sum(number.to(tl.int64) * _weights(values, best), axis=0)
         first -= walk
-        # Below the cut, or where the first of them weighs nothing, there is no more to come. (An infinite best token
-        # is NaN here; then infinities are all that weighs, and the cut is infinite whatever they weigh.)
+        # Below the cut, or where the first of them weighs nothing, there is no more to come. (An
+        # infinite best token is NaN here; then infinities are all that weighs, and the cut is
+        # infinite whatever they weigh.)
         value = _value(tl.maximum(first, 0), temperature, is_bfloat16)
         goes_on = (first >= 0) & (value >= cut) & (value - best > -30.0)
     return total
@@ -176,7 +184,8 @@ def _nucleus(
     is_bfloat16: tl.constexpr,
     walk: tl.constexpr,
 ) -> tl.tensor:
-    """The smallest value not below `cut` whose strictly greater ones weigh less than `target`, `best` at least."""
+    """The smallest value not below `cut` whose strictly greater ones weigh less than `target`,
+    `best` at least."""
     above, first, found, goes_on = tl.full([], 0, tl.int64), greatest, best, greatest >= 0
     while goes_on:
         keys = first - tl.arange(0, walk)

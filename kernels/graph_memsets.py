@@ -1,10 +1,11 @@
 """Small memset nodes of a captured CUDA graph as kernel nodes.
 
-A graph of nothing but kernels is cheap to launch however many they are; one with memsets among them costs the host many
-times as much. cuBLASLt clears a counter before every product whose sums it splits.
+A graph of nothing but kernels is cheap to launch however many they are; one with memsets among them
+costs the host many times as much. cuBLASLt clears a counter before every product whose sums it
+splits.
 
-It knows nodes and edges, not what they are for. It needs cuda-python, and a graph that is not instantiated yet.
-"""
+It knows nodes and edges, not what they are for. It needs cuda-python, and a graph that is not
+instantiated yet."""
 
 import ctypes
 import functools
@@ -20,7 +21,8 @@ _ARGUMENT_TYPES = (ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint, ctypes.c_
 
 
 def memsets_as_kernels(graph: int) -> int:
-    """Puts a kernel in the place of every small memset: between the same nodes, with the same effect.
+    """Puts a kernel in the place of every small memset: between the same nodes, with the same
+    effect.
 
     Args:
         graph: `CUDAGraph.raw_cuda_graph()`.
@@ -33,7 +35,11 @@ def memsets_as_kernels(graph: int) -> int:
     handle = driver.CUgraph(graph)
     memset = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
     nodes = _listed(driver.cuGraphGetNodes, handle)
-    return sum(_replace(handle, node) for node in nodes if checked(driver.cuGraphNodeGetType(node)) == memset)
+    return sum(
+        _replace(handle, node)
+        for node in nodes
+        if checked(driver.cuGraphNodeGetType(node)) == memset
+    )
 
 
 def _replace(graph: Any, node: Any) -> bool:
@@ -49,7 +55,8 @@ def _replace(graph: Any, node: Any) -> bool:
     params = _fill(torch.cuda.current_device()).node_params(THREADS, values, _ARGUMENT_TYPES)
     kernel = checked(driver.cuGraphAddKernelNode(graph, before, len(before), params))
     checked(driver.cuGraphDestroyNode(node))
-    # Before CUDA 13 the call that knows of edges' kinds had another name; without kinds both are alike.
+    # Before CUDA 13 the call that knows of edges' kinds had another name; without kinds both are
+    # alike.
     connect = getattr(driver, "cuGraphAddDependencies_v2", driver.cuGraphAddDependencies)
     checked(connect(graph, [kernel] * len(behind), behind, None, len(behind)))
     return True

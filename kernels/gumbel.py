@@ -1,11 +1,13 @@
-"""Counter-based Gumbel noise: a pure function of (seed, position, token id), the heart of drafter-invariant sampling.
+"""Counter-based Gumbel noise: a pure function of (seed, position, token id), the heart of
+drafter-invariant sampling.
 
-Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) keyed by the request's
-seed; the counter holds (token // 4, position, domain, 0) and token % 4 picks the output word. Because nothing is
-drawn from a stream, the noise of a position is the same on any device, in any batch, for any draft length.
+Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) keyed by
+the request's seed; the counter holds (token // 4, position, domain, 0) and token % 4 picks the
+output word. Because nothing is drawn from a stream, the noise of a position is the same on any
+device, in any batch, for any draft length.
 
-This file is the plain-torch twin, which defines the values. It knows nothing of logits, requests or batches.
-"""
+This file is the plain-torch reference, which defines the values. It knows nothing of logits,
+requests or batches."""
 
 from functools import cache
 
@@ -25,23 +27,27 @@ RESIDUAL_DOMAIN = 3  # the token drawn after a rejection
 
 @cache
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multipliers `[2, 1, 1]`, second one first, and key steps `[2]`. Made once: a CUDA graph cannot hold the copy."""
+    """Multipliers `[2, 1, 1]`, second one first, and key steps `[2]`. Made once: a CUDA graph
+    cannot hold the copy."""
     multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).flip(0).view(2, 1, 1)
     return multipliers, torch.tensor(_KEY_STEPS, dtype=torch.int64, device=device)
 
 
-def philox_bits(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int) -> torch.Tensor:
-    """Random 32-bit words of token ids 0..num_tokens-1, as int64. seeds, positions: `[R]` int64. Returns `[R,
-    num_tokens]`.
+def philox_bits(
+    seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int
+) -> torch.Tensor:
+    """Random 32-bit words of token ids 0..num_tokens-1, as int64. seeds, positions: `[R]` int64.
+    Returns `[R, num_tokens]`.
 
-    Words travel in int64 because torch has no unsigned multiply: the product wraps mod 2**64, whose two halves are
-    exactly the high and low words after masking.
-    """
+    Words travel in int64 because torch has no unsigned multiply: the product wraps mod 2**64, whose
+    two halves are exactly the high and low words after masking."""
     device, rows, quads = seeds.device, seeds.numel(), -(-num_tokens // 4)
     multipliers, key_steps = _constants(device)
     keys = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))  # [2, R]
     rounds = torch.arange(_ROUNDS, device=device)
-    round_keys = ((keys + (rounds[:, None] * key_steps)[:, :, None]) & _MASK).unsqueeze(-1)  # [10, 2, R, 1]
+    round_keys = ((keys + (rounds[:, None] * key_steps)[:, :, None]) & _MASK).unsqueeze(
+        -1
+    )  # [10, 2, R, 1]
 
     # even = words (0, 2) of the counter, odd = words (1, 3).
     even = torch.full((2, rows, quads), domain, dtype=torch.int64, device=device)
@@ -64,14 +70,23 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, domain: int) -> torch.
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int = TARGET_DOMAIN
 ) -> torch.Tensor:
-    """Standard Gumbel noise `[R, num_tokens]` float32: argmax(logits + noise) is a draw from softmax(logits).
+    """Standard Gumbel noise `[R, num_tokens]` float32: argmax(logits + noise) is a draw from
+    softmax(logits).
 
-    The logarithms are taken in float64 and rounded once, so that devices agree on the float32 value. On CUDA a kernel
-    makes the same values in one pass.
-    """
+    The logarithms are taken in float64 and rounded once, so that devices agree on the float32
+    value. On CUDA a kernel makes the same values in one pass."""
     if seeds.is_cuda:
         from tllm_spec.kernels.choose_token_triton import gumbel_noise_triton
 
         return gumbel_noise_triton(seeds, positions, num_tokens, domain)
     bits = philox_bits(seeds, positions, num_tokens, domain)
-    return bits.to(torch.float64).add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_().to(torch.float32)
+    return (
+        bits.to(torch.float64)
+        .add_(0.5)
+        .mul_(2.0**-32)
+        .log_()
+        .neg_()
+        .log_()
+        .neg_()
+        .to(torch.float32)
+    )

@@ -1,9 +1,9 @@
-"""Chooses the products of a stack of layers where they run, one after the other: which algorithm is the fastest alone
-does not say what the whole takes, since one product's end and the next one's beginning share the device.
+"""Chooses the products of a stack of layers where they run, one after the other: which algorithm is
+the fastest alone does not say what the whole takes, since one product's end and the next one's
+beginning share the device.
 
-It begins with what was the fastest alone, and ends with that where nothing better is found. It does not know what else
-the stack runs, nor how its time is measured.
-"""
+It begins with what was the fastest alone, and ends with that where nothing better is found. It does
+not know what else the stack runs, nor how its time is measured."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,15 +27,17 @@ def place_missing(
     row_counts: Iterable[int],
     seconds: Callable[[int], float],
 ) -> int:
-    """Complete the table for the place of `products` and those of these numbers of rows that are worth it; how many
-    entries were missing.
+    """Complete the table for the place of `products` and those of these numbers of rows that are
+    worth it; how many entries were missing.
 
     Args:
         stack: the products of a layer in their order.
         seconds: of a forward of the stack for that many rows, with the table as it is.
     """
     # The largest of a class stands for all of it.
-    largest = {rows_class(rows): rows for rows in sorted(row_counts) if MIN_ROWS <= rows <= MAX_ROWS}
+    largest = {
+        rows_class(rows): rows for rows in sorted(row_counts) if MIN_ROWS <= rows <= MAX_ROWS
+    }
     num_missing = 0
     for rows in sorted(largest.values(), reverse=True):
         keys = [replace(key_of(product.sizes(rows)), place=products.place) for product in stack]
@@ -47,7 +49,10 @@ def place_missing(
 
 
 def _place(
-    products: TunedProducts, stack: Mapping[ProductKey, Product], rows: int, seconds: Callable[[], float]
+    products: TunedProducts,
+    stack: Mapping[ProductKey, Product],
+    rows: int,
+    seconds: Callable[[], float],
 ) -> None:
     alone = {key: products.table.get(replace(key, place="")) for key in stack}
     placed = _descend(products, stack, alone, rows, seconds)

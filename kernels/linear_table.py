@@ -1,5 +1,5 @@
-"""Which algorithm a linear layer's product runs, by its shape and number of rows, and the file that keeps the table for
-the next start.
+"""Which algorithm a linear layer's product runs, by its shape and number of rows, and the file that
+keeps the table for the next start.
 
 It knows neither the library behind an algorithm nor how the choice was made.
 """
@@ -19,8 +19,9 @@ SMALLEST_ROWS = 16
 
 
 def rows_class(rows: int) -> int:
-    """Products of 33 to 48 rows are one class, those of 49 to 64 the next: powers of two and what lies halfway between
-    two. What is best for the class's largest number of rows serves all of it."""
+    """Products of 33 to 48 rows are one class, those of 49 to 64 the next: powers of two and what
+    lies halfway between two. What is best for the class's largest number of rows serves all of
+    it."""
     power = max(SMALLEST_ROWS, 1 << max(rows - 1, 0).bit_length())
     halfway = power * 3 // 4
     return halfway if power > SMALLEST_ROWS and rows <= halfway else power
@@ -28,9 +29,9 @@ def rows_class(rows: int) -> int:
 
 @dataclass(frozen=True)
 class ProductKey:
-    """Of `[rows, in_features]` and `[out_features, in_features]`; `rows` is a class. `dtype`: `bfloat16`. `adds`: to a
-    running sum, which another algorithm may do best. `place`: the products of the layers that it runs among; empty: it
-    was measured alone."""
+    """Of `[rows, in_features]` and `[out_features, in_features]`; `rows` is a class. `dtype`:
+    `bfloat16`. `adds`: to a running sum, which another algorithm may do best. `place`: the products
+    of the layers that it runs among; empty: it was measured alone."""
 
     in_features: int
     out_features: int
@@ -47,8 +48,8 @@ class ProductKey:
 
 @dataclass
 class LinearTable:
-    """By `str(ProductKey)`: the algorithm, or None where torch's own choice is as fast. `finalists`: the fastest few of
-    what was measured since the start."""
+    """By `str(ProductKey)`: the algorithm, or None where torch's own choice is as fast.
+    `finalists`: the fastest few of what was measured since the start."""
 
     choices: dict[str, bytes | None] = field(default_factory=dict)
     finalists: dict[str, list[bytes]] = field(default_factory=dict, compare=False)
@@ -68,7 +69,8 @@ class LinearTable:
 
 
 def table_path(folder: Path, device_name: str, library_version: int, torch_version: str) -> Path:
-    """Of a kind of device and versions of the libraries: with any other an algorithm may mean something else."""
+    """Of a kind of device and versions of the libraries: with any other an algorithm may mean
+    something else."""
     name = f"linear-{device_name}-cublasLt{library_version}-torch{torch_version}"
     return folder / (re.sub(r"[^A-Za-z0-9.+-]+", "_", name) + ".json")
 
@@ -80,9 +82,13 @@ def read_table(path: Path, algorithm_bytes: int) -> LinearTable:
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}")
         choices = {
-            key: None if hexed is None else bytes.fromhex(hexed) for key, hexed in content["choices"].items()
+            key: None if hexed is None else bytes.fromhex(hexed)
+            for key, hexed in content["choices"].items()
         }
-        if any(algorithm is not None and len(algorithm) != algorithm_bytes for algorithm in choices.values()):
+        if any(
+            algorithm is not None and len(algorithm) != algorithm_bytes
+            for algorithm in choices.values()
+        ):
             raise ValueError("an algorithm of another length")
     except FileNotFoundError:
         return LinearTable()
@@ -93,5 +99,7 @@ def read_table(path: Path, algorithm_bytes: int) -> LinearTable:
 
 
 def write_table(path: Path, table: LinearTable) -> None:
-    choices = {key: None if found is None else found.hex() for key, found in sorted(table.choices.items())}
+    choices = {
+        key: None if found is None else found.hex() for key, found in sorted(table.choices.items())
+    }
     write_file(path, json.dumps({"format": FORMAT, "choices": choices}, indent=1).encode())

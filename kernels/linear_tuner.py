@@ -1,13 +1,14 @@
-"""Finds the fastest algorithm of linear layers' products by running what the library proposes, and variants of the best
+"""Finds the fastest algorithm of linear layers' products by running what the library proposes, and
+variants of the best
 of that: other splits of the sums, other clusters.
 
 It does not know which layers a model has, nor where the table is kept.
 
-Candidates run on weights that take turns, so that no cache holds them. Before each, torch's product of the same sizes
-keeps the device busy until the host has enqueued the candidate. Products of many rows are limited by power, and which
-algorithm is the fastest depends on the clock that this leaves: they are compared on a device that is busy all the time.
-A candidate's time is that between two events on the device.
-"""
+Candidates run on weights that take turns, so that no cache holds them. Before each, torch's product
+of the same sizes keeps the device busy until the host has enqueued the candidate. Products of many
+rows are limited by power, and which algorithm is the fastest depends on the clock that this leaves:
+they are compared on a device that is busy all the time. A candidate's time is that between two
+events on the device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tllm_spec.kernels.cublas_lt import CLUSTERS, CublasLt, Plan, Sizes
 from tllm_spec.kernels.linear_table import LinearTable, ProductKey, rows_class
 from tllm_spec.kernels.tuned_linear import key_of, plain_tuned_linear
 
-MIN_ROWS = 9  # fewer are few_row_linear's
+MIN_ROWS = 9  # fewer are small_m_gemm's
 MAX_OUTPUT_BYTES = 1 << 30  # logits of a whole prompt, which nobody asks for
 PROPOSALS = 16
 VARIED = 3  # of the proposals, the fastest
@@ -29,8 +30,8 @@ SPLITS = (1, 2)
 MAX_VARIED_ROWS = 512
 FINALISTS = 4
 ROUNDS = 5  # of the finalists and torch, in turn
-# Microseconds: that a candidate runs for, about (once at least, MAX_LAUNCHES times at most), torch's before it, and
-# before all those of a number of rows where power is the limit.
+# Microseconds: that a candidate runs for, about (once at least, MAX_LAUNCHES times at most),
+# torch's before it, and before all those of a number of rows where power is the limit.
 MEASURED, HEAD_START, HEAT = 100, 150, 200_000
 MAX_LAUNCHES = 6
 HOT_ROWS = 128
@@ -54,13 +55,16 @@ class Product:
     def sizes(self, rows: int) -> Sizes:
         out_features, in_features = self.weights[0].shape
         dtype = self.weights[0].dtype
-        return Sizes(rows, in_features, out_features, in_features, out_features, dtype, adds=self.adds)
+        return Sizes(
+            rows, in_features, out_features, in_features, out_features, dtype, adds=self.adds
+        )
 
 
 def tune_missing(
     table: LinearTable, lt: CublasLt, products: Sequence[Product], row_counts: Iterable[int]
 ) -> int:
-    """Complete the table for these numbers of rows; how many entries were missing. Waits for the device."""
+    """Complete the table for these numbers of rows; how many entries were missing. Waits for the
+    device."""
     # The largest of a class stands for all of it.
     largest = {rows_class(rows): rows for rows in sorted(row_counts) if rows >= MIN_ROWS}
     num_missing = 0
@@ -87,7 +91,9 @@ class Search:
 
     def __init__(self, lt: CublasLt, sizes: Sizes, weights: Sequence[torch.Tensor]) -> None:
         self._plan, self._weights, self._sizes = Plan(lt, sizes), cycle(weights), sizes
-        self._x = torch.randn(sizes.rows, sizes.in_features, dtype=sizes.dtype, device=weights[0].device)
+        self._x = torch.randn(
+            sizes.rows, sizes.in_features, dtype=sizes.dtype, device=weights[0].device
+        )
         self._output = self._x.new_zeros(sizes.rows, sizes.out_features)
         num_bytes = sizes.in_features * sizes.out_features * sizes.dtype.itemsize
         work = max(num_bytes / BYTES_A_US, num_bytes * sizes.rows / OPERATIONS_A_US)
@@ -96,7 +102,8 @@ class Search:
         self.finalists: list[bytes] = []
 
     def load(self) -> None:
-        """Collect the algorithms and run each once: the library loads a kernel when it is first run."""
+        """Collect the algorithms and run each once: the library loads a kernel when it is first
+        run."""
         proposals = self._plan.algorithms(PROPOSALS)
         self._run(self._torch, 1)
         self._load(proposals)
@@ -148,7 +155,9 @@ class Search:
         for algorithm in set(algorithms) - self._algorithms:
             try:
                 self._run(self._call_of(algorithm), 1)
-            except RuntimeError:  # of cublasLtMatmul, which may refuse what the check before it has accepted
+            except (
+                RuntimeError
+            ):  # of cublasLtMatmul, which may refuse what the check before it has accepted
                 continue
             self._algorithms.add(algorithm)
 

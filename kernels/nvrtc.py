@@ -1,8 +1,8 @@
 """CUDA C++ sources of this folder, compiled by NVRTC and launched through cuda-python.
 
-It knows nothing of what a kernel computes. Compilation needs no GPU; a kernel is loaded into the context that torch
-made current, and launched on the stream that it is given, so that torch's graph capture sees it.
-"""
+It knows nothing of what a kernel computes. Compilation needs no GPU; a kernel is loaded into the
+context that torch made current, and launched on the stream that it is given, so that torch's graph
+capture sees it."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,8 @@ SHARED_BYTES = 227 << 10  # of a CTA, as Hopper and the data centre's Blackwell 
 def is_installed() -> bool:
     """Whether cuda-python is there (the extra `cuda`)."""
     return (
-        importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+        importlib.util.find_spec("cuda") is not None
+        and importlib.util.find_spec("cuda.bindings") is not None
     )
 
 
@@ -42,11 +43,13 @@ def why_unavailable(device: int) -> str | None:
     return None if is_installed() else "cuda-python is not installed; pip install tllm_spec[cuda]"
 
 
-def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, int], ...] = ()) -> bytes:
+def compile_source(
+    name: str, architecture: str, definitions: tuple[tuple[str, int], ...] = ()
+) -> bytes:
     """The machine code of `name` in this folder, which is compiled once on a machine.
 
     Args:
-        name: file name, `few_row_linear.cu`.
+        name: file name, `small_m_gemm.cu`.
         architecture: `sm_90`.
         definitions: macros and their values.
 
@@ -56,7 +59,9 @@ def compile_source(name: str, architecture: str, definitions: tuple[tuple[str, i
     from cuda.bindings import nvrtc
 
     folder = Path(__file__).parent
-    texts = [(path.name, path.read_bytes()) for path in (folder / name, *sorted(folder.glob("*.cuh")))]
+    texts = [
+        (path.name, path.read_bytes()) for path in (folder / name, *sorted(folder.glob("*.cuh")))
+    ]
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",
@@ -79,8 +84,12 @@ def _compiled(texts: Sequence[tuple[str, bytes]], options: Sequence[str]) -> byt
 
     (name, source), *headers = texts
     contents, names = [text for _, text in headers], [name.encode() for name, _ in headers]
-    program = checked(nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), contents, names))
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    program = checked(
+        nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), contents, names)
+    )
+    (error,) = nvrtc.nvrtcCompileProgram(
+        program, len(options), [option.encode() for option in options]
+    )
     if error.value:
         log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
         checked(nvrtc.nvrtcGetProgramLog(program, log))
@@ -93,7 +102,8 @@ def _compiled(texts: Sequence[tuple[str, bytes]], options: Sequence[str]) -> byt
 
 @dataclass(frozen=True)
 class Launch:
-    """The shape of a launch: CTAs, threads of each, CTAs of a cluster, dynamic shared memory of each CTA."""
+    """The shape of a launch: CTAs, threads of each, CTAs of a cluster, dynamic shared memory of
+    each CTA."""
 
     grid: int
     block: int
@@ -113,9 +123,13 @@ class Kernel:
         checked(driver.cuFuncSetAttribute(self._function, attribute, max_shared_bytes))
 
     def node_params(
-        self, num_threads: int, values: tuple[Any, ...], types: tuple[type["ctypes._SimpleCData[Any]"], ...]
+        self,
+        num_threads: int,
+        values: tuple[Any, ...],
+        types: tuple[type["ctypes._SimpleCData[Any]"], ...],
     ) -> Any:
-        """Of a node of a CUDA graph: one CTA of so many threads, its arguments and their types in C."""
+        """Of a node of a CUDA graph: one CTA of so many threads, its arguments and their types in
+        C."""
         from cuda.bindings import driver
 
         params = driver.CUDA_KERNEL_NODE_PARAMS()
@@ -126,8 +140,9 @@ class Kernel:
         return params
 
     def launch(self, launch: Launch, stream: int, argument: ctypes.Structure) -> None:
-        """Start the kernel as soon as all CTAs of the kernel before it have said that it may (programmatic dependent
-        launch): it has to wait itself before it touches what that one writes. argument: the kernel's only one."""
+        """Start the kernel as soon as all CTAs of the kernel before it have said that it may
+        (programmatic dependent launch): it has to wait itself before it touches what that one
+        writes. argument: the kernel's only one."""
         from cuda.bindings import driver
 
         config = _config(launch, stream)
@@ -154,7 +169,8 @@ def _config(launch: Launch, stream: int) -> Any:
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-python returns besides its error code. Raises RuntimeError for an error."""
+    """What a call of cuda-python returns besides its error code. Raises RuntimeError for an
+    error."""
     error, *values = result
     if error.value:
         raise RuntimeError(f"{type(error).__name__}: {error.name}")

@@ -1,9 +1,10 @@
-"""Paged attention of context chunks: the last rows of each request attend causally to all that it has in the pool.
+"""Paged attention of context chunks: the last rows of each request attend causally to all that it
+has in the pool.
 
-The kernels are FlashInfer's: FlashAttention-3 on Hopper, its FA2 elsewhere. Their schedule is made on the host from
-lengths that the host knows, once for all layers of a forward, and nothing waits for the device. `plain_paged_prefill`
-is the twin in plain torch. Neither knows requests or models: rows, pages and one layer of the pool.
-"""
+The kernels are FlashInfer's: FlashAttention-3 on Hopper, its FA2 elsewhere. Their schedule is made
+on the host from lengths that the host knows, once for all layers of a forward, and nothing waits
+for the device. `plain_paged_prefill` is the reference in plain torch. Neither knows requests or
+models: rows, pages and one layer of the pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
-# A plan is copied to the device from pinned memory in stream order. With overlap the host is one forward ahead of the
-# device: it must not write the memory that the copy of the forward before still reads.
+# A plan is copied to the device from pinned memory in stream order. With overlap the host is one
+# forward ahead of the device: it must not write the memory that the copy of the forward before
+# still reads.
 NUM_PLANS = 2
 # What a wrapper of FlashInfer allocates on the device for a plan (8 MiB) and for the lengths in it.
 PLAN_BYTES = (8 << 20) + 32768 * 4
@@ -22,7 +24,8 @@ HOPPER = 9  # compute capability, of whose kernels (FA3) every launch of a graph
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """C chunks, one after another. All but `pages` lie on the host, pinned where there is a CUDA device to copy to."""
+    """C chunks, one after another. All but `pages` lie on the host, pinned where there is a CUDA
+    device to copy to."""
 
     query_starts: torch.Tensor
     """[C + 1] int32: each chunk's first row, then the number of all rows."""
@@ -45,11 +48,14 @@ class PrefillRows:
         block_tables: torch.Tensor,
         page_size: int,
     ) -> "PrefillRows":
-        """block_tables: `[C or more, P]` int32, on the device; only the pages that kv_lens reach are taken."""
+        """block_tables: `[C or more, P]` int32, on the device; only the pages that kv_lens reach
+        are taken."""
         counts = [-(-length // page_size) for length in kv_lens]
         tables = block_tables[: len(counts)]
         pages = [table[:count] for table, count in zip(tables, counts, strict=True)]
-        return cls.of_pages(chunk_lens, kv_lens, pages[0] if len(pages) == 1 else torch.cat(pages), page_size)
+        return cls.of_pages(
+            chunk_lens, kv_lens, pages[0] if len(pages) == 1 else torch.cat(pages), page_size
+        )
 
     @classmethod
     def of_pages(
@@ -57,14 +63,22 @@ class PrefillRows:
     ) -> "PrefillRows":
         """pages: as the field, those that kv_lens reach."""
         counts = [-(-length // page_size) for length in kv_lens]
-        last = [length - (count - 1) * page_size for length, count in zip(kv_lens, counts, strict=True)]
+        last = [
+            length - (count - 1) * page_size for length, count in zip(kv_lens, counts, strict=True)
+        ]
         starts = [0, *accumulate(chunk_lens)], [0, *accumulate(counts)]
         numbers = [*starts, [*last, 0], [*kv_lens, 0]]
         host = torch.tensor(numbers, dtype=torch.int32, pin_memory=pages.is_cuda)
         queries, page_starts, last_page_lens, lens = host.unbind(0)
         assert starts[1][-1] == len(pages)
         return cls(
-            queries, page_starts, last_page_lens[:-1], lens[:-1], pages, starts[0][-1], max(chunk_lens)
+            queries,
+            page_starts,
+            last_page_lens[:-1],
+            lens[:-1],
+            pages,
+            starts[0][-1],
+            max(chunk_lens),
         )
 
 
@@ -78,15 +92,16 @@ class PrefillLimits:
 
 
 class PagedPrefill:
-    """FlashInfer's kernels for one geometry. Raises RuntimeError or OSError where they are neither prebuilt for it nor
-    can be compiled, and ImportError without FlashInfer."""
+    """FlashInfer's kernels for one geometry. Raises RuntimeError or OSError where they are neither
+    prebuilt for it nor can be compiled, and ImportError without FlashInfer."""
 
     def __init__(self, layer: torch.Tensor, num_heads: int, scale: float) -> None:
-        """layer: a layer of the pool, `[2, pages, page_size, Hkv, D]`; num_heads: of the queries."""
+        """layer: a layer of the pool, `[2, pages, page_size, Hkv, D]`; num_heads: of the
+        queries."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        # Partial results of a split over keys would lie here. Without the split a row's result does not depend on
-        # the batch around it. The FA3 kernels never split.
+        # Partial results of a split over keys would lie here. Without the split a row's result does
+        # not depend on the batch around it. The FA3 kernels never split.
         self._workspace = torch.empty(16, dtype=torch.uint8, device=layer.device)
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="auto")
@@ -99,8 +114,8 @@ class PagedPrefill:
             self._try(self.plan(self._rows_of_page_0(1)))
 
     def plan(self, rows: PrefillRows) -> Any:
-        """What `run` needs of a forward. It lasts until `NUM_PLANS` further ones have been made, and the host waits for
-        the device only when it is so many ahead."""
+        """What `run` needs of a forward. It lasts until `NUM_PLANS` further ones have been made,
+        and the host waits for the device only when it is so many ahead."""
         turn, self._turn = self._turn, (self._turn + 1) % NUM_PLANS
         self._fill(self._wrappers[turn], rows, self._copied[turn])
         return self._wrappers[turn]
@@ -110,7 +125,8 @@ class PagedPrefill:
         plan.run(q, (layer[0], layer[1]), out=out)
 
     def in_place(self, limits: PrefillLimits) -> "PrefillInPlace | None":
-        """Plans that a CUDA graph can follow; None where not all of a plan is known to lie on the device."""
+        """Plans that a CUDA graph can follow; None where not all of a plan is known to lie on the
+        device."""
         if torch.cuda.get_device_capability(self._layer.device)[0] != HOPPER:
             return None
         return PrefillInPlace(self, limits)
@@ -150,8 +166,9 @@ class PagedPrefill:
 
 
 class PrefillInPlace:
-    """Every plan is written over the one before: graphs that hold a `run` of it do what the latest one says. Those of
-    fewer rows can be made of it, too. Plans have `num_chunks` chunks, some of which may be empty."""
+    """Every plan is written over the one before: graphs that hold a `run` of it do what the latest
+    one says. Those of fewer rows can be made of it, too. Plans have `num_chunks` chunks, some of
+    which may be empty."""
 
     def __init__(self, kernels: PagedPrefill, limits: PrefillLimits) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -171,8 +188,11 @@ class PrefillInPlace:
             paged_kv_last_page_len_buf=buffer(limits.num_chunks),
             backend="fa3",
         )
-        # The first plan decides where on the device the parts of all plans stand: it has the most rows.
-        kernels._try(self.plan(kernels._rows_of_page_0(limits.max_rows, limits.num_chunks)), limits.max_rows)
+        # The first plan decides where on the device the parts of all plans stand: it has the most
+        # rows.
+        kernels._try(
+            self.plan(kernels._rows_of_page_0(limits.max_rows, limits.num_chunks)), limits.max_rows
+        )
 
     def plan(self, rows: PrefillRows) -> Any:
         """Always the same object, for `PagedPrefill.run`."""
@@ -183,15 +203,23 @@ class PrefillInPlace:
 def plain_paged_prefill(
     q: torch.Tensor, layer: torch.Tensor, rows: PrefillRows, scale: float, out: torch.Tensor
 ) -> None:
-    """The twin of `PagedPrefill`, in float32 from end to end; arguments as there."""
+    """The reference of `PagedPrefill`, in float32 from end to end; arguments as there."""
     page_size, kv_heads, head_dim = layer.shape[2:]
     chunks = zip(rows.query_starts.tolist(), rows.query_starts.tolist()[1:], strict=False)
     pages = zip(rows.page_starts.tolist(), rows.page_starts.tolist()[1:], strict=False)
-    for (first, end), (page, last), left in zip(chunks, pages, rows.last_page_lens.tolist(), strict=True):
+    for (first, end), (page, last), left in zip(
+        chunks, pages, rows.last_page_lens.tolist(), strict=True
+    ):
         kv_len, device = (last - page - 1) * page_size + left, q.device
-        cached = layer[:, rows.pages[page:last].long()].float().view(2, -1, kv_heads, head_dim)[:, :kv_len]
+        cached = (
+            layer[:, rows.pages[page:last].long()]
+            .float()
+            .view(2, -1, kv_heads, head_dim)[:, :kv_len]
+        )
         keys, values = cached.transpose(1, 2).repeat_interleave(q.shape[1] // kv_heads, dim=1)
         positions = torch.arange(kv_len - (end - first), kv_len, device=device)
         hidden = torch.arange(kv_len, device=device) > positions[:, None]
-        scores = (q[first:end].float().transpose(0, 1) @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+        scores = (q[first:end].float().transpose(0, 1) @ keys.mT * scale).masked_fill(
+            hidden, -torch.inf
+        )
         out[first:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)

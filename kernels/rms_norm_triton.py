@@ -1,9 +1,10 @@
-"""The Triton kernel behind rms_norm.py, which says what goes in and comes out. Importing this file imports Triton.
+"""The Triton kernel behind rms_norm.py, which says what goes in and comes out. Importing this file
+imports Triton.
 
-It takes the same steps as F.rms_norm (float32 squares, one division by H, rsqrt, two products, one rounding), so it has
-F.rms_norm's bits wherever the sum of squares has; that sum is taken in another order. Where they differ, float32
-results are a few steps apart, and bfloat16 or float16 results are neighbours where a rounding boundary lies between the
-two.
+It takes the same steps as F.rms_norm (float32 squares, one division by H, rsqrt, two products, one
+rounding), so it has F.rms_norm's bits wherever the sum of squares has; that sum is taken in another
+order. Where they differ, float32 results are a few steps apart, and bfloat16 or float16 results are
+neighbours where a rounding boundary lies between the two.
 
 Bytes: 2 T H elements and the weight. H = 4096 in bfloat16: 16 KiB a row.
 """
@@ -12,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 
 _ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements a thread
 
@@ -32,7 +33,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
         eps,
         SIZE=size,
         BLOCK=block,
-        **early_launch(x.device),
+        **programmatic_launch(x.device),
         num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
     )
     return output

@@ -1,10 +1,11 @@
-"""From a fused projection's output to what attention reads: norm of each head (where a model has it) and rotary
-embedding of q and k, in place, and the rows' K and V into their slots of the KV pool.
+"""From a fused projection's output to what attention reads: norm of each head (where a model has
+it) and rotary embedding of q and k, in place, and the rows' K and V into their slots of the KV
+pool.
 
-`rotary_write` runs one Triton kernel where there is any and its plain-torch twin, which is the definition, elsewhere.
-All of it is float32 and rounded once; bfloat16 ops one after another would round up to four times (inverse RMS, weight,
-cosine, sum). Neither knows requests or plans: one layer of the pool, one launch.
-"""
+`rotary_write` runs one Triton kernel where there is any and its plain-torch reference, which is the
+definition, elsewhere. All of it is float32 and rounded once; bfloat16 ops one after another would
+round up to four times (inverse RMS, weight, cosine, sum). Neither knows requests or plans: one
+layer of the pool, one launch."""
 
 import functools
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def plain_rotary_write(
     layer: torch.Tensor,
     norm: HeadWeights | None = None,
 ) -> None:
-    """The twin of `rotary_write`."""
+    """The reference of `rotary_write`."""
     num_rows, num_heads, head_dim = qkv.shape
     kv_heads = layer.shape[3]
     plain_rotate(qkv[:, : num_heads - kv_heads], rotary, norm)
@@ -97,7 +98,9 @@ def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None
     if norm is not None:
         length = torch.linalg.vector_norm(heads, 2, -1, True)
         eps = length.new_full((), norm.eps)
-        heads.mul_(torch.addcmul(eps, length, length, value=1 / head_dim).rsqrt_()).mul_(norm.weight)
+        heads.mul_(torch.addcmul(eps, length, length, value=1 / head_dim).rsqrt_()).mul_(
+            norm.weight
+        )
     cos, sin = rotary.rows
     rolled = heads.roll(head_dim // 2, -1)
     heads.mul_(cos).addcmul_(rolled, sin)
@@ -106,5 +109,6 @@ def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None
 
 
 def plain_write_kv(kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor) -> None:
-    """Put the rows of kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv, D]`."""
+    """Put the rows of kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv,
+    D]`."""
     layer.view(2, -1, *layer.shape[3:]).index_copy_(1, kv_slots, kv.transpose(0, 1))

@@ -1,27 +1,28 @@
-"""The Triton kernel behind rotary_write.py, which says what goes in and comes out. Importing this file imports Triton.
+"""The Triton kernel behind rotary_write.py, which says what goes in and comes out. Importing this
+file imports Triton.
 
-A program takes all of some heads, so that it has read both elements of each rotated pair before it overwrites one.
+A program takes all of some heads, so that it has read both elements of each rotated pair before it
+overwrites one.
 
-Exact: values, and that the pool gets the very k that stays in `qkv`. The rotation may be contracted to one product and
-one fused multiply-add, and the norm's sum is taken in another order than the twin's: float32 results are a few steps of
-the larger product apart, bfloat16 and float16 results are the twin's or, at a rounding boundary, its neighbours.
+Exact: values, and that the pool gets the very k that stays in `qkv`. The rotation may be contracted
+to one product and one fused multiply-add, and the norm's sum is taken in another order than the
+reference's: float32 results are a few steps of the larger product apart, bfloat16 and float16
+results are the reference's or, at a rounding boundary, its neighbours.
 
-Bytes of a row: Hq + 2 Hkv heads read, Hq + Hkv written in place, 2 Hkv written to the pool, and a row of the table. An
-8B Llama in bfloat16 (32 and 8 heads of 128): 27 KB. Predicted on an H200 (4.8 TB/s) inside a CUDA graph: T <= 8 is
-bound by the launch and three dependent trips to memory (position, table, stores), 2 to 3 us; T = 512 moves 14 MB, 3 us
-from HBM, about 5 us in all. Not measured.
-"""
+Bytes of a row: Hq + 2 Hkv heads read, Hq + Hkv written in place, 2 Hkv written to the pool, and a
+row of the table. An 8B Llama in bfloat16 (32 and 8 heads of 128): 27 KB. Predicted on an H200 (4.8
+TB/s) inside a CUDA graph: T <= 8 is bound by the launch and three dependent trips to memory
+(position, table, stores), 2 to 3 us; T = 512 moves 14 MB, 3 us from HBM, about 5 us in all. Not
+measured."""
 
 import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 
-_PAIRS = (
-    1024  # a program: 4 warps with one 16-byte load of 2-byte elements a thread for each half of the heads
-)
+_PAIRS = 1024  # a program: 4 warps with one 16-byte load of 2-byte elements a thread for each half of the heads
 
 
 def rotary_write_triton(
@@ -35,7 +36,11 @@ def rotary_write_triton(
 ) -> None:
     """See `rotary_write`."""
     (num_rows, num_heads, head_dim), kv_heads = qkv.shape, layer.shape[3]
-    assert head_dim % 2 == 0 and layer.shape[4] == table.shape[3] == head_dim and qkv.dtype == layer.dtype
+    assert (
+        head_dim % 2 == 0
+        and layer.shape[4] == table.shape[3] == head_dim
+        and qkv.dtype == layer.dtype
+    )
     for tensor in (qkv, table, positions, kv_slots, layer):
         assert tensor.is_contiguous()
     assert positions.shape == kv_slots.shape == (num_rows,)
@@ -59,7 +64,7 @@ def rotary_write_triton(
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         num_warps=4,
-        **early_launch(qkv.device),
+        **programmatic_launch(qkv.device),
     )
 
 
@@ -91,7 +96,10 @@ def rotary_write_kernel(
     real = (heads < Q_HEADS + 2 * KV_HEADS) & real_dims
     turns = (heads < Q_HEADS + KV_HEADS) & real_dims  # q and k
     places = qkv + (row * (Q_HEADS + 2 * KV_HEADS) + heads) * (2 * HALF) + dims
-    old_low, old_high = tl.load(places, mask=real, other=0.0), tl.load(places + HALF, mask=real, other=0.0)
+    old_low, old_high = (
+        tl.load(places, mask=real, other=0.0),
+        tl.load(places + HALF, mask=real, other=0.0),
+    )
     low, high = old_low.to(tl.float32), old_high.to(tl.float32)
     if HAS_NORM:
         sum_square = tl.sum(low * low, 1, keep_dims=True) + tl.sum(high * high, 1, keep_dims=True)
@@ -107,7 +115,9 @@ def rotary_write_kernel(
     sin_low = tl.load(sines, mask=real_dims, other=0.0).to(tl.float32)
     sin_high = tl.load(sines + HALF, mask=real_dims, other=0.0).to(tl.float32)
     new_low = tl.where(turns, (low * cos_low + high * sin_low).to(qkv.dtype.element_ty), old_low)
-    new_high = tl.where(turns, (high * cos_high + low * sin_high).to(qkv.dtype.element_ty), old_high)
+    new_high = tl.where(
+        turns, (high * cos_high + low * sin_high).to(qkv.dtype.element_ty), old_high
+    )
     tl.store(places, new_low, mask=turns)
     tl.store(places + HALF, new_high, mask=turns)
 

@@ -1,9 +1,10 @@
-"""Rows from one place to another: picked out of a table by number, beside others in a wider buffer, or into rings.
+"""Rows from one place to another: picked out of a table by number, beside others in a wider buffer,
+or into rings.
 
-Each is one Triton kernel where there is any and its plain-torch twin, which is the definition, elsewhere. For the few
-rows of a generation round torch's own kernels read one row behind the other, and none may be launched early
-(early_launch.py). Bits are copied, nothing is computed; what rows mean is not known here.
-"""
+Each is one Triton kernel where there is any and its plain-torch reference, which is the definition,
+elsewhere. For the few rows of a generation round torch's own kernels read one row behind the other,
+and none may be launched early (programmatic_launch.py). Bits are copied, nothing is computed; what
+rows mean is not known here."""
 
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`table[rows]`, contiguous. table: `[N, ...]`, its rows contiguous, any stride between them; rows: `[R]` int64,
-    contiguous, all of them the table's, which is not checked on a device."""
+    """`table[rows]`, contiguous. table: `[N, ...]`, its rows contiguous, any stride between them;
+    rows: `[R]` int64, contiguous, all of them the table's, which is not checked on a device."""
     if not has_kernels(table.device):
         return table.index_select(0, rows)
     from tllm_spec.kernels.row_copies_triton import gather_rows_triton
@@ -34,8 +35,8 @@ def copy_rows(source: torch.Tensor, destination: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Rings:
-    """Of tokens `[S * length]` int64 and of states `[S * length, W]`, if there are any: what belongs to position p of
-    slot s stands at `s * length + p % length`."""
+    """Of tokens `[S * length]` int64 and of states `[S * length, W]`, if there are any: what
+    belongs to position p of slot s stands at `s * length + p % length`."""
 
     length: int
     tokens: torch.Tensor
@@ -58,11 +59,12 @@ def store_in_rings(
     Args:
         slots, positions: `[B]` int64, contiguous, positions from 0 on.
         tokens: `[B]` int64, any stride.
-        states: `[B, W]` of the rings' dtype, any stride between rows; None exactly where the rings have none.
+        states: `[B, W]` of the rings' dtype, any stride between rows; None exactly where the rings
+        have none.
     """
     assert (states is None) == (rings.states is None)
     if not has_kernels(rings.tokens.device):
-        store_in_rings_twin(rings, slots, positions, tokens, states)
+        store_in_rings_reference(rings, slots, positions, tokens, states)
         return
     from tllm_spec.kernels.row_copies_triton import store_in_rings_triton
 
@@ -70,7 +72,7 @@ def store_in_rings(
     store_in_rings_triton(ring, slots, positions, tokens, states)
 
 
-def store_in_rings_twin(
+def store_in_rings_reference(
     rings: Rings,
     slots: torch.Tensor,
     positions: torch.Tensor,

@@ -1,7 +1,8 @@
-"""The Triton kernels behind row_copies.py, which says what goes in and comes out. Importing this file imports Triton.
+"""The Triton kernels behind row_copies.py, which says what goes in and comes out. Importing this
+file imports Triton.
 
-A program copies a part of a row, so that the rows of a small batch are read by many at once, and takes part in the
-early launches of its neighbours.
+A program copies a part of a row, so that the rows of a small batch are read by many at once, and
+takes part in the early launches of its neighbours.
 
 Bytes: each row is read once and written once. H = 4096 in bfloat16: 16 KiB a row.
 """
@@ -10,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 
 _BYTES = 2048  # of a row that a program copies: 16 a thread
 _WARPS = 4
@@ -32,7 +33,9 @@ def copy_rows_triton(source: torch.Tensor, destination: torch.Tensor) -> None:
     _copy(source, destination, source.shape[1], None)
 
 
-def _copy(source: torch.Tensor, destination: torch.Tensor, size: int, rows: torch.Tensor | None) -> None:
+def _copy(
+    source: torch.Tensor, destination: torch.Tensor, size: int, rows: torch.Tensor | None
+) -> None:
     if not destination.numel():
         return
     block = _block(size, source.element_size())
@@ -44,7 +47,7 @@ def _copy(source: torch.Tensor, destination: torch.Tensor, size: int, rows: torc
         destination.stride(0),
         SIZE=size,
         BLOCK=block,
-        **early_launch(source.device),
+        **programmatic_launch(source.device),
         num_warps=_WARPS,
     )
 
@@ -78,7 +81,7 @@ def store_in_rings_triton(
         LENGTH=length,
         SIZE=size,
         BLOCK=block,
-        **early_launch(slots.device),
+        **programmatic_launch(slots.device),
         num_warps=_WARPS,
     )
 
@@ -105,7 +108,9 @@ def copy_rows_kernel(
         from_row = row
     else:
         from_row = tl.load(rows + row)
-    _copy_part(source + from_row * source_stride, destination + row * destination_stride, part, SIZE, BLOCK)
+    _copy_part(
+        source + from_row * source_stride, destination + row * destination_stride, part, SIZE, BLOCK
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "tokens"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -135,7 +140,11 @@ def store_in_rings_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _copy_part(
-    source: tl.tensor, destination: tl.tensor, part: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    source: tl.tensor,
+    destination: tl.tensor,
+    part: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """Of one row."""
     columns = part * BLOCK + tl.arange(0, BLOCK)

@@ -1,9 +1,8 @@
-"""A round's results into a ring of host memory: on CUDA a Triton kernel that writes there itself, elsewhere the
-plain-torch twin.
+"""A round's results into a ring of host memory: on CUDA a Triton kernel that writes there itself,
+elsewhere the plain-torch reference.
 
-A copy of its own would cost the host a call for every round, and the device a pause between two graphs. It knows the
-layout of an entry, not who reads it.
-"""
+A copy of its own would cost the host a call for every round, and the device a pause between two
+graphs. It knows the layout of an entry, not who reads it."""
 
 import torch
 
@@ -16,7 +15,8 @@ def send_results(
     """Writes entry `number` modulo D, and adds one to `number`.
 
     Args:
-        ring: `[D, >= 1 + N * (W+1)]` int64, pinned where the rest is on CUDA. An entry is its number, and then for each
+        ring: `[D, >= 1 + N * (W+1)]` int64, pinned where the rest is on CUDA. An entry is its
+        number, and then for each
             request how many tokens are new and all of its W tokens.
         number: `[1]` int64: of the results that were written before.
         new_lens: `[N]` int64.
@@ -24,14 +24,14 @@ def send_results(
     """
     assert ring.shape[1] > new_lens.numel() + new_tokens.numel() and ring.stride(1) == 1
     if not has_kernels(number.device):
-        send_results_twin(ring, number, new_lens, new_tokens)
+        send_results_reference(ring, number, new_lens, new_tokens)
     else:
         from tllm_spec.kernels.send_results_triton import send_results_triton
 
         send_results_triton(ring, number, new_lens.contiguous(), new_tokens.contiguous())
 
 
-def send_results_twin(
+def send_results_reference(
     ring: torch.Tensor, number: torch.Tensor, new_lens: torch.Tensor, new_tokens: torch.Tensor
 ) -> None:
     """Arguments of `send_results`; all on one device."""

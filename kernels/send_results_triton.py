@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 
 BLOCK = 256
 
@@ -28,7 +28,7 @@ def send_results_triton(
         width,
         len(ring),
         BLOCK,
-        **early_launch(number.device),
+        **programmatic_launch(number.device),
         num_warps=1,
     )
 
@@ -57,6 +57,8 @@ def _send(
         exists = place < num_values
         is_length = column == 0
         length = tl.load(new_lens + request, mask=exists & is_length, other=0)
-        token = tl.load(new_tokens + request * width + column - 1, mask=exists & ~is_length, other=0)
+        token = tl.load(
+            new_tokens + request * width + column - 1, mask=exists & ~is_length, other=0
+        )
         tl.store(entry + 1 + place, tl.where(is_length, length, token), mask=exists)
     tl.store(number, own_number + 1)

@@ -1,20 +1,21 @@
-"""The Triton kernel behind silu_and_mul.py, which says what goes in and comes out. Importing this file imports Triton.
+"""The Triton kernel behind silu_and_mul.py, which says what goes in and comes out. Importing this
+file imports Triton.
 
-The exponential and the quotient are the device's approximations: together within 2**-21 of the value, and for negative
-gates within another |gate| * 2**-24, by the rounding of gate * log2(e). bfloat16 and float16 results are the twin's or,
-where a rounding boundary lies between the two, its neighbours.
+The exponential and the quotient are the device's approximations: together within 2**-21 of the
+value, and for negative gates within another |gate| * 2**-24, by the rounding of gate * log2(e).
+bfloat16 and float16 results are the reference's or, where a rounding boundary lies between the two,
+its neighbours.
 
-Bytes: 3 T I elements. I = 14336 in bfloat16: 84 KiB a row. Predicted on an H200 (4.8 TB/s) inside a CUDA graph: T <= 8
-is bound by the launch and one trip to memory, about 2 us; T = 512 moves 44 MB, 9 us from HBM, about 11 us in all. Not
-measured.
-"""
+Bytes: 3 T I elements. I = 14336 in bfloat16: 84 KiB a row. Predicted on an H200 (4.8 TB/s) inside a
+CUDA graph: T <= 8 is bound by the launch and one trip to memory, about 2 us; T = 512 moves 44 MB, 9
+us from HBM, about 11 us in all. Not measured."""
 
 import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 
 _BLOCK = 1024  # columns a program: one 16-byte load of 2-byte elements a thread for each operand
 
@@ -31,7 +32,7 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
         SIZE=size,
         BLOCK=_BLOCK,
         num_warps=4,
-        **early_launch(gate_up.device),
+        **programmatic_launch(gate_up.device),
     )
     return output
 

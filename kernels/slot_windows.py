@@ -1,5 +1,6 @@
-"""What happens to the windows in the slots between the choice of tokens and the next forward: drafts are accepted and
-the slots advance; new drafts are written. On CUDA one Triton kernel each, elsewhere the plain-torch twins.
+"""What happens to the windows in the slots between the choice of tokens and the next forward:
+drafts are accepted and the slots advance; new drafts are written. On CUDA one Triton kernel each,
+elsewhere the plain-torch references.
 
 This file knows tables indexed by slot; neither requests nor how tokens were chosen.
 """
@@ -19,14 +20,14 @@ def accept_windows(
     targets: torch.Tensor,
     synthetic: SyntheticRates | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accepts the drafts in the windows of slots `[B]` and advances these slots. kv_lens `[B]`: theirs, gathered
-    before; targets `[B, W]` contiguous: the target's token after each window position.
+    """Accepts the drafts in the windows of slots `[B]` and advances these slots. kv_lens `[B]`:
+    theirs, gathered before; targets `[B, W]` contiguous: the target's token after each window
+    position.
 
-    Returns emitted tokens `[B, W]` and their numbers `[B]`. Duplicates among the slots (padding) leave one of their
-    results.
-    """
+    Returns emitted tokens `[B, W]` and their numbers `[B]`. Duplicates among the slots (padding)
+    leave one of their results."""
     if not has_kernels(slots.device):
-        return accept_windows_twin(tables, slots, kv_lens, targets, synthetic)
+        return accept_windows_reference(tables, slots, kv_lens, targets, synthetic)
     from tllm_spec.kernels.slot_windows_triton import accept_windows_triton
 
     return accept_windows_triton(tables, slots, kv_lens, targets, synthetic)
@@ -35,16 +36,17 @@ def accept_windows(
 def write_drafts(
     tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
 ) -> None:
-    """drafts `[B, K]` into the windows of slots `[B]`; draft_limits `[S]` int64: how many of them count at most."""
+    """drafts `[B, K]` into the windows of slots `[B]`; draft_limits `[S]` int64: how many of them
+    count at most."""
     if not has_kernels(slots.device):
-        write_drafts_twin(tables, slots, drafts, draft_limits)
+        write_drafts_reference(tables, slots, drafts, draft_limits)
     else:
         from tllm_spec.kernels.slot_windows_triton import write_drafts_triton
 
         write_drafts_triton(tables, slots, drafts, draft_limits)
 
 
-def accept_windows_twin(
+def accept_windows_reference(
     tables: SlotTables,
     slots: torch.Tensor,
     kv_lens: torch.Tensor,
@@ -75,19 +77,21 @@ def advance(
 ) -> None:
     """The second half of `accept_windows`: `new_lens` `[B]` of `new_tokens` `[B, W]` are emitted.
 
-    The window holds ids that the embedding has, whatever was sampled: the next round may be launched before the
-    host has seen that a token is none (-1). No draft is valid until a drafter writes one.
-    """
+    The window holds ids that the embedding has, whatever was sampled: the next round may be
+    launched before the host has seen that a token is none (-1). No draft is valid until a drafter
+    writes one."""
     last = (new_lens - 1).unsqueeze(1)
     bonus = tables.window[slots, 0]
-    tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(1, torch.cat((last, last + 1), dim=1))
+    tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(
+        1, torch.cat((last, last + 1), dim=1)
+    )
     tables.previous_token[slots] = tail[:, 0]
     tables.window[slots, 0] = tail[:, 1].clamp_min(0)
     tables.num_drafts.index_fill_(0, slots, 0)
     tables.kv_lens[slots] = kv_lens + new_lens
 
 
-def write_drafts_twin(
+def write_drafts_reference(
     tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
 ) -> None:
     """Arguments of `write_drafts`."""

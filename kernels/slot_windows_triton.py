@@ -1,16 +1,17 @@
-"""`accept_windows` and `write_drafts` as Triton kernels, one program a request. Importing this file imports Triton.
+"""`accept_windows` and `write_drafts` as Triton kernels, one program a request. Importing this file
+imports Triton.
 
-They move a few hundred bytes; what they save is launches: about 25 and 4 of plain torch's in every round, each about as
-long as one of these kernels, and 90 more where acceptance is synthetic (Philox in plain torch).
-"""
+They move a few hundred bytes; what they save is launches: about 25 and 4 of plain torch's in every
+round, each about as long as one of these kernels, and 90 more where acceptance is synthetic (Philox
+in plain torch)."""
 
 import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
 from tllm_spec.kernels.gumbel import COIN_DOMAIN
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 
 
@@ -42,7 +43,7 @@ def accept_windows_triton(
         width,
         triton.next_power_of_2(width),
         COIN_DOMAIN,
-        **early_launch(slots.device),
+        **programmatic_launch(slots.device),
         num_warps=1,
     )
     return tokens, lens
@@ -64,7 +65,7 @@ def write_drafts_triton(
         draft_limits,
         length,
         triton.next_power_of_2(length),
-        **early_launch(slots.device),
+        **programmatic_launch(slots.device),
         num_warps=1,
     )
 
@@ -105,7 +106,9 @@ def _accept(
     else:
         zeros = tl.zeros_like(place)
         seed = tl.load(seeds + slot * seeds_stride)
-        word, _, _, _ = tl.philox(seed, zeros, zeros + (kv_len + 1).to(tl.int32), zeros + coin_domain, zeros)
+        word, _, _, _ = tl.philox(
+            seed, zeros, zeros + (kv_len + 1).to(tl.int32), zeros + coin_domain, zeros
+        )
         coin = (word.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
         wins = is_draft & (coin < tl.load(rates + place, mask=is_draft, other=0.0))
         num_accepted = tl.minimum(tl.sum(wins.to(tl.int32), axis=0), num_drafts.to(tl.int32))

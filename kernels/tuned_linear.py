@@ -1,7 +1,9 @@
-"""A linear layer whose product runs the algorithm that was the fastest when it was measured on this device.
+"""A linear layer whose product runs the algorithm that was the fastest when it was measured on this
+device.
 
-`tuned_linear` runs cuBLASLt with the table's algorithm where there is one, and its plain-torch twin elsewhere. It does
-not know how the table came about (linear_tuner.py), nor what the layer is for.
+`tuned_linear` runs cuBLASLt with the table's algorithm where there is one, and its plain-torch
+reference elsewhere. It does not know how the table came about (linear_tuner.py), nor what the layer
+is for.
 
 Both sum in float32 and round once; they add in another order, so they may differ in the last bit.
 """
@@ -18,8 +20,9 @@ _Prepared = tuple[Plan, bytes] | None
 
 @dataclass(frozen=True)
 class TunedProducts:
-    """The table, and what it takes to run it. Products share a workspace, so they belong on one stream. `place`: of the
-    layers' keys; what was measured alone serves where nothing was measured there."""
+    """The table, and what it takes to run it. Products share a workspace, so they belong on one
+    stream. `place`: of the layers' keys; what was measured alone serves where nothing was measured
+    there."""
 
     lt: CublasLt
     table: LinearTable
@@ -49,7 +52,9 @@ class TunedProducts:
 
 def key_of(sizes: Sizes) -> ProductKey:
     dtype = str(sizes.dtype).removeprefix("torch.")
-    return ProductKey(sizes.in_features, sizes.out_features, dtype, rows_class(sizes.rows), sizes.adds)
+    return ProductKey(
+        sizes.in_features, sizes.out_features, dtype, rows_class(sizes.rows), sizes.adds
+    )
 
 
 def tuned_linear(
@@ -84,7 +89,8 @@ def tuned_linear(
 
 
 def _suits(x: torch.Tensor, weight: torch.Tensor, add_to: torch.Tensor | None) -> bool:
-    """Whether the library can be asked at all: type, and rows that begin where it expects them to."""
+    """Whether the library can be asked at all: type, and rows that begin where it expects them
+    to."""
     if x.dtype not in DATA_TYPES or not x.shape[0] or not weight.is_contiguous():
         return False
     return all(_is_aligned(matrix) for matrix in (x, weight, add_to) if matrix is not None) and (
@@ -104,7 +110,7 @@ def plain_tuned_linear(
     bias: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The twin of `tuned_linear`: torch's own products."""
+    """The reference of `tuned_linear`: torch's own products."""
     matrix = weight.t()
     if add_to is None:
         return x.mm(matrix) if bias is None else torch.addmm(bias, x, matrix)

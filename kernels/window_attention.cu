@@ -11,7 +11,7 @@
 // window_attention_triton.py does, whose reduction joins them.
 //
 // Lengths, tables, and the keys and values of earlier tokens do not depend on the projection in front of this kernel
-// (early_launch.py): with programmatic dependent launch the first of them are on their way while it still runs.
+// (programmatic_launch.py): with programmatic dependent launch the first of them are on their way while it still runs.
 //
 // A piece is 16 bytes. Piece c of row r of a tile lies at c ^ (r % 8): the 8 rows that are read together are in
 // different banks.

@@ -1,12 +1,16 @@
-"""Paged attention of generation windows, from the fused projection on: norm and rotate the queries and keys of each
-request's last W tokens, put their keys and values into the pool, and attend to all that the request has there.
+"""Paged attention of generation windows, from the fused projection on: norm and rotate the queries
+and keys of each request's last W tokens, put their keys and values into the pool, and attend to all
+that the request has there.
 
-Lengths and block tables are read on the device, so a captured launch can be replayed with others. A launch depends
-on shapes only: requests are cut into a number of splits chosen from the batch, the heads, the device and the width
-of the block table, and each split takes an equal share of what the request's length turns out to be.
+Lengths and block tables are read on the device, so a captured launch can be replayed with others. A
+launch depends
+on shapes only: requests are cut into a number of splits chosen from the batch, the heads, the
+device and the width of the block table, and each split takes an equal share of what the request's
+length turns out to be.
 
-`window_attention` runs a CUDA kernel for the shapes that it serves (window_attention_cuda.py), Triton kernels for
-others and where there is no cuda-python, and the plain-torch twin where there is no Triton. It does not know requests,
+`window_attention` runs a CUDA kernel for the shapes that it serves (window_attention_cuda.py),
+Triton kernels for others and where there is no cuda-python, and the plain-torch reference where
+there is no Triton. It does not know requests,
 layers or plans: one layer of the pool.
 """
 
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.kernels.early_launch import early_launch
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention_cuda import (
@@ -65,15 +69,17 @@ def window_attention(
 ) -> torch.Tensor:
     """Query w of request b stands at position kv_lens[b] - W + w and sees the keys up to there.
 
-    Lengths, tables, and what the pool has of earlier tokens must have been written before the projection that made qkv
-    began to work (early_launch.py). Keys beyond a request's length and beyond its block table are never read. A query
-    before position 0, which only a row of graph padding can have, sees nothing and gives zeros (if what its page holds
-    is finite).
+    Lengths, tables, and what the pool has of earlier tokens must have been written before the
+    projection that made qkv began to work (programmatic_launch.py). Keys beyond a request's length
+    and beyond its block table are never read. A query before position 0, which only a row of graph
+    padding can have, sees nothing and gives zeros (if what its page holds is finite).
 
     Args:
         qkv: `[B, W, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten.
-        turns: `[B * W, 2, 1, D]`, contiguous: the rotary table's rows of the tokens (`Rotary.gathered`).
-        layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype, page_size a power of two; keys at 0, values
+        turns: `[B * W, 2, 1, D]`, contiguous: the rotary table's rows of the tokens
+        (`Rotary.gathered`).
+        layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype, page_size a power of
+        two; keys at 0, values
             at 1.
         places: of the windows.
         scale: of the scores before the softmax.
@@ -120,7 +126,10 @@ class _Call:
         return (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
 
     def windows(self) -> Windows:
-        (batch, window, all_heads, head_dim), (page_size, kv_heads) = self.qkv.shape, self.layer.shape[2:4]
+        (batch, window, all_heads, head_dim), (page_size, kv_heads) = (
+            self.qkv.shape,
+            self.layer.shape[2:4],
+        )
         max_len = self.places.block_tables.shape[1] * page_size
         return Windows(batch, window, all_heads // kv_heads - 2, kv_heads, head_dim, max_len)
 
@@ -139,7 +148,9 @@ def _launch_cuda(call: _Call, windows: Windows, layout: Layout) -> torch.Tensor:
     )
     launch(operands, windows, layout, call.scale, eps)
     if not layout.in_clusters:
-        _reduce(call, windows, Splits(layout.splits, layout.min_keys, True, False), BLOCK_KEYS, output)
+        _reduce(
+            call, windows, Splits(layout.splits, layout.min_keys, True, False), BLOCK_KEYS, output
+        )
     return output
 
 
@@ -158,7 +169,7 @@ def _launch_triton(call: _Call, windows: Windows) -> torch.Tensor:
     attention_kernel[(num_tiles, windows.batch, splits.number)](
         *(qkv, call.turns, *call.weights, layer, layer.stride(0), places.kv_slots, *tables),
         *(log2_scale, output, *partials, splits.number, splits.min_keys, places.num_padding),
-        **early_launch(qkv.device),
+        **programmatic_launch(qkv.device),
         PADDED=places.num_padding is not None,
         HAS_NORM=call.norm is not None,
         SPLITS=splits.number > 1,
@@ -171,7 +182,8 @@ def _launch_triton(call: _Call, windows: Windows) -> torch.Tensor:
         BLOCK_N=block_n,
         BLOCK_W=max(16, power_of_two(windows.window)),
         BLOCK_D=block_d,
-        WIDEN=qkv.device.type == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
+        WIDEN=qkv.device.type
+        == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
         **warps_of(splits, block_m, block_d),
         num_stages=3,
     )
@@ -180,7 +192,9 @@ def _launch_triton(call: _Call, windows: Windows) -> torch.Tensor:
     return output
 
 
-def _reduce(call: _Call, windows: Windows, splits: Splits, block_n: int, output: torch.Tensor) -> None:
+def _reduce(
+    call: _Call, windows: Windows, splits: Splits, block_n: int, output: torch.Tensor
+) -> None:
     """Join partial results; shares of the keys are whole blocks of `block_n`."""
     from tllm_spec.kernels.window_attention_triton import reduction_kernel
 
@@ -189,7 +203,7 @@ def _reduce(call: _Call, windows: Windows, splits: Splits, block_n: int, output:
     reduction_kernel[(windows.batch * windows.window * heads // rows,)](
         *(workspace.outputs, workspace.log_sums, places.kv_lens, output, windows.max_len),
         *(splits.number, splits.min_keys, places.num_padding),
-        **early_launch(output.device),
+        **programmatic_launch(output.device),
         PADDED=places.num_padding is not None,
         HEADS=heads,
         ROWS=rows,
@@ -204,22 +218,30 @@ def _reduce(call: _Call, windows: Windows, splits: Splits, block_n: int, output:
 
 
 def plain_window_attention(
-    q: torch.Tensor, layer: torch.Tensor, block_tables: torch.Tensor, kv_lens: torch.Tensor, scale: float
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """The attention of `window_attention`'s twin, in float32 from end to end: q `[B, W, Hq, D]` and the pool as they
-    are when the window's keys and values are in it."""
+    """The attention of `window_attention`'s reference, in float32 from end to end: q `[B, W, Hq,
+    D]` and the pool as they are when the window's keys and values are in it."""
     batch, window, heads, head_dim = q.shape
     page_size, kv_heads = layer.shape[2:4]
     keys = torch.arange(block_tables.shape[1] * page_size, device=q.device)
     slots = block_tables[:, keys // page_size] * page_size + keys % page_size  # [B, L]
     absent = keys >= kv_lens[:, None]
     cached = layer.view(2, -1, kv_heads, head_dim)[:, slots].float()
-    cached = cached.masked_fill(absent[:, :, None, None], 0).permute(0, 1, 3, 2, 4)  # [2, B, Hkv, L, D]
+    cached = cached.masked_fill(absent[:, :, None, None], 0).permute(
+        0, 1, 3, 2, 4
+    )  # [2, B, Hkv, L, D]
     positions = kv_lens[:, None] + torch.arange(-window, 0, device=q.device)
     hidden = (keys > positions[:, :, None]) | absent[:, None]
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]
     queries = q.float().view(batch, window, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
     scores = (queries @ cached[0].mT * scale).masked_fill(hidden, -torch.inf)
-    weights = scores.softmax(dim=-1).masked_fill(hidden, 0)  # a row without keys has NaN here, and gets zeros
+    weights = scores.softmax(dim=-1).masked_fill(
+        hidden, 0
+    )  # a row without keys has NaN here, and gets zeros
     mixed = (weights @ cached[1]).view(batch, kv_heads, window, -1, head_dim).transpose(1, 2)
     return mixed.reshape(batch, window, heads * head_dim).to(q.dtype)

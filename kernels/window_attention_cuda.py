@@ -1,9 +1,9 @@
-"""The CUDA kernel behind window_attention.py, which says what goes in and comes out: which shapes it serves, how a
-launch is laid out, and the launch.
+"""The CUDA kernel behind window_attention.py, which says what goes in and comes out: which shapes
+it serves, how a launch is laid out, and the launch.
 
-CTAs that share the keys of one KV head of one request are a cluster, so that their partial results never leave the
-multiprocessors and there is no second launch. It does not know where windows come from.
-"""
+CTAs that share the keys of one KV head of one request are a cluster, so that their partial results
+never leave the multiprocessors and there is no second launch. It does not know where windows come
+from."""
 
 import ctypes
 import functools
@@ -23,17 +23,18 @@ TILE_ROWS = BLOCK_KEYS = 16
 MAX_ROW_TILES = 2
 # Of a cluster. A split has more keys than this.
 MAX_SPLITS, MIN_KEYS_PER_SPLIT = 8, 64
-# Clusters of four and more leave multiprocessors without a place: one CTA each, they fill so much of the device.
+# Clusters of four and more leave multiprocessors without a place: one CTA each, they fill so much
+# of the device.
 CLUSTERS_SHARE = 3 / 4
-# Few CTAs have eight warps and a multiprocessor to themselves. Of many with four warps so many share one, the fewer
-# rows the more: registers decide.
+# Few CTAs have eight warps and a multiprocessor to themselves. Of many with four warps so many
+# share one, the fewer rows the more: registers decide.
 FEW_WARPS, MANY_WARPS = 8, 4
 MANY_CTAS = {1: (4, 3, 2), 2: (2,)}
 # Tiles of a warp's ring, at least: its sums lie there in the end. At most: what is on its way.
 MIN_DEPTH = {1: 3, 2: 5}
 MAX_RING_BYTES = 20 << 10
-# With CTAs for less than this share of the multiprocessors a request that is longer than so many keys is read faster by
-# Triton's kernel, which splits further.
+# With CTAs for less than this share of the multiprocessors a request that is longer than so many
+# keys is read faster by Triton's kernel, which splits further.
 MIN_SHARE, MAX_SLOW_KEYS = 1 / 3, 4096
 # Shared memory of a multiprocessor, and what each CTA takes of it unasked.
 PROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
@@ -61,7 +62,8 @@ class Windows:
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled. warps: of a CTA; ctas: of a multiprocessor; depth: tiles of a warp's ring."""
+    """What is compiled. warps: of a CTA; ctas: of a multiprocessor; depth: tiles of a warp's
+    ring."""
 
     warps: int
     ctas: int
@@ -94,11 +96,14 @@ def layout_of(windows: Windows, processors: int, max_partial_rows: int) -> Layou
 
 @functools.lru_cache(maxsize=4096)
 def programs_of(windows: Windows) -> tuple[Program, ...]:
-    """That for few tiles first, and those for many: all that windows of this kind may need, whatever their number."""
+    """That for few tiles first, and those for many: all that windows of this kind may need,
+    whatever their number."""
     few = Program(FEW_WARPS, 1, _depth(windows, MAX_SPLITS, FEW_WARPS, 1))
     depths = {ctas: _depth(windows, 1, MANY_WARPS, ctas) for ctas in MANY_CTAS[windows.row_tiles]}
     least = MIN_DEPTH[windows.row_tiles]
-    return few, *(Program(MANY_WARPS, ctas, depth) for ctas, depth in depths.items() if depth >= least)
+    return few, *(
+        Program(MANY_WARPS, ctas, depth) for ctas, depth in depths.items() if depth >= least
+    )
 
 
 def _cluster_size(windows: Windows, processors: int) -> int:
@@ -115,11 +120,14 @@ def _cluster_size(windows: Windows, processors: int) -> int:
 def _layout_of_many(
     windows: Windows, programs: Sequence[Program], processors: int, max_partial_rows: int
 ) -> Layout:
-    """The CTAs leave as few places empty as possible, and only what is very long is split, as Triton's kernel does."""
+    """The CTAs leave as few places empty as possible, and only what is very long is split, as
+    Triton's kernel does."""
     tiles = windows.tiles
     room = max_partial_rows // (tiles * windows.window * windows.group)
     splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // MIN_KEYS_PER_LONG_SPLIT, room))
-    chosen = min(programs, key=lambda program: -(-tiles // (program.ctas * processors)) * program.ctas)
+    chosen = min(
+        programs, key=lambda program: -(-tiles // (program.ctas * processors)) * program.ctas
+    )
     return Layout(chosen, splits, splits == 1, MIN_KEYS_PER_LONG_SPLIT)
 
 
@@ -129,7 +137,8 @@ def _depth(windows: Windows, cluster: int, warps: int, ctas: int) -> int:
 
 
 def shared_bytes(windows: Windows, cluster: int, warps: int, depth: int) -> int:
-    """Rings, queries, the window's keys and values; sums of warps by row, and those that a CTA receives."""
+    """Rings, queries, the window's keys and values; sums of warps by row, and those that a CTA
+    receives."""
     rows, head_dim = TILE_ROWS * windows.row_tiles, windows.head_dim
     received = rows * (head_dim + 2 * cluster) if cluster > 1 else 0
     halves = warps * depth * BLOCK_KEYS * head_dim + (rows + 2 * windows.window) * head_dim
@@ -153,8 +162,8 @@ def serves(
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of a launch, in the kernel's order; None: there is none. Partial results are for splits that are no
-    clusters."""
+    """The tensors of a launch, in the kernel's order; None: there is none. Partial results are for
+    splits that are no clusters."""
 
     qkv: torch.Tensor
     turns: torch.Tensor
@@ -175,7 +184,10 @@ class _Windows(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in Operands.__annotations__),
         ("value_offset", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("table_stride", "max_len", "window", "group", "kv_heads")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("table_stride", "max_len", "window", "group", "kv_heads")
+        ),
         *((name, ctypes.c_int) for name in ("page_shift", "tiles", "splits", "min_keys")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
     )
@@ -219,12 +231,16 @@ class Source:
 
 
 @functools.cache
-def _kernels(device: int, source: Source, programs: tuple[Program, ...]) -> dict[Program, nvrtc.Kernel]:
+def _kernels(
+    device: int, source: Source, programs: tuple[Program, ...]
+) -> dict[Program, nvrtc.Kernel]:
     """All at once: a round of other requests waits for no compiler later."""
     major, minor = torch.cuda.get_device_capability(device)
 
     def compiled(program: Program) -> bytes:
-        return nvrtc.compile_source("window_attention.cu", f"sm_{major}{minor}", source.macros(program))
+        return nvrtc.compile_source(
+            "window_attention.cu", f"sm_{major}{minor}", source.macros(program)
+        )
 
     with ThreadPoolExecutor(len(programs)) as pool:
         cubins = list(pool.map(compiled, programs))

@@ -1,21 +1,22 @@
 """The Triton kernels behind window_attention.py, which says what goes in and comes out.
 
-One program serves one KV head of one split of one request: the window's query heads of the group are the rows of its
-tile, so each key and value is read once for all of them. The softmax is the online one (Milakov and Gimelshein,
-"Online normalizer calculation for softmax", 2018), in powers of two; splits are joined by their log-sums (as in Dao et
-al., "Flash-Decoding for long-context inference", 2023).
+One program serves one KV head of one split of one request: the window's query heads of the group
+are the rows of its tile, so each key and value is read once for all of them. The softmax is the
+online one (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), in powers of
+two; splits are joined by their log-sums (as in Dao et al., "Flash-Decoding for long-context
+inference", 2023).
 
-The splits share the keys that were in the pool before; the last of them adds the window's own from its registers, so no
-program reads what another of the launch has written.
-"""
+The splits share the keys that were in the pool before; the last of them adds the window's own from
+its registers, so no program reads what another of the launch has written."""
 
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch_triton import announce, wait
+from tllm_spec.kernels.programmatic_launch_triton import announce, wait
 
 _LENGTHS = ["max_len", "num_splits", "min_keys"]
-# Beside contexts these begin anywhere behind the contexts' rows: each alignment would be one more kernel to compile.
+# Beside contexts these begin anywhere behind the contexts' rows: each alignment would be one more
+# kernel to compile.
 _PLACES = ["kv_slots", "block_tables", "kv_lens", "num_padding"]
 
 
@@ -55,7 +56,8 @@ def _rotated(
 def _add_keys(
     top: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, values: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Each row's highest score, the sum of its weights relative to that, and the sum of the weighted values, with some
+    """Each row's highest score, the sum of its weights relative to that, and the sum of the
+    weighted values, with some
     more keys: scores `[R, N]`, values `[N, D]`."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may have seen nothing so far
@@ -83,8 +85,8 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What `_add_keys` gives for the keys at positions `first` to `end`, which all rows see, of the request with the
-    block table row `table`."""
+    """What `_add_keys` gives for the keys at positions `first` to `end`, which all rows see, of the
+    request with the block table row `table`."""
     dims = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -96,7 +98,8 @@ def _attend(
         # A pool may have more than 2**31 elements.
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
         places = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-        # What lies beyond the length may be NaN, and zero times NaN is NaN: such values are zeros, not only masked.
+        # What lies beyond the length may be NaN, and zero times NaN is NaN: such values are zeros,
+        # not only masked.
         present = own[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(places, mask=present, other=0.0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
@@ -111,7 +114,11 @@ def _num_own(
     num_padding: tl.tensor, request: tl.tensor, WINDOW: tl.constexpr, PADDED: tl.constexpr
 ) -> tl.tensor:
     """The window's rows without those that are nobody's."""
-    return WINDOW - tl.load(num_padding + request, cache_modifier=".cg").to(tl.int32) if PADDED else WINDOW
+    return (
+        WINDOW - tl.load(num_padding + request, cache_modifier=".cg").to(tl.int32)
+        if PADDED
+        else WINDOW
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -123,8 +130,8 @@ def _shares(
     min_keys: tl.tensor,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """How many keys were in the pool before, a split's share of them in whole blocks, and how many splits have one; the
-    last of these has the window, too."""
+    """How many keys were in the pool before, a split's share of them in whole blocks, and how many
+    splits have one; the last of these has the window, too."""
     num_old = tl.minimum(tl.maximum(kv_len - num_own, 0), max_len)
     number = tl.minimum(tl.maximum((num_old - 1) // min_keys, 1), num_splits)
     share = tl.cdiv(tl.maximum(tl.cdiv(num_old, number), 1), BLOCK_N) * BLOCK_N
@@ -151,14 +158,28 @@ def _window_keys(
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The window's own keys, turned, and its values, `[BLOCK_W, D]`; they go into the pool, too. Zeros are nobody's."""
+    """The window's own keys, turned, and its values, `[BLOCK_W, D]`; they go into the pool, too.
+    Zeros are nobody's."""
     num_heads: tl.constexpr = KV_HEADS * (GROUP + 2)
     new, dims = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D)
     own_rows = (new < WINDOW) & (new >= WINDOW - num_own)
     own = own_rows[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens, heads = request * WINDOW + new, KV_HEADS * GROUP + kv_head + tl.zeros([BLOCK_W], tl.int32)
+    tokens, heads = (
+        request * WINDOW + new,
+        KV_HEADS * GROUP + kv_head + tl.zeros([BLOCK_W], tl.int32),
+    )
     keys = _rotated(
-        qkv, turns, norm_weights, eps, tokens, heads, own_rows, HAS_NORM, num_heads, HEAD_DIM, BLOCK_D
+        qkv,
+        turns,
+        norm_weights,
+        eps,
+        tokens,
+        heads,
+        own_rows,
+        HAS_NORM,
+        num_heads,
+        HEAD_DIM,
+        BLOCK_D,
     )
     value_places = (tokens * num_heads + heads + KV_HEADS) * HEAD_DIM
     values = tl.load(qkv + value_places[:, None] + dims[None, :], mask=own, other=0.0)
@@ -181,11 +202,12 @@ def attention_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:
-    """Grid (KV heads * tiles of rows, requests, splits): neighbours read the heads of the same keys, and splits that
-    may have none come last."""
+    """Grid (KV heads * tiles of rows, requests, splits): neighbours read the heads of the same
+    keys, and splits that may have none come last."""
     announce(EARLY)
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Lengths are older than the projection (early_launch.py), and there before it ends: in the L2 cache.
+    # Lengths are older than the projection (programmatic_launch.py), and there before it ends: in
+    # the L2 cache.
     kv_len, num_own = tl.load(kv_lens + request, cache_modifier=".cg"), _num_own(num_padding, request, WINDOW, PADDED)
     num_old, share, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
     if split >= num_used:  # the reduction leaves such a split out; the first one always goes on, and waits
@@ -251,7 +273,8 @@ def reduction_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """`ROWS` output rows (query heads of a token) a program, of a request whose keys were split. Reads only the splits
+    """`ROWS` output rows (query heads of a token) a program, of a request whose keys were split.
+    Reads only the splits
     that had keys: the others' places hold what an earlier launch left there."""
     announce(EARLY)
     first = tl.program_id(0) * ROWS

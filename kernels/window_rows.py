@@ -1,5 +1,6 @@
-"""Where the rows of generation windows stand: their positions, their places in the KV pool, and the pages that
-attention reads. On CUDA one Triton kernel instead of eleven launches for every forward, elsewhere the plain-torch twin.
+"""Where the rows of generation windows stand: their positions, their places in the KV pool, and the
+pages that attention reads. On CUDA one Triton kernel instead of eleven launches for every forward,
+elsewhere the plain-torch reference.
 
 This file knows slots and a block table; no models.
 """
@@ -13,8 +14,8 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 @dataclass(frozen=True)
 class WindowRows:
-    """Of B windows of W tokens: positions and kv_slots `[B * W]` int64, kv_lens `[B]` int32 with the window,
-    block_tables `[B, P]` int32."""
+    """Of B windows of W tokens: positions and kv_slots `[B * W]` int64, kv_lens `[B]` int32 with
+    the window, block_tables `[B, P]` int32."""
 
     positions: torch.Tensor
     kv_slots: torch.Tensor
@@ -23,23 +24,35 @@ class WindowRows:
 
 
 def window_rows(
-    table: torch.Tensor, slots: torch.Tensor, first: torch.Tensor, width: int, num_pages: int, page_size: int
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    width: int,
+    num_pages: int,
+    page_size: int,
 ) -> WindowRows:
-    """table `[S, P_max]` int32, slots and first `[B]` int64: the windows' slots and first positions. The first
-    `num_pages` pages of a row cover its window."""
+    """table `[S, P_max]` int32, slots and first `[B]` int64: the windows' slots and first
+    positions. The first `num_pages` pages of a row cover its window."""
     if not has_kernels(table.device):
-        return window_rows_twin(table, slots, first, width, num_pages, page_size)
+        return window_rows_reference(table, slots, first, width, num_pages, page_size)
     from tllm_spec.kernels.window_rows_triton import window_rows_triton
 
     return WindowRows(*window_rows_triton(table, slots, first, width, num_pages, page_size))
 
 
-def window_rows_twin(
-    table: torch.Tensor, slots: torch.Tensor, first: torch.Tensor, width: int, num_pages: int, page_size: int
+def window_rows_reference(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    width: int,
+    num_pages: int,
+    page_size: int,
 ) -> WindowRows:
     """Arguments and result of `window_rows`."""
     positions = first.unsqueeze(1) + torch.arange(width, device=first.device)
     block_tables = table[:, :num_pages].index_select(0, slots)
     pages = block_tables.gather(1, positions // page_size).to(torch.int64)
     kv_slots = pages * page_size + positions % page_size
-    return WindowRows(positions.flatten(), kv_slots.flatten(), (first + width).to(torch.int32), block_tables)
+    return WindowRows(
+        positions.flatten(), kv_slots.flatten(), (first + width).to(torch.int32), block_tables
+    )

@@ -1,18 +1,23 @@
-"""`window_rows` as a Triton kernel: a program copies up to 1,024 pages of one request's row, and the first of them
-works out the window's places, too. Importing this file imports Triton."""
+"""`window_rows` as a Triton kernel: a program copies up to 1,024 pages of one request's row, and
+the first of them works out the window's places, too. Importing this file imports Triton."""
 
 import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.early_launch import early_launch
-from tllm_spec.kernels.early_launch_triton import begin
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
 
 _BLOCK = 1024
 
 
 def window_rows_triton(
-    table: torch.Tensor, slots: torch.Tensor, first: torch.Tensor, width: int, num_pages: int, page_size: int
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    width: int,
+    num_pages: int,
+    page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `window_rows`."""
     batch, device = len(slots), table.device
@@ -37,7 +42,7 @@ def window_rows_triton(
         width,
         triton.next_power_of_2(width),
         block,
-        **early_launch(device),
+        **programmatic_launch(device),
     )
     return positions, kv_slots, kv_lens, block_tables
 
@@ -65,7 +70,9 @@ def _rows(
     index = part * block + tl.arange(0, block)
     exists = index < num_pages
     tl.store(
-        block_tables + request * num_pages + index, tl.load(row + index, mask=exists, other=0), mask=exists
+        block_tables + request * num_pages + index,
+        tl.load(row + index, mask=exists, other=0),
+        mask=exists,
     )
     if part == 0:
         place = tl.arange(0, padded_width)
@@ -74,5 +81,7 @@ def _rows(
         position = start + place
         page = tl.load(row + position // page_size, mask=is_row, other=0).to(tl.int64)
         tl.store(positions + request * width + place, position, mask=is_row)
-        tl.store(kv_slots + request * width + place, page * page_size + position % page_size, mask=is_row)
+        tl.store(
+            kv_slots + request * width + place, page * page_size + position % page_size, mask=is_row
+        )
         tl.store(kv_lens + request, (start + width).to(tl.int32))

@@ -1,5 +1,6 @@
-"""How a launch of window_attention_triton.py is laid out: how many programs share the keys of a request, and of how
-many warps each is. Partial results of the splits lie in a workspace, which the CUDA kernel's long requests use, too.
+"""How a launch of window_attention_triton.py is laid out: how many programs share the keys of a
+request, and of how many warps each is. Partial results of the splits lie in a workspace, which the
+CUDA kernel's long requests use, too.
 
 It knows sizes only: no queries, keys or pages.
 """
@@ -8,14 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-# Of four warps, which are enough to keep the memory busy; more of them only begin and end more often.
+# Of four warps, which are enough to keep the memory busy; more of them only begin and end more
+# often.
 PROGRAMS_PER_MULTIPROCESSOR = 3
 # Of two warps: on an H200 so many run at once.
 SMALL_PROGRAMS_PER_MULTIPROCESSOR = 4
-# A split has more keys than this, in whole blocks: with fewer its fixed costs (its query rows, its partial result)
-# outweigh reading them.
+# A split has more keys than this, in whole blocks: with fewer its fixed costs (its query rows, its
+# partial result) outweigh reading them.
 MIN_KEYS_PER_SPLIT, MIN_KEYS_PER_BLOCK = 64, 64
-# Where a program for each tile is more than half of what fills the device, only what is very long is split.
+# Where a program for each tile is more than half of what fills the device, only what is very long
+# is split.
 MIN_KEYS_PER_LONG_SPLIT, MAX_LONG_SPLITS = 2048, 4
 MAX_SPLITS = 64
 # 32 query rows for each of 8 programs of 128 multiprocessors.
@@ -30,8 +33,8 @@ MAX_REGISTERS = 168
 
 @dataclass(frozen=True)
 class WindowWorkspace:
-    """Where splits leave their partial results. One serves all launches of one stream, of any shape; its addresses
-    are part of every captured graph, so it lives as long as they do."""
+    """Where splits leave their partial results. One serves all launches of one stream, of any
+    shape; its addresses are part of every captured graph, so it lives as long as they do."""
 
     outputs: torch.Tensor
     """[R, D] float32: row ((b * W + w) * Hq + head) * num_splits + split."""
@@ -52,7 +55,8 @@ class WindowWorkspace:
         return cls(outputs, log_sums, number, number * PROGRAMS_PER_MULTIPROCESSOR)
 
     def splits(self, num_tiles: int, num_rows: int, max_len: int) -> "Splits":
-        """Of a launch that would have `num_tiles` programs and `num_rows` output rows were nothing split."""
+        """Of a launch that would have `num_tiles` programs and `num_rows` output rows were nothing
+        split."""
         wanted, min_keys = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT
         are_rare = wanted <= 1
         if are_rare:
@@ -62,15 +66,19 @@ class WindowWorkspace:
         return Splits(max(1, number), min_keys, are_rare, self._are_small(num_tiles))
 
     def _are_small(self, num_programs: int) -> bool:
-        """Whether so many programs, in as many turns as they need, leave fewer places empty with two warps each than
-        with four."""
+        """Whether so many programs, in as many turns as they need, leave fewer places empty with
+        two warps each than with four."""
         small = self.num_programs * SMALL_PROGRAMS_PER_MULTIPROCESSOR // PROGRAMS_PER_MULTIPROCESSOR
-        return -(-num_programs // small) * small <= -(-num_programs // self.num_programs) * self.num_programs
+        return (
+            -(-num_programs // small) * small
+            <= -(-num_programs // self.num_programs) * self.num_programs
+        )
 
 
 @dataclass(frozen=True)
 class Splits:
-    """min_keys: a split has more. are_rare: most requests are not split. small_programs: of two warps, not four."""
+    """min_keys: a split has more. are_rare: most requests are not split. small_programs: of two
+    warps, not four."""
 
     number: int
     min_keys: int
@@ -79,8 +87,9 @@ class Splits:
 
 
 def warps_of(splits: Splits, block_m: int, block_d: int) -> dict[str, int]:
-    """Measured on an H200 for 16 rows and heads of 128 in bfloat16: a program of four warps, three of which have room
-    for their registers, ends earlier than one of two; four of these read as fast together."""
+    """Measured on an H200 for 16 rows and heads of 128 in bfloat16: a program of four warps, three
+    of which have room for their registers, ends earlier than one of two; four of these read as fast
+    together."""
     if block_m > 16 or block_d > 128:
         return {"num_warps": 8 if block_m * block_d > 8192 else 4}
     return {"num_warps": 2} if splits.small_programs else {"num_warps": 4, "maxnreg": MAX_REGISTERS}

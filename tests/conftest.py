@@ -1,5 +1,5 @@
-"""For the whole suite: one torch thread, and tiny checkpoints. On small models a second thread costs more than it
-computes, most of all when the machine is busy."""
+"""For the whole suite: one torch thread, and tiny checkpoints. On small models a second thread
+costs more than it computes, most of all when the machine is busy."""
 
 from pathlib import Path
 

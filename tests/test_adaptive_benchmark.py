@@ -12,7 +12,9 @@ from tllm_spec.executor.speculative.adaptive import AdaptiveController
 @pytest.mark.parametrize("batch_size", adaptive.BATCH_SIZES)
 def test_no_steady_traffic_is_served_worse_than_by_the_best_static_length(batch_size: int) -> None:
     shares = {
-        acceptance: adaptive.steady_cell(adaptive.COST_MODEL, batch_size, acceptance, seconds=8.0, seed=7)
+        acceptance: adaptive.steady_cell(
+            adaptive.COST_MODEL, batch_size, acceptance, seconds=8.0, seed=7
+        )
         for acceptance in adaptive.ACCEPTANCES
     }
     assert min(shares.values()) >= adaptive.MIN_STEADY, shares
@@ -20,7 +22,9 @@ def test_no_steady_traffic_is_served_worse_than_by_the_best_static_length(batch_
 
 @pytest.mark.parametrize("kind", adaptive.MOVING)
 def test_moving_traffic_is_served_better_than_by_any_static_length(kind: str) -> None:
-    statics, rates = adaptive.moving_rates(kind, seconds=40.0, seed=7, policies=[adaptive.COST_MODEL])
+    statics, rates = adaptive.moving_rates(
+        kind, seconds=40.0, seed=7, policies=[adaptive.COST_MODEL]
+    )
     assert rates[adaptive.COST_MODEL] >= adaptive.MIN_MOVING * max(statics), (statics, rates)
 
 
@@ -58,8 +62,15 @@ def test_the_example_table_is_what_its_note_says() -> None:
 
 
 def test_the_real_engine_s_figure_is_a_ratio_of_neighbours_over_the_best_static_length() -> None:
-    seconds = {"0": [1.0, 2.0, 1.0], "1": [0.5, 1.0, 0.5], "3": [2.0, 2.0, 2.0], "5": [9.0, 0.1, 9.0]}
-    found = adaptive_engine.row("ngram", "copying", 100, seconds | {"adaptive": [0.5, 0.5, 0.4]}, 2.0)
+    seconds = {
+        "0": [1.0, 2.0, 1.0],
+        "1": [0.5, 1.0, 0.5],
+        "3": [2.0, 2.0, 2.0],
+        "5": [9.0, 0.1, 9.0],
+    }
+    found = adaptive_engine.row(
+        "ngram", "copying", 100, seconds | {"adaptive": [0.5, 0.5, 0.4]}, 2.0
+    )
     assert (found.best_static, found.tokens_per_second["adaptive"]) == (1, 200.0)
     assert (found.lowest, found.adaptive_over_best, found.highest) == (1.0, 1.25, 2.0)
     assert (
@@ -71,7 +82,13 @@ def test_the_real_engine_s_figure_is_a_ratio_of_neighbours_over_the_best_static_
 def test_of_moving_traffic_the_table_has_what_the_best_length_of_each_phase_would_give() -> None:
     comparison = adaptive_engine.Comparison(96, list(adaptive_engine.DRAFTERS))
     comparison.phases = comparison.phases[:2]
-    seconds = {"0": (3.0, 1.0), "1": (1.0, 2.0), "3": (2.0, 2.0), "5": (2.0, 2.0), "adaptive": (1.0, 1.0)}
+    seconds = {
+        "0": (3.0, 1.0),
+        "1": (1.0, 2.0),
+        "3": (2.0, 2.0),
+        "5": (2.0, 2.0),
+        "adaptive": (1.0, 1.0),
+    }
     for name, times in seconds.items():
         for phase, time in zip(comparison.phases, times, strict=True):
             for drafter in adaptive_engine.DRAFTERS:
@@ -93,14 +110,22 @@ def test_the_traffic_of_the_real_engine_moves_between_repeating_and_other_text()
     assert spec is not None and spec["adaptive"]["candidate_steps"] == [0, 1, 3, 5]
 
 
-def test_scripted_traffic_moves_as_the_simulator_s_phases_do_with_one_request_and_with_eight() -> None:
+def test_scripted_traffic_moves_as_the_simulator_s_phases_do_with_one_request_and_with_eight() -> (
+    None
+):
     phases = adaptive_engine.scripted_phases()
     assert [(phase.acceptance, phase.at_once) for phase in phases[3:5]] == [(0.15, 1), (0.9, 8)]
     for number, phase in enumerate(phases):
         assert phase.acceptance == simulated_phases(1.0)(number)[0]
         assert len(phase.prompts) >= phase.at_once and phase.temperature == 0
-    static, adaptive = (adaptive_engine.speculation("eagle3", length, scripted=True) for length in (3, None))
-    assert static is not None and len(static["synthetic_acceptance_rates"]) == 3 and "adaptive" not in static
+    static, adaptive = (
+        adaptive_engine.speculation("eagle3", length, scripted=True) for length in (3, None)
+    )
+    assert (
+        static is not None
+        and len(static["synthetic_acceptance_rates"]) == 3
+        and "adaptive" not in static
+    )
     assert adaptive is not None and len(adaptive["synthetic_acceptance_rates"]) == 5
 
 

@@ -21,9 +21,16 @@ SLOT = {"candidate_steps": [1, 3]}
 
 
 def test_a_slot_key_is_an_integer_or_a_string_of_digits() -> None:
-    ladders = {"ema_alpha": 0.5, "1": {"candidate_steps": [7, 1, 3, 3]}, 8: {"candidate_steps": [0]}}
+    ladders = {
+        "ema_alpha": 0.5,
+        "1": {"candidate_steps": [7, 1, 3, 3]},
+        8: {"candidate_steps": [0]},
+    }
     config = AdaptiveConfig.parse(ladders)
-    assert [(low, slot.candidate_steps) for low, slot in config.slots] == [(1, (1, 3, 7)), (8, (0,))]
+    assert [(low, slot.candidate_steps) for low, slot in config.slots] == [
+        (1, (1, 3, 7)),
+        (8, (0,)),
+    ]
     assert config.draft_lens == (0, 1, 3, 7)
 
 
@@ -45,7 +52,9 @@ def test_a_slot_s_key_wins_over_the_global_one_which_wins_over_the_default() -> 
 def test_without_a_strategy_the_keys_decide_and_ours_is_the_default() -> None:
     assert isinstance(AdaptiveConfig.parse({}).slots[0][1], CostModelOptions)
     assert isinstance(AdaptiveConfig.parse({"1": SLOT}).slots[0][1], CostModelOptions)
-    assert isinstance(AdaptiveConfig.parse({"1": {**SLOT, "ceiling_coeff": 0}}).slots[0][1], EmaOptions)
+    assert isinstance(
+        AdaptiveConfig.parse({"1": {**SLOT, "ceiling_coeff": 0}}).slots[0][1], EmaOptions
+    )
     assert isinstance(AdaptiveConfig.parse({"strategy": "ema", "1": SLOT}).slots[0][1], EmaOptions)
 
 
@@ -66,7 +75,12 @@ def test_the_presets_are_the_document_s_and_the_newest_defaults() -> None:
             64: ((1, 3), -0.25, 1.67),
             128: ((1, 3), -0.25, 1.2),
         },
-        "newest": {1: ((1, 3, 5, 7), -0.25, 0), 8: ((0, 1, 3), 0, 0), 32: ((0, 1), 0, 0), 64: ((0,), 0, 0)},
+        "newest": {
+            1: ((1, 3, 5, 7), -0.25, 0),
+            8: ((0, 1, 3), 0, 0),
+            32: ((0, 1), 0, 0),
+            64: ((0,), 0, 0),
+        },
     }
 
 
@@ -89,13 +103,19 @@ BAD: list[tuple[Any, str]] = [
     ({"8": {**SLOT, "update_interval": 0}}, "adaptive.slot 8.update_interval = 0"),
     ({"8": {**SLOT, "warmup_batches": -1}}, "adaptive.slot 8.warmup_batches = -1"),
     ({"8": {**SLOT, "ceiling_coeff": float("inf")}}, "adaptive.slot 8.ceiling_coeff"),
-    ({"8": {**SLOT, "ceiling_coef": 1.0}}, "adaptive.slot 8.ceiling_coef = 1.0 is not a known option"),
+    (
+        {"8": {**SLOT, "ceiling_coef": 1.0}},
+        "adaptive.slot 8.ceiling_coef = 1.0 is not a known option",
+    ),
     (
         {"8": {**SLOT, "mark_below": 0.2}},
         "adaptive.slot 8.mark_below = 0.2 is refused in a slot: this key holds for all slots",
     ),
     ({"8": {**SLOT, "strategy": "ema"}}, "adaptive.slot 8.strategy = 'ema' is refused in a slot"),
-    ({"8": {**SLOT, "time_smoothing": 1}}, "adaptive.slot 8.time_smoothing = 1 is refused in a slot"),
+    (
+        {"8": {**SLOT, "time_smoothing": 1}},
+        "adaptive.slot 8.time_smoothing = 1 is refused in a slot",
+    ),
     (
         {"8": {**SLOT, "time_smoothing": 1}, "strategy": "ema"},
         "adaptive.slot 8.time_smoothing = 1 is not a known option",
@@ -103,7 +123,10 @@ BAD: list[tuple[Any, str]] = [
     ({"8": {**SLOT, "window_trials": 9.0}, "strategy": "ema"}, "adaptive.slot 8.window_trials"),
     ({"ema_alpha": 2, "8": SLOT}, "adaptive.ema_alpha = 2"),
     ({"ema_alfa": 0.2, "8": SLOT}, "adaptive.ema_alfa = 0.2"),
-    ({"mark_patiance": 3}, "adaptive.mark_patiance = 3 is not a known option; did you mean mark_patience?"),
+    (
+        {"mark_patiance": 3},
+        "adaptive.mark_patiance = 3 is not a known option; did you mean mark_patience?",
+    ),
     ({"assumed_draft_costs": 1}, "did you mean assumed_draft_cost?"),
     ({"time_smooting": 1}, "did you mean time_smoothing or"),
     ({"strateggy": "ema"}, "did you mean strategy?"),
@@ -151,11 +174,16 @@ def test_a_slot_may_say_all_keys_of_its_strategy() -> None:
 
 def test_the_page_shows_every_key_with_its_default() -> None:
     blocks = [
-        block.split("```")[0] for block in DOCUMENTED.read_text(encoding="utf-8").split("```yaml\n")[1:]
+        block.split("```")[0]
+        for block in DOCUMENTED.read_text(encoding="utf-8").split("```yaml\n")[1:]
     ]
     cost_model, ema = (yaml.safe_load(block)["adaptive"] for block in blocks)
     common = {"strategy", *MarkOptions.model_fields}
-    assert cost_model.keys() == {*common, *CostModelOptions.model_fields, *RoundTimeOptions.model_fields}
+    assert cost_model.keys() == {
+        *common,
+        *CostModelOptions.model_fields,
+        *RoundTimeOptions.model_fields,
+    }
     assert AdaptiveConfig.parse(cost_model) == AdaptiveConfig.parse({})
     assert AdaptiveConfig.parse(ema) == AdaptiveConfig.parse("conservative")
     assert {key for key in ema if isinstance(key, str)} >= {

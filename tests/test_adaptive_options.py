@@ -1,4 +1,5 @@
-"""`speculative_config.adaptive` and the acceptance gate: how they are written, what is refused, and what it becomes."""
+"""`speculative_config.adaptive` and the acceptance gate: how they are written, what is refused, and
+what it becomes."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +24,11 @@ OTHERS: list[dict[str, Any]] = [
     {"decoding_type": "NGram"},
     {"decoding_type": "User_Provided", "drafter": "some.module:Drafter"},
     {"decoding_type": "Draft_Target", "speculative_model": "some/model"},
-    {"decoding_type": "Draft_Target", "speculative_model": "some/model", "draft_target_one_model": True},
+    {
+        "decoding_type": "Draft_Target",
+        "speculative_model": "some/model",
+        "draft_target_one_model": True,
+    },
     {"decoding_type": "Eagle3", "speculative_model": "some/head"},
     {"decoding_type": "Eagle3", "speculative_model": "some/head", "eagle3_one_model": False},
 ]
@@ -66,9 +71,12 @@ def test_yaml_takes_the_path_of_sglang_s_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest", "ladder"), [(7, DEFAULT_STEPS), (4, (0, 1, 2, 3, 4)), (1, (0, 1)), (9, (*DEFAULT_STEPS, 9))]
+    ("longest", "ladder"),
+    [(7, DEFAULT_STEPS), (4, (0, 1, 2, 3, 4)), (1, (0, 1)), (9, (*DEFAULT_STEPS, 9))],
 )
-def test_the_ladder_that_nobody_wrote_ends_at_max_draft_len(longest: int, ladder: tuple[int, ...]) -> None:
+def test_the_ladder_that_nobody_wrote_ends_at_max_draft_len(
+    longest: int, ladder: tuple[int, ...]
+) -> None:
     config = NGramDecodingConfig(max_draft_len=longest, adaptive={})
     assert ladders(config) == {1: ladder}
     assert config.adaptive is not None and isinstance(config.adaptive.slots[0][1], CostModelOptions)
@@ -116,7 +124,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 0},
         ["acceptance_rate_window_size = 0"],
     ),
-    ({"acceptance_length_threshold": 0.5}, ["acceptance_length_threshold", "acceptance_rate_threshold"]),
+    (
+        {"acceptance_length_threshold": 0.5},
+        ["acceptance_length_threshold", "acceptance_rate_threshold"],
+    ),
 ]
 
 
@@ -150,7 +161,9 @@ def test_what_is_refused_is_named_with_its_key_and_its_numbers(
         ([1, 3], "adaptive = [1, 3]: a mapping, a path, or one of"),
     ],
 )
-def test_a_mistake_begins_with_its_path_whichever_way_it_is_reached(adaptive: Any, sentence: str) -> None:
+def test_a_mistake_begins_with_its_path_whichever_way_it_is_reached(
+    adaptive: Any, sentence: str
+) -> None:
     def refusal(given: object, take: Callable[[Any], object]) -> str:
         with pytest.raises(ValueError) as refused:
             take(given)
@@ -191,14 +204,17 @@ def test_the_yaml_file_is_laid_over_keywords_inside_adaptive_too(tmp_path: Path)
     own = {"decoding_type": "NGram", "max_draft_len": 5, "adaptive": {"candidate_steps": [0, 5]}}
     config = LlmArgs.from_yaml(path, model="m", speculative_config=own).speculative_config
     assert config is not None and config.adaptive is not None
-    assert dict(config.adaptive.slots) == {1: CostModelOptions(candidate_steps=(0, 5), probe_rounds=2)}
+    assert dict(config.adaptive.slots) == {
+        1: CostModelOptions(candidate_steps=(0, 5), probe_rounds=2)
+    }
     path.write_text("max_batch_size: 4\n")
     kept = LlmArgs.from_yaml(path, model="m", speculative_config=own).speculative_config
     assert kept is not None and ladders(kept) == {1: (0, 5)}
 
 
 def test_an_object_survives_being_given_again() -> None:
-    """A checked configuration is passed on as it is: by `LLM(...)` of one, and by pydantic's own copies."""
+    """A checked configuration is passed on as it is: by `LLM(...)` of one, and by pydantic's own
+    copies."""
     config = NGramDecodingConfig(max_draft_len=5, adaptive={"candidate_steps": [0, 5]})
     args = LlmArgs.from_kwargs("m", speculative_config=config)
     assert args.speculative_config is config

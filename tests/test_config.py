@@ -29,7 +29,12 @@ def ngram(**options: object) -> dict[str, object]:
 
 
 def eagle3(**options: object) -> dict[str, object]:
-    return {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "some/head", **options}
+    return {
+        "decoding_type": "Eagle3",
+        "max_draft_len": 3,
+        "speculative_model": "some/head",
+        **options,
+    }
 
 
 def speculate(options: dict[str, object]) -> dict[str, Any]:
@@ -61,7 +66,11 @@ def test_defaults_are_those_of_tensorrt_llm() -> None:
 
 def test_the_yaml_file_wins_over_keywords_key_by_key(yaml_file: Path) -> None:
     yaml_file.write_text("max_batch_size: 8\nkv_cache_config: {tokens_per_block: 16}\n")
-    keywords = {"max_batch_size": 4, "max_seq_len": 99, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
+    keywords = {
+        "max_batch_size": 4,
+        "max_seq_len": 99,
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.5},
+    }
     args = LlmArgs.from_yaml(yaml_file, model="m", **keywords)
     assert (args.max_batch_size, args.max_seq_len) == (8, 99)
     assert args.kv_cache_config == KvCacheConfig(tokens_per_block=16, free_gpu_memory_fraction=0.5)
@@ -73,7 +82,9 @@ def test_arguments_cannot_be_changed_afterwards() -> None:
 
 
 def test_null_sizes_mean_the_default() -> None:
-    assert LlmArgs.from_kwargs("m", max_batch_size=None, max_num_tokens=None) == LlmArgs.from_kwargs("m")
+    assert LlmArgs.from_kwargs(
+        "m", max_batch_size=None, max_num_tokens=None
+    ) == LlmArgs.from_kwargs("m")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +97,9 @@ def test_every_option_not_served_takes_its_off_values_and_refuses_others_with_th
 ) -> None:
     def give(value: object) -> LlmArgs:
         options = {name: value}
-        return LlmArgs(model="m", **(options if table is NOT_SERVED else speculate(eagle3(**options))))
+        return LlmArgs(
+            model="m", **(options if table is NOT_SERVED else speculate(eagle3(**options)))
+        )
 
     for off in table[name].accepted:
         give(off)
@@ -109,27 +122,57 @@ def test_every_option_not_served_takes_its_off_values_and_refuses_others_with_th
             {"kv_cache_config": {"tokens_per_block": 33}},
             ["kv_cache_config.tokens_per_block = 33", "power of two"],
         ),
-        ({"kv_cache_config": {"max_toekns": 3}}, ["kv_cache_config.max_toekns = 3", "did you mean max_tok"]),
-        ({"kv_cache_config": {"dtype": "fp8"}}, ["kv_cache_config.dtype = 'fp8'", "accepted: 'auto'"]),
+        (
+            {"kv_cache_config": {"max_toekns": 3}},
+            ["kv_cache_config.max_toekns = 3", "did you mean max_tok"],
+        ),
+        (
+            {"kv_cache_config": {"dtype": "fp8"}},
+            ["kv_cache_config.dtype = 'fp8'", "accepted: 'auto'"],
+        ),
         (
             {"scheduler_config": {"waiting_queue_policy": "x"}},
             ["scheduler_config.waiting_queue_policy", "'fcfs'"],
         ),
         ({"attn_backend": "TRTLLM"}, ["attn_backend = 'TRTLLM'", "'TRITON' or 'FLASHINFER'"]),
-        (speculate({"decoding_type": "MTP"}), ["decoding_type = 'MTP'", "not served yet", "Eagle3"]),
+        (
+            speculate({"decoding_type": "MTP"}),
+            ["decoding_type = 'MTP'", "not served yet", "Eagle3"],
+        ),
         (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
         (speculate({"max_draft_len": 4}), ["decoding_type = None", "NGram"]),
-        (speculate({"decoding_type": "NGram"}), ["speculative_config.max_draft_len is required by NGram"]),
-        (speculate(ngram(max_draft_len=0)), ["speculative_config.max_draft_len = 0: NGram", "1 or more"]),
-        (speculate(ngram(max_draft_len=None)), ["max_draft_len = None: NGramDecodingConfig needs", "null"]),
+        (
+            speculate({"decoding_type": "NGram"}),
+            ["speculative_config.max_draft_len is required by NGram"],
+        ),
+        (
+            speculate(ngram(max_draft_len=0)),
+            ["speculative_config.max_draft_len = 0: NGram", "1 or more"],
+        ),
+        (
+            speculate(ngram(max_draft_len=None)),
+            ["max_draft_len = None: NGramDecodingConfig needs", "null"],
+        ),
         ({"cuda_graph_config": {"batch_sizes": [1, 0]}}, ["batch_sizes.1 = 0", "greater than 0"]),
-        ({"cuda_graph_config": {"batch_sizes": []}}, ["cuda_graph_config.batch_sizes = []", "null"]),
+        (
+            {"cuda_graph_config": {"batch_sizes": []}},
+            ["cuda_graph_config.batch_sizes = []", "null"],
+        ),
         (
             {"cuda_graph_config": {"batch_sizes": [1, 8], "max_batch_size": 4}},
-            ["cuda_graph_config.max_batch_size = 4 contradicts batch_sizes = (1, 8)", "largest of them, 8"],
+            [
+                "cuda_graph_config.max_batch_size = 4 contradicts batch_sizes = (1, 8)",
+                "largest of them, 8",
+            ],
         ),
-        ({"cuda_graph_config": {"mode": "prefill"}}, ["cuda_graph_config.mode = 'prefill'", "'decode'"]),
-        (speculate(ngram()) | {"max_num_tokens": 4}, ["max_num_tokens = 4", "max_draft_len + 1 = 5"]),
+        (
+            {"cuda_graph_config": {"mode": "prefill"}},
+            ["cuda_graph_config.mode = 'prefill'", "'decode'"],
+        ),
+        (
+            speculate(ngram()) | {"max_num_tokens": 4},
+            ["max_num_tokens = 4", "max_draft_len + 1 = 5"],
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_key_value_and_what_is_accepted(
@@ -150,13 +193,19 @@ def test_a_long_value_is_shown_by_its_beginning() -> None:
 
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ValueError) as refusal:
-        LlmArgs.from_kwargs("m", max_batch_size=0, kv_cache_config={"max_tokens": -1, "tokens_per_block": 3})
+        LlmArgs.from_kwargs(
+            "m", max_batch_size=0, kv_cache_config={"max_tokens": -1, "tokens_per_block": 3}
+        )
     assert len(str(refusal.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("a: [1", "cannot read"), ("- a\n- b\n", "must hold a mapping"), ("1: 2\n", "must hold a mapping")],
+    [
+        ("a: [1", "cannot read"),
+        ("- a\n- b\n", "must hold a mapping"),
+        ("1: 2\n", "must hold a mapping"),
+    ],
 )
 def test_an_unreadable_options_file_is_named(yaml_file: Path, text: str, sentence: str) -> None:
     yaml_file.write_text(text)
@@ -172,7 +221,9 @@ def test_a_missing_options_file_is_named(yaml_file: Path) -> None:
 
 @pytest.mark.parametrize("spelling", ["Draft_Target", "DraftTarget"])
 @pytest.mark.parametrize("folder", ["speculative_model", "speculative_model_dir"])
-def test_both_spellings_of_draft_target_and_of_its_model_are_taken(spelling: str, folder: str) -> None:
+def test_both_spellings_of_draft_target_and_of_its_model_are_taken(
+    spelling: str, folder: str
+) -> None:
     options = {"decoding_type": spelling, "max_draft_len": 3, folder: Path("some/draft")}
     args = LlmArgs.from_kwargs("m", speculative_config=options)
     expected = DraftTargetDecodingConfig(max_draft_len=3, speculative_model="some/draft")
@@ -186,7 +237,8 @@ def test_a_decoding_type_with_draft_weights_needs_them(decoding_type: str) -> No
 
 
 @pytest.mark.parametrize(
-    "option", [{"speculative_model": "d"}, {"use_rejection_sampling": True}, {"load_format": "auto"}]
+    "option",
+    [{"speculative_model": "d"}, {"use_rejection_sampling": True}, {"load_format": "auto"}],
 )
 def test_ngram_refuses_options_of_a_draft_model(option: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
@@ -202,7 +254,10 @@ def test_an_ngram_pool_is_private_and_bounded_by_default() -> None:
 def test_greedy_drafts_contradict_rejection_sampling() -> None:
     with pytest.raises(ValueError, match="contradicts"):
         DraftTargetDecodingConfig(
-            max_draft_len=4, speculative_model="d", use_rejection_sampling=True, draft_sampling="greedy"
+            max_draft_len=4,
+            speculative_model="d",
+            use_rejection_sampling=True,
+            draft_sampling="greedy",
         )
 
 
@@ -239,12 +294,15 @@ def test_an_import_path_that_leads_nowhere_is_named() -> None:
     with pytest.raises(ValueError, match=r"package\.module:ClassName"):
         UserProvidedDecodingConfig(max_draft_len=2, drafter="not a path")
     with pytest.raises(ValueError, match="drafter_args"):
-        UserProvidedDecodingConfig(max_draft_len=2, drafter=FixedDrafter(), drafter_args={"token": 1})
+        UserProvidedDecodingConfig(
+            max_draft_len=2, drafter=FixedDrafter(), drafter_args={"token": 1}
+        )
 
 
 def test_an_eagle3_configuration_is_read_from_yaml(yaml_file: Path) -> None:
     yaml_file.write_text(
-        "speculative_config: {decoding_type: Eagle3, max_draft_len: 3, speculative_model_dir: some/head,\n"
+        "speculative_config: {decoding_type: Eagle3, max_draft_len: 3, speculative_model_dir: "
+        "some/head,\n"
         "  eagle3_one_model: false, eagle3_layers_to_capture: [5, 1, 5], draft_sampling: greedy}\n"
     )
     assert LlmArgs.from_yaml(yaml_file, model="m").speculative_config == Eagle3DecodingConfig(
@@ -265,9 +323,14 @@ def test_eagle_is_served_as_eagle3_with_one_warning(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("layers", [[31, 2, 16, 31], (16, 31, 2), {31, 16, 2}])
 def test_captured_layers_are_kept_in_ascending_order_and_once(layers: object) -> None:
-    config = Eagle3DecodingConfig(max_draft_len=3, speculative_model="h", eagle3_layers_to_capture=layers)
+    config = Eagle3DecodingConfig(
+        max_draft_len=3, speculative_model="h", eagle3_layers_to_capture=layers
+    )
     assert config.eagle3_layers_to_capture == (2, 16, 31)
-    assert Eagle3DecodingConfig(max_draft_len=3, speculative_model="h").eagle3_layers_to_capture is None
+    assert (
+        Eagle3DecodingConfig(max_draft_len=3, speculative_model="h").eagle3_layers_to_capture
+        is None
+    )
 
 
 DEVICE = "; synthetic acceptance is a benchmark device that changes the text"
@@ -307,7 +370,9 @@ def test_synthetic_acceptance_excludes_rejection_sampling() -> None:
 def test_options_that_change_nothing_may_be_spelled_out() -> None:
     off = dict.fromkeys(["eagle_choices", "num_eagle_layers", "posterior_threshold", "sa_config"])
     off |= dict.fromkeys(["dynamic_tree_max_topK", "max_non_leaves_per_layer"])
-    options = eagle3(**off, use_dynamic_tree=False, greedy_sampling=True, eagle3_model_arch="llama3")
+    options = eagle3(
+        **off, use_dynamic_tree=False, greedy_sampling=True, eagle3_model_arch="llama3"
+    )
     for in_graph in (True, False):
         args = LlmArgs(model="m", enable_in_graph_sampling=in_graph, **speculate(options))
         assert args == LlmArgs(model="m", **speculate(eagle3()))
@@ -322,7 +387,10 @@ def test_options_that_change_nothing_may_be_spelled_out() -> None:
         (eagle3(decoding_type="Draft_Target", draft_target_one_model=True), None),
         (eagle3(decoding_type="Draft_Target"), "engine of its own"),
         (ngram(), "NGram drafts are made on the host from tokens"),
-        (ngram(decoding_type="User_Provided", drafter=FixedDrafter()), "User_Provided drafts are made on"),
+        (
+            ngram(decoding_type="User_Provided", drafter=FixedDrafter()),
+            "User_Provided drafts are made on",
+        ),
     ],
 )
 def test_rounds_overlap_with_no_drafts_and_with_those_of_the_targets_own_forward(
@@ -333,12 +401,16 @@ def test_rounds_overlap_with_no_drafts_and_with_those_of_the_targets_own_forward
     assert (why_not or "") in (args.why_no_overlap or "")
     if args.speculative_config is not None:
         assert args.speculative_config.overlaps == (why_not is None)
-    args = LlmArgs(model="m", speculative_config=args.speculative_config, disable_overlap_scheduler=True)
+    args = LlmArgs(
+        model="m", speculative_config=args.speculative_config, disable_overlap_scheduler=True
+    )
     assert args.why_no_overlap == "disable_overlap_scheduler is set"
 
 
 @pytest.mark.parametrize("decoding", [ngram(), eagle3(), eagle3(decoding_type="Draft_Target")])
-def test_synthetic_acceptance_rates_are_taken_by_every_decoding_type(decoding: dict[str, object]) -> None:
+def test_synthetic_acceptance_rates_are_taken_by_every_decoding_type(
+    decoding: dict[str, object],
+) -> None:
     decoding = {**decoding, "max_draft_len": 3, "synthetic_acceptance_rates": [1, 0.52, 0.52]}
     config = LlmArgs.from_kwargs("m", speculative_config=decoding).speculative_config
     assert config is not None and config.synthetic_acceptance_rates == (1.0, 0.52, 0.52)
@@ -361,8 +433,16 @@ STEPS_OF_8 = tuple(range(8, 129, 8))
         ({"max_batch_size": 300}, 200, (1, 2, 4, *STEPS_OF_8, 192, 200)),
         ({"enable_padding": False}, 2048, (*range(1, 32), 32, 64, 128)),
         ({"enable_padding": False}, 20, tuple(range(1, 21))),
-        ({"enable_padding": False, "max_batch_size": 600}, 999, (*range(1, 33), 64, 128, 256, 512, 600)),
-        ({"enable_padding": False, "max_batch_size": 512}, 2048, (*range(1, 32), 32, 64, 128, 256, 512)),
+        (
+            {"enable_padding": False, "max_batch_size": 600},
+            999,
+            (*range(1, 33), 64, 128, 256, 512, 600),
+        ),
+        (
+            {"enable_padding": False, "max_batch_size": 512},
+            2048,
+            (*range(1, 32), 32, 64, 128, 256, 512),
+        ),
         ({"batch_sizes": [9, 3, 9]}, 2048, (3, 9)),
         ({"batch_sizes": [3, 9], "max_batch_size": 9}, 2048, (3, 9)),
         ({"batch_sizes": [3, 9, 30, 40]}, 20, (3, 9, 20)),
@@ -385,6 +465,8 @@ def test_cuda_graphs_with_padding_are_on_unless_null_turns_them_off(yaml_file: P
     assert LlmArgs.from_kwargs("m").cuda_graph_config == CudaGraphConfig(enable_padding=True)
     yaml_file.write_text("cuda_graph_config: null\n")
     assert LlmArgs.from_yaml(yaml_file, model="m").cuda_graph_config is None
-    yaml_file.write_text("cuda_graph_config: {enable_padding: false, batch_sizes: [2, 1], mode: decode}\n")
+    yaml_file.write_text(
+        "cuda_graph_config: {enable_padding: false, batch_sizes: [2, 1], mode: decode}\n"
+    )
     expected = CudaGraphConfig(enable_padding=False, batch_sizes=(1, 2))
     assert LlmArgs.from_yaml(yaml_file, model="m").cuda_graph_config == expected

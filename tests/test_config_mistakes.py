@@ -1,4 +1,5 @@
-"""Mistakes in configurations that only YAML or an import path can make: each is refused by a sentence."""
+"""Mistakes in configurations that only YAML or an import path can make: each is refused by a
+sentence."""
 
 from typing import Any
 
@@ -17,7 +18,10 @@ NGRAM: dict[Any, Any] = {"decoding_type": "NGram", "max_draft_len": 4}
             {"speculative_config": NGRAM | {"decoding_type": ["NGram"]}},
             r"decoding_type = \['NGram'\] is not a known type",
         ),
-        ({"speculative_config": NGRAM | {5: 6}}, "speculative_config has the key 5; names of options"),
+        (
+            {"speculative_config": NGRAM | {5: 6}},
+            "speculative_config has the key 5; names of options",
+        ),
         ({"kv_cache_config": {5: 6}}, "kv_cache_config has the key 5"),
         (
             {"prefill_cuda_graph_backend": "piecewise"},

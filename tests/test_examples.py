@@ -1,4 +1,5 @@
-"""Every file in yaml_examples is a complete set of options, changes no text, and gets drafts accepted if it drafts."""
+"""Every file in yaml_examples is a complete set of options, changes no text, and gets drafts
+accepted if it drafts."""
 
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from tllm_spec.executor.speculative.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "yaml_examples").glob("*.yaml"), key=lambda path: path.stem)
+EXAMPLES = sorted(
+    (Path(__file__).parent.parent / "yaml_examples").glob("*.yaml"), key=lambda path: path.stem
+)
 REPEATING = "self.items.append(item)\n        self.count += 1\n        "
 PROMPTS = [
     "def factorial(n):\n    if n == 0:\n        return 1\n    return ",
@@ -44,7 +47,9 @@ def test_an_example_generates_what_plain_greedy_decoding_does(
     with LLM("zoo:llama", **read_yaml(path)) as llm:
         tokens, num_accepted = generate(llm)
     assert tokens == plain_tokens and all(len(each) == 8 for each in tokens)
-    if path.stem == "adaptive":  # its times are measured: here it may find that plain decoding is faster
+    if (
+        path.stem == "adaptive"
+    ):  # its times are measured: here it may find that plain decoding is faster
         return
     assert (num_accepted > 0) == (llm.args.speculative_config is not None)
 
@@ -72,7 +77,9 @@ def test_an_adaptive_example_is_served_by_its_strategy(name: str, kind: type) ->
         generate(llm)
     controller = parts.controller
     assert {type(slot) for slot in controller._slots} == {kind}
-    assert controller.state()["draft_lens"] == ([0, 1, 3, 5] if name == "adaptive" else [0, 1, 3, 7])
+    assert controller.state()["draft_lens"] == (
+        [0, 1, 3, 5] if name == "adaptive" else [0, 1, 3, 7]
+    )
     assert parts.draft_len_for == controller.steps_for
 
 

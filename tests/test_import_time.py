@@ -1,4 +1,5 @@
-"""Heavy libraries are imported where they are used: the package and the commands' help start without them."""
+"""Heavy libraries are imported where they are used: the package and the commands' help start
+without them."""
 
 import json
 import subprocess
@@ -9,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ["torch", "transformers", "tokenizers", "fastapi", "uvicorn", "triton", "prometheus_client"]
-PRINT_LOADED = f"import json, sys; print(); print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
+PRINT_LOADED = (
+    f"import json, sys; print(); print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
+)
 RUN_HELP = """
 import sys
 from tllm_spec.cli.{command} import main

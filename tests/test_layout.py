@@ -1,4 +1,5 @@
-"""The layout's rules: two linked folders, imports that only go down, the size of files and functions."""
+"""The layout's rules: two linked folders, imports that only go down, the size of files and
+functions."""
 
 import ast
 import importlib.metadata
@@ -17,8 +18,8 @@ MAX_FUNCTION_LINES = 60
 # Request intake and the worker's main: the only places that may turn any fault into an answer.
 BORDERS = {"executor/worker.py", "tllm_spec/server/app.py"}
 
-# Top floor first; the longest entry that fits a module is its own. A module may import from its own entry and
-# from any lower floor, never sideways or up.
+# Top floor first; the longest entry that fits a module is its own. A module may import from its own
+# entry and from any lower floor, never sideways or up.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples"),
     ("tllm_spec.bench", "tllm_spec.server"),
@@ -30,10 +31,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.building",),
     ("tllm_spec.executor.py_executor",),
     ("tllm_spec.executor.round_reader",),
-    ("tllm_spec.executor.draft_lens", "tllm_spec.executor.seen_round", "tllm_spec.executor.device_choice"),
+    (
+        "tllm_spec.executor.draft_lens",
+        "tllm_spec.executor.seen_round",
+        "tllm_spec.executor.device_choice",
+    ),
     ("tllm_spec.executor.round_runner",),
     ("tllm_spec.executor.speculative",),
-    ("tllm_spec.executor.context_graphs", "tllm_spec.executor.stand_in_contexts"),
+    ("tllm_spec.executor.context_graphs", "tllm_spec.executor.dummy_contexts"),
     ("tllm_spec.executor.cuda_graphs", "tllm_spec.executor.engine", "tllm_spec.executor.scheduler"),
     ("tllm_spec.executor.launched_round", "tllm_spec.executor.slot_graphs"),
     ("tllm_spec.executor.graph_pool",),
@@ -81,7 +86,8 @@ def python_files() -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """The one name that a file is imported by: `executor/request.py` is `tllm_spec.executor.request`."""
+    """The one name that a file is imported by: `executor/request.py` is
+    `tllm_spec.executor.request`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "tllm_spec" else ("tllm_spec", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -95,12 +101,15 @@ PACKAGE_FILES = {
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Every tllm_spec module that the file imports, at any depth: a late import is an import too."""
+    """Every tllm_spec module that the file imports, at any depth: a late import is an import
+    too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            below = [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
+            below = [
+                f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"
+            ]
             names = [name if name in PACKAGE_FILES else str(node.module) for name in below]
         else:
             continue
@@ -108,7 +117,8 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def entry_and_floor(module: str) -> tuple[str, int]:
-    """The entry of FLOORS that the module belongs to, and its floor (0 is the top); -1 = it has no place."""
+    """The entry of FLOORS that the module belongs to, and its floor (0 is the top); -1 = it has no
+    place."""
     entries = [(entry, floor) for floor, entries in enumerate(FLOORS) for entry in entries]
     fitting = [(entry, floor) for entry, floor in entries if f"{module}.".startswith(f"{entry}.")]
     return max(fitting, key=lambda found: len(found[0]), default=(module, -1))
@@ -125,7 +135,8 @@ def test_a_linked_folder_is_real_has_no_init_and_is_reached_by_a_relative_link(n
 
 @pytest.mark.parametrize("name", LINKED)
 def test_the_bare_name_is_not_our_package_when_python_starts_in_the_root(name: str) -> None:
-    # A folder without __init__.py has no origin and loses against any installed package of that name.
+    # A folder without __init__.py has no origin and loses against any installed package of that
+    # name.
     code = f"import importlib.util as u; s = u.find_spec({name!r}); print(s.origin if s and s.origin else '')"
     origin = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -142,12 +153,16 @@ def test_the_distribution_installs_one_top_level_name() -> None:
 
 
 def test_only_the_package_itself_has_an_init_file() -> None:
-    found = [path.relative_to(ROOT).as_posix() for path in python_files() if path.name == "__init__.py"]
+    found = [
+        path.relative_to(ROOT).as_posix() for path in python_files() if path.name == "__init__.py"
+    ]
     assert found == ["tllm_spec/__init__.py"]
 
 
 def test_every_module_has_a_floor() -> None:
-    homeless = [name for name in PACKAGE_FILES if name != "tllm_spec" and entry_and_floor(name)[1] < 0]
+    homeless = [
+        name for name in PACKAGE_FILES if name != "tllm_spec" and entry_and_floor(name)[1] < 0
+    ]
     assert not homeless, f"give these a place in FLOORS: {homeless}"
 
 
@@ -166,7 +181,8 @@ def test_imports_only_go_down() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     imports = {
-        module: set(imported_modules(path)) & set(PACKAGE_FILES) for module, path in PACKAGE_FILES.items()
+        module: set(imported_modules(path)) & set(PACKAGE_FILES)
+        for module, path in PACKAGE_FILES.items()
     }
     while in_no_circle := imports.keys() - set().union(*imports.values()) or {
         module for module, targets in imports.items() if not targets
@@ -180,7 +196,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_file_is_too_long() -> None:
-    sources = [*python_files(), *(ROOT / "kernels").rglob("*.cu"), *(ROOT / "kernels").rglob("*.cuh")]
+    sources = [
+        *python_files(),
+        *(ROOT / "kernels").rglob("*.cu"),
+        *(ROOT / "kernels").rglob("*.cuh"),
+    ]
     lengths = {
         path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in sources
@@ -195,7 +215,9 @@ def test_no_function_is_too_long() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
-                    too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} {length} lines")
+                    too_long.append(
+                        f"{path.relative_to(ROOT)}:{node.lineno} {node.name} {length} lines"
+                    )
     assert not too_long, too_long
 
 

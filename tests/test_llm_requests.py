@@ -1,4 +1,5 @@
-"""What `LLM` takes and refuses: every mistake is a sentence, and nobody waits for an answer that cannot come."""
+"""What `LLM` takes and refuses: every mistake is a sentence, and nobody waits for an answer that
+cannot come."""
 
 import gc
 import re
@@ -23,7 +24,9 @@ THREE = SamplingParams(max_tokens=3)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("zoo:llama", max_seq_len=256, max_num_tokens=64, kv_cache_config={"max_tokens": 192}) as llm:
+    with LLM(
+        "zoo:llama", max_seq_len=256, max_num_tokens=64, kv_cache_config={"max_tokens": 192}
+    ) as llm:
         yield llm
         llm.check_integrity()
 

@@ -1,8 +1,15 @@
 """Outputs: diffs of a growing completion, and the definitions of the speculation figures."""
 
-from tllm_spec.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculativeStats
+from tllm_spec.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculativeStats,
+)
 
-# Three rounds: 3, 3 and 1 drafts proposed; 3, 1 and 0 accepted; a stop cut the first run by one token.
+# Three rounds: 3, 3 and 1 drafts proposed; 3, 1 and 0 accepted; a stop cut the first run by one
+# token.
 STATS = SpeculativeStats(
     rounds=3, num_emitted_tokens=6, per_position_drafted=(3, 2, 2), per_position_accepted=(2, 1, 1)
 )
@@ -33,7 +40,11 @@ def test_figures_of_several_samples_add_up() -> None:
 
 def test_figures_without_rounds_are_zero() -> None:
     empty = SpeculativeStats()
-    assert (empty.acceptance_length, empty.draft_acceptance_rate, empty.per_position_acceptance) == (0, 0, ())
+    assert (
+        empty.acceptance_length,
+        empty.draft_acceptance_rate,
+        empty.per_position_acceptance,
+    ) == (0, 0, ())
 
 
 def test_diffs_are_what_came_since_the_last_delivery() -> None:

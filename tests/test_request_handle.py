@@ -1,4 +1,5 @@
-"""A handle stands for its request, and its plain output can leave the process; a reader that is gone harms nobody."""
+"""A handle stands for its request, and its plain output can leave the process; a reader that is
+gone harms nobody."""
 
 import asyncio
 import contextlib
@@ -65,16 +66,18 @@ def test_handles_can_be_gathered() -> None:
 
 
 def test_a_handle_is_equal_to_itself_only() -> None:
-    handle, twin = finished_handle(), finished_handle()
-    twin.metrics = handle.metrics
-    assert handle == handle and handle != twin
-    assert len({handle, twin}) == 2
+    handle, reference = finished_handle(), finished_handle()
+    reference.metrics = handle.metrics
+    assert handle == handle and handle != reference
+    assert len({handle, reference}) == 2
 
 
 @pytest.mark.parametrize(
     "copied", [lambda handle: pickle.loads(pickle.dumps(handle)), copy.deepcopy, copy.copy]
 )
-def test_the_copy_of_a_handle_is_its_plain_output(copied: Callable[[RequestHandle], RequestOutput]) -> None:
+def test_the_copy_of_a_handle_is_its_plain_output(
+    copied: Callable[[RequestHandle], RequestOutput],
+) -> None:
     handle = finished_handle()
     output = copied(handle)
     assert type(output) is RequestOutput

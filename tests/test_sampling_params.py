@@ -17,7 +17,13 @@ def test_nothing_set_is_greedy() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 0}, {"temperature": 1e-6}, {"top_k": 1}, {"top_p": 0}, {"min_p": 1, "temperature": 2.0}],
+    [
+        {"temperature": 0},
+        {"temperature": 1e-6},
+        {"top_k": 1},
+        {"top_p": 0},
+        {"min_p": 1, "temperature": 2.0},
+    ],
 )
 def test_one_option_can_make_a_request_greedy(options: dict[str, float]) -> None:
     assert SamplingParams(**options).is_greedy
@@ -94,7 +100,9 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
 
 
 def test_single_words_and_lists_are_read_alike() -> None:
-    params = SamplingParams(stop="end", bad=["x", "y"], bad_token_ids=[7, [8, 9]], logits_processor=print)
+    params = SamplingParams(
+        stop="end", bad=["x", "y"], bad_token_ids=[7, [8, 9]], logits_processor=print
+    )
     assert params.stop_strings == ("end",)
     assert params.bad_strings == ("x", "y")
     assert params.bad_sequences == ((7,), (8, 9))
@@ -108,7 +116,10 @@ def test_single_words_and_lists_are_read_alike() -> None:
 
 
 def test_null_means_the_default_as_in_http_bodies() -> None:
-    assert SamplingParams.from_dict({"n": None, "min_tokens": None, "speculation": None}) == SamplingParams()
+    assert (
+        SamplingParams.from_dict({"n": None, "min_tokens": None, "speculation": None})
+        == SamplingParams()
+    )
 
 
 def test_speculation_is_taken_as_a_mapping() -> None:
@@ -130,11 +141,23 @@ def test_an_option_of_tensorrt_llm_that_is_not_served_is_refused_with_the_reason
 
 
 def test_what_other_engines_write_out_as_their_default_is_taken() -> None:
-    defaults = {"length_penalty": 1.0, "early_stopping": False, "top_p_min": 0.0, "top_p_decay": 1.0}
-    runtime = {"length_penalty": 0.0, "early_stopping": 1, "top_p_min": 1e-6, "no_repeat_ngram_size": 1 << 30}
+    defaults = {
+        "length_penalty": 1.0,
+        "early_stopping": False,
+        "top_p_min": 0.0,
+        "top_p_decay": 1.0,
+    }
+    runtime = {
+        "length_penalty": 0.0,
+        "early_stopping": 1,
+        "top_p_min": 1e-6,
+        "no_repeat_ngram_size": 1 << 30,
+    }
     for options in (defaults, runtime):
         assert SamplingParams.from_dict(options) == SamplingParams()
-    with pytest.raises(ValueError, match="early_stopping = True is refused: there is no beam search"):
+    with pytest.raises(
+        ValueError, match="early_stopping = True is refused: there is no beam search"
+    ):
         SamplingParams.from_dict({"early_stopping": True})
 
 
@@ -152,9 +175,13 @@ def test_a_list_or_mapping_of_the_wrong_type_is_refused_by_name(name: str, value
 
 def test_the_constructor_knows_tensorrt_llms_other_options_too() -> None:
     assert SamplingParams(return_perf_metrics=False, top_p_decay=None) == SamplingParams()  # type: ignore[call-arg] # as TensorRT-LLM's users write
-    with pytest.raises(ValueError, match="guided_decoding = 5 is refused: guided decoding is not served yet"):
+    with pytest.raises(
+        ValueError, match="guided_decoding = 5 is refused: guided decoding is not served yet"
+    ):
         SamplingParams(guided_decoding=5)  # type: ignore[call-arg] # the same
-    with pytest.raises(ValueError, match="temprature = 1 is not a known option; did you mean temperature"):
+    with pytest.raises(
+        ValueError, match="temprature = 1 is not a known option; did you mean temperature"
+    ):
         SamplingParams(temprature=1)  # type: ignore[call-arg] # a user's mistake
 
 
@@ -165,7 +192,9 @@ def test_so_many_samples_that_making_them_would_hang_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [5, "abc", None, {1: 2}])
 def test_parameters_from_something_that_is_no_mapping_are_refused(options: Any) -> None:
-    with pytest.raises(ValueError, match=r"sampling_params = .*: SamplingParams or a mapping is needed"):
+    with pytest.raises(
+        ValueError, match=r"sampling_params = .*: SamplingParams or a mapping is needed"
+    ):
         SamplingParams.from_dict(options)
 
 

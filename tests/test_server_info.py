@@ -1,4 +1,5 @@
-"""`LLM.server_info`: SGLang's names, the controller's decisions, and nothing that is not plain JSON."""
+"""`LLM.server_info`: SGLang's names, the controller's decisions, and nothing that is not plain
+JSON."""
 
 import json
 from math import inf, nan
@@ -40,7 +41,9 @@ def info_of(llm: LLM) -> dict[str, Any]:
     return found
 
 
-def test_before_the_first_round_there_is_no_acceptance_length_and_the_launch_draft_length(llm: LLM) -> None:
+def test_before_the_first_round_there_is_no_acceptance_length_and_the_launch_draft_length(
+    llm: LLM,
+) -> None:
     info = info_of(llm)
     state = info["internal_states"][0]
     assert (info["version"], info["max_batch_size"], info["max_seq_len"]) == (__version__, 4, 128)
@@ -49,7 +52,9 @@ def test_before_the_first_round_there_is_no_acceptance_length_and_the_launch_dra
     assert "avg_spec_accept_length" not in state
 
 
-def test_after_rounds_it_tells_the_draft_length_the_acceptance_and_why_it_switched(llm: LLM) -> None:
+def test_after_rounds_it_tells_the_draft_length_the_acceptance_and_why_it_switched(
+    llm: LLM,
+) -> None:
     output = llm.generate([1, 2, 3], {"max_tokens": 40, "logit_bias": {63: -100.0}}, use_tqdm=False)
     state = info_of(llm)["internal_states"][0]
     assert state["speculative_num_steps"] == 1
@@ -61,7 +66,9 @@ def test_after_rounds_it_tells_the_draft_length_the_acceptance_and_why_it_switch
     assert "smoothed accepted drafts" in switch["reason"]
     assert state["controller"]["slots"]["1"]["ema_accept_len"] < 1
     assert state["controller"]["limits"]["max_concurrency"] is None
-    assert state["totals"]["by_draft_len"].keys() == {"0", "1", "4"}, "the last round wants no drafts"
+    assert state["totals"]["by_draft_len"].keys() == {"0", "1", "4"}, (
+        "the last round wants no drafts"
+    )
 
 
 def test_it_is_refused_after_shutdown(tmp_path: Path) -> None:
@@ -75,7 +82,12 @@ def test_values_without_a_json_form_become_null_or_a_name() -> None:
     assert plain([nan, inf, -inf, 1.5, True, None]) == [None, None, None, 1.5, True, None]
     assert plain({3: (1, {2})}) == {"3": [1, [2]]}
     assert plain(LlmArgs) == "tllm_spec.config:LlmArgs"
-    spec = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive": {}, "draft_len_schedule": {1: 3, 9: 0}}
+    spec = {
+        "decoding_type": "NGram",
+        "max_draft_len": 3,
+        "adaptive": {},
+        "draft_len_schedule": {1: 3, 9: 0},
+    }
     args = plain(LlmArgs.from_kwargs("zoo:llama", speculative_config=spec))
     assert args["speculative_config"]["draft_len_schedule"] == {"1": 3, "9": 0}
     assert args["speculative_config"]["adaptive"]["slots"][0][1]["candidate_steps"] == [0, 1, 2, 3]

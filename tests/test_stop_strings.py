@@ -1,4 +1,5 @@
-"""Stop strings: the same cut for any division of the text into tokens, and nothing shown too early."""
+"""Stop strings: the same cut for any division of the text into tokens, and nothing shown too
+early."""
 
 from functools import cache
 
@@ -37,7 +38,12 @@ def test_a_stop_is_found_at_the_same_place_for_any_division_of_the_text(
     text: str, stops: list[str], width: int
 ) -> None:
     expected = min(
-        ((end, end - len(stop), stop) for stop in stops for end in range(31) if text[:end].endswith(stop)),
+        (
+            (end, end - len(stop), stop)
+            for stop in stops
+            for end in range(31)
+            if text[:end].endswith(stop)
+        ),
         default=None,
     )
     assert first_match(stops, [text[i : i + width] for i in range(0, len(text), width)]) == expected
@@ -45,7 +51,12 @@ def test_a_stop_is_found_at_the_same_place_for_any_division_of_the_text(
 
 def test_a_stop_that_was_let_pass_is_not_found_again() -> None:
     matcher = StopStringMatcher(["b", "never"])
-    assert [bool(matcher.feed(piece)) for piece in ("a", "b", "c", "b")] == [False, True, False, True]
+    assert [bool(matcher.feed(piece)) for piece in ("a", "b", "c", "b")] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 @settings(max_examples=300, deadline=None)
@@ -88,7 +99,8 @@ def test_bytes_that_are_no_character_lie_before_the_token_that_shows_them(includ
     broken = tokenizer().encode("😀")[:1]
     check = checker(["stop"], include_stop=include)
     matches = [
-        check.feed(token) for token in [*tokenizer().encode("x"), *broken, *tokenizer().encode("stop")]
+        check.feed(token)
+        for token in [*tokenizer().encode("x"), *broken, *tokenizer().encode("stop")]
     ]
     (match,) = [each for each in matches if each is not None]
     assert match.text == "x\ufffd" + include * "stop"
@@ -109,7 +121,12 @@ def test_a_reader_never_sees_more_than_the_final_text_and_tokens(
 ) -> None:
     token_ids = tokenizer().encode(text)
     check = checker(stops, include_stop=include)
-    reader, seen, num_seen, match = StreamedText(IncrementalDetokenizer(tokenizer()), stops), "", 0, None
+    reader, seen, num_seen, match = (
+        StreamedText(IncrementalDetokenizer(tokenizer()), stops),
+        "",
+        0,
+        None,
+    )
     for start in range(0, len(token_ids), run):
         tokens = token_ids[start : start + run]
         match = next(filter(None, map(check.feed, tokens)), None)

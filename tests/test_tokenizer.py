@@ -1,4 +1,5 @@
-"""Text of growing token lists, with a byte-level tokenizer (the zoo's) and a SentencePiece-like one."""
+"""Text of growing token lists, with a byte-level tokenizer (the zoo's) and a SentencePiece-like
+one."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -32,20 +33,29 @@ def byte_level() -> Tokenizer:
 
 @cache
 def sentencepiece_like() -> Tokenizer:
-    """Words with "▁" for spaces, one token a byte for everything else, a leading space that is dropped."""
+    """Words with "▁" for spaces, one token a byte for everything else, a leading space that is
+    dropped."""
     words = ["<s>", "▁a", "▁the", "ing", "é", "▁"]
-    vocab = {token: i for i, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    vocab = {
+        token: i for i, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])
+    }
     raw = RawTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     raw.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     raw.add_special_tokens(["<s>"])
     return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
 class BytesTokenizer:
-    """A user's tokenizer: its tokens are any bytes, those without any are skipped as special tokens are. `each_byte` of
-    an unfinished character is written as a replacement, instead of one for all of them."""
+    """A user's tokenizer: its tokens are any bytes, those without any are skipped as special tokens
+    are. `each_byte` of an unfinished character is written as a replacement, instead of one for all
+    of them."""
 
     eos_token_id = chat_template = None
 
@@ -58,7 +68,8 @@ class BytesTokenizer:
         if not self._each_byte:
             return joined.decode(errors="replace")
         return "".join(
-            REPLACEMENT if "\udc80" <= c <= "\udcff" else c for c in joined.decode(errors="surrogateescape")
+            REPLACEMENT if "\udc80" <= c <= "\udcff" else c
+            for c in joined.decode(errors="surrogateescape")
         )
 
 
@@ -109,12 +120,20 @@ def test_pieces_of_any_text_in_any_runs_are_whole_characters_and_join_to_the_tex
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=MAX_PENDING_TOKENS))
 def test_pieces_of_random_tokens_join_to_the_tokenizers_own_text(token_ids: list[int]) -> None:
-    assert "".join(pieces_of(byte_level(), [[i] for i in token_ids])) == text_of(byte_level(), token_ids)
+    assert "".join(pieces_of(byte_level(), [[i] for i in token_ids])) == text_of(
+        byte_level(), token_ids
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([[0], [1], [2], [3], [4], [5], [6 + 0xE2, 6 + 0x82, 6 + 0xAC]]), max_size=12))
-def test_pieces_keep_spaces_and_byte_characters_of_a_sentencepiece_tokenizer(words: list[list[int]]) -> None:
+@given(
+    st.lists(
+        st.sampled_from([[0], [1], [2], [3], [4], [5], [6 + 0xE2, 6 + 0x82, 6 + 0xAC]]), max_size=12
+    )
+)
+def test_pieces_keep_spaces_and_byte_characters_of_a_sentencepiece_tokenizer(
+    words: list[list[int]],
+) -> None:
     token_ids = [i for word in words for i in word]
     assert "".join(pieces_of(sentencepiece_like(), [[i] for i in token_ids])) == text_of(
         sentencepiece_like(), token_ids
@@ -146,10 +165,13 @@ def test_endless_invalid_bytes_do_not_wait_for_ever() -> None:
 
 @pytest.mark.parametrize("num_invalid", range(MAX_PENDING_TOKENS - 6, MAX_PENDING_TOKENS + 6))
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 50])
-def test_a_character_behind_a_long_wait_is_not_given_out_by_halves(num_invalid: int, width: int) -> None:
+def test_a_character_behind_a_long_wait_is_not_given_out_by_halves(
+    num_invalid: int, width: int
+) -> None:
     token_ids = byte_level().encode("😀")[1:2] * num_invalid + byte_level().encode("😀漢!")
     assert (
-        "".join(pieces_of(byte_level(), in_groups(token_ids, width))) == REPLACEMENT * num_invalid + "😀漢!"
+        "".join(pieces_of(byte_level(), in_groups(token_ids, width)))
+        == REPLACEMENT * num_invalid + "😀漢!"
     )
 
 
@@ -166,7 +188,8 @@ def test_a_space_that_begins_the_text_behind_a_special_token_is_not_taken_for_on
 
 
 BYTES = [bytes([byte]) for byte in (*"a€😀".encode(), 0xFF)]
-# Tokens in which characters begin and end, as byte-level tokenizers have them for scripts of several bytes a character.
+# Tokens in which characters begin and end, as byte-level tokenizers have them for scripts of
+# several bytes a character.
 MIXED = [*BYTES, b"\xac b\xe2\x82", b"a\xe2", REPLACEMENT.encode(), b"", b" "]
 
 
@@ -180,7 +203,9 @@ def texts(tokens: list[int], *characters: list[int]) -> st.SearchStrategy[list[i
 
 @settings(max_examples=400, deadline=None)
 @given(
-    token_ids=texts(list(range(len(MIXED))), [1, 2, 3], [4, 5, 6, 7]), each_byte=st.booleans(), data=st.data()
+    token_ids=texts(list(range(len(MIXED))), [1, 2, 3], [4, 5, 6, 7]),
+    each_byte=st.booleans(),
+    data=st.data(),
 )
 def test_text_is_the_tokenizers_own_however_its_tokens_are_grouped(
     token_ids: list[int], each_byte: bool, data: st.DataObject
@@ -202,7 +227,8 @@ def test_text_is_the_tokenizers_own_however_its_tokens_are_grouped(
 def test_text_of_a_decoder_that_takes_text_back_does_not_depend_on_the_grouping_either(
     token_ids: list[int], data: st.DataObject
 ) -> None:
-    """A byte-fallback decoder lets one bad byte spoil all bytes beside it, those that were given out before, too."""
+    """A byte-fallback decoder lets one bad byte spoil all bytes beside it, those that were given
+    out before, too."""
     one_by_one = "".join(pieces_of(sentencepiece_like(), in_groups(token_ids, 1)))
     for groups in (any_groups(token_ids, data), [token_ids]):
         assert "".join(pieces_of(sentencepiece_like(), groups)) == one_by_one
@@ -245,7 +271,9 @@ def test_a_long_run_that_ends_inside_a_character_leaves_it_for_the_next() -> Non
 
 def test_special_tokens_are_left_out_unless_wanted() -> None:
     assert pieces_of(byte_level(), [[1], byte_level().encode("hi"), [2]]) == ["", "hi", "", ""]
-    assert IncrementalDetokenizer(byte_level(), skip_special_tokens=False).feed([1]) == "<|endoftext|>"
+    assert (
+        IncrementalDetokenizer(byte_level(), skip_special_tokens=False).feed([1]) == "<|endoftext|>"
+    )
 
 
 def test_vocabularies_are_the_same_up_to_the_shorter_one() -> None:

@@ -1,8 +1,8 @@
-"""The zoo's text, tokenizer and weights, the quality of the pair on held-out files, and small training runs.
+"""The zoo's text, tokenizer and weights, the quality of the pair on held-out files, and small
+training runs.
 
-Files come from this interpreter's standard library, so figures differ a little between Python versions. The
-bounds hold for those of 3.10 to 3.13.
-"""
+Files come from this interpreter's standard library, so figures differ a little between Python
+versions. The bounds hold for those of 3.10 to 3.13."""
 
 import hashlib
 import json
@@ -20,7 +20,13 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.zoo import train
@@ -41,7 +47,9 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def heldout_tokens(tokenizer: Any) -> Tensor:
     """`[N]`: all held-out files, one after the other."""
-    return torch.tensor([token for path in heldout_files() for token in tokenizer.encode(read_source(path))])
+    return torch.tensor(
+        [token for path in heldout_files() for token in tokenizer.encode(read_source(path))]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +76,13 @@ def make_stdlib(root: Path, names: list[str]) -> Path:
 
 
 def test_the_held_out_rule_is_pinned_by_the_paths_hash() -> None:
-    held_out = [name for name in ("ast.py", "enum.py", "secrets.py") if is_held_out(PurePosixPath(name))]
+    held_out = [
+        name for name in ("ast.py", "enum.py", "secrets.py") if is_held_out(PurePosixPath(name))
+    ]
     assert held_out == ["ast.py", "enum.py", "secrets.py"]
     assert not any(
-        is_held_out(PurePosixPath(name)) for name in ("argparse.py", "asyncio/events.py", "json/__init__.py")
+        is_held_out(PurePosixPath(name))
+        for name in ("argparse.py", "asyncio/events.py", "json/__init__.py")
     )
 
 
@@ -94,14 +105,18 @@ def test_tests_packages_and_build_outputs_are_no_part_of_the_corpus(tmp_path: Pa
     root = make_stdlib(tmp_path, kept + left_out)
     (root / "latin.py").write_bytes(b"# \xe9\n")
     (root / "empty.py").write_text("")
-    found = {path.relative_to(root).as_posix() for path in training_files(root) + heldout_files(root)}
+    found = {
+        path.relative_to(root).as_posix() for path in training_files(root) + heldout_files(root)
+    }
     assert found == set(kept)
     with_tests = training_files(root, tests=True)
     assert (root / "test/test_a.py" in with_tests) != is_held_out(PurePosixPath("test/test_a.py"))
 
 
 def test_the_corpus_and_the_registry_load_without_torch() -> None:
-    code = "import sys, tllm_spec.zoo.corpus, tllm_spec.zoo.registry; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, tllm_spec.zoo.corpus, tllm_spec.zoo.registry; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -138,7 +153,8 @@ def test_every_file_survives_the_tokenizer(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "\r\n\r\n\t x", "naïve 漢字 🙂", "a , b . c ?", "\x00\x1f\x0c", "<s> </s> [INST]"]
+    "text",
+    ["", " ", "\r\n\r\n\t x", "naïve 漢字 🙂", "a , b . c ?", "\x00\x1f\x0c", "<s> </s> [INST]"],
 )
 def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -151,7 +167,10 @@ def test_no_token_is_added_to_a_prompt(tokenizer: Any) -> None:
 
 def test_a_line_break_and_its_indentation_are_one_token(tokenizer: Any) -> None:
     assert len(tokenizer.encode("\n        ")) == 1
-    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("def f(self):\n    return self.name\n")]
+    pieces = [
+        tokenizer.decode([token])
+        for token in tokenizer.encode("def f(self):\n    return self.name\n")
+    ]
     assert pieces == ["def", " f", "(self", "):", "\n    ", "return", " self", ".name", "\n"]
 
 
@@ -191,10 +210,18 @@ def test_the_draft_is_at_least_six_times_smaller(models: Models) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_bf16_finite_and_tied(name: str) -> None:
-    tensors, config = read_weights(resolve_model(name)), read_json(resolve_model(name) / "config.json")
+    tensors, config = (
+        read_weights(resolve_model(name)),
+        read_json(resolve_model(name) / "config.json"),
+    )
     assert "lm_head.weight" not in tensors
-    assert all(tensor.dtype == torch.bfloat16 and tensor.isfinite().all() for tensor in tensors.values())
-    assert tensors["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"])
+    assert all(
+        tensor.dtype == torch.bfloat16 and tensor.isfinite().all() for tensor in tensors.values()
+    )
+    assert tensors["model.embed_tokens.weight"].shape == (
+        config["vocab_size"],
+        config["hidden_size"],
+    )
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -207,10 +234,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_configurations_in_the_spelling_of_transformers_4_load_here_and_in_transformers(name: str) -> None:
+def test_configurations_in_the_spelling_of_transformers_4_load_here_and_in_transformers(
+    name: str,
+) -> None:
     folder = resolve_model(name)
     raw, tokenizer = read_json(folder / "config.json"), read_json(folder / "tokenizer_config.json")
-    assert raw.keys() >= {"torch_dtype", "rope_theta"} and raw.keys().isdisjoint({"dtype", "rope_parameters"})
+    assert raw.keys() >= {"torch_dtype", "rope_theta"} and raw.keys().isdisjoint(
+        {"dtype", "rope_parameters"}
+    )
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
 
     ours, theirs = ModelConfig.from_pretrained(folder), AutoConfig.from_pretrained(folder)
@@ -224,8 +255,8 @@ def test_configurations_in_the_spelling_of_transformers_4_load_here_and_in_trans
 def test_both_models_predict_held_out_code_and_mostly_the_same(
     models: Models, heldout_tokens: Tensor
 ) -> None:
-    """An untrained model has log(2048) = 7.6 nats a token. Agreement on the files' own text keeps out a pair
-    that only repeats itself."""
+    """An untrained model has log(2048) = 7.6 nats a token. Agreement on the files' own text keeps
+    out a pair that only repeats itself."""
     tokens = spread(heldout_tokens, 16, 512)
     target, draft = (model(tokens).logits for model in models)
     nats = [F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:]).item() for logits in (target, draft)]
@@ -234,8 +265,11 @@ def test_both_models_predict_held_out_code_and_mostly_the_same(
 
 
 @torch.inference_mode()
-def test_the_draft_meets_the_quality_bar_on_held_out_files(models: Models, heldout_tokens: Tensor) -> None:
-    """The bar is an acceptance length of 2.2 with four draft tokens. Texts are short, before most loops."""
+def test_the_draft_meets_the_quality_bar_on_held_out_files(
+    models: Models, heldout_tokens: Tensor
+) -> None:
+    """The bar is an acceptance length of 2.2 with four draft tokens. Texts are short, before most
+    loops."""
     target, draft = models
     prompts = spread(heldout_tokens, 24, 128)
     text = target.generate(
@@ -260,7 +294,9 @@ def test_rounds_accept_up_to_the_first_difference_and_move_on_by_one_more() -> N
 def test_teacher_forced_matches_give_the_acceptance_of_real_draft_chains() -> None:
     torch.manual_seed(0)
     shape = {"vocab_size": 6, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    target, draft = (LlamaForCausalLM(LlamaConfig(num_hidden_layers=n, **shape)).eval() for n in (2, 1))
+    target, draft = (
+        LlamaForCausalLM(LlamaConfig(num_hidden_layers=n, **shape)).eval() for n in (2, 1)
+    )
     for parameter in [*target.parameters(), *draft.parameters()]:
         parameter.mul_(8)  # else a fresh model repeats one token
     text = greedy(target, torch.tensor([[1, 2, 3]]), 80)
@@ -294,11 +330,32 @@ def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "shape" / "config.json").write_text(json.dumps(config))
     (root / "shape" / "generation_config.json").write_text("{}")
 
-    common = ["--shape", root / "shape", "--steps", 60, "--windows", 4, "--length", 64, "--warmup-steps", 1]
+    common = [
+        "--shape",
+        root / "shape",
+        "--steps",
+        60,
+        "--windows",
+        4,
+        "--length",
+        64,
+        "--warmup-steps",
+        1,
+    ]
     common += ["--dropout", 0, "--learning-rate", 1e-2]
     call(train.target, "--data", root, "--output", root / "target", *common)
     own = ["--self-text-minutes", 0, "--self-text-batch", 4, "--self-text-tokens", 16]
-    call(train.draft, "--data", root, "--output", root / "draft", "--target", root / "target", *own, *common)
+    call(
+        train.draft,
+        "--data",
+        root,
+        "--output",
+        root / "draft",
+        "--target",
+        root / "target",
+        *own,
+        *common,
+    )
     return root
 
 
@@ -321,6 +378,13 @@ def test_a_training_run_saves_bf16_weights_beside_its_shapes_own_configuration(
 def test_both_trainings_learn(tiny_runs: Path) -> None:
     assert read_json(tiny_runs / "target" / "metrics.json")["loss"] < math.log(50) / 3
     assert read_json(tiny_runs / "draft" / "metrics.json")["agreement"] > 0.9
-    folders = ["--target", tiny_runs / "target", "--draft", tiny_runs / "draft", "--output", tiny_runs]
+    folders = [
+        "--target",
+        tiny_runs / "target",
+        "--draft",
+        tiny_runs / "draft",
+        "--output",
+        tiny_runs,
+    ]
     call(train.evaluate, "--data", tiny_runs, *folders, "--prompts", 2, "--new-tokens", 16)
     assert read_json(tiny_runs / "acceptance.json")["acceptance_length"] > 4

@@ -1,4 +1,5 @@
-"""The EAGLE-3 head of the zoo in training: its chains against entries computed one by one, its loss, its files."""
+"""The EAGLE-3 head of the zoo in training: its chains against entries computed one by one, its
+loss, its files."""
 
 import json
 import math
@@ -27,9 +28,17 @@ from tllm_spec.zoo.self_text import continuations
 from tllm_spec.zoo.token_data import TokenData
 from tllm_spec.zoo.trainer import Settings
 
-SIZES = {"vocab_size": 12, "draft_vocab_size": 9, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
+SIZES = {
+    "vocab_size": 12,
+    "draft_vocab_size": 9,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "head_dim": 8,
+}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-SHAPE = Eagle3Shape(**SIZES, **HEADS, max_position_embeddings=512, rope_theta=1e4, rms_norm_eps=1e-5)
+SHAPE = Eagle3Shape(
+    **SIZES, **HEADS, max_position_embeddings=512, rope_theta=1e4, rms_norm_eps=1e-5
+)
 DRAFT_IDS = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
 FOLDER = resolve_model("zoo:llama-eagle3")
 STEPS = 80
@@ -51,7 +60,8 @@ def head() -> Eagle3Head:
 
 
 def lively(model: Any) -> Any:
-    """Large random weights, the norms' too: else a model repeats one token and every chain looks alike."""
+    """Large random weights, the norms' too: else a model repeats one token and every chain looks
+    alike."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -62,7 +72,8 @@ def lively(model: Any) -> Any:
 
 
 class SlowHead:
-    """One text, one entry at a time, from the checkpoint's names and the conventions alone: no code of the head's."""
+    """One text, one entry at a time, from the checkpoint's names and the conventions alone: no code
+    of the head's."""
 
     def __init__(self, head: Eagle3Head, features: Tensor, embeddings: Tensor) -> None:
         """`features` `[T, 3H]`, `embeddings` `[T, H]`."""
@@ -73,29 +84,42 @@ class SlowHead:
         self.values: list[Tensor] = []
         self.outputs = [
             self.entry(self.linear("fc", feature), embedding, position, self.keys, self.values)
-            for position, (feature, embedding) in enumerate(zip(features[:-1], embeddings[1:], strict=True))
+            for position, (feature, embedding) in enumerate(
+                zip(features[:-1], embeddings[1:], strict=True)
+            )
         ]
 
     def linear(self, name: str, vector: Tensor) -> Tensor:
         return self.weights[f"{name}.weight"] @ vector
 
     def norm(self, name: str, vector: Tensor) -> Tensor:
-        return F.rms_norm(vector, vector.shape, self.weights[f"{name}.weight"], self.shape.rms_norm_eps)
+        return F.rms_norm(
+            vector, vector.shape, self.weights[f"{name}.weight"], self.shape.rms_norm_eps
+        )
 
     def entry(
-        self, hidden: Tensor, embedding: Tensor, position: int, keys: list[Tensor], values: list[Tensor]
+        self,
+        hidden: Tensor,
+        embedding: Tensor,
+        position: int,
+        keys: list[Tensor],
+        values: list[Tensor],
     ) -> Tensor:
         """Appends to `keys` and `values`; returns the sum before the final norm."""
         layer = "midlayer"
         both = torch.cat(
-            [self.norm(f"{layer}.input_layernorm", embedding), self.norm(f"{layer}.hidden_norm", hidden)]
+            [
+                self.norm(f"{layer}.input_layernorm", embedding),
+                self.norm(f"{layer}.hidden_norm", hidden),
+            ]
         )
         query, key, value = (
             self.linear(f"{layer}.self_attn.{name}_proj", both).view(-1, 8) for name in "qkv"
         )
         cos, sin = self.rotary(hidden, torch.tensor([[position]]))
         query, key = (
-            part[0, :, 0] for part in apply_rotary_pos_emb(query[None, :, None], key[None, :, None], cos, sin)
+            part[0, :, 0]
+            for part in apply_rotary_pos_emb(query[None, :, None], key[None, :, None], cos, sin)
         )
         keys.append(key)
         values.append(value)
@@ -114,7 +138,8 @@ class SlowHead:
     def chain(
         self, start: int, num_steps: int, next_embedding: Callable[[int, Tensor], Tensor]
     ) -> list[Tensor]:
-        """Logits of the steps: a prefill up to `start`, then entries made from the head's own outputs.
+        """Logits of the steps: a prefill up to `start`, then entries made from the head's own
+        outputs.
 
         `next_embedding(step, logits)` is what step `step` reads, given what the step before said.
         """
@@ -139,11 +164,15 @@ def test_unrolled_training_is_sequential_drafting_from_every_start(
         slow = SlowHead(head, features[row], embeddings[row])
         for start in range(17 - unroll):
             along = [embeddings[row, start + step + 1] for step in range(unroll)]
-            expected = torch.stack(slow.chain(start, unroll, lambda step, _, along=along: along[step]))
+            expected = torch.stack(
+                slow.chain(start, unroll, lambda step, _, along=along: along[step])
+            )
             torch.testing.assert_close(steps[:, row, start], expected, atol=1e-4, rtol=0)
 
 
-def test_the_captured_states_are_outputs_of_a_low_a_middle_and_a_high_layer(target: LlamaForCausalLM) -> None:
+def test_the_captured_states_are_outputs_of_a_low_a_middle_and_a_high_layer(
+    target: LlamaForCausalLM,
+) -> None:
     outputs: dict[int, Tensor] = {}
     for index, layer in enumerate(target.model.layers):
         layer.register_forward_hook(
@@ -156,7 +185,9 @@ def test_the_captured_states_are_outputs_of_a_low_a_middle_and_a_high_layer(targ
     assert torch.equal(logits, target.lm_head(target.model.norm(outputs[9])))
 
 
-def test_the_loss_is_the_kl_over_the_draft_vocabulary_by_its_mass_and_a_best_token_that_can_be_said() -> None:
+def test_the_loss_is_the_kl_over_the_draft_vocabulary_by_its_mass_and_a_best_token_that_can_be_said() -> (
+    None
+):
     torch.manual_seed(0)
     target_logits, draft_logits = torch.randn(1, 6, 12) * 2, torch.randn(1, 6, 9)
     wanted, floor, best = training.labels(target_logits, DRAFT_IDS)
@@ -199,7 +230,9 @@ def test_each_step_is_compared_with_what_the_target_says_of_the_same_token(
 
 
 def test_later_steps_weigh_less() -> None:
-    torch.testing.assert_close(training.weighted(torch.tensor([1.0, 0.0, 0.0])), torch.tensor(1 / 2.71))
+    torch.testing.assert_close(
+        training.weighted(torch.tensor([1.0, 0.0, 0.0])), torch.tensor(1 / 2.71)
+    )
 
 
 def test_a_late_step_teaches_all_of_the_head_through_the_heads_own_outputs(
@@ -227,7 +260,8 @@ def test_the_draft_vocabulary_is_the_most_frequent_of_both_texts_whatever_their_
 
 
 def test_the_checkpoint_is_the_public_format_and_loads_again(tmp_path: Path) -> None:
-    """Names and shapes as in published EAGLE-3 heads; the size is that of the head that the zoo ships."""
+    """Names and shapes as in published EAGLE-3 heads; the size is that of the head that the zoo
+    ships."""
     shape = Eagle3Shape.read(FOLDER)
     ids = torch.randperm(2048)[:1024].sort().values
     head = Eagle3Head(shape, ids)
@@ -237,7 +271,13 @@ def test_the_checkpoint_is_the_public_format_and_loads_again(tmp_path: Path) -> 
 
     tensors = load_file(tmp_path / "model.safetensors")
     sizes = {name.removesuffix(".weight"): tuple(tensor.shape) for name, tensor in tensors.items()}
-    expected = {"fc": (192, 576), "norm": (192,), "lm_head": (1024, 192), "d2t": (1024,), "t2d": (2048,)}
+    expected = {
+        "fc": (192, 576),
+        "norm": (192,),
+        "lm_head": (1024, 192),
+        "d2t": (1024,),
+        "t2d": (2048,),
+    }
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         expected[f"midlayer.{name}"] = (192,)
     for name, size in {"q": (192, 384), "k": (64, 384), "v": (64, 384), "o": (192, 192)}.items():
@@ -271,7 +311,9 @@ def test_a_head_that_the_zoo_cannot_train_is_refused(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     config = {
-        key: value for key, value in (read_json(FOLDER / "config.json") | change).items() if value is not None
+        key: value
+        for key, value in (read_json(FOLDER / "config.json") | change).items()
+        if value is not None
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=words):
@@ -284,7 +326,9 @@ def test_a_head_of_another_width_than_the_target_is_refused(target: LlamaForCaus
         Eagle3Shape(**vars(SHAPE) | {"hidden_size": 20}).check_target(target.config)
 
 
-def test_windows_too_short_for_a_chain_are_refused(target: LlamaForCausalLM, head: Eagle3Head) -> None:
+def test_windows_too_short_for_a_chain_are_refused(
+    target: LlamaForCausalLM, head: Eagle3Head
+) -> None:
     with pytest.raises(ValueError, match="--length is 12; with --unroll 5 it must be 13 or more"):
         training.unrolled(head, target, torch.randint(12, (1, 12)), 5)
 
@@ -303,7 +347,9 @@ def test_a_fresh_head_starts_from_the_targets_output_layer(target: LlamaForCausa
 def learn(target: LlamaForCausalLM, num_steps: int) -> tuple[Eagle3Head, list[float]]:
     """A head after a few steps on random text, and the losses of the steps."""
     data = TokenData(torch.randint(12, (400,), dtype=torch.int16), 0)
-    head = training.build_head(SHAPE, target, DRAFT_IDS, Settings(1, 1, 1, 16, 1e-3, 0.0, 0.0, 1, False))
+    head = training.build_head(
+        SHAPE, target, DRAFT_IDS, Settings(1, 1, 1, 16, 1e-3, 0.0, 0.0, 1, False)
+    )
     loss_of = training.eagle3_loss(head, target, data, data, unroll=4)
     optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-2), []
     for _ in range(num_steps):
@@ -320,8 +366,12 @@ def test_a_few_steps_reduce_the_loss(target: LlamaForCausalLM) -> None:
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-def test_the_measured_acceptance_is_that_of_a_loop_that_drafts_and_verifies(target: LlamaForCausalLM) -> None:
-    for matrix in (parameter for parameter in target.model.layers.parameters() if parameter.dim() > 1):
+def test_the_measured_acceptance_is_that_of_a_loop_that_drafts_and_verifies(
+    target: LlamaForCausalLM,
+) -> None:
+    for matrix in (
+        parameter for parameter in target.model.layers.parameters() if parameter.dim() > 1
+    ):
         matrix.mul_(0.5)  # a target calm enough that 60 steps teach a head to be right now and then
     head, _ = learn(target, 60)
     heldout = TokenData(torch.randint(12, (301,), dtype=torch.int16), 0)
@@ -330,11 +380,20 @@ def test_the_measured_acceptance_is_that_of_a_loop_that_drafts_and_verifies(targ
     prompts = torch.stack([heldout.tokens[start : start + 256] for start in (0, 15, 30, 45)]).long()
     accepted = []
     for text in continuations(target, prompts, 40, do_sample=False):
-        features, embeddings = target_states(target, text[None])[0][0], target.get_input_embeddings()(text)
-        slow, committed = SlowHead(head, features, embeddings), 257  # the prompt and the first token
+        features, embeddings = (
+            target_states(target, text[None])[0][0],
+            target.get_input_embeddings()(text),
+        )
+        slow, committed = (
+            SlowHead(head, features, embeddings),
+            257,
+        )  # the prompt and the first token
         while committed + 3 < len(text):
             drafts = draft_chain(slow, target, committed - 2, 3)
-            same = [draft == token for draft, token in zip(drafts, text[committed:].tolist(), strict=False)]
+            same = [
+                draft == token
+                for draft, token in zip(drafts, text[committed:].tolist(), strict=False)
+            ]
             accepted.append([*same, False].index(False))
             committed += accepted[-1] + 1
     assert len(set(accepted)) > 1
@@ -359,22 +418,46 @@ def test_rounds_of_chains_move_on_by_one_more_than_was_accepted() -> None:
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where a tiny target learned to count to 12 and a head to draft for it, with the shipped commands."""
+    """A folder where a tiny target learned to count to 12 and a head to draft for it, with the
+    shipped commands."""
     root = tmp_path_factory.mktemp("runs")
     for name in ("training", "heldout"):
         np.savez(root / f"{name}.npz", tokens=np.arange(4096, dtype=np.uint16) % 12, num_bytes=8192)
     sizes = {"hidden_size": 32, "head_dim": 16, "num_attention_heads": 2, "intermediate_size": 32}
     sizes |= {"vocab_size": 64}
-    for name, more in (("llama", {"num_hidden_layers": 7}), ("llama-eagle3", {"draft_vocab_size": 16})):
+    for name, more in (
+        ("llama", {"num_hidden_layers": 7}),
+        ("llama-eagle3", {"draft_vocab_size": 16}),
+    ):
         (root / f"{name}-shape").mkdir()
         config = read_json(resolve_model(f"zoo:{name}") / "config.json") | sizes | more
         (root / f"{name}-shape" / "config.json").write_text(json.dumps(config))
     (root / "llama-shape" / "generation_config.json").write_text("{}")
 
-    common = ["--data", root, "--steps", STEPS, "--windows", 4, "--length", 64, "--warmup-steps", 10]
+    common = [
+        "--data",
+        root,
+        "--steps",
+        STEPS,
+        "--windows",
+        4,
+        "--length",
+        64,
+        "--warmup-steps",
+        10,
+    ]
     common += ["--dropout", 0, "--learning-rate", 5e-3]
     call(train.target, "--output", root / "target", "--shape", root / "llama-shape", *common)
-    own = ["--self-text-minutes", 0, "--self-text-batch", 4, "--self-text-tokens", 16, "--unroll", 3]
+    own = [
+        "--self-text-minutes",
+        0,
+        "--self-text-batch",
+        4,
+        "--self-text-tokens",
+        16,
+        "--unroll",
+        3,
+    ]
     shape = ["--shape", root / "llama-eagle3-shape", "--target", root / "target"]
     call(train.eagle3, "--output", root / "head", *shape, *own, *common)
     return root

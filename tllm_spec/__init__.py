@@ -1,7 +1,7 @@
 """tllm_spec: a speculative-decoding engine in the manner of TensorRT-LLM's PyExecutor.
 
-The names below are what users import. They are loaded when first asked for, so that the command-line tools start fast.
-"""
+The names below are what users import. They are loaded when first asked for, so that the
+command-line tools start fast."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tllm_spec.speculative_config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from tllm_spec.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
     from tllm_spec.speculative_config import NGramDecodingConfig as NGramDecodingConfig
-    from tllm_spec.speculative_config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
+    from tllm_spec.speculative_config import (
+        UserProvidedDecodingConfig as UserProvidedDecodingConfig,
+    )
 
 __version__ = "0.1.0"
 

@@ -1,9 +1,9 @@
 """`speculative_config.adaptive`: what the user says about draft lengths that follow the traffic.
 
-A mapping, the name of a preset, or the path of a JSON file as SGLang takes it. Keys that are whole numbers are
-batch-size slots, by their smallest batch size. Any other key holds for all slots; of these a slot may say those of its
-strategy otherwise. It knows nothing of how the strategies decide; `docs/adaptive.md` shows every key with its meaning.
-"""
+A mapping, the name of a preset, or the path of a JSON file as SGLang takes it. Keys that are whole
+numbers are batch-size slots, by their smallest batch size. Any other key holds for all slots; of
+these a slot may say those of its strategy otherwise. It knows nothing of how the strategies decide;
+`docs/adaptive.md` shows every key with its meaning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)  # of the cost model without a ladder of the 
 
 
 def _ladder(steps: object) -> tuple[int, ...]:
-    """Sorted, without repetitions. Raises ValueError for anything but a list of integers of 0 or more."""
+    """Sorted, without repetitions. Raises ValueError for anything but a list of integers of 0 or
+    more."""
     if not isinstance(steps, (list, tuple)) or not steps:
         raise ValueError("a list of one or more draft lengths is needed, e.g. [0, 1, 3]")
     wrong = [step for step in steps if type(step) is not int or step < 0]
@@ -52,22 +53,33 @@ class EmaOptions(ConfigModel):
 
 
 class CostModelOptions(ConfigModel):
-    """A slot of `strategy: cost_model`. Trials are drafts whose acceptance was seen, at one position of the window."""
+    """A slot of `strategy: cost_model`. Trials are drafts whose acceptance was seen, at one
+    position of the window."""
 
     candidate_steps: Ladder
     prior_acceptance: Probability = 0.6  # of every draft before anything was seen
-    prior_weight: Positive = 8.0  # trials that the prior counts for; also what a stale estimate counts for
-    ratio_weight: Positive = 64.0  # trials that a position's ratio to the others counts for beyond that
+    prior_weight: Positive = (
+        8.0  # trials that the prior counts for; also what a stale estimate counts for
+    )
+    ratio_weight: Positive = (
+        64.0  # trials that a position's ratio to the others counts for beyond that
+    )
     window_trials: Positive = 256.0  # memory of an estimate, in trials ...
     window_rounds: PositiveInt = 8  # ... and in rounds, whichever is longer
-    change_excess: Positive = 5.0  # accepted drafts more or fewer than expected that mean another text ...
+    change_excess: Positive = (
+        5.0  # accepted drafts more or fewer than expected that mean another text ...
+    )
     change_slack: NotNegative = 0.15  # ... where so many of each trial's mean nothing
     switch_margin: NotNegative = (
         0.01  # a length must promise so much more tokens per second to replace another
     )
     # In plain rounds' time; less where a batch has more requests than probe_trials, in proportion:
-    plain_after_loss: NotNegative = 3.0  # what drafts may lose before they are given up altogether ...
-    plain_after_win: NotNegative = 30.0  # ... and beyond that what they have won before, up to so much
+    plain_after_loss: NotNegative = (
+        3.0  # what drafts may lose before they are given up altogether ...
+    )
+    plain_after_win: NotNegative = (
+        30.0  # ... and beyond that what they have won before, up to so much
+    )
     probe_round_share: Probability = 0.01  # rounds that may be probes
     probe_time_share: Probability = 0.005  # time that probes may add
     probe_pause: PositiveInt = (
@@ -82,9 +94,12 @@ SlotOptions = EmaOptions | CostModelOptions
 
 
 class RoundTimeOptions(ConfigModel):
-    """How measured round times are corrected while serving, and what else may cost time (`strategy: cost_model`)."""
+    """How measured round times are corrected while serving, and what else may cost time (`strategy:
+    cost_model`)."""
 
-    assumed_draft_cost: NotNegative = 0.06  # plain rounds that a draft costs, if no times were measured
+    assumed_draft_cost: NotNegative = (
+        0.06  # plain rounds that a draft costs, if no times were measured
+    )
     time_smoothing: Smoothing = (
         0.05  # share of a new time in what all draft lengths of a batch size have in common
     )
@@ -96,9 +111,15 @@ class RoundTimeOptions(ConfigModel):
 class MarkOptions(ConfigModel):
     """When a single request is not worth drafting for."""
 
-    mark_below: Probability = 0.1  # share of its rounds with an accepted draft below which a request pauses
-    mark_patience: PositiveInt | None = 8  # rejected rounds that lead there from full acceptance; null: never
-    mark_max_pause: PositiveInt = 64  # rounds; the first pause has mark_patience, each next one twice as many
+    mark_below: Probability = (
+        0.1  # share of its rounds with an accepted draft below which a request pauses
+    )
+    mark_patience: PositiveInt | None = (
+        8  # rejected rounds that lead there from full acceptance; null: never
+    )
+    mark_max_pause: PositiveInt = (
+        64  # rounds; the first pause has mark_patience, each next one twice as many
+    )
 
 
 @dataclass(frozen=True)
@@ -117,16 +138,18 @@ class AdaptiveConfig:
 
     @property
     def launch_steps(self) -> int | None:
-        """What to begin with when the user names none: the ladders' middle; None: what the cost model expects."""
+        """What to begin with when the user names none: the ladders' middle; None: what the cost
+        model expects."""
         if not isinstance(self.slots[0][1], EmaOptions):
             return None
         return self.draft_lens[len(self.draft_lens) // 2]
 
     @classmethod
     def parse(cls, adaptive: object, max_draft_len: int | None = None) -> AdaptiveConfig:
-        """`max_draft_len`: the longest draft that a ladder may have; a ladder that the user did not write ends there.
-        Raises ValueError, in sentences that name slot and key, for what cannot be meant. With `max_draft_len` this is
-        a field of the configuration that has it, which names the field in front of them."""
+        """`max_draft_len`: the longest draft that a ladder may have; a ladder that the user did not
+        write ends there. Raises ValueError, in sentences that name slot and key, for what cannot be
+        meant. With `max_draft_len` this is a field of the configuration that has it, which names
+        the field in front of them."""
         if isinstance(adaptive, AdaptiveConfig):
             config = adaptive
         elif max_draft_len is None:
@@ -136,7 +159,8 @@ class AdaptiveConfig:
         longest = config.draft_lens[-1]
         if max_draft_len is not None and longest > max_draft_len:
             raise ValueError(
-                f"candidate_steps has {longest}, and max_draft_len = {max_draft_len} is the most that there is room for"
+                f"candidate_steps has {longest}, and max_draft_len = {max_draft_len} is the most "
+                "that there is room for"
             )
         return config
 
@@ -152,13 +176,16 @@ class AdaptiveConfig:
 
     @classmethod
     def _parse(cls, adaptive: object, max_draft_len: int | None) -> AdaptiveConfig:
-        """Raises ConfigError, whose lines begin with a key inside, or ValueError about `adaptive` as a whole."""
+        """Raises ConfigError, whose lines begin with a key inside, or ValueError about `adaptive`
+        as a whole."""
         if isinstance(adaptive, str):
             adaptive = PRESETS[adaptive] if adaptive in PRESETS else _read_sglang_file(adaptive)
         if not isinstance(adaptive, Mapping):
             raise ValueError(f"a mapping, a path, or one of {', '.join(PRESETS)} is needed")
         root, slots = _split(adaptive)
-        options: type[SlotOptions] = EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
+        options: type[SlotOptions] = (
+            EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
+        )
         for_all = _keys_for_all(options)
         _refuse_unknown(root, for_all | options.model_fields.keys())
         compat = root.pop("compat", False)
@@ -169,11 +196,17 @@ class AdaptiveConfig:
         times = RoundTimeOptions(**_taken_from(root, RoundTimeOptions))
         ladder = root.pop("candidate_steps", None)
         if ladder is not None and slots:
-            raise ConfigError([f"candidate_steps = {shown(ladder)} is refused: each slot has its own"])
+            raise ConfigError(
+                [f"candidate_steps = {shown(ladder)} is refused: each slot has its own"]
+            )
         if not slots and (ladder is not None or options is CostModelOptions):
-            slots = {1: {"candidate_steps": _default_ladder(max_draft_len) if ladder is None else ladder}}
+            slots = {
+                1: {"candidate_steps": _default_ladder(max_draft_len) if ladder is None else ladder}
+            }
         if not slots:
-            raise ValueError('it has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}')
+            raise ValueError(
+                'it has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}'
+            )
         options(**{**root, "candidate_steps": [0]})  # global keys are at fault without a slot
         checked = [(low, _slot(options, root, low, slots[low], for_all)) for low in sorted(slots)]
         return cls(tuple(checked), compat, times, marks)
@@ -186,28 +219,36 @@ def _default_ladder(max_draft_len: int | None) -> tuple[int, ...]:
 
 
 def _split(adaptive: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Global keys, and slots by their smallest batch size: a slot's key is an integer or a string of digits."""
+    """Global keys, and slots by their smallest batch size: a slot's key is an integer or a string
+    of digits."""
     root: dict[str, Any] = {}
     slots: dict[int, Any] = {}
     for key, value in adaptive.items():
-        if (type(key) is int and key >= 0) or (isinstance(key, str) and key.isascii() and key.isdigit()):
+        if (type(key) is int and key >= 0) or (
+            isinstance(key, str) and key.isascii() and key.isdigit()
+        ):
             if int(key) in slots:
                 raise ValueError(f"it has slot {int(key)} twice, as an integer and as a string")
             slots[int(key)] = value
         elif isinstance(key, str):
             root[key] = value
         else:
-            raise ValueError(f"it has the key {key!r}; accepted: names, and batch sizes of 0 or more")
+            raise ValueError(
+                f"it has the key {key!r}; accepted: names, and batch sizes of 0 or more"
+            )
     return root, slots
 
 
 def _strategy(root: dict[str, Any], slots: Mapping[int, Any]) -> str:
-    """Takes `strategy` out of `root`. Without it, SGLang's keys mean SGLang's strategy; else ours decides."""
+    """Takes `strategy` out of `root`. Without it, SGLang's keys mean SGLang's strategy; else ours
+    decides."""
     levels = [root, *(slot for slot in slots.values() if isinstance(slot, Mapping))]
     is_sglang = any(EMA_ONLY & level.keys() for level in levels)
     strategy = root.pop("strategy", "ema" if is_sglang else "cost_model")
     if strategy not in ("ema", "cost_model"):
-        raise ConfigError([f"strategy = {shown(strategy)} is refused; accepted: 'ema' or 'cost_model'"])
+        raise ConfigError(
+            [f"strategy = {shown(strategy)} is refused; accepted: 'ema' or 'cost_model'"]
+        )
     return str(strategy)
 
 
@@ -219,7 +260,9 @@ def _keys_for_all(options: type[SlotOptions]) -> frozenset[str]:
 
 def _refuse_unknown(root: Mapping[str, Any], known: Set[str]) -> None:
     """Before the keys are dealt out to their models, each of which knows its own only."""
-    if lines := [unknown_option(key, value, known) for key, value in root.items() if key not in known]:
+    if lines := [
+        unknown_option(key, value, known) for key, value in root.items() if key not in known
+    ]:
         raise ConfigError(lines)
 
 
@@ -278,6 +321,9 @@ PRESETS: Mapping[str, Mapping[Any, Any]] = {
         (128, [1, 3], -0.25, 1.2),
     ),
     "newest": _ema(
-        (1, [1, 3, 5, 7], -0.25, 0.0), (8, [0, 1, 3], 0.0, 0.0), (32, [0, 1], 0.0, 0.0), (64, [0], 0.0, 0.0)
+        (1, [1, 3, 5, 7], -0.25, 0.0),
+        (8, [0, 1, 3], 0.0, 0.0),
+        (32, [0, 1], 0.0, 0.0),
+        (64, [0], 0.0, 0.0),
     ),
 }

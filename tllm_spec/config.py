@@ -1,7 +1,7 @@
 """All arguments of `LLM`, named as in TensorRT-LLM: from keywords, from a YAML file, or both.
 
-Only options with an effect are fields. TensorRT-LLM's other options stand in `NOT_SERVED` with the value that
-means "off"; anything else is refused. Nothing here looks at a checkpoint or a device.
+Only options with an effect are fields. TensorRT-LLM's other options stand in `NOT_SERVED` with the
+value that means "off"; anything else is refused. Nothing here looks at a checkpoint or a device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from tllm_spec.config_base import ConfigError, ConfigModel
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.speculative_config import PathText, SpeculativeConfig
 
-NUMBERED = frozenset({"adaptive", "draft_len_schedule"})  # options with keys of their own: batch sizes
+NUMBERED = frozenset(
+    {"adaptive", "draft_len_schedule"}
+)  # options with keys of their own: batch sizes
 ONE_GPU = "one device serves a model for now"
 NO_STATISTICS = "iteration statistics are not served yet"
 NO_BATCH_WAIT = "a round never waits for more requests"
@@ -50,14 +52,17 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "context_parallel_size": NotServed((1,), ONE_GPU),
     "enable_attention_dp": NotServed((False,), ONE_GPU),
     "enable_autotuner": NotServed(
-        (True,), "on a GPU the first start measures which products are the fastest; deterministic uses none"
+        (True,),
+        "on a GPU the first start measures which products are the fastest; deterministic uses none",
     ),
     "enable_early_first_token_response": NotServed((False,), "every round answers at once"),
     "enable_in_graph_sampling": NotServed((True, False), "sampling is part of the graph"),
     "enable_iter_perf_stats": NotServed((False,), NO_STATISTICS),
     "enable_iter_req_stats": NotServed((False,), NO_STATISTICS),
     "enable_lora": NotServed((False,), "LoRA is not served"),
-    "garbage_collection_gen0_threshold": NotServed((None,), "Python's garbage collector is left alone"),
+    "garbage_collection_gen0_threshold": NotServed(
+        (None,), "Python's garbage collector is left alone"
+    ),
     "gather_generation_logits": NotServed((False,), "logits are not returned; logprobs are"),
     "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
     "guided_decoding_backend": NotServed((None,), "guided decoding is not served yet"),
@@ -83,13 +88,17 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "trust_remote_code": NotServed((False,), "code that comes with a checkpoint is never run"),
 }
 KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
-    "copy_on_partial_reuse": NotServed((True,), "a partly matching page is always copied, never taken over"),
+    "copy_on_partial_reuse": NotServed(
+        (True,), "a partly matching page is always copied, never taken over"
+    ),
     "dtype": NotServed(("auto",), "the cache has the model's own dtype"),
     "event_buffer_max_size": NotServed((0,), "cache events are not served"),
     "host_cache_size": NotServed((None, 0), "evicted pages are not kept in host memory"),
     "max_attention_window": NotServed((None,), "every layer keeps all tokens"),
     "max_gpu_total_bytes": NotServed((0,), "use max_tokens or free_gpu_memory_fraction"),
-    "secondary_offload_min_priority": NotServed((None,), "evicted pages are not kept in host memory"),
+    "secondary_offload_min_priority": NotServed(
+        (None,), "evicted pages are not kept in host memory"
+    ),
     "sink_token_length": NotServed((None,), "every layer keeps all tokens"),
     "use_kv_cache_manager_v2": NotServed(("auto",), "there is one cache manager"),
     "use_uvm": NotServed((False,), "the cache lies in device memory"),
@@ -101,14 +110,19 @@ SCHEDULER_NOT_SERVED: Mapping[str, NotServed] = {
     "context_chunking_policy": NotServed(
         (None, "FIRST_COME_FIRST_SERVED"), "the oldest prompt's chunk comes first"
     ),
-    "dynamic_batch_config": NotServed((None,), "the batch is bounded by max_batch_size and max_num_tokens"),
-    "enable_prefix_aware_scheduling": NotServed((False,), "requests are not reordered by their prefixes"),
+    "dynamic_batch_config": NotServed(
+        (None,), "the batch is bounded by max_batch_size and max_num_tokens"
+    ),
+    "enable_prefix_aware_scheduling": NotServed(
+        (False,), "requests are not reordered by their prefixes"
+    ),
     "use_python_scheduler": NotServed((True, False), "the scheduler is always the Python one"),
 }
 
 
 class KvCacheConfig(ConfigModel):
-    """The paged KV pool, bounded by `max_tokens` and a fraction of the device memory that is free."""
+    """The paged KV pool, bounded by `max_tokens` and a fraction of the device memory that is
+    free."""
 
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
@@ -129,19 +143,23 @@ class KvCacheConfig(ConfigModel):
 class SchedulerConfig(ConfigModel):
     """Which requests run. Only `MAX_UTILIZATION` may pause a running request for want of pages."""
 
-    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = "GUARANTEED_NO_EVICT"
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = (
+        "GUARANTEED_NO_EVICT"
+    )
     waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
 
     not_served: ClassVar[Mapping[str, NotServed]] = SCHEDULER_NOT_SERVED
 
 
 class CudaGraphConfig(ConfigModel):
-    """For which batch sizes a generation round is captured as a CUDA graph. On a CPU it has no effect.
+    """For which batch sizes a generation round is captured as a CUDA graph. On a CPU it has no
+    effect.
 
-    `enable_padding` fills a batch up to the next captured size. It is True here and False in TensorRT-LLM: graphs
-    are the fast path, and without padding a batch between two captured sizes leaves it. `max_batch_size` (None
-    or 0: DEFAULT_LARGEST_GRAPH) is the largest of the sizes that are captured where `batch_sizes` names none.
-    """
+    `enable_padding` fills a batch up to the next captured size. It is True here and False in
+    TensorRT-LLM: graphs are the fast path, and without padding a batch between two captured sizes
+    leaves it. `max_batch_size` (None
+    or 0: DEFAULT_LARGEST_GRAPH) is the largest of the sizes that are captured where `batch_sizes`
+    names none."""
 
     batch_sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] | None = None
     max_batch_size: NonNegativeInt | None = None
@@ -164,7 +182,8 @@ class CudaGraphConfig(ConfigModel):
     def _check_largest(self) -> CudaGraphConfig:
         if self.batch_sizes and self.max_batch_size and self.max_batch_size != self.batch_sizes[-1]:
             raise ValueError(
-                f"max_batch_size = {self.max_batch_size} contradicts batch_sizes = {self.batch_sizes}; leave it "
+                f"max_batch_size = {self.max_batch_size} contradicts batch_sizes = "
+                f"{self.batch_sizes}; leave it "
                 f"out, or give the largest of them, {self.batch_sizes[-1]}"
             )
         return self
@@ -173,8 +192,10 @@ class CudaGraphConfig(ConfigModel):
         """The batch sizes to capture, ascending.
 
         Args:
-            limit: the most requests that a generation round can have; a larger size is captured as this one.
-            also: further sizes, such as the keys of `draft_len_schedule`; those above the largest are left out.
+            limit: the most requests that a generation round can have; a larger size is captured as
+            this one.
+            also: further sizes, such as the keys of `draft_len_schedule`; those above the largest
+            are left out.
         """
         assert limit > 0
         largest = self.max_batch_size or DEFAULT_LARGEST_GRAPH
@@ -186,8 +207,8 @@ class CudaGraphConfig(ConfigModel):
 def _default_sizes(largest: int, enable_padding: bool) -> list[int]:
     """TensorRT-LLM's batch sizes up to `largest`, which is always one of them.
 
-    Padding needs small gaps only; without it every size that is not listed is lost, so that small ones all are.
-    """
+    Padding needs small gaps only; without it every size that is not listed is lost, so that small
+    ones all are."""
     if enable_padding:
         sizes = [1, 2, 4, *range(8, 129, 8), *range(192, largest, 64)]
     else:
@@ -199,11 +220,11 @@ class LlmArgs(ConfigModel):
     """Everything that `LLM(model, **kwargs)` takes.
 
     `attn_backend`: `auto` is VANILLA on a CPU; on CUDA FLASHINFER where it can be had, else TRITON.
-    `cuda_graph_config`: None runs without graphs. `prefill_cuda_graph_backend`: `auto` captures short contexts, too,
-    where attention can be captured (FLASHINFER on Hopper).
-    `deterministic`: kernels whose result for a token has the same bits whatever runs beside it, so that text (and log
-    probabilities, to the last bit) cannot depend on batch, draft length, chunks, prefix hits or preemption. CUDA only.
-    """
+    `cuda_graph_config`: None runs without graphs. `prefill_cuda_graph_backend`: `auto` captures
+    short contexts, too, where attention can be captured (FLASHINFER on Hopper).
+    `deterministic`: kernels whose result for a token has the same bits whatever runs beside it, so
+    that text (and log probabilities, to the last bit) cannot depend on batch, draft length, chunks,
+    prefix hits or preemption. CUDA only."""
 
     model: PathText
     tokenizer: Any = None
@@ -264,11 +285,13 @@ class LlmArgs(ConfigModel):
             return self
         if self.attn_backend != "auto":
             raise ValueError(
-                f"deterministic has its own attention kernels: attn_backend must be 'auto', not {self.attn_backend!r}"
+                "deterministic has its own attention kernels: attn_backend must be 'auto', not "
+                f"{self.attn_backend!r}"
             )
         if self.speculative_config is not None and self.speculative_config.use_rejection_sampling:
             raise ValueError(
-                "deterministic and use_rejection_sampling exclude each other: its text depends on the drafts"
+                "deterministic and use_rejection_sampling exclude each other: its text depends on "
+                "the drafts"
             )
         return self
 
@@ -280,32 +303,38 @@ class LlmArgs(ConfigModel):
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
-        """The arguments of a YAML file laid over keyword arguments: where both speak, the file wins.
+        """The arguments of a YAML file laid over keyword arguments: where both speak, the file
+        wins.
 
-        Nested mappings are laid over each other key by key. Raises ValueError for a file that cannot be read.
-        """
+        Nested mappings are laid over each other key by key. Raises ValueError for a file that
+        cannot be read."""
         return cls(**overlay(kwargs, read_yaml(path)))
 
     @property
     def why_no_overlap(self) -> str | None:
-        """Why rounds do not overlap, or None. `disable_overlap_scheduler: false` means "where it is possible"."""
+        """Why rounds do not overlap, or None. `disable_overlap_scheduler: false` means "where it is
+        possible"."""
         if self.disable_overlap_scheduler:
             return "disable_overlap_scheduler is set"
         return self.speculative_config.why_no_overlap if self.speculative_config else None
 
 
 def _check_keys(options: Mapping[str, Any], path: str = "") -> None:
-    """Raises ConfigError for a nested key that is no option's name, as YAML and Python can write."""
+    """Raises ConfigError for a nested key that is no option's name, as YAML and Python can
+    write."""
     for name, value in options.items():
         if not isinstance(value, Mapping) or name in NUMBERED:
             continue
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise ConfigError([f"{path}{name} has the key {shown(wrong[0])}; names of options are needed"])
+            raise ConfigError(
+                [f"{path}{name} has the key {shown(wrong[0])}; names of options are needed"]
+            )
         _check_keys(value, f"{path}{name}.")
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ValueError naming a file that is missing, broken or no mapping."""
+    """The mapping in a YAML file. Raises ValueError naming a file that is missing, broken or no
+    mapping."""
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

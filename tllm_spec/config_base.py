@@ -1,4 +1,5 @@
-"""The base of all configuration models: unknown keys refused, no silent conversion, frozen, readable errors.
+"""The base of all configuration models: unknown keys refused, no silent conversion, frozen,
+readable errors.
 
 It does not know any option; see `tllm_spec.config` and `tllm_spec.speculative_config`.
 """
@@ -22,7 +23,8 @@ class ConfigError(ValueError):
 
 
 class ConfigModel(BaseModel):
-    """A configuration object; every mistake in its arguments is a ValueError that names key and value."""
+    """A configuration object; every mistake in its arguments is a ValueError that names key and
+    value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -35,7 +37,9 @@ class ConfigModel(BaseModel):
             raise ConfigError([str(error)]) from None
         without_effect = self.not_served.keys() - type(self).model_fields
         try:
-            super().__init__(**{name: value for name, value in options.items() if name not in without_effect})
+            super().__init__(
+                **{name: value for name, value in options.items() if name not in without_effect}
+            )
         except ValidationError as error:
             raise ConfigError(_sentences(error, type(self))) from None
 

@@ -1,4 +1,5 @@
-"""Objects of a user's that a configuration names by "package.module:ClassName" and keyword arguments."""
+"""Objects of a user's that a configuration names by "package.module:ClassName" and keyword
+arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any
 
 
 def make_object(name: str, given: object, arguments: dict[str, Any] | None) -> Any:
-    """`given` itself, or what the class at the import path `given` makes of `arguments`. `name`: of the option.
-    Raises ValueError for a path that leads to no class, and for arguments that do not fit it."""
+    """`given` itself, or what the class at the import path `given` makes of `arguments`. `name`: of
+    the option. Raises ValueError for a path that leads to no class, and for arguments that do not
+    fit it."""
     if not isinstance(given, str):
         return given
     module_name, _, class_name = given.partition(":")

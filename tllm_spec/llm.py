@@ -33,7 +33,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
-    """A model being served in this process. Keyword arguments are those of `LlmArgs`, named as in TensorRT-LLM.
+    """A model being served in this process. Keyword arguments are those of `LlmArgs`, named as in
+    TensorRT-LLM.
 
     Raises ValueError for arguments, models or tokenizers that cannot be served.
     """
@@ -49,14 +50,16 @@ class LLM:
         self._new_mark = built.new_mark
         self._queue = built.queue
         self._executor = built.executor
-        self._check_can_run: Callable[[LlmRequest], None] = built.executor.scheduler.check_can_ever_run
+        self._check_can_run: Callable[[LlmRequest], None] = (
+            built.executor.scheduler.check_can_ever_run
+        )
         self._lock = threading.Lock()
         self._ids = count(1)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         self._worker.start()
-        # At shutdown, when nobody holds this object any more, or when the interpreter ends, which a thread that is
-        # inside torch would turn into an abort.
+        # At shutdown, when nobody holds this object any more, or when the interpreter ends, which a
+        # thread that is inside torch would turn into an abort.
         self._end = weakref.finalize(self, _end, self._worker, self._queue, self._results)
 
     @classmethod
@@ -67,17 +70,21 @@ class LLM:
     def generate(
         self,
         inputs: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams
+        | Mapping[str, Any]
+        | Sequence[SamplingParams]
+        | None = None,
         use_tqdm: bool = True,
         *,
         priority: float | Sequence[float] = 0.5,
     ) -> RequestOutput | list[RequestOutput]:
-        """Completes one prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) or a list of them.
+        """Completes one prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) or
+        a list of them.
 
-        A list is answered by a list in its order; a prompt in it that cannot be served becomes an output with
-        `error`, and the others are not affected. A single such prompt raises ValueError. `sampling_params` and
-        `priority` (0 to 1, higher first under `waiting_queue_policy: priority`) may be lists of the same length.
-        """
+        A list is answered by a list in its order; a prompt in it that cannot be served becomes an
+        output with `error`, and the others are not affected. A single such prompt raises
+        ValueError. `sampling_params` and `priority` (0 to 1, higher first under
+        `waiting_queue_policy: priority`) may be lists of the same length."""
         if _is_single(inputs):
             alone = cast(Prompt, inputs)
             (params,), (rank,) = (
@@ -109,17 +116,20 @@ class LLM:
         streaming: bool = False,
         priority: float = 0.5,
     ) -> RequestHandle:
-        """Submits one prompt and returns at once. With `streaming`, the result grows token by token; without, it
-        arrives whole.
+        """Submits one prompt and returns at once. With `streaming`, the result grows token by
+        token; without, it arrives whole.
 
-        Raises ValueError for a prompt or parameters that this model cannot serve, RuntimeError after shutdown or
-        when the executor has died.
-        """
+        Raises ValueError for a prompt or parameters that this model cannot serve, RuntimeError
+        after shutdown or when the executor has died."""
         self._check_alive()
         params = _params(sampling_params)
         prompt, token_ids = self._tokens_of(inputs, params)
         rules = self._rules(params, token_ids)
-        if not isinstance(priority, (int, float)) or isinstance(priority, bool) or not 0 <= priority <= 1:
+        if (
+            not isinstance(priority, (int, float))
+            or isinstance(priority, bool)
+            or not 0 <= priority <= 1
+        ):
             raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
@@ -140,20 +150,20 @@ class LLM:
         return result
 
     def check_integrity(self) -> None:
-        """Waits until the executor idles. Raises AssertionError when slots or KV pages do not add up, RuntimeError
-        after shutdown."""
+        """Waits until the executor idles. Raises AssertionError when slots or KV pages do not add
+        up, RuntimeError after shutdown."""
         if self._is_shut_down:
             raise RuntimeError("the LLM is shut down")
         self._worker.wait_until_idle()
         self._executor.check_integrity()
 
     def server_info(self) -> dict[str, Any]:
-        """The served options, and under `internal_states` what the executor does now: running and waiting requests,
-        pages, totals since the start, draft lengths with the estimates, limits and last decisions behind them. Plain
-        JSON values. It is read between two rounds.
+        """The served options, and under `internal_states` what the executor does now: running and
+        waiting requests, pages, totals since the start, draft lengths with the estimates, limits
+        and last decisions behind them. Plain JSON values. It is read between two rounds.
 
-        Raises RuntimeError after shutdown or when the executor has died, and when called from inside a round (by a
-        drafter or a logits processor)."""
+        Raises RuntimeError after shutdown or when the executor has died, and when called from
+        inside a round (by a drafter or a logits processor)."""
         self._check_alive()
         return server_info(self.args, self.max_seq_len, self._worker.call(self._executor.state))
 
@@ -163,8 +173,8 @@ class LLM:
         return not self._is_shut_down and self._worker.failure is None
 
     def shutdown(self) -> None:
-        """Cancels what is running, ends the executor's thread and lets go of models and KV cache, so that the next LLM
-        has their memory. May be called twice."""
+        """Cancels what is running, ends the executor's thread and lets go of models and KV cache,
+        so that the next LLM has their memory. May be called twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -194,7 +204,8 @@ class LLM:
             unknown = inputs.keys() - {"prompt", "prompt_token_ids"}
             if unknown or len(inputs) != 1:
                 raise ValueError(
-                    f"a prompt mapping has either 'prompt' or 'prompt_token_ids', not {sorted(inputs)}"
+                    "a prompt mapping has either 'prompt' or 'prompt_token_ids', not "
+                    f"{sorted(inputs)}"
                 )
             ((kind, inputs),) = inputs.items()
             if isinstance(inputs, str) != (kind == "prompt"):
@@ -208,11 +219,14 @@ class LLM:
                 )
             if params.truncate_prompt_tokens is None:
                 self._check_length(inputs)
-            return inputs, self.tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
+            return inputs, self.tokenizer.encode(
+                inputs, add_special_tokens=params.add_special_tokens
+            )
         return None, _token_ids(inputs)
 
     def _check_length(self, text: str) -> None:
-        """Raises ValueError for a text that has too many tokens whatever they are: finding them would take long."""
+        """Raises ValueError for a text that has too many tokens whatever they are: finding them
+        would take long."""
         if len(text) <= self._longest_prompt:
             return  # as nearly all are, and the vocabulary need not be looked through
         if self._longest_token and len(text) > self._longest_prompt * self._longest_token:
@@ -224,8 +238,10 @@ class LLM:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters that one token may stand for, at most: vocabularies write each byte of a token as one or more. 0
-        where nobody can tell: one token stands for whatever is unknown, or a user's tokenizer has no vocabulary."""
+        """Characters that one token may stand for, at most: vocabularies write each byte of a token
+        as one or more. 0
+        where nobody can tell: one token stands for whatever is unknown, or a user's tokenizer has
+        no vocabulary."""
         tokenizer: Any = self.tokenizer
         if getattr(tokenizer, "unk_token", None) is not None or not hasattr(tokenizer, "get_vocab"):
             return 0
@@ -233,12 +249,15 @@ class LLM:
 
     def _too_long(self, length: str) -> str:
         return (
-            f"the prompt has {length}; at most {self._longest_prompt} tokens are accepted (max_seq_len "
-            f"{self.max_seq_len}, max_input_len {self.args.max_input_len}), one token of output included"
+            f"the prompt has {length}; at most {self._longest_prompt} tokens are accepted "
+            "(max_seq_len "
+            f"{self.max_seq_len}, max_input_len {self.args.max_input_len}), one token of output "
+            "included"
         )
 
     def _rules(self, params: SamplingParams, token_ids: list[int]) -> DecodingRules:
-        """What the model makes of the parameters, after all checks of prompt and parameters against the model."""
+        """What the model makes of the parameters, after all checks of prompt and parameters against
+        the model."""
         if params.truncate_prompt_tokens is not None:
             del token_ids[: -params.truncate_prompt_tokens]
         if not token_ids:
@@ -246,16 +265,23 @@ class LLM:
         vocab_size = self.model_config.vocab_size
         if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise ValueError(
-                f"the prompt has token ids outside the vocabulary, which has ids 0 to {vocab_size - 1}"
+                "the prompt has token ids outside the vocabulary, which has ids 0 to "
+                f"{vocab_size - 1}"
             )
         if len(token_ids) > self._longest_prompt:
             raise ValueError(self._too_long(f"{len(token_ids)} tokens"))
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         tokenizer = self.tokenizer
-        encode = None if tokenizer is None else lambda text: tokenizer.encode(text, add_special_tokens=False)
+        encode = (
+            None
+            if tokenizer is None
+            else lambda text: tokenizer.encode(text, add_special_tokens=False)
+        )
         end_ids = self.model_config.eos_token_ids or _end_of(tokenizer)
-        return DecodingRules.from_params(params, vocab_size=vocab_size, end_ids=end_ids, encode=encode)
+        return DecodingRules.from_params(
+            params, vocab_size=vocab_size, end_ids=end_ids, encode=encode
+        )
 
     def _request(
         self,
@@ -291,7 +317,9 @@ class LLM:
         if not params.stop_strings:
             return None
         assert self.tokenizer is not None
-        detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = IncrementalDetokenizer(
+            self.tokenizer, skip_special_tokens=params.skip_special_tokens
+        )
         return StopStringChecker(
             detokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
         )
@@ -353,7 +381,8 @@ def _token_ids(prompt: object) -> list[int]:
     """A copy of a prompt's token ids, which may be NumPy's integers."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
         raise ValueError(
-            f"prompt = {shown(prompt)}: text, a list of token ids, or one of them as {{'prompt': ...}} or "
+            f"prompt = {shown(prompt)}: text, a list of token ids, or one of them as "
+            f"{{'prompt': ...}} or "
             "{'prompt_token_ids': ...} is needed"
         )
     if set(map(type, prompt)) <= {int}:
@@ -380,5 +409,7 @@ def _one_each(name: str, value: Any, number: int) -> list[Any]:
 
 def _sample_seed(seed: int, index: int) -> int:
     """The seed of the index-th sample of a request: the first keeps the request's own."""
-    mixed = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF  # the golden ratio spreads small indices
+    mixed = (
+        seed + index * 0x9E3779B97F4A7C15
+    ) & 0xFFFFFFFFFFFFFFFF  # the golden ratio spreads small indices
     return mixed - (1 << 64) if mixed >= 1 << 63 else mixed

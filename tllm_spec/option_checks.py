@@ -1,4 +1,5 @@
-"""Checks shared by everything that takes options by name: what is not served, and what is not known.
+"""Checks shared by everything that takes options by name: what is not served, and what is not
+known.
 
 It knows tables and names only; the options themselves belong to the modules that call it.
 """
@@ -13,7 +14,8 @@ MAX_SHOWN = 200  # characters of a value in an error message
 
 
 class NotServed(NamedTuple):
-    """An option of which only some values are served; without a field of its name it has no effect at all."""
+    """An option of which only some values are served; without a field of its name it has no effect
+    at all."""
 
     accepted: tuple[object, ...]
     reason: str

@@ -24,9 +24,10 @@ class Logprob:
 class SpeculativeStats:
     """Speculation figures of one request, or of several by `+`.
 
-    A round is one generation forward of the target for one request; prefill is none. Only drafts that were
-    really proposed count, not padding. Position 0 is the first draft of a round, and a draft counts as
-    accepted only if all before it were. `num_emitted_tokens` are the tokens of these rounds that reached the
+    A round is one generation forward of the target for one request; prefill is none. Only drafts
+    that were really proposed count, not padding. Position 0 is the first draft of a round, and a
+    draft counts as accepted only if all before it were. `num_emitted_tokens` are the tokens of
+    these rounds that reached the
     output: a stop or length limit inside an accepted run drops the rest.
     """
 
@@ -53,7 +54,9 @@ class SpeculativeStats:
     @property
     def draft_acceptance_rate(self) -> float:
         """Accepted of proposed draft tokens; 0 without drafts."""
-        return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else 0.0
+        return (
+            self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else 0.0
+        )
 
     @property
     def per_position_acceptance(self) -> tuple[float, ...]:
@@ -126,12 +129,11 @@ class RequestMetrics:
 class CompletionOutput:
     """One of a request's `n` samples, grown in place while it streams.
 
-    The `*_diff` properties are what is new since the last `start_next_diff`. `logprobs[i]` maps token ids to
-    their log-probabilities at generated position i, the chosen token among them; `prompt_logprobs[i]` does so
-    for prompt token i, and is None for the first, which nothing predicts. With `logprobs`, `text_offsets[i]` is the
-    character of the text at which token i begins. `stop_reason` is the stop string or token id that ended the
-    text, if one did.
-    """
+    The `*_diff` properties are what is new since the last `start_next_diff`. `logprobs[i]` maps
+    token ids to their log-probabilities at generated position i, the chosen token among them;
+    `prompt_logprobs[i]` does so for prompt token i, and is None for the first, which nothing
+    predicts. With `logprobs`, `text_offsets[i]` is the character of the text at which token i
+    begins. `stop_reason` is the stop string or token id that ended the text, if one did."""
 
     index: int
     text: str = ""
@@ -178,7 +180,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and its samples. `error` says why the request failed; then its samples end early."""
+    """A request and its samples. `error` says why the request failed; then its samples end
+    early."""
 
     request_id: int
     prompt: str | None
@@ -193,6 +196,8 @@ class RequestOutput:
     def speculative_decoding(self) -> SpeculativeStats | None:
         """The samples' speculation figures together; None when nothing was speculated."""
         figures = [
-            each.speculative_decoding for each in self.outputs if each.speculative_decoding is not None
+            each.speculative_decoding
+            for each in self.outputs
+            if each.speculative_decoding is not None
         ]
         return sum(figures, SpeculativeStats()) if figures else None

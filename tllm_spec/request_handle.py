@@ -1,8 +1,7 @@
 """The future-like output of one request: waited for, awaited, iterated or aborted by whoever asked.
 
-The executor's thread only queues responses here; text is made in the reader's thread. It does not know how requests are
-made.
-"""
+The executor's thread only queues responses here; text is made in the reader's thread. It does not
+know how requests are made."""
 
 import asyncio
 import threading
@@ -31,7 +30,9 @@ class Arrival(NamedTuple):
 class Sample:
     """A growing output, and its last tokens while a stop string may still take them back."""
 
-    def __init__(self, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
         self._output = output
         self._params = params
         self._text = _text_of(params, tokenizer)
@@ -75,10 +76,9 @@ class Sample:
 class RequestHandle(RequestOutput):
     """A `RequestOutput` that is still growing.
 
-    `result()` and `await` give the finished output; iterating (`for`, `async for`) gives it whenever it grew;
-    `abort()` ends the request. Only one reader may use it. It is equal to itself only; a copy, also by pickle, is a
-    plain `RequestOutput`.
-    """
+    `result()` and `await` give the finished output; iterating (`for`, `async for`) gives it
+    whenever it grew; `abort()` ends the request. Only one reader may use it. It is equal to itself
+    only; a copy, also by pickle, is a plain `RequestOutput`."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -94,7 +94,9 @@ class RequestHandle(RequestOutput):
     ) -> None:
         outputs = [CompletionOutput(index) for index in range(params.n)]
         super().__init__(request_id, prompt, prompt_token_ids, outputs, RequestMetrics(monotonic()))
-        self._cancel: Callable[[], None] | None = cancel  # None when finished: outputs do not hold the LLM
+        self._cancel: Callable[[], None] | None = (
+            cancel  # None when finished: outputs do not hold the LLM
+        )
         self._samples = [Sample(output, params, tokenizer) for output in outputs]
         self._arrived: deque[Arrival] = deque()
         self._changed = threading.Condition()
@@ -109,7 +111,9 @@ class RequestHandle(RequestOutput):
             self._arrived.append(Arrival(response, monotonic()))
             self._changed.notify()
             if self._wake is not None:
-                with suppress(RuntimeError):  # the event loop was closed: nobody waits for this any more
+                with suppress(
+                    RuntimeError
+                ):  # the event loop was closed: nobody waits for this any more
                     self._wake()
 
     def abort(self) -> None:
@@ -211,7 +215,8 @@ class RequestHandle(RequestOutput):
 
 
 class Results:
-    """The requests that are not answered yet, each by the id that the executor knows it by. The executor's thread holds
+    """The requests that are not answered yet, each by the id that the executor knows it by. The
+    executor's thread holds
     this, not the LLM: an LLM that nobody holds can go."""
 
     def __init__(self) -> None:

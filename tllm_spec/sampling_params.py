@@ -1,7 +1,7 @@
 """How one request is to be decoded, named as in TensorRT-LLM and checked once, when it is made.
 
-It knows no model: what depends on a vocabulary or a sequence length is checked where the request is taken in.
-"""
+It knows no model: what depends on a vocabulary or a sequence length is checked where the request is
+taken in."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from tllm_spec.option_checks import NotServed, refuse_not_served, shown, unknown
 if TYPE_CHECKING:
     from torch import Tensor
 
-    # (tokens before this position, logits [V]) -> logits [V]; called for every position, draft positions too.
-    # An exception fails the request; behind drafts, which may be wrong, it only ends the request's speculation.
+    # (tokens before this position, logits [V]) -> logits [V]; called for every position, draft
+    # positions too. An exception fails the request; behind drafts, which may be wrong, it only ends
+    # the request's speculation.
     LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 
 # Dividing logits by less would overflow; there the best token has all of the probability anyway.
 GREEDY_BELOW_TEMPERATURE = 1e-5
 LARGEST = sys.float_info.max
-# The largest penalty and temperature. Larger ones would change nothing more, but float32 may not hold them, times a
-# token's count and divided by the lowest temperature: infinity times 0 is not a number.
+# The largest penalty and temperature. Larger ones would change nothing more, but float32 may not
+# hold them, times a token's count and divided by the lowest temperature: infinity times 0 is not a
+# number.
 LARGEST_FACTOR = 1e20
 
 NO_BEAMS = "there is no beam search"
 NO_LOGITS = "logits are not returned; logprobs are"
 
-# "Off" is an option's neutral value and its default in TensorRT-LLM, trtllm-serve and vLLM, which may differ.
+# "Off" is an option's neutral value and its default in TensorRT-LLM, trtllm-serve and vLLM, which
+# may differ.
 NOT_SERVED: Mapping[str, NotServed] = {
     "additional_model_outputs": NotServed((None, []), NO_LOGITS),
     "apply_batched_logits_processor": NotServed((False,), "use logits_processor"),
@@ -43,7 +46,9 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "guided_decoding": NotServed((None,), "guided decoding is not served yet"),
     "length_penalty": NotServed((None, 0.0, 0, 1.0, 1), NO_BEAMS),
     "lookahead_config": NotServed((None,), "speculation is chosen by LLM's speculative_config"),
-    "no_repeat_ngram_size": NotServed((None, 0, 1 << 30), "use repetition_penalty or bad_token_ids"),
+    "no_repeat_ngram_size": NotServed(
+        (None, 0, 1 << 30), "use repetition_penalty or bad_token_ids"
+    ),
     "prompt_ignore_length": NotServed((None, 0), "penalties count the whole prompt"),
     "return_context_logits": NotServed((False,), NO_LOGITS),
     "return_encoder_output": NotServed((False,), "there are no encoders"),
@@ -93,7 +98,8 @@ BOOLS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationParams:
-    """Speculation of one request: not at all, or with fewer drafts than the round's draft length."""
+    """Speculation of one request: not at all, or with fewer drafts than the round's draft
+    length."""
 
     max_draft_len: int | None = None
     enabled: bool = True
@@ -108,8 +114,8 @@ AnyClass = TypeVar("AnyClass", bound=type)
 
 
 def _explains_refusals(cls: AnyClass) -> AnyClass:
-    """The constructor of a dataclass knows TensorRT-LLM's options that are not served, too: "off" is taken, everything
-    else is a ValueError with the reason."""
+    """The constructor of a dataclass knows TensorRT-LLM's options that are not served, too: "off"
+    is taken, everything else is a ValueError with the reason."""
     plain: Any = cls
     make, known = plain.__init__, {each.name for each in fields(plain)}
 
@@ -130,12 +136,12 @@ def _explains_refusals(cls: AnyClass) -> AnyClass:
 class SamplingParams:
     """Sampling, stopping and output options of one request.
 
-    Unset `temperature`, `top_k`, `top_p` and `min_p` mean greedy decoding; so does any one of temperature 0,
-    top_k 1, top_p 0 and min_p 1. `top_k` 0 is off. An unset `seed` is drawn for the request; the samples of
-    `n` > 1 differ. `max_tokens` None means "up to the model's length". `logprobs` k returns the k best tokens
-    beside the chosen one. `logit_bias` maps token ids to what is added to their logits. Presence and frequency
-    penalties are not held to OpenAI's -2 to 2: TensorRT-LLM takes any value, and here any is taken after which float32
-    logits are numbers.
+    Unset `temperature`, `top_k`, `top_p` and `min_p` mean greedy decoding; so does any one of
+    temperature 0, top_k 1, top_p 0 and min_p 1. `top_k` 0 is off. An unset `seed` is drawn for the
+    request; the samples of `n` > 1 differ. `max_tokens` None means "up to the model's length".
+    `logprobs` k returns the k best tokens beside the chosen one. `logit_bias` maps token ids to
+    what is added to their logits. Presence and frequency penalties are not held to OpenAI's -2 to
+    2: TensorRT-LLM takes any value, and here any is taken after which float32 logits are numbers.
     """
 
     end_id: int | None = None
@@ -188,17 +194,26 @@ class SamplingParams:
         self._check_together()
 
     def _replace_null_and_mapping(self) -> None:
-        """None stands for an option's default, as in TensorRT-LLM; only `max_tokens` gives it a meaning."""
+        """None stands for an option's default, as in TensorRT-LLM; only `max_tokens` gives it a
+        meaning."""
         for each in fields(self):
-            if getattr(self, each.name) is None and each.default is not MISSING and each.name != "max_tokens":
+            if (
+                getattr(self, each.name) is None
+                and each.default is not MISSING
+                and each.name != "max_tokens"
+            ):
                 object.__setattr__(self, each.name, each.default)
         object.__setattr__(self, "speculation", _speculation_from(self.speculation))
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}")
+            raise ValueError(
+                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}"
+            )
         if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of = {self.best_of} is refused: all n = {self.n} samples are returned")
+            raise ValueError(
+                f"best_of = {self.best_of} is refused: all n = {self.n} samples are returned"
+            )
         if self.use_beam_search:
             raise ValueError(f"use_beam_search = True is refused: {NO_BEAMS}")
         if not self.spaces_between_special_tokens:
@@ -211,7 +226,8 @@ class SamplingParams:
             words = _as_tuple(getattr(self, name))
             if not all(isinstance(word, str) and word for word in words):
                 raise ValueError(
-                    f"{name} = {getattr(self, name)!r}: a non-empty string or a list of them is needed"
+                    f"{name} = {getattr(self, name)!r}: a non-empty string or a list of them is "
+                    "needed"
                 )
         _check_list("bad_token_ids", self.bad_token_ids)
         for word in self.bad_token_ids or ():
@@ -225,7 +241,9 @@ class SamplingParams:
         for token_id in self.stop_token_ids or ():
             _check_integer("a token id of stop_token_ids", token_id)
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias = {shown(self.logit_bias)}: a mapping of token ids is needed")
+            raise ValueError(
+                f"logit_bias = {shown(self.logit_bias)}: a mapping of token ids is needed"
+            )
         for token_id, bias in (self.logit_bias or {}).items():
             _check_integer("a token id of logit_bias", token_id)
             _check_number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf)
@@ -235,9 +253,12 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Parameters from YAML or HTTP. Raises ValueError for options that are unknown or not served."""
+        """Parameters from YAML or HTTP. Raises ValueError for options that are unknown or not
+        served."""
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-            raise ValueError(f"sampling_params = {shown(options)}: SamplingParams or a mapping is needed")
+            raise ValueError(
+                f"sampling_params = {shown(options)}: SamplingParams or a mapping is needed"
+            )
         return cls(**options)
 
     @cached_property
@@ -269,7 +290,9 @@ class SamplingParams:
     @cached_property
     def bad_sequences(self) -> tuple[tuple[int, ...], ...]:
         """`bad_token_ids` as a tuple of token sequences; a flat list is a list of single tokens."""
-        return tuple((word,) if isinstance(word, int) else tuple(word) for word in self.bad_token_ids or ())
+        return tuple(
+            (word,) if isinstance(word, int) else tuple(word) for word in self.bad_token_ids or ()
+        )
 
     @cached_property
     def logits_processors(self) -> tuple[LogitsProcessor, ...]:
@@ -316,7 +339,9 @@ def _check_integer(name: str, value: object, low: int = 0, high: float = math.in
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name} = {value!r}: a number is needed")
-    if not (low <= value <= high and -LARGEST <= value <= LARGEST):  # integers have no limit of their own
+    if not (
+        low <= value <= high and -LARGEST <= value <= LARGEST
+    ):  # integers have no limit of their own
         raise ValueError(f"{name} = {value} is out of range: {_range(low, high)}")
 
 

@@ -1,7 +1,8 @@
-"""Stop strings in a growing text: found across token borders, and never shown to a reader by halves.
+"""Stop strings in a growing text: found across token borders, and never shown to a reader by
+halves.
 
-`StopStringChecker` works in the executor, token by token; `StreamedText` serves whoever reads the output.
-"""
+`StopStringChecker` works in the executor, token by token; `StreamedText` serves whoever reads the
+output."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ class FoundStop(NamedTuple):
 
 
 class _Search:
-    """Of one stop string in a growing text, as Knuth, Morris and Pratt do it: each character is looked at once, however
-    long the stop string is. `matched`: of its characters, how many stand at the end of the text."""
+    """Of one stop string in a growing text, as Knuth, Morris and Pratt do it: each character is
+    looked at once, however long the stop string is. `matched`: of its characters, how many stand at
+    the end of the text."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -35,7 +37,8 @@ class _Search:
             self._shorter[place] = self._step(self._shorter[place - 1], stop[place])
 
     def feed(self, piece: str) -> int:
-        """How many characters of `piece` there are up to the first end of the stop string; 0 without any."""
+        """How many characters of `piece` there are up to the first end of the stop string; 0
+        without any."""
         first_end = 0
         for number, character in enumerate(piece, start=1):
             self.matched = self._step(self.matched, character)
@@ -58,7 +61,8 @@ class StopStringMatcher:
         self._num_chars = 0
 
     def feed(self, piece: str) -> FoundStop | None:
-        """The first stop string to end within `piece`; of several that end together, the longest."""
+        """The first stop string to end within `piece`; of several that end together, the
+        longest."""
         before = self._num_chars
         self._num_chars += len(piece)
         found = [
@@ -84,7 +88,8 @@ class TokenTexts:
     def feed(self, token: int) -> str:
         """The text that `token` adds or completes."""
         piece = self._detokenizer.feed([token])
-        # Bytes that are no character come out with the next one, and belong to the tokens before it.
+        # Bytes that are no character come out with the next one, and belong to the tokens before
+        # it.
         num_invalid = len(piece) - len(piece.lstrip(REPLACEMENT))
         self.begins.append(self._num_chars + num_invalid)
         self._num_chars += len(piece)
@@ -96,7 +101,8 @@ class TokenTexts:
 
 
 class StopStringChecker:
-    """Checks one request's output for its stop strings after each token (the executor's `StopChecker`).
+    """Checks one request's output for its stop strings after each token (the executor's
+    `StopChecker`).
 
     `include_stop` keeps the stop string itself in the text and its tokens in the output.
     """
@@ -121,13 +127,18 @@ class StopStringChecker:
 
 
 class StreamedText:
-    """What a reader of a growing output may see: no half characters, no half stop strings, and no token of either.
+    """What a reader of a growing output may see: no half characters, no half stop strings, and no
+    token of either.
 
     `token_begins` says where in the text each token begins, if that is wanted.
     """
 
     def __init__(
-        self, detokenizer: IncrementalDetokenizer, stops: Sequence[str] = (), *, wants_begins: bool = False
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stops: Sequence[str] = (),
+        *,
+        wants_begins: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._tokens = TokenTexts(detokenizer)
@@ -145,9 +156,11 @@ class StreamedText:
 
     @property
     def num_shown(self) -> int:
-        """How many tokens may be shown: those that begin in the shown text. Without stop strings nothing can take one
-        back."""
-        return self._tokens.num_before(self._num_chars_shown) if self._has_stops else self._num_tokens
+        """How many tokens may be shown: those that begin in the shown text. Without stop strings
+        nothing can take one back."""
+        return (
+            self._tokens.num_before(self._num_chars_shown) if self._has_stops else self._num_tokens
+        )
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that may be shown after `token_ids`, without what has been shown."""
@@ -161,8 +174,8 @@ class StreamedText:
         return ready[:split]
 
     def finish(self, token_ids: Sequence[int], final_text: str | None = None) -> str:
-        """The rest, with the last tokens: up to the end of `final_text` where a stop string has cut the text, else all
-        of it."""
+        """The rest, with the last tokens: up to the end of `final_text` where a stop string has cut
+        the text, else all of it."""
         piece = self._piece(token_ids, by_token=self._wants_begins)
         if final_text is not None:
             return final_text[self._num_chars_shown :]

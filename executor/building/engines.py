@@ -1,14 +1,15 @@
-"""Models with their weights, and engines around them: pools, caches, attention. Knows no round and no request."""
+"""Models with their weights, and engines around them: pools, caches, attention. Knows no round and
+no request."""
 
 from pathlib import Path
 
 import torch
 
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.choice import create_backend
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.attention.row_invariant import RowInvariantAttention
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
 from tllm_spec.executor.engine.model_engine import ModelEngine
@@ -26,19 +27,26 @@ from tllm_spec.zoo.registry import resolve_model
 
 def load_target(plan: BuildPlan) -> CausalLM:
     args = plan.args
-    return _load(plan, resolve_model(args.model), args.load_format, row_invariant=args.deterministic)
+    return _load(
+        plan, resolve_model(args.model), args.load_format, batch_invariant=args.deterministic
+    )
 
 
 def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
-    """Drafts only propose: with `deterministic`, too, they may depend on the batch, the text does not."""
+    """Drafts only propose: with `deterministic`, too, they may depend on the batch, the text does
+    not."""
     draft = plan.draft_plan
     assert draft is not None
     if not draft.is_head:
         return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
-    return load_head(draft, target, max_positions=plan.max_len, max_num_tokens=plan.args.max_num_tokens)
+    return load_head(
+        draft, target, max_positions=plan.max_len, max_num_tokens=plan.args.max_num_tokens
+    )
 
 
-def _load(plan: BuildPlan, folder: Path, load_format: LoadFormat, *, row_invariant: bool = False) -> CausalLM:
+def _load(
+    plan: BuildPlan, folder: Path, load_format: LoadFormat, *, batch_invariant: bool = False
+) -> CausalLM:
     config = ModelConfig.from_pretrained(folder)
     return load_model(
         folder,
@@ -47,7 +55,7 @@ def _load(plan: BuildPlan, folder: Path, load_format: LoadFormat, *, row_invaria
         load_format=load_format,
         max_positions=plan.max_len,
         mapping=plan.mapping,
-        row_invariant=row_invariant,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -57,7 +65,7 @@ def build_engine(
     num_pages: int,
     draft: LoadedDraft | None = None,
     *,
-    row_invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
     """A model with a cache of `num_pages` pages; `draft` is what shares them."""
     geometry = model.config.attention_geometry(plan.mapping)
@@ -79,15 +87,19 @@ def build_engine(
         waits_for_draft=draft is not None and draft.plan.follows_a_round_later,
         draft_may_lag=layers is not None and layers.net.reads_tokens_only,
     )
-    if row_invariant:
-        attention: AttentionBackend = RowInvariantAttention(geometry, pools[0])
+    if batch_invariant:
+        attention: AttentionBackend = BatchInvariantAttention(geometry, pools[0])
     else:
         attention = create_backend(plan.attention, geometry, pools[0])
     return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
 
 
-def _pool(plan: BuildPlan, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int) -> KVPool:
-    return KVPool(geometry, num_pages=num_pages, page_size=plan.page_size, dtype=dtype, device=plan.device)
+def _pool(
+    plan: BuildPlan, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int
+) -> KVPool:
+    return KVPool(
+        geometry, num_pages=num_pages, page_size=plan.page_size, dtype=dtype, device=plan.device
+    )
 
 
 def _cache(plan: BuildPlan, pools: list[KVPool], lookahead: int) -> PagedCache:

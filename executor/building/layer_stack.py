@@ -1,4 +1,5 @@
-"""The target's first layers as a CUDA graph of their own, to see how long they take with other products.
+"""The target's first layers as a CUDA graph of their own, to see how long they take with other
+products.
 
 It knows the engine and the sizes of rounds; neither products nor who compares them.
 """
@@ -29,7 +30,9 @@ class LayerStack:
         self._engine, self._dummy_slot, self._device = engine, dummy_slot, device
         self._keys = {key.num_tokens: key for key in keys}
         self._pool = GraphPool(device)
-        self._first: Captured[torch.Tensor] | None = None  # a pool is gone when all of its graphs are
+        self._first: Captured[torch.Tensor] | None = (
+            None  # a pool is gone when all of its graphs are
+        )
 
     @property
     def model(self) -> CausalLM:
@@ -50,5 +53,6 @@ class LayerStack:
     def _windows(self, key: GraphKey) -> Windows:
         slots = torch.full((key.batch_size,), self._dummy_slot, device=self._device)
         token_ids = slots.new_zeros(key.batch_size, 1 + key.draft_len)
-        # The longest requests that there can be, so that attention's launch is that of the rounds' graphs.
+        # The longest requests that there can be, so that attention's launch is that of the rounds'
+        # graphs.
         return Windows(slots, torch.zeros_like(slots), token_ids, self._engine.rows.max_len)

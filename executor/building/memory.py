@@ -1,4 +1,5 @@
-"""What will be allocated beside weights, pools and activations, so that the pools leave room for it."""
+"""What will be allocated beside weights, pools and activations, so that the pools leave room for
+it."""
 
 import torch
 
@@ -11,8 +12,9 @@ from tllm_spec.kernels.paged_prefill import PLAN_BYTES
 
 
 def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
-    """Of the workspaces of attention and of products, of CUDA graphs, and of what is kept for every slot: the
-    distributions of rejection sampling on the target's pages, and what a draft inside the forward puts off."""
+    """Of the workspaces of attention and of products, of CUDA graphs, and of what is kept for every
+    slot: the distributions of rejection sampling on the target's pages, and what a draft inside the
+    forward puts off."""
     args, num_slots = plan.args, plan.slots.dummy_slot + 1
     configs = [plan.config, *([draft.net.config] if draft else [])]
     geometries = [config.attention_geometry(plan.mapping) for config in configs]
@@ -20,19 +22,26 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     if plan.device.type == "cuda" and not args.deterministic:
         num_bytes += WORKSPACE_BYTES
     if draft is not None and draft.plan.shares_pages:
-        num_bytes += DraftBacklog.num_bytes(num_slots, draft.spec.captured(1) if draft.spec else None)
+        num_bytes += DraftBacklog.num_bytes(
+            num_slots, draft.spec.captured(1) if draft.spec else None
+        )
     num_bytes += _graph_bytes(plan, draft)
     if plan.context_rows:
         num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
-    if draft is not None and draft.plan.shares_pages and plan.spec and plan.spec.use_rejection_sampling:
+    if (
+        draft is not None
+        and draft.plan.shares_pages
+        and plan.spec
+        and plan.spec.use_rejection_sampling
+    ):
         rows = num_slots * plan.max_draft_len
         num_bytes += rows * plan.config.vocab_size * torch.float32.itemsize
     return num_bytes
 
 
 def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
-    """Graphs of rounds, greedy and sampled, and of their forwards alone, with the hidden states that these leave; of
-    what is drafted before the forward; of reading a backlog."""
+    """Graphs of rounds, greedy and sampled, and of their forwards alone, with the hidden states
+    that these leave; of what is drafted before the forward; of reading a backlog."""
     keys = plan.round_keys(plan.graph_sizes)
     num_graphs = len(keys) + len({(key.batch_size, key.draft_len) for key in keys})
     if draft is not None and draft.plan.drafts_before_the_forward:

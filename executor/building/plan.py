@@ -1,6 +1,5 @@
-"""What the arguments and the target's configuration decide before anything is loaded. Constructs no part of the
-executor but the slots, whose number follows from the arguments.
-"""
+"""What the arguments and the target's configuration decide before anything is loaded. Constructs no
+part of the executor but the slots, whose number follows from the arguments."""
 
 import logging
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import rows_beside_contexts
+from tllm_spec.executor.speculative.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.modes import draft_model_of
 from tllm_spec.executor.speculative.round_times import RoundTimes
 from tllm_spec.kernels.nvrtc import why_unavailable
@@ -36,7 +35,8 @@ class BuildPlan:
         self.device = pick_device(args.device)
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
-                f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the libraries' sums depend on "
+                f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
+                "libraries' sums depend on "
                 "the number of rows"
             )
         self.mapping = Mapping()
@@ -45,7 +45,8 @@ class BuildPlan:
         self.max_draft_len = self.spec.max_draft_len if self.spec else 0
         if self.max_draft_len >= self.max_seq_len:
             raise ValueError(
-                f"max_draft_len = {self.max_draft_len} must be less than max_seq_len = {self.max_seq_len}"
+                f"max_draft_len = {self.max_draft_len} must be less than max_seq_len = "
+                f"{self.max_seq_len}"
             )
         self.draft_plan = draft_model_of(self.spec)
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
@@ -59,22 +60,28 @@ class BuildPlan:
     def _log(self) -> None:
         """What a user may wonder about later."""
         if self.args.deterministic:
-            logger.info("deterministic: attention and products of the target run as row-invariant kernels")
+            logger.info(
+                "deterministic: attention and products of the target run as batch-invariant kernels"
+            )
         if self.device.type == "cuda" and (reason := why_unavailable(self.device.index or 0)):
-            logger.info("linear layers of few rows run as torch's products, which is slower: %s", reason)
+            logger.info(
+                "linear layers of few rows run as torch's products, which is slower: %s", reason
+            )
         if self.why_no_overlap:
             which = "rounds with drafts" if self.max_in_flight else "rounds"
             logger.info("%s do not overlap: %s", which, self.why_no_overlap)
 
     @property
     def max_in_flight(self) -> int:
-        """Rounds that may be launched before the oldest is read, those with drafts only if `why_no_overlap` is None."""
+        """Rounds that may be launched before the oldest is read, those with drafts only if
+        `why_no_overlap` is None."""
         may_overlap = self.spec is None or self.spec.overlaps_plain_rounds
         return int(may_overlap and not self.args.disable_overlap_scheduler)
 
     @property
     def extra_kv_tokens(self) -> int:
-        """Where drafts after the first one stand in the pages: behind the window that was verified."""
+        """Where drafts after the first one stand in the pages: behind the window that was
+        verified."""
         plan = self.draft_plan
         if plan is None or not plan.shares_pages:
             return 0
@@ -95,15 +102,20 @@ class BuildPlan:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Batch sizes that CUDA graphs of rounds are wanted for."""
-        graphs, spec, max_num_tokens = self.args.cuda_graph_config, self.spec, self.args.max_num_tokens
+        graphs, spec, max_num_tokens = (
+            self.args.cuda_graph_config,
+            self.spec,
+            self.args.max_num_tokens,
+        )
         if graphs is None:
             return ()
-        # Where a limit changes the draft length, a graph ends: batches below it need no padding beyond.
+        # Where a limit changes the draft length, a graph ends: batches below it need no padding
+        # beyond.
         schedule = spec.draft_len_schedule if spec else None
         also = [size - 1 for size in schedule or () if size > 1]
         also.append((spec.max_concurrency if spec else None) or 0)
         rows = (
-            rows_beside_contexts(max_num_tokens),
+            rows_with_contexts(max_num_tokens),
             max_num_tokens,
         )  # the largest that fit, beside contexts and alone
         also += [number // (1 + self.max_draft_len) for number in rows]
@@ -111,7 +123,9 @@ class BuildPlan:
 
     def round_keys(self, sizes: Iterable[int]) -> list[GraphKey]:
         """Graphs of these batch sizes for every round that there can be."""
-        keys = graph_keys(sizes, draft_lens_of_rounds(self.controller(), self.spec, self.draft_plan))
+        keys = graph_keys(
+            sizes, draft_lens_of_rounds(self.controller(), self.spec, self.draft_plan)
+        )
         return [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
 
     @property
@@ -125,8 +139,9 @@ class BuildPlan:
 
     @property
     def overshoot(self) -> int:
-        """How far behind its last token a request may write: drafts, and with overlap a whole round too many. Where
-        only plain rounds overlap, two of these write no further than one with drafts."""
+        """How far behind its last token a request may write: drafts, and with overlap a whole round
+        too many. Where only plain rounds overlap, two of these write no further than one with
+        drafts."""
         rounds = 1 if self.why_no_overlap else 2
         return rounds * (self.max_draft_len + 1) - 1 + self.extra_kv_tokens
 

@@ -1,8 +1,8 @@
-"""Rounds with contexts that run before the first request: kernels that are compiled or loaded when they first run
-delay nobody, then.
+"""Rounds with contexts that run before the first request: kernels that are compiled or loaded when
+they first run delay nobody, then.
 
-It knows which rounds; their requests are nobody's. They live in the dummy slot and leave nothing behind.
-"""
+It knows which rounds; their requests are nobody's. They live in the dummy slot and leave nothing
+behind."""
 
 import logging
 from collections.abc import Iterable
@@ -22,16 +22,22 @@ logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 2048  # beside windows: more than a graph of contexts holds, so the forward has both
 CHUNK_LEN = 512  # of each chunk, so that drafts behind contexts are of requests of a common length
-WINDOW_LENS = (1, 512)  # of requests with windows: Triton attends to short and to longer ones by two kernels
+WINDOW_LENS = (
+    1,
+    512,
+)  # of requests with windows: Triton attends to short and to longer ones by two kernels
 
 
 class WarmUp:
-    """Of a runner whose graphs are captured. max_num_tokens: rows of one round; max_len: tokens of a request.
+    """Of a runner whose graphs are captured. max_num_tokens: rows of one round; max_len: tokens of
+    a request.
 
     Raises ValueError when the memory does not suffice.
     """
 
-    def __init__(self, runner: RoundRunner, dummy_slot: int, *, max_num_tokens: int, max_len: int) -> None:
+    def __init__(
+        self, runner: RoundRunner, dummy_slot: int, *, max_num_tokens: int, max_len: int
+    ) -> None:
         self._runner, self._dummy_slot = runner, dummy_slot
         self._max_num_tokens, self._max_len = max_num_tokens, max_len
         self._ids = count(-1, -1)
@@ -47,8 +53,8 @@ class WarmUp:
         logger.info("rounds that warm up took %.1f s", monotonic() - start)
 
     def _round(self, num_rows: int, key: GraphKey, window_len: int = 1) -> None:
-        """window_len: tokens of each request with a window, of which only the host is told. Waits for the round's
-        results."""
+        """window_len: tokens of each request with a window, of which only the host is told. Waits
+        for the round's results."""
         if num_rows <= 0:
             return
         chunk_len = min(CHUNK_LEN, self._max_len)
@@ -63,7 +69,8 @@ class WarmUp:
             self._runner.launch(batch).wait()
         except torch.cuda.OutOfMemoryError as error:
             raise ValueError(
-                f"out of memory in a round of {num_rows} context tokens beside {key.batch_size} requests; lower "
+                f"out of memory in a round of {num_rows} context tokens beside {key.batch_size} "
+                "requests; lower "
                 "max_num_tokens or kv_cache_config.free_gpu_memory_fraction"
             ) from error
         self._runner.forget_round()
@@ -82,14 +89,16 @@ class WarmUp:
         rules = DecodingRules.from_params(
             SamplingParams(temperature=float(key.sampled)), vocab_size=1, end_ids=(), encode=None
         )
-        request = LlmRequest(next(self._ids), [0] * length, rules, seed=0, draft_limit=key.draft_len)
+        request = LlmRequest(
+            next(self._ids), [0] * length, rules, seed=0, draft_limit=key.draft_len
+        )
         request.slot = self._dummy_slot
         return request
 
 
 def some_of(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """Of the shortest and the longest draft length: few windows, some, and as many as there can be. What is compiled
-    for windows does not depend on their exact number."""
+    """Of the shortest and the longest draft length: few windows, some, and as many as there can be.
+    What is compiled for windows does not depend on their exact number."""
     chosen: set[GraphKey] = set()
     wanted = sorted(keys)
     lengths = [key.draft_len for key in wanted]

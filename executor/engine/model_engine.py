@@ -1,8 +1,9 @@
 """Runs one model over rows of tokens: forwards, and computes logits of the rows that are wanted.
 
-The engine of the target and the engine of a draft model are two instances. It does not know requests, sampling or
-speculation: context chunks are (slot, start, tokens), generation windows are slots with lengths on the device.
-"""
+The engine of the target and the engine of a draft model are two instances. It does not know
+requests, sampling or
+speculation: context chunks are (slot, start, tokens), generation windows are slots with lengths on
+the device."""
 
 import torch
 
@@ -15,9 +16,8 @@ from tllm_spec.models.causal_lm import CausalLM
 class ModelEngine:
     """A model, its attention backend and the rows that it runs over.
 
-    `input_vocab_size` is that of the target: a draft model with fewer (padding) rows reads ids beyond its own as its
-    last. `spec`: where hidden states are captured for a draft head.
-    """
+    `input_vocab_size` is that of the target: a draft model with fewer (padding) rows reads ids
+    beyond its own as its last. `spec`: where hidden states are captured for a draft head."""
 
     def __init__(
         self,
@@ -36,11 +36,16 @@ class ModelEngine:
         self._captures_last_layer = spec is not None and model.config.num_layers - 1 in spec.layers
 
     def forward(
-        self, contexts: list[ContextChunk], windows: Windows | None, wanted: torch.Tensor | None = None
+        self,
+        contexts: list[ContextChunk],
+        windows: Windows | None,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states of all rows `[T, H]`: the chunks one after another, then the windows. Writes their KV.
+        """Hidden states of all rows `[T, H]`: the chunks one after another, then the windows.
+        Writes their KV.
 
-        wanted: the rows `[R]` to be returned, `[R, H]`; the others skip most of the last layer's work."""
+        wanted: the rows `[R]` to be returned, `[R, H]`; the others skip most of the last layer's
+        work."""
         metadata, token_ids = self.rows.build(contexts, windows)
         return self.run(token_ids, metadata.positions, self.backend.plan(metadata), wanted)
 

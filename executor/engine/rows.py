@@ -1,8 +1,8 @@
-"""From chunks and windows to what a model's forward takes: token ids, positions, and where attention reads and writes.
+"""From chunks and windows to what a model's forward takes: token ids, positions, and where
+attention reads and writes.
 
-It knows slots, lengths and block tables; no model, no requests. Several models may share one block table, each with a
-pool of its own, so that a page number means the same tokens in every pool.
-"""
+It knows slots, lengths and block tables; no model, no requests. Several models may share one block
+table, each with a pool of its own, so that a page number means the same tokens in every pool."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.transfer import to_device
 from tllm_spec.kernels.window_rows import WindowRows, window_rows
 
-ROW_ALIGNMENT = 16  # numbers: kernels are compiled anew for addresses that are no multiples of 16 bytes
+ROW_ALIGNMENT = (
+    16  # numbers: kernels are compiled anew for addresses that are no multiples of 16 bytes
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,10 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class Windows:
-    """B generation windows: slots `[B]`, first positions `[B]`, token_ids `[B, W]`, all on the device. `max_kv_len`
-    is a host upper bound of first position + W. `num_padding` `[B]`: so many rows at each window's front, which may
-    stand before position 0, are nobody's; their KV goes to the dummy page."""
+    """B generation windows: slots `[B]`, first positions `[B]`, token_ids `[B, W]`, all on the
+    device. `max_kv_len` is a host upper bound of first position + W. `num_padding` `[B]`: so many
+    rows at each window's front, which may stand before position 0, are nobody's; their KV goes to
+    the dummy page."""
 
     slots: torch.Tensor
     first: torch.Tensor
@@ -47,14 +50,19 @@ class Windows:
 class RowBuilder:
     """Rows of one forward over the pages of `table`."""
 
-    def __init__(self, table: BlockTable, num_pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, table: BlockTable, num_pages: int, page_size: int, device: torch.device
+    ) -> None:
         """num_pages: of the pool, of `page_size` tokens each."""
         self.table = table
         self.page_size = page_size
         self.device = device
-        # Positions and places of tokens are runs of these: to copy one takes as long as to make a few numbers.
+        # Positions and places of tokens are runs of these: to copy one takes as long as to make a
+        # few numbers.
         self._numbers = array("q")
-        self._numbers.frombytes(torch.arange(max(num_pages * page_size, self.max_len)).numpy().tobytes())
+        self._numbers.frombytes(
+            torch.arange(max(num_pages * page_size, self.max_len)).numpy().tobytes()
+        )
 
     @property
     def max_len(self) -> int:
@@ -77,7 +85,12 @@ class RowBuilder:
             rows = self._padded_rows(windows, windows.num_padding, num_pages)
         else:
             rows = window_rows(
-                self.table.device_rows, windows.slots, windows.first, width, num_pages, self.page_size
+                self.table.device_rows,
+                windows.slots,
+                windows.first,
+                width,
+                num_pages,
+                self.page_size,
             )
         metadata = AttentionMetadata(
             context_lens=(),
@@ -93,28 +106,33 @@ class RowBuilder:
         )
         return metadata, windows.token_ids.flatten()
 
-    def _padded_rows(self, windows: Windows, num_padding: torch.Tensor, num_pages: int) -> WindowRows:
+    def _padded_rows(
+        self, windows: Windows, num_padding: torch.Tensor, num_pages: int
+    ) -> WindowRows:
         tables = self.table.rows(windows.slots, num_pages)
         width = windows.token_ids.shape[1]
         row = torch.arange(width, device=tables.device)
         positions = (windows.first.unsqueeze(1) + row).clamp_min_(0)
         is_own = row >= num_padding.unsqueeze(1)
-        kv_slots = torch.where(is_own, self._kv_slots(tables, positions), positions % self.page_size)
+        kv_slots = torch.where(
+            is_own, self._kv_slots(tables, positions), positions % self.page_size
+        )
         # Attention needs a key: for a slot that has nothing yet it is the dummy page's.
         kv_lens = (windows.first + width).clamp_min_(1).to(torch.int32)
         return WindowRows(positions.flatten(), kv_slots.flatten(), kv_lens, tables)
 
     def pages(self, chunks: Sequence[ContextChunk]) -> "array[int]":
-        """Those that hold each chunk's sequence up to the chunk's end, int32: the first's, then the second's."""
+        """Those that hold each chunk's sequence up to the chunk's end, int32: the first's, then the
+        second's."""
         pages = array("i")
         for chunk in chunks:
             pages += self.table.pages(chunk.slot)[: -(-chunk.end // self.page_size)]
         return pages
 
     def context_rows(self, chunks: Sequence[ContextChunk], length: int) -> "array[int]":
-        """Token ids, positions and places in the pool of the chunks' T tokens, `[3, length]`; what stands behind the
-        first T of each is nobody's. The host copies runs of numbers that it has; the device would need a dozen kernels,
-        one behind the other, before a forward can begin."""
+        """Token ids, positions and places in the pool of the chunks' T tokens, `[3, length]`; what
+        stands behind the first T of each is nobody's. The host copies runs of numbers that it has;
+        the device would need a dozen kernels, one behind the other, before a forward can begin."""
         token_ids, positions, places = array("q"), array("q"), array("q")
         numbers, size = self._numbers, self.page_size
         for chunk in chunks:
@@ -125,7 +143,9 @@ class RowBuilder:
                 own += numbers[page * size : (page + 1) * size]
             first = chunk.start - first_page * size
             places += own[first : first + len(chunk.tokens)]
-        assert len(token_ids) == len(positions) == len(places), "a chunk goes on behind its slot's pages"
+        assert len(token_ids) == len(positions) == len(places), (
+            "a chunk goes on behind its slot's pages"
+        )
         padding = array("q", bytes(8 * (length - len(token_ids))))
         return token_ids + padding + positions + padding + places + padding
 

@@ -1,7 +1,8 @@
-"""KV pages of running requests: the paged cache tied to requests, their slots and the device block table.
+"""KV pages of running requests: the paged cache tied to requests, their slots and the device block
+table.
 
-One instance per model: the target has one, a separate draft model has its own with the same life cycle.
-"""
+One instance per model: the target has one, a separate draft model has its own with the same life
+cycle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.slot_state import BlockTable
 
-# For how many rounds more than it needs a request is given room when there is a round in flight, and keeps it.
+# For how many rounds more than it needs a request is given room when there is a round in flight,
+# and keeps it.
 ROUNDS_AHEAD = 8
 
 
 @dataclass(slots=True)
 class _Row:
-    """What the block-table row of a request holds, and the cache's live list of what it should hold."""
+    """What the block-table row of a request holds, and the cache's live list of what it should
+    hold."""
 
     pages: list[int]
     num_pages: int = 0
@@ -27,7 +30,8 @@ class _Row:
 
 
 class KVCacheManager(ResourceManager):
-    """Pages for every running request: taken by the scheduler, given back as drafts are rejected and requests end."""
+    """Pages for every running request: taken by the scheduler, given back as drafts are rejected
+    and requests end."""
 
     def __init__(
         self,
@@ -39,9 +43,12 @@ class KVCacheManager(ResourceManager):
         waits_for_draft: bool = False,
         draft_may_lag: bool = False,
     ) -> None:
-        """extra_kv_tokens: places behind a round's own tokens that a drafter on the same pages writes to.
-        waits_for_draft: that drafter writes later than the target, and nothing is final before it has.
-        draft_may_lag: it can write what it lacks whenever it is asked to, so that nobody waits for it."""
+        """extra_kv_tokens: places behind a round's own tokens that a drafter on the same pages
+        writes to.
+        waits_for_draft: that drafter writes later than the target, and nothing is final before it
+        has.
+        draft_may_lag: it can write what it lacks whenever it is asked to, so that nobody waits for
+        it."""
         self.cache = cache
         self.extra_kv_tokens = extra_kv_tokens
         self._waits_for_draft = waits_for_draft
@@ -50,9 +57,10 @@ class KVCacheManager(ResourceManager):
         self.table = table
         self._page_size = cache.page_size
         self._rows: dict[int, _Row] = {}
-        # Most rounds have the requests of the one before, and neither take pages nor give any back: what was found for
-        # all of them holds on. First the requests, and how many tokens each of them has room for at least (below 0: not
-        # known); then the window and the requests that have no page too many.
+        # Most rounds have the requests of the one before, and neither take pages nor give any back:
+        # what was found for all of them holds on. First the requests, and how many tokens each of
+        # them has room for at least (below 0: not known); then the window and the requests that
+        # have no page too many.
         self._roomy: Sequence[LlmRequest] = ()
         self._room = -1
         self._settled: tuple[int, Sequence[LlmRequest]] = (0, ())
@@ -69,7 +77,8 @@ class KVCacheManager(ResourceManager):
         return -(-num_tokens // self._page_size)
 
     def new_pages_needed(self, request: LlmRequest, num_tokens: int) -> int:
-        """By how much starting the request and growing it to `num_tokens` tokens would lower `num_available`."""
+        """By how much starting the request and growing it to `num_tokens` tokens would lower
+        `num_available`."""
         if not request.reuses_prefix:
             return self.pages_for(num_tokens)
         return self.cache.new_pages_needed(request.tokens, num_tokens)
@@ -81,8 +90,11 @@ class KVCacheManager(ResourceManager):
         return request.request_id in self._rows
 
     def start(self, request: LlmRequest) -> int:
-        """Begins a sequence with its longest cached prefix and returns that prefix's length in tokens."""
-        cached_len = self.cache.add_sequence(request.request_id, request.tokens, reuse=request.reuses_prefix)
+        """Begins a sequence with its longest cached prefix and returns that prefix's length in
+        tokens."""
+        cached_len = self.cache.add_sequence(
+            request.request_id, request.tokens, reuse=request.reuses_prefix
+        )
         self._rows[request.request_id] = _Row(self.cache.pages(request.request_id))
         if self._waits_for_draft:
             request.draft_kv_len = cached_len
@@ -92,21 +104,24 @@ class KVCacheManager(ResourceManager):
         return cached_len
 
     def extend(self, request: LlmRequest, num_tokens: int) -> bool:
-        """Room for the first `num_tokens` tokens; False, and nothing changed, when there are not enough pages."""
+        """Room for the first `num_tokens` tokens; False, and nothing changed, when there are not
+        enough pages."""
         if not self.cache.extend(request.request_id, num_tokens):
             return False
         self._write_row(request)
         return True
 
     def without_room(self, requests: Sequence[LlmRequest], num_more: int) -> list[LlmRequest]:
-        """Those whose pages do not hold their tokens, the ones in flight at most, and `num_more`. It is asked before
-        every round, which then adds 1 + `num_more` tokens at most."""
+        """Those whose pages do not hold their tokens, the ones in flight at most, and `num_more`.
+        It is asked before every round, which then adds 1 + `num_more` tokens at most."""
         if num_more <= self._room and requests == self._roomy:
             self._room -= 1 + num_more  # what the round may add
             return []
         rows, page_size = self._rows, self._page_size
         room = [
-            len(rows[request.request_id].pages) * page_size - len(request.tokens) - request.tokens_in_flight
+            len(rows[request.request_id].pages) * page_size
+            - len(request.tokens)
+            - request.tokens_in_flight
             for request in requests
         ]
         self._roomy, self._room = requests, min(room, default=-1) - (1 + num_more)
@@ -126,7 +141,8 @@ class KVCacheManager(ResourceManager):
         self._write_row(request)
 
     def release(self, request: LlmRequest, num_tokens: int) -> None:
-        """Ends the sequence; the first `num_tokens` tokens stay cached for reuse. A failed request leaves nothing to
+        """Ends the sequence; the first `num_tokens` tokens stay cached for reuse. A failed request
+        leaves nothing to
         reuse: what it wrote may not be numbers."""
         if self._rows.pop(request.request_id, None) is None:
             return
@@ -151,8 +167,8 @@ class KVCacheManager(ResourceManager):
             row = rows.get(request.request_id)  # None: it was preempted since
             if row is None or request.state is finished:
                 continue
-            # The round in flight and a drafter on the same pages have tokens behind what the host knows, and the rounds
-            # that are launched next would take again what is given back here.
+            # The round in flight and a drafter on the same pages have tokens behind what the host
+            # knows, and the rounds that are launched next would take again what is given back here.
             in_flight = request.tokens_in_flight
             kept = request.kv_len + extra + (in_flight + next_rounds if in_flight else 0)
             if kept <= (len(row.pages) - 1) * page_size:
@@ -166,9 +182,10 @@ class KVCacheManager(ResourceManager):
         self.cache.check_integrity()
 
     def _determining(self, request: LlmRequest, num_tokens: int) -> tuple[list[int], int]:
-        """The tokens that the KV of the first `num_tokens` tokens depends on, and how many of these the draft on the
-        same pages has read; where it may not lag, both end there. Where the last one's next token is not known yet
-        there is one less, and the cache leaves that position out."""
+        """The tokens that the KV of the first `num_tokens` tokens depends on, and how many of these
+        the draft on the same pages has read; where it may not lag, both end there. Where the last
+        one's next token is not known yet there is one less, and the cache leaves that position
+        out."""
         whole_len = max(0, num_tokens - request.draft_lag)
         if self._waits_for_draft:
             whole_len = min(whole_len, request.draft_kv_len)

@@ -1,43 +1,47 @@
 """Prompt-lookup drafts: what followed the last tokens of a text when they occurred before.
 
-A pool maps n-grams (1 to `max_matching_ngram_size` tokens) to what followed them. It stores no drafts, only
-occurrences, that is places in the requests' own token lists: a continuation grows with its text at no cost.
-Of an n-gram's occurrences only the one that the options would propose is stored; no other is ever seen:
+A pool maps n-grams (1 to `max_matching_ngram_size` tokens) to what followed them. It stores no
+drafts, only occurrences, that is places in the requests' own token lists: a continuation grows with
+its text at no cost. Of an n-gram's occurrences only the one that the options would propose is
+stored; no other is ever seen:
 
 * `is_keep_all`, `is_use_oldest`: the first one.
 * `is_keep_all`, not `is_use_oldest`: the last one, even if only one token has followed it yet.
-* not `is_keep_all`: the one with the longest continuation (at most `max_draft_len`), the first of equals.
-  In one text that is the first one. A public pool takes an occurrence in when `max_draft_len` tokens have
-  followed it, so there, too, it is the first one; what the end of its text cuts short stays outside.
+* not `is_keep_all`: the one with the longest continuation (at most `max_draft_len`), the first of
+  equals. In one text that is the first one. A public pool takes an occurrence in when
+  `max_draft_len` tokens have followed it, so there, too, it is the first one; what the end of its
+  text cuts short stays outside.
 
-A private pool, one a request, is forgotten with its request. A public pool is shared and outlives requests.
-It mixes users' texts: one user's tokens are proposed, and by timing and acceptance figures shown, to others.
+A private pool, one a request, is forgotten with its request. A public pool is shared and outlives
+requests. It mixes users' texts: one user's tokens are proposed, and by timing and acceptance
+figures shown, to others.
 
-A pool, public or private, holds at most `max_pool_entries` entries. An entry is one place in a text with all
-n-grams that end there, about 100 bytes; a public pool also keeps the texts that its entries point to. When
-half of the entries are new, the others are dropped at once. The module knows nothing of acceptance, nor of
-the requests' limits.
-"""
+A pool, public or private, holds at most `max_pool_entries` entries. An entry is one place in a text
+with all n-grams that end there, about 100 bytes; a public pool also keeps the texts that its
+entries point to. When half of the entries are new, the others are dropped at once. The module knows
+nothing of acceptance, nor of the requests' limits."""
 
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-# An occurrence is an integer: its text's number in the high bits, below it the place behind the n-gram, where
-# the continuation begins. It is never 0.
+# An occurrence is an integer: its text's number in the high bits, below it the place behind the
+# n-gram, where the continuation begins. It is never 0.
 _POSITION_BITS = 32
 _POSITION = (1 << _POSITION_BITS) - 1
 _TEXT = ~_POSITION
-_OWN = -1  # a node's own occurrence, among its children's keys, which are token ids and not negative
+_OWN = (
+    -1
+)  # a node's own occurrence, among its children's keys, which are token ids and not negative
 
 
 class _Pool:
-    """N-grams in a tree that reads them backwards: below the root the last tokens, then the tokens before.
+    """N-grams in a tree that reads them backwards: below the root the last tokens, then the tokens
+    before.
 
-    A child is an integer while its n-gram has occurred once, whatever precedes it: that occurrence. Then it
-    is a dict from preceding tokens to children, with the first or the last occurrence under `_OWN`. `older`
-    is the older half of the entries, a tree that is only read.
-    """
+    A child is an integer while its n-gram has occurred once, whatever precedes it: that occurrence.
+    Then it is a dict from preceding tokens to children, with the first or the last occurrence under
+    `_OWN`. `older` is the older half of the entries, a tree that is only read."""
 
     def __init__(self, max_ngram_size: int, last_wins: bool, capacity: int) -> None:
         self.max_ngram_size = max_ngram_size
@@ -49,11 +53,12 @@ class _Pool:
         self.older: _Pool | None = None
 
     def insert(self, base: int, tokens: list[int], start: int, stop: int) -> int:
-        """Enters the n-grams that end with each of `tokens[start:stop]`; `base` is their text's number.
+        """Enters the n-grams that end with each of `tokens[start:stop]`; `base` is their text's
+        number.
 
-        Returns the occurrence that this tree had before for the longest n-gram at the end of them, or 0. It
-        visits up to `max_ngram_size` nodes a token, each elsewhere in memory: they are what a pool costs.
-        """
+        Returns the occurrence that this tree had before for the longest n-gram at the end of them,
+        or 0. It visits up to `max_ngram_size` nodes a token, each elsewhere in memory: they are
+        what a pool costs."""
         num_entries = self.num_entries + stop - start
         if num_entries > self.capacity:
             self._retire()
@@ -120,14 +125,16 @@ class _Pool:
         return (self.texts[occurrence & _TEXT], occurrence & _POSITION) if occurrence else ([], 0)
 
     def locate_in_both(self, known: int, tokens: list[int]) -> tuple[list[int], int]:
-        """`locate` for the better one of `known` and what the older half has for the end of `tokens`."""
+        """`locate` for the better one of `known` and what the older half has for the end of
+        `tokens`."""
         assert self.older is not None
         here, there = self.locate(known), self.older.locate(self.older.find(tokens))
         longer = self._match_len(*there, tokens) - self._match_len(*here, tokens)
         return there if longer > 0 or (longer == 0 and not self.last_wins) else here
 
     def _match_len(self, text: list[int], end: int, tokens: list[int]) -> int:
-        """How many tokens before `text[end]` are the last ones of `tokens`, up to the n-gram size."""
+        """How many tokens before `text[end]` are the last ones of `tokens`, up to the n-gram
+        size."""
         size = min(self.max_ngram_size, end, len(tokens))
         while text[end - size : end] != tokens[len(tokens) - size :]:
             size -= 1
@@ -156,24 +163,36 @@ class NGramPool:
         max_pool_entries: int,
     ) -> None:
         self._max_draft_len = max_draft_len
-        self._pool_options = max_matching_ngram_size, is_keep_all and not is_use_oldest, max_pool_entries // 2
+        self._pool_options = (
+            max_matching_ngram_size,
+            is_keep_all and not is_use_oldest,
+            max_pool_entries // 2,
+        )
         self._public = _Pool(*self._pool_options) if is_public_pool else None
-        # An n-gram at the end of a text has no continuation. A private pool takes it in nevertheless, looking
-        # it up on the same way through the tree; in a public pool other requests would find it.
+        # An n-gram at the end of a text has no continuation. A private pool takes it in
+        # nevertheless, looking it up on the same way through the tree; in a public pool other
+        # requests would find it.
         self._lag = 0 if not is_public_pool else 1 if is_keep_all else max_draft_len
         self._requests: dict[int, _Request] = {}
         self._numbers = count()
 
     @property
     def num_entries(self) -> int:
-        pools = [self._public] if self._public else [request.pool for request in self._requests.values()]
-        return sum(pool.num_entries + (pool.older.num_entries if pool.older else 0) for pool in pools)
+        pools = (
+            [self._public]
+            if self._public
+            else [request.pool for request in self._requests.values()]
+        )
+        return sum(
+            pool.num_entries + (pool.older.num_entries if pool.older else 0) for pool in pools
+        )
 
     def propose(self, request_id: int, tokens: list[int], draft_len: int) -> list[int]:
-        """What followed the longest n-gram at the end of `tokens` somewhere before: 0 to `draft_len` tokens.
+        """What followed the longest n-gram at the end of `tokens` somewhere before: 0 to
+        `draft_len` tokens.
 
-        `tokens` is the request's own list. It is not copied, only grows, and stays as it is after `free`.
-        """
+        `tokens` is the request's own list. It is not copied, only grows, and stays as it is after
+        `free`."""
         request = self._requests.get(request_id) or self._admit(request_id)
         pool, stop = request.pool, len(tokens) - self._lag
         if stop > request.num_indexed:
@@ -186,10 +205,13 @@ class NGramPool:
             text, start = pool.texts[known & _TEXT], known & _POSITION
         else:
             return []
-        return text[start : start + (draft_len if draft_len < self._max_draft_len else self._max_draft_len)]
+        return text[
+            start : start + (draft_len if draft_len < self._max_draft_len else self._max_draft_len)
+        ]
 
     def free(self, request_id: int) -> None:
-        """The request has ended. Its private pool goes with it; what it gave to a public pool stays."""
+        """The request has ended. Its private pool goes with it; what it gave to a public pool
+        stays."""
         self._requests.pop(request_id, None)
 
     def _admit(self, request_id: int) -> _Request:

@@ -1,8 +1,10 @@
-"""The book-keeping of a paged KV cache: which pages each sequence has, and which pages are kept for reuse.
+"""The book-keeping of a paged KV cache: which pages each sequence has, and which pages are kept for
+reuse.
 
-A page is in one of three places: on the free list, private to one sequence, or in the radix tree (cached, and
-perhaps held by sequences). A sequence's pages are a path of the tree followed by private pages; only private
-pages are ever written, but for the layers of a draft that come later (`whole_len`). This module knows page numbers
+A page is in one of three places: on the free list, private to one sequence, or in the radix tree
+(cached, and perhaps held by sequences). A sequence's pages are a path of the tree followed by
+private pages; only private pages are ever written, but for the layers of a draft that come later
+(`whole_len`). This module knows page numbers
 only: no requests, no slots, no tensors.
 """
 
@@ -16,7 +18,8 @@ from tllm_spec.executor.resources.radix import Node, RadixTree
 
 @dataclass
 class CacheStats:
-    """Counters since the start. Tokens and pages are those of the prompts given to `add_sequence`."""
+    """Counters since the start. Tokens and pages are those of the prompts given to
+    `add_sequence`."""
 
     reused_tokens: int = 0
     missed_tokens: int = 0
@@ -27,7 +30,8 @@ class CacheStats:
 
 
 class _Prefix(NamedTuple):
-    """What the cache offers for a prompt: full pages to share, then perhaps tokens of `source` to copy."""
+    """What the cache offers for a prompt: full pages to share, then perhaps tokens of `source` to
+    copy."""
 
     nodes: list[Node]
     source: Node | None
@@ -39,20 +43,19 @@ class _Sequence:
     pages: list[int]
     nodes: list[Node]  # the tree nodes of pages[:len(nodes)]; the pages after them are private
     version: int
-    whole_len: (
-        int  # leading tokens of the reused prefix that a draft's layers hold, too; once stored, of all of it
-    )
+    whole_len: int  # leading tokens of the reused prefix that a draft's layers hold, too; once stored, of all of it
 
 
 class PagedCache:
-    """Pages for sequences, shared by common prefix; pages that nobody holds stay cached until evicted (LRU).
+    """Pages for sequences, shared by common prefix; pages that nobody holds stay cached until
+    evicted (LRU).
 
-    Page 0 is never handed out: graph padding writes to it. `copy_page(source, destination)` copies a page;
-    the copies must take effect in the order of the calls and before the next forward. Not thread-safe.
+    Page 0 is never handed out: graph padding writes to it. `copy_page(source, destination)` copies
+    a page; the copies must take effect in the order of the calls and before the next forward. Not
+    thread-safe.
 
-    `lookahead` (0 or 1): how many tokens after its own the KV at a position depends on. n equal tokens are then
-    n - lookahead equal positions, and only so many are stored or reused.
-    """
+    `lookahead` (0 or 1): how many tokens after its own the KV at a position depends on. n equal
+    tokens are then n - lookahead equal positions, and only so many are stored or reused."""
 
     def __init__(
         self,
@@ -79,7 +82,8 @@ class PagedCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated right now: the free ones and the cached ones that nobody holds."""
+        """Pages that can be allocated right now: the free ones and the cached ones that nobody
+        holds."""
         return len(self._free_pages) + self._tree.num_evictable
 
     def match(self, tokens: Sequence[int]) -> int:
@@ -97,13 +101,16 @@ class PagedCache:
         return num_pages - len(nodes) + _num_unreferenced(nodes)
 
     def add_sequence(self, seq_id: int, tokens: Sequence[int], *, reuse: bool = True) -> int:
-        """Starts a sequence with its longest cached prefix; returns the length of that prefix in tokens.
+        """Starts a sequence with its longest cached prefix; returns the length of that prefix in
+        tokens.
 
-        At most `len(tokens) - 1`: the last one's logits are wanted. A partly matching page is copied.
-        """
+        At most `len(tokens) - 1`: the last one's logits are wanted. A partly matching page is
+        copied."""
         assert seq_id not in self._sequences, f"sequence {seq_id} exists"
         nodes, source, num_copied = self._find_prefix(tokens) if reuse else _Prefix([], None, 0)
-        self._tree.hold(nodes)  # before any eviction, which would otherwise take the pages just matched
+        self._tree.hold(
+            nodes
+        )  # before any eviction, which would otherwise take the pages just matched
         pages = [node.page for node in nodes]
         num_whole = next((i for i, node in enumerate(nodes) if not node.is_whole), len(nodes))
         whole_len = num_whole * self.page_size
@@ -111,7 +118,9 @@ class PagedCache:
             whole_len += num_copied
         self._sequences[seq_id] = _Sequence(pages, nodes, self._new_version(), whole_len)
         if source is not None:
-            self._tree.touch(source)  # now the last to be evicted, and _find_prefix has seen another page
+            self._tree.touch(
+                source
+            )  # now the last to be evicted, and _find_prefix has seen another page
             pages.append(self._take_page())
             self._copy_page(source.page, pages[-1])
         cached_len = len(nodes) * self.page_size + num_copied
@@ -119,7 +128,8 @@ class PagedCache:
         return cached_len
 
     def extend(self, seq_id: int, num_tokens: int) -> bool:
-        """Makes room for the first `num_tokens` tokens; False, and nothing changed, if pages are missing."""
+        """Makes room for the first `num_tokens` tokens; False, and nothing changed, if pages are
+        missing."""
         pages = self._sequences[seq_id].pages
         if num_tokens <= len(pages) * self.page_size:
             return True
@@ -134,7 +144,8 @@ class PagedCache:
         return True
 
     def rewind(self, seq_id: int, num_tokens: int) -> int:
-        """Keeps room for the first `num_tokens` tokens only; returns the number of pages given back."""
+        """Keeps room for the first `num_tokens` tokens only; returns the number of pages given
+        back."""
         sequence = self._sequences[seq_id]
         pages = sequence.pages
         assert num_tokens >= len(sequence.nodes) * self.page_size, (
@@ -150,14 +161,15 @@ class PagedCache:
         return len(rejected)
 
     def store(self, seq_id: int, tokens: Sequence[int], whole_len: int | None = None) -> None:
-        """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final; that of a draft's layers for
-        the first `whole_len` tokens (None: all).
+        """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final; that of
+        a draft's layers for the first `whole_len` tokens (None: all).
 
-        With `lookahead` 1 the KV of all but the last token is stored: that one only completes its predecessor's key.
-        Costs only the pages not stored yet. Where an equal page is cached already, the sequence moves to it
-        and gives its own back: a holder of a node must hold the node's ancestors (see radix.py). Where that page has
-        less of the draft's part, and cannot be replaced, its own stay private from there on.
-        """
+        With `lookahead` 1 the KV of all but the last token is stored: that one only completes its
+        predecessor's key. Costs only the pages not stored yet. Where an equal page is cached
+        already, the sequence moves to it
+        and gives its own back: a holder of a node must hold the node's ancestors (see radix.py).
+        Where that page has less of the draft's part, and cannot be replaced, its own stay private
+        from there on."""
         sequence, size = self._sequences[seq_id], self.page_size
         num_stored = len(tokens) - self.lookahead
         assert num_stored <= len(sequence.pages) * size, (
@@ -175,8 +187,8 @@ class PagedCache:
                 return
 
     def free(self, seq_id: int, tokens: Sequence[int] = (), whole_len: int | None = None) -> None:
-        """Ends the sequence. What `tokens` covers is stored first (see `store`, also for where that ends), a last
-        partial page included."""
+        """Ends the sequence. What `tokens` covers is stored first (see `store`, also for where that
+        ends), a last partial page included."""
         self.store(seq_id, tokens, whole_len)
         private = self.private_pages(seq_id)
         nodes = self._sequences.pop(seq_id).nodes
@@ -199,20 +211,26 @@ class PagedCache:
         return sequence.pages[len(sequence.nodes) :]
 
     def whole_len(self, seq_id: int) -> int:
-        """How many leading tokens a draft's layers on the same pages hold, too: of the reused prefix, and of what was
-        stored since."""
+        """How many leading tokens a draft's layers on the same pages hold, too: of the reused
+        prefix, and of what was stored since."""
         return self._sequences[seq_id].whole_len
 
     def version(self, seq_id: int) -> int:
-        """Changes whenever `pages(seq_id)` changes other than by appending. A restart changes it too."""
+        """Changes whenever `pages(seq_id)` changes other than by appending. A restart changes it
+        too."""
         return self._sequences[seq_id].version
 
     def state(self) -> dict[str, Any]:
-        """Pages by where they are (a page that a sequence holds is used, cached or not), and the counters, as plain
-        values."""
+        """Pages by where they are (a page that a sequence holds is used, cached or not), and the
+        counters, as plain values."""
         free, cached = len(self._free_pages), self._tree.num_evictable
         places = {"free": free, "cached": cached, "used": self.num_pages - 1 - free - cached}
-        return {"num_pages": self.num_pages - 1, "page_size": self.page_size, **places, **asdict(self.stats)}
+        return {
+            "num_pages": self.num_pages - 1,
+            "page_size": self.page_size,
+            **places,
+            **asdict(self.stats),
+        }
 
     def reset(self) -> None:
         """Forgets all cached pages that no sequence holds."""
@@ -220,7 +238,8 @@ class PagedCache:
             self._free_pages.append(self._tree.evict())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError with a sentence about a page that is lost, in two places or miscounted."""
+        """Raises AssertionError with a sentence about a page that is lost, in two places or
+        miscounted."""
         self._tree.check_integrity()
         private: list[int] = []
         holders: Counter[Node] = Counter()
@@ -232,17 +251,21 @@ class PagedCache:
                 assert sequence.pages[index] == node.page, (
                     f"page {index} of sequence {seq_id} is not the tree's"
                 )
-                assert node.parent is parent, f"sequence {seq_id} holds page {node.page} but not its parent"
+                assert node.parent is parent, (
+                    f"sequence {seq_id} holds page {node.page} but not its parent"
+                )
                 parent = node
         cached = list(self._tree.nodes())
         for node in cached:
             assert node.ref_count == holders[node], (
-                f"page {node.page} counts {node.ref_count} references and has {holders[node]} holders"
+                f"page {node.page} counts {node.ref_count} references and has {holders[node]} "
+                "holders"
             )
         assert not set(holders) - set(cached), "a sequence holds a page that has left the tree"
         pages = sorted(self._free_pages + private + [node.page for node in cached])
         assert pages == list(range(1, self.num_pages)), (
-            f"{len(self._free_pages)} free + {len(cached)} cached + {len(private)} private pages are not "
+            f"{len(self._free_pages)} free + {len(cached)} cached + {len(private)} private pages "
+            "are not "
             f"the {self.num_pages - 1} pages 1..{self.num_pages - 1}, each once"
         )
 
@@ -257,12 +280,19 @@ class PagedCache:
             source, num_common = self._tree.closest_child(self._end(nodes), tail)
             num_copied = num_common - self.lookahead
             # The copy needs a page that is neither matched nor its own source.
-            if source and num_copied > 0 and self.num_available > _num_unreferenced([*nodes, source]):
+            if (
+                source
+                and num_copied > 0
+                and self.num_available > _num_unreferenced([*nodes, source])
+            ):
                 return _Prefix(nodes, source, num_copied)
         return _Prefix(nodes, None, 0)
 
-    def _store_page(self, sequence: _Sequence, index: int, key: tuple[int, ...], is_whole: bool) -> bool:
-        """False, and nothing changed, where the page that is cached already has less of the draft's part."""
+    def _store_page(
+        self, sequence: _Sequence, index: int, key: tuple[int, ...], is_whole: bool
+    ) -> bool:
+        """False, and nothing changed, where the page that is cached already has less of the draft's
+        part."""
         own_page = sequence.pages[index]
         node, left_over = self._tree.insert(self._end(sequence.nodes), key, own_page, is_whole)
         has_read_some = index * self.page_size < sequence.whole_len
@@ -293,7 +323,9 @@ class PagedCache:
         self._last_version += 1
         return self._last_version
 
-    def _count_reuse(self, num_tokens: int, cached_len: int, num_shared: int, num_copied: int) -> None:
+    def _count_reuse(
+        self, num_tokens: int, cached_len: int, num_shared: int, num_copied: int
+    ) -> None:
         stats = self.stats
         stats.reused_tokens += cached_len
         stats.missed_tokens += num_tokens - cached_len

@@ -1,18 +1,20 @@
-"""A radix tree over page contents: which page holds the KV of which tokens, and which page to evict next.
+"""A radix tree over page contents: which page holds the KV of which tokens, and which page to evict
+next.
 
-One node is one page; the path from the root spells the tokens before it, and a node's KV is valid for exactly
-that prefix. The tree counts references but does not know who holds them, which pages are free, or what a page
-looks like on the device.
+One node is one page; the path from the root spells the tokens before it, and a node's KV is valid
+for exactly that prefix. The tree counts references but does not know who holds them, which pages
+are free, or what a page looks like on the device.
 
-Callers keep one law: whoever holds a node holds all of its ancestors. Then a node without references has no
-held descendant, every such node can be evicted (children first), and their number is exact.
+Callers keep one law: whoever holds a node holds all of its ancestors. Then a node without
+references has no held descendant, every such node can be evicted (children first), and their number
+is exact.
 
-With `lookahead` 1 the KV of a token also depends on the token after it (draft layers of the EAGLE kind: the entry at
-index j is made of hidden state j and token j+1). Then a key has one token more than it has entries, and a child's key
-begins with the last token of its parent's.
+With `lookahead` 1 the KV of a token also depends on the token after it (draft layers of the EAGLE
+kind: the entry at index j is made of hidden state j and token j+1). Then a key has one token more
+than it has entries, and a child's key begins with the last token of its parent's.
 
-A page may be there for the target alone: layers of a draft that share it have not written all of it (`is_whole`).
-"""
+A page may be there for the target alone: layers of a draft that share it have not written all of it
+(`is_whole`)."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -23,7 +25,8 @@ Key = tuple[int, ...]
 
 
 class Node:
-    """A cached page. `key` has `page_size + lookahead` tokens, fewer in a partial leaf (never held or a parent)."""
+    """A cached page. `key` has `page_size + lookahead` tokens, fewer in a partial leaf (never held
+    or a parent)."""
 
     __slots__ = ("child_keys", "children", "is_whole", "key", "page", "parent", "ref_count")
 
@@ -34,7 +37,9 @@ class Node:
         self.is_whole = is_whole
         self.ref_count = 0
         self.children: dict[Key, Node] = {}
-        self.child_keys: list[Key] = []  # sorted: the longest common prefix with any key is at a neighbour
+        self.child_keys: list[
+            Key
+        ] = []  # sorted: the longest common prefix with any key is at a neighbour
 
 
 class RadixTree:
@@ -44,8 +49,9 @@ class RadixTree:
         self._page_size = page_size
         self._lookahead = lookahead
         self.root = Node((), 0, None)  # the empty prefix; never held, never evicted
-        # Every unreferenced node, least recently used first. A child stands before its parent, because paths
-        # are released leaf first and children are only added below held nodes: the first is always a leaf.
+        # Every unreferenced node, least recently used first. A child stands before its parent,
+        # because paths are released leaf first and children are only added below held nodes: the
+        # first is always a leaf.
         self._evictable: OrderedDict[Node, None] = OrderedDict()
 
     @property
@@ -53,7 +59,8 @@ class RadixTree:
         return len(self._evictable)
 
     def match(self, tokens: Sequence[int], limit: int) -> list[Node]:
-        """The nodes of the longest cached run of full pages within the entries of `tokens[:limit]`."""
+        """The nodes of the longest cached run of full pages within the entries of
+        `tokens[:limit]`."""
         size, children, nodes = self._page_size, self.root.children, []
         key_len = size + self._lookahead
         for start in range(0, limit - size + 1, size):
@@ -65,18 +72,24 @@ class RadixTree:
         return nodes
 
     def closest_child(self, parent: Node, key: Key) -> tuple[Node | None, int]:
-        """The child that shares most leading tokens with `key`, and how many; `(None, 0)` if none does."""
+        """The child that shares most leading tokens with `key`, and how many; `(None, 0)` if none
+        does."""
         position = bisect_left(parent.child_keys, key)
         neighbours = parent.child_keys[max(position - 1, 0) : position + 1]
-        length, closest = max(((_common_length(near, key), near) for near in neighbours), default=(0, ()))
+        length, closest = max(
+            ((_common_length(near, key), near) for near in neighbours), default=(0, ())
+        )
         return (parent.children[closest], length) if length else (None, 0)
 
-    def insert(self, parent: Node, key: Key, page: int, is_whole: bool = True) -> tuple[Node, int | None]:
-        """Caches `page` below `parent` (held, or the root); returns the node for `key` and a page to free.
+    def insert(
+        self, parent: Node, key: Key, page: int, is_whole: bool = True
+    ) -> tuple[Node, int | None]:
+        """Caches `page` below `parent` (held, or the root); returns the node for `key` and a page
+        to free.
 
-        To free is `page` itself if a child already begins with `key`, the page of a partial leaf that `key`
-        extends, else None. A whole page takes the place of one that is not, unless somebody holds that.
-        """
+        To free is `page` itself if a child already begins with `key`, the page of a partial leaf
+        that `key` extends, else None. A whole page takes the place of one that is not, unless
+        somebody holds that."""
         keys = parent.child_keys
         position = bisect_left(keys, key)
         if position < len(keys) and keys[position][: len(key)] == key:
@@ -147,8 +160,12 @@ class RadixTree:
                 f"page {node.page} has {node.ref_count} references but evictable is {node in order}"
             )
             if node.parent in order:
-                assert node in order, f"page {node.page} is held but its parent {node.parent.page} is not"
-                assert order[node] < order[node.parent], f"page {node.page} would be evicted after its parent"
+                assert node in order, (
+                    f"page {node.page} is held but its parent {node.parent.page} is not"
+                )
+                assert order[node] < order[node.parent], (
+                    f"page {node.page} would be evicted after its parent"
+                )
         assert len(order) == sum(node.ref_count == 0 for node in self.nodes()), (
             "an evictable page left the tree"
         )

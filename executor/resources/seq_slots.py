@@ -5,7 +5,8 @@ from tllm_spec.executor.resources.interface import ResourceManager
 
 
 class SeqSlotManager(ResourceManager):
-    """Hands out `max_batch_size` slots, lowest first. One more row, `dummy_slot`, belongs to nobody: graph padding."""
+    """Hands out `max_batch_size` slots, lowest first. One more row, `dummy_slot`, belongs to
+    nobody: graph padding."""
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
@@ -24,10 +25,14 @@ class SeqSlotManager(ResourceManager):
     def free_resources(self, request: LlmRequest) -> None:
         if request.slot < 0:
             return
-        assert self._owner.pop(request.slot) == request.request_id, "a slot was freed by another request"
+        assert self._owner.pop(request.slot) == request.request_id, (
+            "a slot was freed by another request"
+        )
         self._free.append(request.slot)
         request.slot = -1
 
     def check_integrity(self) -> None:
-        assert len(self._free) + len(self._owner) == self.max_batch_size, "slots: free + owned != total"
+        assert len(self._free) + len(self._owner) == self.max_batch_size, (
+            "slots: free + owned != total"
+        )
         assert not set(self._free) & set(self._owner), "slots: a slot is both free and owned"

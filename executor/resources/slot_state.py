@@ -1,9 +1,9 @@
-"""Device-resident state of running requests, one row a slot (DESIGN section 4).
+"""Device-resident state of running requests, one row a slot.
 
-Everything that the next round needs from the previous one lives here, so that a round is: gather by slot, compute,
-scatter by slot. The host writes a row when a request starts generating and keeps the block tables current; it never has
-to read a row back. The last row is the dummy slot of graph padding.
-"""
+Everything that the next round needs from the previous one lives here, so that a round is: gather by
+slot, compute, scatter by slot. The host writes a row when a request starts generating and keeps the
+block tables current; it never has to read a row back. The last row is the dummy slot of graph
+padding."""
 
 from array import array
 
@@ -18,10 +18,10 @@ from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 
 
 class SlotState:
-    """`kv_lens` `[S]`: tokens in the cache; `window` `[S, K+1]`: the bonus token followed by drafts, next round's
-    input; `num_drafts` `[S]`: how many of those drafts were really proposed; `previous_token` `[S]`: the token before
-    the bonus token (a draft model re-reads it after a full acceptance).
-    """
+    """`kv_lens` `[S]`: tokens in the cache; `window` `[S, K+1]`: the bonus token followed by
+    drafts, next round's input; `num_drafts` `[S]`: how many of those drafts were really proposed;
+    `previous_token` `[S]`: the token before the bonus token (a draft model re-reads it after a full
+    acceptance)."""
 
     def __init__(self, slots: SeqSlotManager, max_draft_len: int, device: torch.device) -> None:
         num_rows = slots.dummy_slot + 1
@@ -32,13 +32,17 @@ class SlotState:
         self.num_drafts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.previous_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._draft_limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._steps = torch.arange(max_draft_len + 1, device=device).unsqueeze(1)  # to make it is a launch
+        self._steps = torch.arange(max_draft_len + 1, device=device).unsqueeze(
+            1
+        )  # to make it is a launch
         self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
 
     def start(self, request: LlmRequest) -> None:
-        """The request was given a slot (again, after a preemption), or the round that had its drafts broke off."""
+        """The request was given a slot (again, after a preemption), or the round that had its
+        drafts broke off."""
         self.num_drafts[request.slot].fill_(0)
-        # Assigning a number to one element copies it from pageable memory, for which the host waits.
+        # Assigning a number to one element copies it from pageable memory, for which the host
+        # waits.
         self._draft_limits[request.slot].fill_(request.draft_limit)
 
     def places(self, slot_ids: torch.Tensor, draft_len: int) -> torch.Tensor:
@@ -46,7 +50,8 @@ class SlotState:
         return gather_rows(self.kv_lens, slot_ids) + self._steps[: draft_len + 1]
 
     def write_drafts(self, slot_ids: torch.Tensor, drafts: torch.Tensor) -> None:
-        """drafts `[B, K]` for the next windows of the slots `[B]`; a request's own limit may be lower than K."""
+        """drafts `[B, K]` for the next windows of the slots `[B]`; a request's own limit may be
+        lower than K."""
         slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits)
 
     def reset_dummy(self) -> None:
@@ -56,8 +61,8 @@ class SlotState:
     def start_generation(
         self, slot_ids: torch.Tensor, context_tail: torch.Tensor, first: torch.Tensor
     ) -> None:
-        """Rows of requests whose context ended in this round. slot_ids, context_tail (last context token), first
-        (sampled token): `[C]`. `kv_lens` was written with the context."""
+        """Rows of requests whose context ended in this round. slot_ids, context_tail (last context
+        token), first (sampled token): `[C]`. `kv_lens` was written with the context."""
         self.window[slot_ids, 0] = first.clamp_min(0)
         self.num_drafts.index_fill_(0, slot_ids, 0)
         self.previous_token[slot_ids] = context_tail
@@ -69,7 +74,8 @@ class SlotState:
         targets: torch.Tensor,
         synthetic: SyntheticRates | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `accept_windows`: kv_lens `[B]`, targets `[B, W]` of generating slots `[B]`. Device work only."""
+        """See `accept_windows`: kv_lens `[B]`, targets `[B, W]` of generating slots `[B]`. Device
+        work only."""
         return slot_windows.accept_windows(self._tables, slot_ids, kv_lens, targets, synthetic)
 
     def advance(
@@ -86,17 +92,20 @@ class SlotState:
 class BlockTable:
     """`[S, P]` int32 page numbers on the device; entries that changed are sent once a round.
 
-    Neighbours are sent two at a time as one 64-bit number, the first in its low half as everything that CUDA runs on
-    has it in memory: places and what belongs there are then one list, and a round in which pages were added is one
-    copy and one write. P is even for this, `max_pages` or one more.
+    Neighbours are sent two at a time as one 64-bit number, the first in its low half as everything
+    that CUDA runs on
+    has it in memory: places and what belongs there are then one list, and a round in which pages
+    were added is one copy and one write. P is even for this, `max_pages` or one more.
 
-    The host keeps the rows, too: where a prompt's tokens go is a few numbers there, and many small kernels here.
-    """
+    The host keeps the rows, too: where a prompt's tokens go is a few numbers there, and many small
+    kernels here."""
 
     def __init__(self, slots: SeqSlotManager, max_pages: int, device: torch.device) -> None:
         num_rows = slots.dummy_slot + 1
         self._pairs_a_row = -(-max_pages // 2)
-        self.device_rows = torch.zeros((num_rows, 2 * self._pairs_a_row), dtype=torch.int32, device=device)
+        self.device_rows = torch.zeros(
+            (num_rows, 2 * self._pairs_a_row), dtype=torch.int32, device=device
+        )
         self._pairs = self.device_rows.view(torch.int64)
         self._host_rows = [array("i", bytes(8 * self._pairs_a_row)) for _ in range(num_rows)]
         self._changed: dict[int, int] = {}  # place in the flattened pairs -> pair
@@ -113,7 +122,8 @@ class BlockTable:
         self._changed.update(zip(range(start, start + len(pairs)), pairs, strict=True))
 
     def pages(self, slot: int) -> "array[int]":
-        """What the host has written to a slot's row, sent or not: live, so read it, do not change it."""
+        """What the host has written to a slot's row, sent or not: live, so read it, do not change
+        it."""
         return self._host_rows[slot]
 
     def flush(self) -> None:

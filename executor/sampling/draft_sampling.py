@@ -1,9 +1,8 @@
-"""How a draft model's token is drawn from its logits (DESIGN section 5).
+"""How a draft model's token is drawn from its logits.
 
-`coupled`: with the noise that the target will use at the same position, so that the two agree whenever their
-distributions nearly do. `greedy`: the best token. Rejection sampling draws with noise of its own and remembers the
-distribution.
-"""
+`coupled`: with the noise that the target will use at the same position, so that the two agree
+whenever their distributions nearly do. `greedy`: the best token. Rejection sampling draws with
+noise of its own and remembers the distribution."""
 
 import torch
 
@@ -14,12 +13,11 @@ from tllm_spec.kernels.gumbel import DRAFT_DOMAIN
 
 
 class DraftSampling:
-    """Draws one draft token per request and step. Penalties, bias and masks are the target's business: a draft that
-    ignores them is only accepted less often.
+    """Draws one draft token per request and step. Penalties, bias and masks are the target's
+    business: a draft that ignores them is only accepted less often.
 
-    `token_map` `[V_draft]`: the target's ids of a reduced draft vocabulary; None: the ids are the same, and ids beyond
-    the target's are never drawn.
-    """
+    `token_map` `[V_draft]`: the target's ids of a reduced draft vocabulary; None: the ids are the
+    same, and ids beyond the target's are never drawn."""
 
     def __init__(self, sampler: Sampler, mode: str, token_map: torch.Tensor | None = None) -> None:
         self._sampler = sampler
@@ -35,10 +33,11 @@ class DraftSampling:
     def choose(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft tokens `[N]`, and what they were drawn from `[N, width]` where rejection sampling needs it.
+        """Draft tokens `[N]`, and what they were drawn from `[N, width]` where rejection sampling
+        needs it.
 
-        logits `[N, V_draft]`; first `[N]`: the position of the group's first draft; step counts from 0.
-        """
+        logits `[N, V_draft]`; first `[N]`: the position of the group's first draft; step counts
+        from 0."""
         logits = logits[:, : self._vocab_size]
         if self.keeps_probs:
             # A draft model's NaN is no fault of the request: drafts at random, then.
@@ -61,7 +60,8 @@ class DraftSampling:
     def _choose_fused(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> torch.Tensor:
-        """The same in kernels that make noise for the draft's own ids only, and write none of it to memory."""
+        """The same in kernels that make noise for the draft's own ids only, and write none of it to
+        memory."""
         if group.sampled is None or self._mode == "greedy":
             return choose_draft(logits, self._token_map)
         assert group.sampled_parameters is not None

@@ -1,8 +1,9 @@
-"""Logit edits that need the tokens on the host: the user's logits processors, and bad words of several tokens.
+"""Logit edits that need the tokens on the host: the user's logits processors, and bad words of
+several tokens.
 
-These requests pay one device-to-host copy of their drafts a round; nobody else does. Each position is edited with
-exactly the tokens that would stand before it, had the drafts been decoded one by one.
-"""
+These requests pay one device-to-host copy of their drafts a round; nobody else does. Each position
+is edited with exactly the tokens that would stand before it, had the drafts been decoded one by
+one."""
 
 import torch
 
@@ -11,15 +12,17 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 
 
 class HostEdits:
-    """Remembers the request whose code is running: whoever catches an exception asks `blame` who caused it."""
+    """Remembers the request whose code is running: whoever catches an exception asks `blame` who
+    caused it."""
 
     def __init__(self) -> None:
         self._culprit: LlmRequest | None = None
         self._is_behind_drafts = False
 
     def blame(self) -> list[LlmRequest] | None:
-        """After an exception: who caused it; None if it was not raised here. Empty: it was raised behind drafts, where
-        plain decoding may never come to. That request is not drafted for any more, and the next round will tell."""
+        """After an exception: who caused it; None if it was not raised here. Empty: it was raised
+        behind drafts, where plain decoding may never come to. That request is not drafted for any
+        more, and the next round will tell."""
         culprit, self._culprit = self._culprit, None
         if culprit is None:
             return None
@@ -51,7 +54,8 @@ def _edit_row(request: LlmRequest, tokens: list[int], logits: torch.Tensor) -> t
         edited = processor(list(tokens), logits)
         if not isinstance(edited, torch.Tensor) or edited.shape != logits.shape:
             raise ValueError(
-                f"logits processor {processor!r} must return the logits, a tensor of shape {tuple(logits.shape)}"
+                f"logits processor {processor!r} must return the logits, a tensor of shape "
+                f"{tuple(logits.shape)}"
             )
         logits = edited
     return logits

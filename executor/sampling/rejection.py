@@ -1,9 +1,9 @@
-"""Classical speculative sampling: accept a draft with probability min(1, p/q), else draw from (p - q)+.
+"""Classical speculative sampling: accept a draft with probability min(1, p/q), else draw from (p -
+q)+.
 
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1. Lossless in
-distribution; unlike the default rule, the text for a seed then depends on the drafter. It does not know how p and q
-came about.
-"""
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1.
+Lossless in distribution; unlike the default rule, the text for a seed then depends on the drafter.
+It does not know how p and q came about."""
 
 import torch
 
@@ -21,21 +21,24 @@ def reject_chain(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Emitted tokens `[N, K+1]` and how many are valid `[N]`.
 
-    target_probs `[N, K+1, V]`; draft_probs `[N, K, V]` are the distributions that the drafts `[N, K]` were drawn
-    from (None:
-    each draft was certain); num_drafts `[N]`: real drafts (None: all); seeds `[N]`; positions `[N, K+1]`.
-    """
+    target_probs `[N, K+1, V]`; draft_probs `[N, K, V]` are the distributions that the drafts `[N,
+    K]` were drawn from (None: each draft was certain); num_drafts `[N]`: real drafts (None: all);
+    seeds `[N]`; positions `[N, K+1]`."""
     num, length = drafts.shape
     accepted = torch.zeros(num, dtype=torch.int64, device=drafts.device)
     if length:
         p = target_probs[:, :length].gather(2, drafts.unsqueeze(2)).squeeze(2)
         q = 1.0 if draft_probs is None else draft_probs.gather(2, drafts.unsqueeze(2)).squeeze(2)
-        coins = uniform(seeds.repeat_interleave(length), positions[:, :length].flatten(), COIN_DOMAIN)
+        coins = uniform(
+            seeds.repeat_interleave(length), positions[:, :length].flatten(), COIN_DOMAIN
+        )
         wins = coins.view(num, length) * q < p
         if num_drafts is not None:
             wins &= torch.arange(length, device=drafts.device) < num_drafts.unsqueeze(1)
         accepted = wins.cumprod(dim=1).sum(dim=1)
-    final = target_probs.gather(1, accepted.view(-1, 1, 1).expand(-1, 1, target_probs.shape[2])).squeeze(1)
+    final = target_probs.gather(
+        1, accepted.view(-1, 1, 1).expand(-1, 1, target_probs.shape[2])
+    ).squeeze(1)
     if length:
         final = torch.where(
             _was_rejected(accepted, num_drafts, length).unsqueeze(1),
@@ -50,15 +53,21 @@ def reject_chain(
     return tokens, accepted + 1
 
 
-def _was_rejected(accepted: torch.Tensor, num_drafts: torch.Tensor | None, length: int) -> torch.Tensor:
+def _was_rejected(
+    accepted: torch.Tensor, num_drafts: torch.Tensor | None, length: int
+) -> torch.Tensor:
     """Whether a real draft stood at the first position that was not accepted, `[N]` bool."""
     return accepted < (length if num_drafts is None else num_drafts)
 
 
 def _proposal_at(
-    accepted: torch.Tensor, draft_probs: torch.Tensor | None, drafts: torch.Tensor, like: torch.Tensor
+    accepted: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    drafts: torch.Tensor,
+    like: torch.Tensor,
 ) -> torch.Tensor:
-    """The draft distribution at the first rejected position, `[N, V]` (any value where nothing was rejected)."""
+    """The draft distribution at the first rejected position, `[N, V]` (any value where nothing was
+    rejected)."""
     index = accepted.clamp_max(drafts.shape[1] - 1).unsqueeze(1)
     if draft_probs is None:
         return torch.zeros_like(like).scatter_(1, drafts.gather(1, index), 1.0)

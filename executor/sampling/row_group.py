@@ -1,8 +1,8 @@
 """Which rows of the logits belong to which requests, and which of them need which treatment.
 
-A group is N requests with W rows each: the generation windows of a round (W = K+1), or its finished contexts (W =
-1). All that does not change while the same requests run is worked out once and kept by `RowGroups`.
-"""
+A group is N requests with W rows each: the generation windows of a round (W = K+1), or its finished
+contexts (W = 1). All that does not change while the same requests run is worked out once and kept
+by `RowGroups`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,8 @@ from tllm_spec.executor.transfer import to_device
 
 @dataclass(frozen=True)
 class Subset:
-    """Some requests of a group, by position, and their rows. `None` stands for all of them: nothing to index."""
+    """Some requests of a group, by position, and their rows. `None` stands for all of them: nothing
+    to index."""
 
     requests: torch.Tensor | None  # [M]
     rows: torch.Tensor | None  # [M * W]
@@ -53,16 +54,17 @@ class RowGroup:
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row, token, value
     with_logprobs: Subset | None
     num_logprobs: int
-    edited: list[int]  # requests whose rows Python code edits: processors, bad words of several tokens
+    edited: list[
+        int
+    ]  # requests whose rows Python code edits: processors, bad words of several tokens
     sampled_parameters: RowParameters | None = None  # of the sampled rows
     penalties: RowParameters | None = None  # of the penalised rows
-    mixed: bool = (
-        False  # a graph's group: it samples every row, and a temperature of 0 says that one is greedy
-    )
+    mixed: bool = False  # a graph's group: it samples every row, and a temperature of 0 says that one is greedy
     memo: dict[str, torch.Tensor] = field(default_factory=dict)  # of this round only
 
     def one_row_each(self) -> "RowGroup":
-        """The same requests of a graph's group with one row each: those that drafts are drawn for."""
+        """The same requests of a graph's group with one row each: those that drafts are drawn
+        for."""
         parameters = self.sampled_parameters and self.sampled_parameters.every(self.window)
         return replace(self, window=1, sampled_parameters=parameters, memo={})
 
@@ -86,7 +88,8 @@ class RowGroups:
         return group
 
     def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
-        """A group of whoever owns the slots `[N]` when it is used: everything is read from the device."""
+        """A group of whoever owns the slots `[N]` when it is used: everything is read from the
+        device."""
         group = RowGroup(
             requests=[],
             window=window,

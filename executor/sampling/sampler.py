@@ -1,9 +1,9 @@
-"""Chooses the target's token at every sampled position and accepts drafts by it (DESIGN section 5).
+"""Chooses the target's token at every sampled position and accepts drafts by it.
 
-The choice at a position is a function of that position's logits, the request's parameters and noise keyed by
-(seed, position, token): it does not depend on drafts. A draft is accepted when it equals the choice. Nothing here waits
-for the device except Python code that a request brings (logits processors).
-"""
+The choice at a position is a function of that position's logits, the request's parameters and noise
+keyed by (seed, position, token): it does not depend on drafts. A draft is accepted when it equals
+the choice. Nothing here waits for the device except Python code that a request brings (logits
+processors)."""
 
 import torch
 
@@ -23,12 +23,13 @@ from tllm_spec.kernels.slot_tables import SyntheticRates
 
 
 class Sampler:
-    """One for the target model. `groups` is shared with the draft sampling, which reads the same noise.
-    `synthetic_rates`: drafts are accepted by chance (`accept_by_rates`), and the text means nothing.
+    """One for the target model. `groups` is shared with the draft sampling, which reads the same
+    noise.
+    `synthetic_rates`: drafts are accepted by chance (`accept_by_rates`), and the text means
+    nothing.
 
-    Logits have the model's dtype until something computes with them. Greedy rows, and sampled ones on CUDA, never
-    become float32 in memory.
-    """
+    Logits have the model's dtype until something computes with them. Greedy rows, and sampled ones
+    on CUDA, never become float32 in memory."""
 
     def __init__(
         self,
@@ -58,8 +59,9 @@ class Sampler:
     def sample_contexts(
         self, group: RowGroup, logits: torch.Tensor, tails: torch.Tensor, logprobs: LogprobRows
     ) -> SampledTokens:
-        """The first token of contexts that ended. logits `[C, V]`, one row each; tails `[C]`: the last context tokens.
-        Writes the next round's inputs into the slot state, whose `kv_lens` has the contexts already."""
+        """The first token of contexts that ended. logits `[C, V]`, one row each; tails `[C]`: the
+        last context tokens. Writes the next round's inputs into the slot state, whose `kv_lens` has
+        the contexts already."""
         kv_lens = self.slots.kv_lens.index_select(0, group.slots)
         sampled = self._sample(group, logits, kv_lens, 0, None, logprobs)
         self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
@@ -73,8 +75,9 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """Accepts drafts. logits `[B * (K+1), V]`; kv_lens `[B]`: the slots'; draft_probs `[B, K, V]`: what the drafts
-        were drawn from, where rejection sampling needs it. Writes the next round's inputs into the slot state."""
+        """Accepts drafts. logits `[B * (K+1), V]`; kv_lens `[B]`: the slots'; draft_probs `[B, K,
+        V]`: what the drafts were drawn from, where rejection sampling needs it. Writes the next
+        round's inputs into the slot state."""
         return self._sample(group, logits, kv_lens, 1, draft_probs, logprobs)
 
     def _sample(
@@ -86,8 +89,9 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """One group. The token that each request's first row samples stands at kv_lens `[N]` + `ahead`: 0 behind
-        contexts, 1 in windows, whose bonus token is at kv_lens; the slots of windows advance."""
+        """One group. The token that each request's first row samples stands at kv_lens `[N]` +
+        `ahead`: 0 behind contexts, 1 in windows, whose bonus token is at kv_lens; the slots of
+        windows advance."""
         raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
         logits = self._edit(group, logits, kv_lens, ahead)
         if self.rejection:
@@ -111,8 +115,11 @@ class Sampler:
         """`[N, W-1]`, as long as the slots have not advanced."""
         return self.slots.window.index_select(0, group.slots)[:, 1 : group.window]
 
-    def _edit(self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Everything that changes logits before temperature, at each position as if it were decoded alone."""
+    def _edit(
+        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
+    ) -> torch.Tensor:
+        """Everything that changes logits before temperature, at each position as if it were decoded
+        alone."""
         if not (group.penalised or group.bias or group.early or group.edited):
             return logits
         logits = logits.to(torch.float32)
@@ -164,9 +171,11 @@ class Sampler:
             return chosen
         return group.sampled.put(choose_best(logits), chosen)
 
-    def _draw(self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Tokens of the group's sampled rows `[M * W, V]`. The noise is kept: coupled drafts may have made it
-        already."""
+    def _draw(
+        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
+    ) -> torch.Tensor:
+        """Tokens of the group's sampled rows `[M * W, V]`. The noise is kept: coupled drafts may
+        have made it already."""
         assert group.sampled_parameters is not None
         scaled = self.scaled(group, logits, group.sampled_parameters)
         return choose_best(scaled + self.noise(group, kv_lens, ahead))
@@ -185,16 +194,22 @@ class Sampler:
             cut=self.cut(group, logits, parameters),
         )
 
-    def cut(self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters) -> torch.Tensor | None:
-        """Below which logits / temperature the filters of rows `[R, V]` with these parameters exclude tokens, `[R]`."""
+    def cut(
+        self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters
+    ) -> torch.Tensor | None:
+        """Below which logits / temperature the filters of rows `[R, V]` with these parameters
+        exclude tokens, `[R]`."""
         if not group.filtered:
             return None
         floats = (parameters.column(name).squeeze(1) for name in ("temperature", "top_p", "min_p"))
         temperature, top_p, min_p = floats
         return filter_cut(logits, temperature, parameters.integer("top_k"), top_p, min_p)
 
-    def scaled(self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters) -> torch.Tensor:
-        """Temperature and filters on rows `[R, V]` of sampled requests with the parameters of those rows: float32."""
+    def scaled(
+        self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters
+    ) -> torch.Tensor:
+        """Temperature and filters on rows `[R, V]` of sampled requests with the parameters of those
+        rows: float32."""
         temperature = parameters.column("temperature")
         if group.mixed:
             temperature = torch.where(temperature > 0, temperature, 1.0)
@@ -203,8 +218,8 @@ class Sampler:
         return values if cut is None else values.masked_fill(values < cut.unsqueeze(1), -torch.inf)
 
     def noise(self, group: RowGroup, first: torch.Tensor, ahead: int = 0) -> torch.Tensor:
-        """Noise of the group's sampled rows `[M * W, V]`, whose first positions are first `[N]` + `ahead`; made once a
-        round, since coupled drafts use the same."""
+        """Noise of the group's sampled rows `[M * W, V]`, whose first positions are first `[N]` +
+        `ahead`; made once a round, since coupled drafts use the same."""
         if "noise" not in group.memo:
             assert group.sampled is not None and group.sampled_parameters is not None
             positions = window_positions(group.sampled.take_requests(first), group.window, ahead)
@@ -215,7 +230,9 @@ class Sampler:
             group.memo["noise"] = noise
         return group.memo["noise"]
 
-    def noise_at(self, group: RowGroup, positions: torch.Tensor, domain: int = TARGET_DOMAIN) -> torch.Tensor:
+    def noise_at(
+        self, group: RowGroup, positions: torch.Tensor, domain: int = TARGET_DOMAIN
+    ) -> torch.Tensor:
         """Noise at one position `[N]` of each request, for its sampled requests: `[M, V]`."""
         assert group.sampled is not None and group.sampled_parameters is not None
         parameters = group.sampled_parameters.every(group.window)
@@ -236,17 +253,24 @@ class Sampler:
         ahead: int,
         draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Classical rejection sampling; a greedy request's distribution has all its mass on one token."""
+        """Classical rejection sampling; a greedy request's distribution has all its mass on one
+        token."""
         probs = _one_hot_of_best(logits)
         if group.sampled is not None:
             assert group.sampled_parameters is not None
-            sampled = self.scaled(group, group.sampled.take(logits), group.sampled_parameters).softmax(-1)
+            sampled = self.scaled(
+                group, group.sampled.take(logits), group.sampled_parameters
+            ).softmax(-1)
             if group.mixed:
-                sampled = torch.where(group.sampled_parameters.column("temperature") > 0, sampled, probs)
+                sampled = torch.where(
+                    group.sampled_parameters.column("temperature") > 0, sampled, probs
+                )
             probs = group.sampled.put(probs, sampled)
         drafts, num_drafts = self._drafts(group), None
         if group.window > 1:  # there may be more drafts than this round verifies
-            num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(group.window - 1)
+            num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(
+                group.window - 1
+            )
         shape = (len(drafts), group.window, -1)
         return reject_chain(
             probs.view(shape),
@@ -257,15 +281,19 @@ class Sampler:
             window_positions(kv_lens, group.window, ahead).view(shape[:2]),
         )
 
-    def _count(self, group: RowGroup, subset: Subset, tokens: torch.Tensor, lens: torch.Tensor) -> None:
+    def _count(
+        self, group: RowGroup, subset: Subset, tokens: torch.Tensor, lens: torch.Tensor
+    ) -> None:
         emitted = subset.take_requests(tokens)
-        valid = torch.arange(group.window, device=tokens.device) < subset.take_requests(lens).unsqueeze(1)
+        valid = torch.arange(group.window, device=tokens.device) < subset.take_requests(
+            lens
+        ).unsqueeze(1)
         self.state.counts.add(subset.take_requests(group.slots), emitted, valid)
 
 
 def window_positions(first: torch.Tensor, window: int, ahead: int = 0) -> torch.Tensor:
-    """Sequence positions of the tokens that W consecutive rows sample, from first + `ahead` on, flattened: `[N]` ->
-    `[N * W]`."""
+    """Sequence positions of the tokens that W consecutive rows sample, from first + `ahead` on,
+    flattened: `[N]` -> `[N * W]`."""
     return (first.unsqueeze(1) + torch.arange(ahead, ahead + window, device=first.device)).flatten()
 
 

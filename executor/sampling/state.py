@@ -1,4 +1,5 @@
-"""Per-slot sampling parameters on the device. Written when a request starts, gathered by slot in every round."""
+"""Per-slot sampling parameters on the device. Written when a request starts, gathered by slot in
+every round."""
 
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ class RowParameters:
 
 
 class SamplingState:
-    """`floats` `[S, 6]`, `integers` `[S, 3]`, `stop_ids` `[S, E]`, and the token counts of penalised requests."""
+    """`floats` `[S, 6]`, `integers` `[S, 3]`, `stop_ids` `[S, E]`, and the token counts of
+    penalised requests."""
 
     def __init__(self, slots: SeqSlotManager, vocab_size: int, device: torch.device) -> None:
         num_rows = slots.dummy_slot + 1
@@ -79,11 +81,14 @@ class SamplingState:
         self.stop_ids[request.slot] = to_device(ids, self.device)
 
     def gather(self, slots: torch.Tensor) -> RowParameters:
-        return RowParameters(self.floats.index_select(0, slots), self.integers.index_select(0, slots))
+        return RowParameters(
+            self.floats.index_select(0, slots), self.integers.index_select(0, slots)
+        )
 
 
 class TokenCounts:
-    """How often each token occurs, for penalties: only penalised requests have a row, and rows grow by doubling."""
+    """How often each token occurs, for penalties: only penalised requests have a row, and rows grow
+    by doubling."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.row_of_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -94,10 +99,15 @@ class TokenCounts:
     def start(self, request: LlmRequest) -> None:
         row = self._rows.setdefault(request.slot, len(self._rows))
         if row >= len(self.output):
-            self.output = torch.cat((self.output, self.output.new_zeros((max(8, row), self.output.shape[1]))))
-            self.prompt = torch.cat((self.prompt, self.prompt.new_zeros((max(8, row), self.prompt.shape[1]))))
+            self.output = torch.cat(
+                (self.output, self.output.new_zeros((max(8, row), self.output.shape[1])))
+            )
+            self.prompt = torch.cat(
+                (self.prompt, self.prompt.new_zeros((max(8, row), self.prompt.shape[1])))
+            )
         device = self.output.device
-        # Filled, not assigned: a number that is assigned is copied from pageable memory, for which the host waits.
+        # Filled, not assigned: a number that is assigned is copied from pageable memory, for which
+        # the host waits.
         self.row_of_slot[request.slot].fill_(row)
         self.prompt[row].fill_(False).index_fill_(
             0, to_device(request.tokens[: request.prompt_len], device), True

@@ -1,9 +1,9 @@
 """The draft length of every round: asked before drafting, told what came of it after verification.
 
-It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what was decided. It is
-pure Python and drives no device: what a draft length needs (graphs, buffers) is prepared elsewhere for all of
-`draft_lens`.
-"""
+It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what
+was decided. It is
+pure Python and drives no device: what a draft length needs (graphs, buffers) is prepared elsewhere
+for all of `draft_lens`."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,11 @@ from tllm_spec.adaptive_config import AdaptiveConfig, EmaOptions, MarkOptions, S
 from tllm_spec.executor.speculative.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.decision_log import DecisionLog
 from tllm_spec.executor.speculative.draft_len_limits import DraftLenLimits
-from tllm_spec.executor.speculative.draft_len_policy import DraftLenPolicy, FixedSteps, ObservedRound
+from tllm_spec.executor.speculative.draft_len_policy import (
+    DraftLenPolicy,
+    FixedSteps,
+    ObservedRound,
+)
 from tllm_spec.executor.speculative.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.executor.speculative.round_times import (
@@ -25,10 +29,10 @@ from tllm_spec.executor.speculative.round_times import (
 
 
 class AdaptiveController:
-    """`slots` ascend by their lower bounds. A batch is padded to the next of `graph_batch_sizes`, then belongs to the
-    slot with the largest bound not above that, or to the first. `sampled_slots`: the same for rounds in which not all
-    requests are greedy, which take longer, and whose drafts are accepted less often; None: they share the others.
-    """
+    """`slots` ascend by their lower bounds. A batch is padded to the next of `graph_batch_sizes`,
+    then belongs to the slot with the largest bound not above that, or to the first.
+    `sampled_slots`: the same for rounds in which not all requests are greedy, which take longer,
+    and whose drafts are accepted less often; None: they share the others."""
 
     def __init__(
         self,
@@ -48,7 +52,8 @@ class AdaptiveController:
         self._limits = limits or DraftLenLimits()
         self._marks = marks or MarkOptions()
         self._log, self._times = log or DecisionLog(), times
-        # Of the batches that were asked about: padded, and its slot. Looked for twice in every round.
+        # Of the batches that were asked about: padded, and its slot. Looked for twice in every
+        # round.
         self._places: dict[tuple[int, bool], tuple[int, DraftLenPolicy]] = {}
         self.draft_lens = tuple(sorted({*draft_lens, *self._limits.reachable}))
 
@@ -63,9 +68,10 @@ class AdaptiveController:
         limits: DraftLenLimits | None = None,
         marks: MarkOptions | None = None,
     ) -> "AdaptiveController":
-        """`initial_steps`: the draft length to begin with, where a slot's ladder has it (SGLang's launch value).
-        `round_times`: as measured at start-up, for the cost model. `marks`: in the place of the configuration's.
-        Raises ValueError for a bad configuration."""
+        """`initial_steps`: the draft length to begin with, where a slot's ladder has it (SGLang's
+        launch value).
+        `round_times`: as measured at start-up, for the cost model. `marks`: in the place of the
+        configuration's. Raises ValueError for a bad configuration."""
         if not isinstance(config, AdaptiveConfig):
             config = AdaptiveConfig.parse(config)
         if initial_steps is None:
@@ -82,7 +88,9 @@ class AdaptiveController:
         compares_times = not isinstance(config.slots[0][1], EmaOptions)
         return cls(
             [slot(*each, sampled=False) for each in config.slots],
-            sampled_slots=[slot(*each, sampled=True) for each in config.slots] if compares_times else None,
+            sampled_slots=[slot(*each, sampled=True) for each in config.slots]
+            if compares_times
+            else None,
             draft_lens=config.draft_lens,
             graph_batch_sizes=graph_batch_sizes,
             limits=limits,
@@ -93,14 +101,18 @@ class AdaptiveController:
 
     @classmethod
     def fixed(
-        cls, draft_len: int, *, limits: DraftLenLimits | None = None, marks: MarkOptions | None = None
+        cls,
+        draft_len: int,
+        *,
+        limits: DraftLenLimits | None = None,
+        marks: MarkOptions | None = None,
     ) -> "AdaptiveController":
         """Without `adaptive`: one draft length, and the limits."""
         return cls([FixedSteps(draft_len)], draft_lens=[draft_len], limits=limits, marks=marks)
 
     def steps_for(self, batch_size: int, sampled: bool = False) -> int:
-        """Drafts of each request in a round of `batch_size` generating requests; 0 = plain decoding. sampled: not all
-        of them are greedy."""
+        """Drafts of each request in a round of `batch_size` generating requests; 0 = plain
+        decoding. sampled: not all of them are greedy."""
         padded, slot = self._places.get((batch_size, sampled)) or self._place(batch_size, sampled)
         return slot.steps_for(padded, self._limits.max_steps(batch_size))
 
@@ -125,14 +137,17 @@ class AdaptiveController:
     ) -> bool:
         """What a round brought. Whether the draft length of the slot changed for this batch size.
 
-        `num_accepted`: accepted drafts of every request that was drafted for, which may be fewer than the batch.
-        `num_steps`: how many drafts were really verified, e.g. 0 in the round after plain decoding whose drafts did not
-        exist yet; None: the present length. `seconds`: the round's, if it had no context chunk.
-        `num_requests`: those whose results count, where some of the batch had ended already. `num_drafted`: drafts that
-        were really proposed for those of `num_accepted`, where that is not `num_steps` each. `num_asked`: what the
-        drafter was asked for, if that was more than `num_steps` and it had no more. `sampled`: as in `steps_for`.
-        `return_seconds`: in the place of `seconds`, of a round that began with a draft model's reading what it had
-        missed while nobody drafted."""
+        `num_accepted`: accepted drafts of every request that was drafted for, which may be fewer
+        than the batch.
+        `num_steps`: how many drafts were really verified, e.g. 0 in the round after plain decoding
+        whose drafts did not exist yet; None: the present length. `seconds`: the round's, if it had
+        no context chunk.
+        `num_requests`: those whose results count, where some of the batch had ended already.
+        `num_drafted`: drafts that were really proposed for those of `num_accepted`, where that is
+        not `num_steps` each. `num_asked`: what the drafter was asked for, if that was more than
+        `num_steps` and it had no more. `sampled`: as in `steps_for`.
+        `return_seconds`: in the place of `seconds`, of a round that began with a draft model's
+        reading what it had missed while nobody drafted."""
         padded, slot = self._places.get((batch_size, sampled)) or self._place(batch_size, sampled)
         max_steps = self._limits.max_steps(batch_size)
         if num_drafted is None:
@@ -142,7 +157,14 @@ class AdaptiveController:
         alive = batch_size if num_requests is None else num_requests
         return slot.observe(
             ObservedRound(
-                alive, padded, num_accepted, num_steps, seconds, max_steps, num_asked, return_seconds
+                alive,
+                padded,
+                num_accepted,
+                num_steps,
+                seconds,
+                max_steps,
+                num_asked,
+                return_seconds,
             )
         )
 
@@ -160,8 +182,8 @@ class AdaptiveController:
         num_requests: int,
         sampled: bool = False,
     ) -> None:
-        """What drafts of `num_steps` would have brought to some requests of a batch, `num_requests` with those that
-        need none; they were compared with what was emitted, and not verified."""
+        """What drafts of `num_steps` would have brought to some requests of a batch, `num_requests`
+        with those that need none; they were compared with what was emitted, and not verified."""
         _, slot = self._place(batch_size, sampled)
         if isinstance(slot, CostModelSlot):
             slot.learn(num_accepted, num_steps, num_requests)
@@ -172,7 +194,8 @@ class AdaptiveController:
         return any(isinstance(slot, CostModelSlot) for slot in self._slots)
 
     def new_mark(self) -> RequestMark:
-        """For one request: it says from round to round whether drafting for that request is worth it."""
+        """For one request: it says from round to round whether drafting for that request is worth
+        it."""
         return RequestMark(self._marks)
 
     def _place(self, batch_size: int, sampled: bool) -> tuple[int, DraftLenPolicy]:
@@ -190,7 +213,9 @@ class AdaptiveController:
             "draft_lens": list(self.draft_lens),
             "slots": {
                 row_name(slot.lower_bound, slots is not self._slots): slot.state()
-                for slots in {id(slots): slots for slots in (self._slots, self._sampled_slots)}.values()
+                for slots in {
+                    id(slots): slots for slots in (self._slots, self._sampled_slots)
+                }.values()
                 for slot in slots
             },
             "limits": self._limits.state(),

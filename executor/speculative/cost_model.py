@@ -1,8 +1,10 @@
-"""`strategy: cost_model` for one batch-size slot: the draft length with the most expected tokens per second.
+"""`strategy: cost_model` for one batch-size slot: the draft length with the most expected tokens
+per second.
 
-Expected tokens come from the slot's acceptance estimates, seconds from the round times of the present batch size. What
-is not being played is learned by probes: rarely, a few rounds of the next longer length, paid from a budget.
-"""
+Expected tokens come from the slot's acceptance estimates, seconds from the round times of the
+present batch size. What
+is not being played is learned by probes: rarely, a few rounds of the next longer length, paid from
+a budget."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,8 +21,8 @@ from tllm_spec.executor.speculative.round_times import CorrectedRoundTimes
 
 
 class CostModelSlot:
-    """Every batch size has a draft length of its own; acceptance is estimated from all of the slot's. `sampled`: of
-    rounds in which not all requests are greedy."""
+    """Every batch size has a draft length of its own; acceptance is estimated from all of the
+    slot's. `sampled`: of rounds in which not all requests are greedy."""
 
     def __init__(
         self,
@@ -38,22 +40,29 @@ class CostModelSlot:
         self._longer = dict(pairwise(self._ladder))
         self._initial_steps = initial_steps if initial_steps in self._ladder else None
         self._estimate = AcceptanceEstimate(self._ladder[-1], options)
-        self._drafted_share = 1.0  # of a batch's requests: those marked as not worth drafting gain nothing
+        self._drafted_share = (
+            1.0  # of a batch's requests: those marked as not worth drafting gain nothing
+        )
         self._is_new = True  # nothing was seen or learned yet
         self._tiers: dict[int, int] = {}  # the draft length of each batch size
-        self._decided: dict[int, int] = {}  # batch sizes decided since the last news: under which limit
+        self._decided: dict[
+            int, int
+        ] = {}  # batch sizes decided since the last news: under which limit
         self._prober = Prober(options)
-        # Taken out of the options, whose attributes are slow to read (pydantic): each is needed in every round.
+        # Taken out of the options, whose attributes are slow to read (pydantic): each is needed in
+        # every round.
         self._window_rounds, self._margin = options.window_rounds, 1 + options.switch_margin
         self.is_watched = False  # whether `learn` tells of rounds without drafts
         self._account = DraftAccount(options)
 
     def steps_for(self, batch_size: int, max_steps: int) -> int:
-        """The draft length of a round. Asking changes nothing that a second question would notice."""
+        """The draft length of a round. Asking changes nothing that a second question would
+        notice."""
         if self._decided.get(batch_size) != max_steps:
             self._decide(batch_size, max_steps)
         tier, probe = self._tiers[batch_size], self._prober.probe
-        # A batch size takes part in the slot's probe where that is its next longer length, and allowed.
+        # A batch size takes part in the slot's probe where that is its next longer length, and
+        # allowed.
         if probe is not None and probe.steps == self._longer.get(tier, 0) <= max_steps:
             return probe.steps
         return tier
@@ -62,7 +71,8 @@ class CostModelSlot:
         return {steps for steps in self._ladder if steps <= max_steps} or {0}
 
     def learn(self, num_accepted: Sequence[int], num_steps: int, num_requests: int) -> None:
-        """What drafts would have brought that nobody verified. Nothing was paid for it and no time passed."""
+        """What drafts would have brought that nobody verified. Nothing was paid for it and no time
+        passed."""
         self._estimate.learn(num_accepted, num_steps)
         self._add_share(len(num_accepted) / num_requests)
         self._hear_news()
@@ -75,7 +85,9 @@ class CostModelSlot:
         self._drafted_share += (share - self._drafted_share) / self._window_rounds
 
     def observe(self, observed: ObservedRound) -> bool:
-        num_requests, batch_size, num_accepted, num_steps, seconds, max_steps, _, return_seconds = observed
+        num_requests, batch_size, num_accepted, num_steps, seconds, max_steps, _, return_seconds = (
+            observed
+        )
         before = self.steps_for(batch_size, max_steps)
         steps = before if num_steps is None else num_steps
         if seconds is not None:
@@ -140,26 +152,44 @@ class CostModelSlot:
         return best
 
     def _is_too_early_for_none(self, row: dict[int, float], allowed: tuple[int, ...]) -> bool:
-        """Without drafts only probes see the text, so nobody stops drafting before drafts have lost what they may,
-        unless the shortest could bring nothing even if all were right."""
+        """Without drafts only probes see the text, so nobody stops drafting before drafts have lost
+        what they may, unless the shortest could bring nothing even if all were right."""
         if self.is_watched or allowed[0] or len(allowed) < 2 or self._account.is_used_up:
             return False
         return (1 + allowed[1]) * row[0] > row[allowed[1]]
 
     def _book(
-        self, probe: Probe, row: dict[int, float], tier: int, steps: int, num_accepted: Sequence[int]
+        self,
+        probe: Probe,
+        row: dict[int, float],
+        tier: int,
+        steps: int,
+        num_accepted: Sequence[int],
     ) -> None:
         """A round of a probe, with drafts of `steps`."""
         extra = row[probe.steps] / row[tier] - 1
-        beyond = sum(number - tier for number in num_accepted if number > tier) / max(1, len(num_accepted))
-        gain = self._drafted_share * (beyond - extra * self._estimate.expected_accepted[tier]) - extra
+        beyond = sum(number - tier for number in num_accepted if number > tier) / max(
+            1, len(num_accepted)
+        )
+        gain = (
+            self._drafted_share * (beyond - extra * self._estimate.expected_accepted[tier]) - extra
+        )
         is_in_vain = max(num_accepted, default=0) == tier
-        self._prober.book(probe, steps == probe.steps, gain, max(0.0, extra * row[tier]), is_in_vain)
+        self._prober.book(
+            probe, steps == probe.steps, gain, max(0.0, extra * row[tier]), is_in_vain
+        )
 
-    def _start_probe(self, row: dict[int, float], batch_size: int, tier: int, max_steps: int) -> None:
-        """The next longer length, if full acceptance of what it adds would make it better, and it can be paid."""
+    def _start_probe(
+        self, row: dict[int, float], batch_size: int, tier: int, max_steps: int
+    ) -> None:
+        """The next longer length, if full acceptance of what it adds would make it better, and it
+        can be paid."""
         longer = self._longer.get(tier)
-        if longer is None or longer > max_steps or not self._prober.can_start(row[longer] - row[tier]):
+        if (
+            longer is None
+            or longer > max_steps
+            or not self._prober.can_start(row[longer] - row[tier])
+        ):
             return
         expected = self._estimate.expected_accepted
         reach = expected[tier] - expected[tier - 1] if tier else 1.0
@@ -168,7 +198,9 @@ class CostModelSlot:
         at_best = 1 + expected[tier] + reach * (longer - tier)
         if at_best / row[longer] > now / row[tier] * self._margin:
             options = self._options
-            self._prober.start(longer, min(options.probe_rounds, ceil(options.probe_trials / batch_size)))
+            self._prober.start(
+                longer, min(options.probe_rounds, ceil(options.probe_trials / batch_size))
+            )
 
     def _rates_text(self) -> str:
         return "acceptance by position " + " ".join(f"{rate:.2f}" for rate in self._estimate.rates)

@@ -1,4 +1,5 @@
-"""Switches of the draft length, with their reasons: one log line each, and the last ones for whoever asks."""
+"""Switches of the draft length, with their reasons: one log line each, and the last ones for
+whoever asks."""
 
 import logging
 from collections import deque
@@ -39,4 +40,7 @@ class DecisionLog:
         )
 
     def state(self) -> dict[str, Any]:
-        return {"num_switches": self.num_switches, "last": [asdict(switch) for switch in self._last]}
+        return {
+            "num_switches": self.num_switches,
+            "last": [asdict(switch) for switch in self._last],
+        }

@@ -1,8 +1,8 @@
-"""A draft head in an engine of its own (two-model path): what a round left behind is drafted from when the next one is
-prepared.
+"""A draft head in an engine of its own (two-model path): what a round left behind is drafted from
+when the next one is prepared.
 
-The head's pages are the target's, so its KV of a round is written one round late; prefixes are cached only as far as it
-has come (`LlmRequest.draft_kv_len`). It does not know how drafting works.
+The head's pages are the target's, so its KV of a round is written one round late; prefixes are
+cached only as far as it has come (`LlmRequest.draft_kv_len`). It does not know how drafting works.
 
 What a graph of the target left is drafted from by a graph that reads its results where they are.
 """
@@ -29,8 +29,8 @@ from tllm_spec.kernels.row_copies import gather_rows
 
 @dataclass(frozen=True)
 class _Pending:
-    """A round that was not drafted from yet. `slots`: of its requests when it ran. `replayed`: the results of a graph,
-    in the place of `windows`, and a bound of where its windows end."""
+    """A round that was not drafted from yet. `slots`: of its requests when it ran. `replayed`: the
+    results of a graph, in the place of `windows`, and a bound of where its windows end."""
 
     contexts: ContextResult | None
     windows: WindowResult | None
@@ -54,8 +54,8 @@ class _Pending:
 
 
 class DeferredDrafter(GraphDrafter, RoundEnd):
-    """Requests that ended or were preempted since the round send their rows to the dummy slot. What rounds without
-    drafts leave while none are wanted goes to the `backlog`."""
+    """Requests that ended or were preempted since the round send their rows to the dummy slot. What
+    rounds without drafts leave while none are wanted goes to the `backlog`."""
 
     in_graph = False
 
@@ -94,7 +94,8 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         self._pending = None
 
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
-        """Each reads the results of the target's graph of the same key, so that the padding must be the same."""
+        """Each reads the results of the target's graph of the same key, so that the padding must be
+        the same."""
         return of_rounds
 
     def run_round_before(self, key: GraphKey) -> None:
@@ -113,7 +114,7 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         windows = self._windows(group, result, self._max_len - draft_len)
         self._worker.draft(None, windows, group, draft_len)
 
-    def draft_for_nobody(
+    def draft_for_dummies(
         self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
     ) -> torch.Tensor:
         """Behind windows of as many drafts, all of them accepted."""
@@ -137,7 +138,9 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         if pending is not None:
             self._draft_from(pending, batch.draft_len)
         for request in batch.generation_requests:
-            request.py_num_draft_tokens = min(batch.draft_len, request.num_drafts_ready, request.draft_limit)
+            request.py_num_draft_tokens = min(
+                batch.draft_len, request.num_drafts_ready, request.draft_limit
+            )
         batch.num_new_drafts = 0
 
     def _draft_from(self, pending: _Pending, num_drafts: int) -> None:
@@ -153,7 +156,9 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         for request in alive:
             request.draft_kv_len = request.kv_len - request.draft_backlog
             request.num_drafts_ready = num_drafts if request in pending.group.requests else 0
-        for request in windowed:  # where the host has not read the round it was a plain one: one position
+        for (
+            request
+        ) in windowed:  # where the host has not read the round it was a plain one: one position
             request.draft_kv_len += request.tokens_in_flight
 
     def _note(self, requests: list[LlmRequest]) -> None:
@@ -164,14 +169,16 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
             self._backlog.read(requests)
 
     def _read_all(self, requests: list[LlmRequest]) -> None:
-        """What waits, before the round behind it is read, whose position counts because rings end where the slots end.
+        """What waits, before the round behind it is read, whose position counts because rings end
+        where the slots end.
         Nobody stored it: whoever reads that round writes it properly."""
         for request in requests:
             request.draft_backlog += 1
         self._backlog.read(requests)
 
     def _replay(self, pending: _Pending, alive: set[LlmRequest], num_drafts: int) -> bool:
-        """A round of a graph whose length is the next one's, too: all but the few where the draft length changes."""
+        """A round of a graph whose length is the next one's, too: all but the few where the draft
+        length changes."""
         if self.graphs is None or pending.replayed is None:
             return False
         sampled, _ = pending.replayed
@@ -185,11 +192,15 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         if pending.replayed is not None:
             windows = self._windows(group, *pending.replayed)
         if len(alive) < len(pending.slots):
-            slots = [pending.slots[r][0] if r in alive else self._dummy_slot for r in group.requests]
+            slots = [
+                pending.slots[r][0] if r in alive else self._dummy_slot for r in group.requests
+            ]
             group = replace(group, slots=to_device(slots, self._slots.device), memo={})
             if windows is not None:
                 num_ended = len(group.requests) - len(windows.windows.slots)
-                windows = replace(windows, windows=replace(windows.windows, slots=group.slots[num_ended:]))
+                windows = replace(
+                    windows, windows=replace(windows.windows, slots=group.slots[num_ended:])
+                )
             if contexts is not None:
                 chunks = [
                     chunk if request in alive else replace(chunk, slot=self._dummy_slot)
@@ -199,8 +210,8 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         self._worker.draft(contexts, windows, group, num_drafts)
 
     def _windows(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> WindowResult:
-        """The windows that a graph verified: the slots have advanced by what was emitted. The dummy slot's have not,
-        where it stands for a request that ended."""
+        """The windows that a graph verified: the slots have advanced by what was emitted. The dummy
+        slot's have not, where it stands for a request that ended."""
         first = (gather_rows(self._slots.kv_lens, group.slots) - sampled.new_lens).clamp_min(0)
         return WindowResult(Windows(group.slots, first, sampled.new_tokens, max_kv_len), sampled)
 

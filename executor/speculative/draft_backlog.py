@@ -1,13 +1,15 @@
-"""What rounds without drafts leave for a draft network on the target's pages, until it reads many of them at once.
+"""What rounds without drafts leave for a draft network on the target's pages, until it reads many
+of them at once.
 
-A round of draft length 0 adds one position to every request. Reading it at once costs a pass over the draft's weights;
-here it is kept, and one forward reads up to `BACKLOG_LEN` positions of all requests. The host counts what a request has
-waiting (`LlmRequest.draft_backlog`: such a round adds exactly one, so it need not be read for that); the device keeps
-the positions themselves, by slot. What happens to a slot in between is harmless: the count is the request's.
+A round of draft length 0 adds one position to every request. Reading it at once costs a pass over
+the draft's weights; here it is kept, and one forward reads up to `BACKLOG_LEN` positions of all
+requests. The host counts what a request has waiting (`LlmRequest.draft_backlog`: such a round adds
+exactly one, so it need not be read for that); the device keeps the positions themselves, by slot.
+What happens to a slot in between is harmless: the count is the request's.
 
-A network that reads tokens only waits until drafts are wanted again: what no longer stands in the rings it reads from
-the tokens that the host has, and so it does with a prefix that requests before have left without its part.
-"""
+A network that reads tokens only waits until drafts are wanted again: what no longer stands in the
+rings it reads from the tokens that the host has, and so it does with a prefix that requests before
+have left without its part."""
 
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -26,15 +28,15 @@ from tllm_spec.executor.speculative.missed_tokens import Missed, forwards_of
 from tllm_spec.executor.transfer import to_device
 from tllm_spec.kernels.row_copies import Rings, gather_rows, store_in_rings
 
-# With 4 query heads a KV head, a window that fills one tile of Triton's attention kernel. Each position more would be
-# one more token that a finished request may leave behind without reuse.
+# With 4 query heads a KV head, a window that fills one tile of Triton's attention kernel. Each
+# position more would be one more token that a finished request may leave behind without reuse.
 BACKLOG_LEN = 16
 _backlog_of = attrgetter("draft_backlog")
 
 
 class DraftBacklog:
-    """Rings by slot. `max_requests`: of one forward. `most_waiting`: positions of a request that wait while no drafts
-    are wanted, `inf` where the network reads tokens only."""
+    """Rings by slot. `max_requests`: of one forward. `most_waiting`: positions of a request that
+    wait while no drafts are wanted, `inf` where the network reads tokens only."""
 
     def __init__(
         self,
@@ -59,7 +61,9 @@ class DraftBacklog:
         captured = layers.net.captured(1)
         self._rings = Rings(
             length,
-            tokens=torch.zeros(size, dtype=torch.int64, device=slots.device),  # of the position after it
+            tokens=torch.zeros(
+                size, dtype=torch.int64, device=slots.device
+            ),  # of the position after it
             states=None if captured is None else captured.new_zeros((size, captured.shape[1])),
         )
 
@@ -67,10 +71,13 @@ class DraftBacklog:
     def num_bytes(num_slots: int, captured: torch.Tensor | None) -> int:
         """Of device memory. captured: what the target leaves for one token, `[1, n * H]`."""
         state_bytes = 0 if captured is None else captured.nbytes
-        return num_slots * (BACKLOG_LEN * (state_bytes + torch.int64.itemsize) + torch.int64.itemsize)
+        return num_slots * (
+            BACKLOG_LEN * (state_bytes + torch.int64.itemsize) + torch.int64.itemsize
+        )
 
     def store(self, windows: Windows, new_tokens: torch.Tensor, first_row: int) -> None:
-        """What the target has just read in windows of one token, from row `first_row` on. new_tokens `[B]`."""
+        """What the target has just read in windows of one token, from row `first_row` on.
+        new_tokens `[B]`."""
         captured = self._layers.net.captured(first_row + len(windows.slots))
         states = captured[first_row:] if captured is not None and first_row else captured
         store_in_rings(self._rings, windows.slots, windows.first, new_tokens, states)
@@ -82,8 +89,9 @@ class DraftBacklog:
                 request.draft_backlog += 1
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Before the batch runs. Its generating requests catch up if it drafts, or if somebody has as much waiting as
-        there may be; contexts, which the network reads in step with the target, at once."""
+        """Before the batch runs. Its generating requests catch up if it drafts, or if somebody has
+        as much waiting as there may be; contexts, which the network reads in step with the target,
+        at once."""
         if any(map(_backlog_of, batch.context_requests)):
             self._read_tokens(self._missed_of_prefixes(batch.context_requests))
             for request in batch.context_requests:
@@ -106,7 +114,8 @@ class DraftBacklog:
                 request.draft_backlog = 0
 
     def capture_graphs(self, target: CudaGraphs, keys: Iterable[GraphKey]) -> None:
-        """From now on reading is one graph launch where one of the keys' sizes fits. `target`: with its graphs."""
+        """From now on reading is one graph launch where one of the keys' sizes fits. `target`: with
+        its graphs."""
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         self._graphs = target.beside(self._catch_up_for)
         self._graphs.capture(GraphKey(size, 0, False) for size in sizes)
@@ -124,8 +133,9 @@ class DraftBacklog:
         return missed
 
     def _read_what_left_the_rings(self, requests: Sequence[LlmRequest]) -> None:
-        """Of a request with `num_tokens_bound` tokens, exact where it has a backlog: plain rounds add one each. It has
-        been read up to the backlog, and the ring has the last ones, those in flight among them."""
+        """Of a request with `num_tokens_bound` tokens, exact where it has a backlog: plain rounds
+        add one each. It has been read up to the backlog, and the ring has the last ones, those in
+        flight among them."""
         late = [request for request in requests if request.draft_backlog > self.length]
         if late:
             ends = [request.num_tokens_bound for request in late]
@@ -154,9 +164,9 @@ class DraftBacklog:
         return slots
 
     def _catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
-        """Reads what is due of slots `[B]`: the last rows of windows that end where these end. Nothing but their K and
-        V is wanted. A function of device tensors, so that a CUDA graph can hold it. max_kv_len: bound of the slots'
-        lengths with one more token."""
+        """Reads what is due of slots `[B]`: the last rows of windows that end where these end.
+        Nothing but their K and V is wanted. A function of device tensors, so that a CUDA graph can
+        hold it. max_kv_len: bound of the slots' lengths with one more token."""
         net, rings = self._layers.net, self._rings
         ends = self._slots.kv_lens.index_select(0, slot_ids)
         rows = torch.arange(-self.length, 0, device=ends.device)

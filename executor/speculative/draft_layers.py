@@ -29,8 +29,9 @@ class DraftLayers:
         patched: tuple[list[int], torch.Tensor] | None = None,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `DraftNet.forward`, over these rows. patched: rows whose tokens only the device knows, and the tokens.
-        wanted `[R]`: the rows that come out (`ForwardContext.wanted`); None: all."""
+        """As `DraftNet.forward`, over these rows. patched: rows whose tokens only the device knows,
+        and the tokens. wanted `[R]`: the rows that come out (`ForwardContext.wanted`); None:
+        all."""
         metadata, token_ids = self.rows.build(chunks, windows)
         if patched is not None:
             token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])

@@ -13,8 +13,12 @@ class ObservedRound(NamedTuple):
     num_steps: int | None  # drafts that were really verified; None: as many as the policy says now
     seconds: float | None
     max_steps: int  # what limits allow at this batch size
-    num_asked: int | None = None  # drafts that the drafter was asked for, if it may have had no more
-    return_seconds: float | None = None  # of a round that began with reading what a draft model had missed
+    num_asked: int | None = (
+        None  # drafts that the drafter was asked for, if it may have had no more
+    )
+    return_seconds: float | None = (
+        None  # of a round that began with reading what a draft model had missed
+    )
 
 
 class DraftLenPolicy(Protocol):
@@ -23,7 +27,8 @@ class DraftLenPolicy(Protocol):
     lower_bound: int
 
     def steps_for(self, batch_size: int, max_steps: int) -> int:
-        """The draft length, at most `max_steps`; 0 = plain decoding. Asking changes no later answer."""
+        """The draft length, at most `max_steps`; 0 = plain decoding. Asking changes no later
+        answer."""
 
     def reachable(self, max_steps: int) -> set[int]:
         """All that `steps_for` may ever answer."""

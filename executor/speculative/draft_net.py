@@ -1,8 +1,8 @@
-"""The two kinds of networks that draft in step with the target, behind one face: an EAGLE-3 head and a whole model.
+"""The two kinds of networks that draft in step with the target, behind one face: an EAGLE-3 head
+and a whole model.
 
-They differ in what stands beside a token (the hidden state before it, or nothing) and in where its KV goes. Neither
-knows slots, sampling or acceptance.
-"""
+They differ in what stands beside a token (the hidden state before it, or nothing) and in where its
+KV goes. Neither knows slots, sampling or acceptance."""
 
 from abc import ABC, abstractmethod
 
@@ -16,13 +16,13 @@ from tllm_spec.models.eagle3 import Eagle3Head
 
 
 class DraftNet(ABC):
-    """`shift`: the place of a token in the draft cache, seen from the place of the token before it: 0 where an entry is
-    (hidden of token j, token j + 1) and stands at j, 1 where the entry of a token stands at its own place.
+    """`shift`: the place of a token in the draft cache, seen from the place of the token before it:
+    0 where an entry is (hidden of token j, token j + 1) and stands at j, 1 where the entry of a
+    token stands at its own place.
 
-    `reads_tokens_only`: so that whatever it has missed it can read later. `has_one_layer`: rows that are not wanted
-    attend to nothing. `vocab_size` is that of the logits; `token_map`
-    `[vocab_size]` has the target's ids of a reduced vocabulary.
-    """
+    `reads_tokens_only`: so that whatever it has missed it can read later. `has_one_layer`: rows
+    that are not wanted attend to nothing. `vocab_size` is that of the logits; `token_map`
+    `[vocab_size]` has the target's ids of a reduced vocabulary."""
 
     shift: int
     reads_tokens_only: bool
@@ -32,15 +32,17 @@ class DraftNet(ABC):
 
     @abstractmethod
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
-        """What the draft reads when the target has read `chunk`. following: the token behind it; None: it is not known
-        on the host, and the chunk's last token is to be replaced by it."""
+        """What the draft reads when the target has read `chunk`. following: the token behind it;
+        None: it is not known on the host, and the chunk's last token is to be replaced by it."""
 
     def captured(self, num_rows: int) -> torch.Tensor | None:
-        """What the target's latest forward left beside its first rows, `[T, n * H]`; None: nothing is read of it."""
+        """What the target's latest forward left beside its first rows, `[T, n * H]`; None: nothing
+        is read of it."""
         return None
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """The state that `forward` takes after the target has left `captured`, `[T, n * H]` -> `[T, H]`."""
+        """The state that `forward` takes after the target has left `captured`, `[T, n * H]` -> `[T,
+        H]`."""
         raise AssertionError("nothing is captured for this network")
 
     @abstractmethod
@@ -51,8 +53,9 @@ class DraftNet(ABC):
         context: ForwardContext,
         state: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The state for `compute_logits` and for the next step, `[T, H]`, or `[R, H]` of the rows that the context
-        wants. state `[T, H]` of the step before; None after a forward of the target."""
+        """The state for `compute_logits` and for the next step, `[T, H]`, or `[R, H]` of the rows
+        that the context wants. state `[T, H]` of the step before; None after a forward of the
+        target."""
 
     @abstractmethod
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
@@ -97,7 +100,8 @@ class Eagle3Net(DraftNet):
 
 
 class CausalNet(DraftNet):
-    """A small causal model. `input_vocab_size` is the target's: ids beyond the model's own are read as its last."""
+    """A small causal model. `input_vocab_size` is the target's: ids beyond the model's own are read
+    as its last."""
 
     shift = 1
     reads_tokens_only = True
@@ -109,7 +113,11 @@ class CausalNet(DraftNet):
         self._clamps = input_vocab_size > self.vocab_size
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
-        return chunk if following is not None else ContextChunk(chunk.slot, chunk.start, [*chunk.tokens, 0])
+        return (
+            chunk
+            if following is not None
+            else ContextChunk(chunk.slot, chunk.start, [*chunk.tokens, 0])
+        )
 
     def forward(
         self,

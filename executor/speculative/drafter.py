@@ -1,4 +1,5 @@
-"""What makes draft tokens between scheduling and the target's forward: the two-model path's one interface.
+"""What makes draft tokens between scheduling and the target's forward: the two-model path's one
+interface.
 
 A drafter of your own subclasses `Drafter` and is given to `UserProvidedDecodingConfig`.
 """
@@ -18,15 +19,16 @@ class Drafter(ABC):
     ) -> None:
         """Sets `py_draft_tokens` of every request in `scheduled_requests.generation_requests`.
 
-        On entry the list holds placeholders; replace it by 0 to `request.num_drafts_wanted` token ids that may follow
-        `request.tokens` (prompt and output so far; read it, do not change it). More than are wanted, up to
-        `max_draft_len`, are cut off. An exception, more tokens than that or an id outside the vocabulary fails that
-        request with a message, and no other. `resource_manager` is the one that was given beside the drafter.
-        """
+        On entry the list holds placeholders; replace it by 0 to `request.num_drafts_wanted` token
+        ids that may follow `request.tokens` (prompt and output so far; read it, do not change it).
+        More than are wanted, up to `max_draft_len`, are cut off. An exception, more tokens than
+        that or an id outside the vocabulary fails that request with a message, and no other.
+        `resource_manager` is the one that was given beside the drafter."""
 
 
 class OneModelDrafter(Drafter):
-    """The drafts were made inside the last forward and are in the slots: there is only their number to say."""
+    """The drafts were made inside the last forward and are in the slots: there is only their number
+    to say."""
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
@@ -34,8 +36,11 @@ class OneModelDrafter(Drafter):
         draft_len = scheduled_requests.draft_len
         for request in scheduled_requests.generation_requests:
             ready, limit = request.num_drafts_ready, request.draft_limit
-            # Not `min` of three, which takes longer than the rest of the loop: most requests have them all.
-            request.py_num_draft_tokens = draft_len if ready >= draft_len <= limit else min(ready, limit)
+            # Not `min` of three, which takes longer than the rest of the loop: most requests have
+            # them all.
+            request.py_num_draft_tokens = (
+                draft_len if ready >= draft_len <= limit else min(ready, limit)
+            )
 
 
 class NoDrafter(Drafter):

@@ -1,8 +1,7 @@
 """`strategy: ema`: SGLang's rule for one batch-size slot, to the digit.
 
-The mean number of accepted drafts of a round is smoothed; every few rounds the draft length moves along the ladder
-until it is about one above that mean. It knows no costs and no batch sizes.
-"""
+The mean number of accepted drafts of a round is smoothed; every few rounds the draft length moves
+along the ladder until it is about one above that mean. It knows no costs and no batch sizes."""
 
 from math import ceil
 from typing import Any
@@ -13,15 +12,21 @@ from tllm_spec.executor.speculative.draft_len_policy import ObservedRound
 
 
 class AdaptiveSpeculativeParams:
-    """The name is SGLang's. `ema` starts at `steps - 1`; neither it nor the count of rounds is reset by a switch.
+    """The name is SGLang's. `ema` starts at `steps - 1`; neither it nor the count of rounds is
+    reset by a switch.
 
-    `compat`: an observation counts as if the present length had produced it, as in SGLang. Otherwise one from a
-    longer length is cut to what the present one would have shown, and one from a shorter length, which
-    cannot say that, does not count; where the drafter was asked for more and had no more, that counts as rejected.
-    """
+    `compat`: an observation counts as if the present length had produced it, as in SGLang.
+    Otherwise one from a longer length is cut to what the present one would have shown, and one from
+    a shorter length, which cannot say that, does not count; where the drafter was asked for more
+    and had no more, that counts as rejected."""
 
     def __init__(
-        self, lower_bound: int, options: EmaOptions, log: DecisionLog, initial_steps: int | None, compat: bool
+        self,
+        lower_bound: int,
+        options: EmaOptions,
+        log: DecisionLog,
+        initial_steps: int | None,
+        compat: bool,
     ) -> None:
         ladder = options.candidate_steps
         self.lower_bound, self._options, self._log, self._compat = lower_bound, options, log, compat
@@ -77,7 +82,8 @@ class AdaptiveSpeculativeParams:
         return self._below_ceiling(rung)
 
     def _up_from_zero(self) -> int:
-        """Without drafts nothing is learned, so the next rung is tried whatever the average says."""
+        """Without drafts nothing is learned, so the next rung is tried whatever the average
+        says."""
         rung = min(1, len(self._ladder) - 1)
         if self._ladder[rung] > 0 and self.ema < 0:
             self.ema = float(self._ladder[rung] - 1)

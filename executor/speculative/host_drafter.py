@@ -1,5 +1,5 @@
-"""Runs drafters that work on the host (NGram, user-provided): checks what they propose, pads it, sends it to the
-slots."""
+"""Runs drafters that work on the host (NGram, user-provided): checks what they propose, pads it,
+sends it to the slots."""
 
 from operator import index
 
@@ -14,14 +14,18 @@ from tllm_spec.option_checks import shown
 
 
 class HostDrafter(Drafter):
-    """`culprits` are the requests whose drafts are being made: who catches an exception knows whom to blame.
+    """`culprits` are the requests whose drafts are being made: who catches an exception knows whom
+    to blame.
 
-    The inner drafter sees all requests at once. After it raised, it is asked for one request at a time until a round
-    goes well, so that one bad request does not take others with it.
-    """
+    The inner drafter sees all requests at once. After it raised, it is asked for one request at a
+    time until a round goes well, so that one bad request does not take others with it."""
 
     def __init__(
-        self, inner: Drafter, resource_manager: ResourceManager | None, slots: SlotState, vocab_size: int
+        self,
+        inner: Drafter,
+        resource_manager: ResourceManager | None,
+        slots: SlotState,
+        vocab_size: int,
     ) -> None:
         self._inner = inner
         self._resource_manager = resource_manager
@@ -48,7 +52,9 @@ class HostDrafter(Drafter):
         placeholders = [request.py_draft_tokens for request in batch.generation_requests]
         wanted = [request.num_drafts_wanted for request in batch.generation_requests]
         self._propose(batch)
-        for request, limit, untouched in zip(batch.generation_requests, wanted, placeholders, strict=True):
+        for request, limit, untouched in zip(
+            batch.generation_requests, wanted, placeholders, strict=True
+        ):
             self._check(request, limit, untouched)
         self._pad(batch)
 
@@ -69,7 +75,8 @@ class HostDrafter(Drafter):
         unverified.add(len(running), proposals, has_sampled(running))
 
     def blame(self) -> list[LlmRequest] | None:
-        """After an exception: who caused it; None if it was not raised here. Empty: the next round will tell."""
+        """After an exception: who caused it; None if it was not raised here. Empty: the next round
+        will tell."""
         culprits, self.culprits = self.culprits, []
         if not culprits:
             return None
@@ -95,21 +102,29 @@ class HostDrafter(Drafter):
             drafts = list(map(index, request.py_draft_tokens))
         except TypeError as error:
             found = shown(request.py_draft_tokens)
-            raise ValueError(f"the drafter proposed {found}, which are no token ids: {error}") from error
+            raise ValueError(
+                f"the drafter proposed {found}, which are no token ids: {error}"
+            ) from error
         request.py_draft_tokens = drafts
         longest = self._slots.max_draft_len
         if len(drafts) > longest:
-            raise ValueError(f"the drafter proposed {len(drafts)} tokens; max_draft_len is {longest}")
+            raise ValueError(
+                f"the drafter proposed {len(drafts)} tokens; max_draft_len is {longest}"
+            )
         if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
             raise ValueError(
-                f"the drafter proposed {drafts}; the model has token ids 0 to {self._vocab_size - 1}"
+                f"the drafter proposed {drafts}; the model has token ids 0 to "
+                f"{self._vocab_size - 1}"
             )
-        del drafts[limit:]  # the round may be shorter, and a request near its end has no use for all
+        del drafts[
+            limit:
+        ]  # the round may be shorter, and a request near its end has no use for all
         self.culprits = []
 
     def _pad(self, batch: ScheduledBatch) -> None:
-        """All windows of a round have one length: that of the longest real draft. Padding is never accepted. It is the
-        request's own last token, since the forward reads it: behind some tokens a model may have no numbers."""
+        """All windows of a round have one length: that of the longest real draft. Padding is never
+        accepted. It is the request's own last token, since the forward reads it: behind some tokens
+        a model may have no numbers."""
         requests = batch.generation_requests
         for request in requests:
             request.py_num_draft_tokens = len(request.py_draft_tokens)

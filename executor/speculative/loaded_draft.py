@@ -1,4 +1,5 @@
-"""Draft weights on the device, and what they need from the target: captured hidden states, or nothing.
+"""Draft weights on the device, and what they need from the target: captured hidden states, or
+nothing.
 
 It knows models, not how they are driven.
 """
@@ -45,15 +46,19 @@ def draft_folder(plan: DraftModel) -> Path:
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
 
 
-def load_head(plan: DraftModel, target: CausalLM, *, max_positions: int, max_num_tokens: int) -> LoadedDraft:
-    """Raises ValueError for a head that does not fit the target, and for capture layers that it does not have."""
+def load_head(
+    plan: DraftModel, target: CausalLM, *, max_positions: int, max_num_tokens: int
+) -> LoadedDraft:
+    """Raises ValueError for a head that does not fit the target, and for capture layers that it
+    does not have."""
     folder, num_layers = draft_folder(plan), target.config.num_layers
     layers = plan.capture_layers or Eagle3Config.from_pretrained(folder).capture_layers
     layers = layers or default_capture_layers(num_layers)
     outside = [layer for layer in layers if not 0 <= layer < num_layers]
     if outside:
         raise ValueError(
-            f"eagle3_layers_to_capture = {list(layers)}: the target has layers 0 to {num_layers - 1}, and not {outside}"
+            f"eagle3_layers_to_capture = {list(layers)}: the target has layers 0 to "
+            f"{num_layers - 1}, and not {outside}"
         )
     head = load_eagle3_head(
         folder,
@@ -62,5 +67,7 @@ def load_head(plan: DraftModel, target: CausalLM, *, max_positions: int, max_num
         load_format=plan.load_format,
         max_positions=max_positions,
     )
-    spec = SpecMetadata(layers, target.config.hidden_size, max_num_tokens, target.dtype, target.device)
+    spec = SpecMetadata(
+        layers, target.config.hidden_size, max_num_tokens, target.dtype, target.device
+    )
     return LoadedDraft(plan, head, spec)

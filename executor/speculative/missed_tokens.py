@@ -1,7 +1,7 @@
 """What a draft model has missed of its requests, read from the tokens that the host has.
 
-It cuts such spans into forwards; which spans those are, and whose cache they go to, is its callers' to say.
-"""
+It cuts such spans into forwards; which spans those are, and whose cache they go to, is its callers'
+to say."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

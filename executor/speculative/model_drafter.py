@@ -1,9 +1,10 @@
-"""Draft/Target: a small model in its own engine, with its own KV cache, proposes chains of tokens (two-model path).
+"""Draft/Target: a small model in its own engine, with its own KV cache, proposes chains of tokens
+(two-model path).
 
-Its cache follows the target's: context chunk by chunk, then one or two tokens a round. When all K drafts were
-accepted, the last of them is not in the draft cache yet, so every round starts by re-reading the last two tokens;
-that is the same shape whatever was accepted, and needs no news from the host: a CUDA graph holds all K steps.
-"""
+Its cache follows the target's: context chunk by chunk, then one or two tokens a round. When all K
+drafts were accepted, the last of them is not in the draft cache yet, so every round starts by
+re-reading the last two tokens; that is the same shape whatever was accepted, and needs no news from
+the host: a CUDA graph holds all K steps."""
 
 from collections.abc import Iterable
 from operator import attrgetter
@@ -29,7 +30,8 @@ _is_greedy = attrgetter("rules.is_greedy")
 
 
 class DraftKVManager(ResourceManager):
-    """The draft model's cache through the life of a request. `draft_kv_len` is what is final in it."""
+    """The draft model's cache through the life of a request. `draft_kv_len` is what is final in
+    it."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self.kv = kv
@@ -80,7 +82,10 @@ class ModelDrafter(GraphDrafter):
             return
         for request in drafting:
             request.py_num_draft_tokens = request.num_drafts_wanted
-        room, batch.draft_len = batch.draft_len, max(request.py_num_draft_tokens for request in drafting)
+        room, batch.draft_len = (
+            batch.draft_len,
+            max(request.py_num_draft_tokens for request in drafting),
+        )
         for request in drafting:
             request.draft_kv_len = request.num_tokens + batch.draft_len - 1
         self._kv.table.flush()
@@ -89,8 +94,8 @@ class ModelDrafter(GraphDrafter):
         self._cut(drafting, batch.draft_len)
 
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
-        """A round in which everybody wants less than was asked for takes what is there: the drafts behind are not
-        looked at."""
+        """A round in which everybody wants less than was asked for takes what is there: the drafts
+        behind are not looked at."""
         wanted = set(asked)
         return [key for key in of_rounds if key.draft_len and key in wanted]
 
@@ -98,7 +103,7 @@ class ModelDrafter(GraphDrafter):
         group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
         self._steps(group, draft_len, self._engine.rows.max_len - draft_len)
 
-    def draft_for_nobody(
+    def draft_for_dummies(
         self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
     ) -> torch.Tensor:
         if draft_len:
@@ -107,12 +112,15 @@ class ModelDrafter(GraphDrafter):
         return self._slots.num_drafts[-1:]
 
     def _follow(self, batch: ScheduledBatch) -> list[LlmRequest]:
-        """Brings the draft cache up to the target's, prefilling what is missing. Returns the requests to draft for."""
+        """Brings the draft cache up to the target's, prefilling what is missing. Returns the
+        requests to draft for."""
         ends = {r: r.kv_len + r.context_chunk for r in batch.context_requests if r.draft_limit}
         wanting = [r for r in batch.generation_requests if batch.draft_len and r.num_drafts_wanted]
         ends |= {r: r.num_tokens - 2 for r in wanting}
         following = {r: end for r, end in ends.items() if self._reserve(r, end, batch)}
-        missed = [Missed(r, r.draft_kv_len, end) for r, end in following.items() if r.draft_kv_len < end]
+        missed = [
+            Missed(r, r.draft_kv_len, end) for r, end in following.items() if r.draft_kv_len < end
+        ]
         batch.catches_up = any(not request.context_chunk for request, _, _ in missed)
         for chunks in forwards_of(missed, self._max_num_tokens):
             self._kv.table.flush()
@@ -132,7 +140,10 @@ class ModelDrafter(GraphDrafter):
         """By the shortest graph that makes as many drafts; `room` of them have pages."""
         if self.graphs is None:
             return False
-        slots, is_sampled = [request.slot for request in drafting], not all(map(_is_greedy, drafting))
+        slots, is_sampled = (
+            [request.slot for request in drafting],
+            not all(map(_is_greedy, drafting)),
+        )
         lengths, run = range(draft_len, room + 1), self.graphs.run
         return any(run(slots, length, is_sampled) for length in lengths)
 
@@ -144,8 +155,9 @@ class ModelDrafter(GraphDrafter):
             batch.draft_probs = self._spread(batch, group, stacked)
 
     def _steps(self, group: RowGroup, draft_len: int, longest: int) -> list[torch.Tensor]:
-        """K steps on the device, and what each drew from, where rejection sampling needs it. The first reads the last
-        two tokens, the others the draft before. longest: bound of the group's tokens."""
+        """K steps on the device, and what each drew from, where rejection sampling needs it. The
+        first reads the last two tokens, the others the draft before. longest: bound of the group's
+        tokens."""
         slots = self._slots
         places = slots.places(group.slots, draft_len)
         previous = gather_rows(slots.previous_token, group.slots)
@@ -156,7 +168,9 @@ class ModelDrafter(GraphDrafter):
         probs: list[torch.Tensor] = []
         for step in range(draft_len):
             width = token_ids.shape[1]
-            hidden = self._engine.forward([], Windows(group.slots, first, token_ids, longest + step))
+            hidden = self._engine.forward(
+                [], Windows(group.slots, first, token_ids, longest + step)
+            )
             logits = self._engine.compute_logits(hidden[width - 1 :: width])
             tokens, distribution = self._sampling.choose(group, step, logits, places[1])
             drafts.append(tokens)
@@ -174,10 +188,13 @@ class ModelDrafter(GraphDrafter):
             self._slots.num_drafts[slots] = to_device(wanted, self._slots.device)
 
     def _spread(self, batch: ScheduledBatch, group: RowGroup, probs: torch.Tensor) -> torch.Tensor:
-        """Rows for all generating requests `[B, K, V]`; those not drafted for have none that is ever read."""
+        """Rows for all generating requests `[B, K, V]`; those not drafted for have none that is
+        ever read."""
         if len(group.requests) == len(batch.generation_requests):
             return probs
         drafted = set(group.requests)
-        rows = [index for index, request in enumerate(batch.generation_requests) if request in drafted]
+        rows = [
+            index for index, request in enumerate(batch.generation_requests) if request in drafted
+        ]
         spread = probs.new_zeros((len(batch.generation_requests), *probs.shape[1:]))
         return spread.index_copy_(0, to_device(rows, probs.device), probs)

@@ -1,7 +1,7 @@
 """The table of speculative modes: one frozen row each. Nobody else asks which mode it is.
 
-A row says what `build.py` plugs into the loop: the draft weights to load, if any, and how the drafter is made.
-"""
+A row says what `build.py` plugs into the loop: the draft weights to load, if any, and how the
+drafter is made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,7 +45,8 @@ class DraftEngine:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `draft` and `layers` are there for modes with such draft weights."""
+    """What a mode may build on. `draft` and `layers` are there for modes with such draft
+    weights."""
 
     slots: SlotState
     sampler: Sampler
@@ -57,9 +58,10 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a mode adds to the executor. `round_end` is told of every round that the target has run; `backlog` has what
-    it puts off inside the forward. `graph_drafter` is the drafter if it can be captured. `watch` lets it be seen while
-    nobody asks it for drafts; None: its drafts cost the device something."""
+    """What a mode adds to the executor. `round_end` is told of every round that the target has run;
+    `backlog` has what it puts off inside the forward. `graph_drafter` is the drafter if it can be
+    captured. `watch` lets it be seen while nobody asks it for drafts; None: its drafts cost the
+    device something."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
@@ -113,15 +115,20 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
     assert isinstance(config, UserProvidedDecodingConfig)
     drafter, manager = config.make_drafter(), config.make_resource_manager()
     if not isinstance(drafter, Drafter):
-        raise ValueError(f"drafter = {drafter!r} must be a tllm_spec.executor.speculative.drafter.Drafter")
+        raise ValueError(
+            f"drafter = {drafter!r} must be a tllm_spec.executor.speculative.drafter.Drafter"
+        )
     if manager is not None and not isinstance(manager, ResourceManager):
         raise ValueError(
-            f"resource_manager = {manager!r} must be a tllm_spec.executor.resources.interface.ResourceManager"
+            f"resource_manager = {manager!r} must be a "
+            "tllm_spec.executor.resources.interface.ResourceManager"
         )
     return _on_host(drafter, manager, around)
 
 
-def _on_host(drafter: Drafter, manager: ResourceManager | None, around: Surroundings) -> Speculation:
+def _on_host(
+    drafter: Drafter, manager: ResourceManager | None, around: Surroundings
+) -> Speculation:
     host = HostDrafter(drafter, manager, around.slots, around.sampler.state.vocab_size)
     return Speculation(host, [] if manager is None else [manager], host.blame, watch=host.watch)
 
@@ -133,7 +140,9 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
     assert around.draft is not None
     engine, kv = around.draft.engine, around.draft.kv
     sampling = DraftSampling(around.sampler, _draws(config))
-    drafter = ModelDrafter(engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens)
+    drafter = ModelDrafter(
+        engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
+    )
     return Speculation(drafter, [DraftKVManager(kv)], graph_drafter=drafter)
 
 
@@ -152,7 +161,9 @@ def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculati
 
 def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Speculation:
     backlog = _backlog(around)
-    return Speculation(OneModelDrafter(), round_end=_worker(config, around, backlog), backlog=backlog)
+    return Speculation(
+        OneModelDrafter(), round_end=_worker(config, around, backlog), backlog=backlog
+    )
 
 
 def _backlog(around: Surroundings) -> DraftBacklog:
@@ -160,7 +171,9 @@ def _backlog(around: Surroundings) -> DraftBacklog:
     return DraftBacklog(around.layers, around.slots, around.max_num_tokens)
 
 
-def _worker(config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog) -> DraftWorker:
+def _worker(
+    config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog
+) -> DraftWorker:
     assert around.layers is not None
     sampling = DraftSampling(around.sampler, _draws(config), around.layers.net.token_map)
     return DraftWorker(around.layers, around.slots, sampling, backlog)
@@ -210,4 +223,6 @@ def draft_model_of(config: DecodingBaseConfig | None) -> DraftModel | None:
 
 def build_speculation(config: DecodingBaseConfig | None, around: Surroundings) -> Speculation:
     """What the mode adds to the executor; None is plain decoding."""
-    return Speculation(NoDrafter()) if config is None else _MODES[type(config)].build(config, around)
+    return (
+        Speculation(NoDrafter()) if config is None else _MODES[type(config)].build(config, around)
+    )

@@ -1,7 +1,8 @@
-"""Whether one request is worth drafting for: a smoothed share of its drafted rounds in which a draft was accepted.
+"""Whether one request is worth drafting for: a smoothed share of its drafted rounds in which a
+draft was accepted.
 
-It knows one request's outcomes and nothing of costs or of the batch; a marked request's window is padding.
-"""
+It knows one request's outcomes and nothing of costs or of the batch; a marked request's window is
+padding."""
 
 from tllm_spec.adaptive_config import MarkOptions
 
@@ -9,11 +10,10 @@ NEVER = MarkOptions(mark_patience=None)
 
 
 class RequestMark:
-    """The share starts at 1 and falls below `mark_below` after exactly `mark_patience` rejected rounds in a row; one
-    accepted draft among many rejected ones does not make up for them, unlike in a count of rejections in a row.
-    A marked request pauses; the one round after a pause decides whether it pauses twice as long or is drafted for
-    as before.
-    """
+    """The share starts at 1 and falls below `mark_below` after exactly `mark_patience` rejected
+    rounds in a row; one accepted draft among many rejected ones does not make up for them, unlike
+    in a count of rejections in a row. A marked request pauses; the one round after a pause decides
+    whether it pauses twice as long or is drafted for as before."""
 
     __slots__ = ("_keep", "_next_pause", "_options", "patience", "rounds_left", "share")
 
@@ -21,7 +21,8 @@ class RequestMark:
         self._options = options
         self.patience = options.mark_patience  # None: never marked, and need not be told anything
         patience = options.mark_patience or 1
-        # Just enough: the share is still above after patience - 1 rejections and below after patience.
+        # Just enough: the share is still above after patience - 1 rejections and below after
+        # patience.
         self._keep = options.mark_below ** (1 / (patience - 0.5)) if options.mark_below else 1.0
         self._next_pause = patience
         self.rounds_left = 0  # of a pause

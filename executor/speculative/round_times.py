@@ -1,8 +1,8 @@
-"""How long a round takes, by batch size and draft length: measured at start-up, corrected while serving.
+"""How long a round takes, by batch size and draft length: measured at start-up, corrected while
+serving.
 
-It knows nothing of tokens, nor how long contexts are. Seconds are those of rounds that only generate; a context chunk
-in a round makes its time meaningless here.
-"""
+It knows nothing of tokens, nor how long contexts are. Seconds are those of rounds that only
+generate; a context chunk in a round makes its time meaningless here."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -35,7 +35,8 @@ class RoundTimes(Protocol):
 
 @dataclass(frozen=True)
 class AssumedRoundTimes(RoundTimes):
-    """Where nothing was measured: every draft costs the same share of a plain round, at any batch size."""
+    """Where nothing was measured: every draft costs the same share of a plain round, at any batch
+    size."""
 
     draft_cost: float
     of_empty_contexts = False
@@ -45,9 +46,10 @@ class AssumedRoundTimes(RoundTimes):
 
 
 class MeasuredRoundTimes(RoundTimes):
-    """Times at some batch sizes and draft lengths; between them, and beyond the last, straight lines. `contexts`: what
-    the same contexts added to each; None: not known, so the same to all. `sampling`: what it adds to greedy rounds,
-    by size and length, perhaps of fewer sizes; None: nothing."""
+    """Times at some batch sizes and draft lengths; between them, and beyond the last, straight
+    lines. `contexts`: what the same contexts added to each; None: not known, so the same to all.
+    `sampling`: what it adds to greedy rounds, by size and length, perhaps of fewer sizes; None:
+    nothing."""
 
     def __init__(
         self,
@@ -65,7 +67,8 @@ class MeasuredRoundTimes(RoundTimes):
 
     @classmethod
     def from_json(cls, tree: Any) -> "MeasuredRoundTimes":
-        """`{"round_ms": {"<batch size>": {"<draft length>": milliseconds}}}`. Raises ValueError for anything else."""
+        """`{"round_ms": {"<batch size>": {"<draft length>": milliseconds}}}`. Raises ValueError for
+        anything else."""
         try:
             rows = {
                 int(size): {int(steps): float(ms) / 1e3 for steps, ms in row.items()}
@@ -73,7 +76,9 @@ class MeasuredRoundTimes(RoundTimes):
             }
         except (KeyError, TypeError, AttributeError, ValueError):
             needed = '{"round_ms": {"8": {"0": 4.7, "1": 5.0}}}'
-            raise ValueError(f"round times = {shown(tree)} are not understood; needed: {needed}") from None
+            raise ValueError(
+                f"round times = {shown(tree)} are not understood; needed: {needed}"
+            ) from None
         return cls(rows)
 
     def round_time(self, batch_size: int, draft_len: int) -> float:
@@ -95,7 +100,8 @@ def _at(rows: Mapping[int, list[tuple[int, float]]], batch_size: int, draft_len:
 
 
 def _on_line(points: list[tuple[int, float]], at: int) -> float:
-    """Linear between neighbours; the last two points' line beyond them; the first value before them."""
+    """Linear between neighbours; the last two points' line beyond them; the first value before
+    them."""
     places = [place for place, _ in points]
     right = bisect_left(places, at)
     if right == 0 or (right < len(points) and places[right] == at):
@@ -142,8 +148,8 @@ class _Extra:
 
 
 class _Row:
-    """Rounds of one batch size, sampled or greedy: measured times, what all of them were off by, and what each was off
-    by itself."""
+    """Rounds of one batch size, sampled or greedy: measured times, what all of them were off by,
+    and what each was off by itself."""
 
     def __init__(
         self, measured: dict[int, float], contexts: dict[int, float], common: "_Scale | _Extra"
@@ -162,9 +168,9 @@ class _Row:
 
 
 def _context_line(contexts: Mapping[int, float]) -> dict[int, float]:
-    """What contexts add, by draft length, in seconds; 1 each where that is not known. It was measured as differences of
-    long times, so a single one is not believed but the line through all, unless it falls: a wider window never takes
-    less; nor what is far below the average."""
+    """What contexts add, by draft length, in seconds; 1 each where that is not known. It was
+    measured as differences of long times, so a single one is not believed but the line through all,
+    unless it falls: a wider window never takes less; nor what is far below the average."""
     mean = fmean(contexts.values())
     if mean <= 0:
         return dict.fromkeys(contexts, 1.0)
@@ -178,8 +184,9 @@ def _context_line(contexts: Mapping[int, float]) -> dict[int, float]:
 def _measured_twice(
     measured: Mapping[int, float], contexts: Mapping[int, float], line: Mapping[int, float]
 ) -> dict[int, float]:
-    """Rounds with contexts, less what the line says that contexts add, are a second measurement of the same times. The
-    mean of both is off by less than either; but never far from the first, should the second be nonsense."""
+    """Rounds with contexts, less what the line says that contexts add, are a second measurement of
+    the same times. The mean of both is off by less than either; but never far from the first,
+    should the second be nonsense."""
     if fmean(contexts.values()) <= 0:
         return dict(measured)
     both = {steps: time + (contexts[steps] - line[steps]) / 2 for steps, time in measured.items()}
@@ -190,12 +197,13 @@ def _measured_twice(
 
 
 class CorrectedRoundTimes:
-    """What all lengths of a batch size are off by is learned fast: what contexts add where the measured rounds had
-    empty ones, a factor elsewhere. A length's own factor is learned slowly, and fades where it cannot be told from the
-    common one because no other length is played.
-    """
+    """What all lengths of a batch size are off by is learned fast: what contexts add where the
+    measured rounds had empty ones, a factor elsewhere. A length's own factor is learned slowly, and
+    fades where it cannot be told from the common one because no other length is played."""
 
-    def __init__(self, source: RoundTimes, draft_lens: tuple[int, ...], options: RoundTimeOptions) -> None:
+    def __init__(
+        self, source: RoundTimes, draft_lens: tuple[int, ...], options: RoundTimeOptions
+    ) -> None:
         self._source, self._draft_lens = source, draft_lens
         self._smoothing, self._cell_smoothing = options.time_smoothing, options.time_cell_smoothing
         self._rows: dict[tuple[int, bool], _Row] = {}
@@ -207,13 +215,19 @@ class CorrectedRoundTimes:
     def _new_row(self, batch_size: int, sampled: bool) -> _Row:
         times = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
         if sampled:
-            times = {s: time + self._source.sampling_time(batch_size, s) for s, time in times.items()}
-        contexts = {steps: self._source.context_time(batch_size, steps) for steps in self._draft_lens}
+            times = {
+                s: time + self._source.sampling_time(batch_size, s) for s, time in times.items()
+            }
+        contexts = {
+            steps: self._source.context_time(batch_size, steps) for steps in self._draft_lens
+        }
         common = _Extra() if self._source.of_empty_contexts else _Scale()
         row = self._rows[batch_size, sampled] = _Row(times, contexts, common)
         return row
 
-    def observe(self, batch_size: int, draft_len: int, seconds: float, sampled: bool = False) -> None:
+    def observe(
+        self, batch_size: int, draft_len: int, seconds: float, sampled: bool = False
+    ) -> None:
         row = self._rows.get((batch_size, sampled)) or self._new_row(batch_size, sampled)
         smoothing = self._smoothing
         if draft_len not in row.measured:
@@ -236,7 +250,9 @@ class CorrectedRoundTimes:
             row.factors[draft_len], row.own[draft_len] = factor, row.measured[draft_len] * factor
         row.seconds = common.compared(row.own, row.shares)
 
-    def beyond(self, batch_size: int, draft_len: int, seconds: float, sampled: bool = False) -> float:
+    def beyond(
+        self, batch_size: int, draft_len: int, seconds: float, sampled: bool = False
+    ) -> float:
         """By how many of such rounds one took longer than expected."""
         row = self._rows.get((batch_size, sampled)) or self._new_row(batch_size, sampled)
         return max(0.0, seconds / row.expected(draft_len) - 1)

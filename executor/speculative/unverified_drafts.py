@@ -1,9 +1,9 @@
 """Drafts that are made at draft length 0 and only compared with what plain decoding then emits.
 
-A drafter on the host can say what it would have proposed, so that its acceptance is known although nothing of it
-is verified: the device never sees these drafts, and the text cannot depend on them. It knows neither drafters nor
-policies, and no device.
-"""
+A drafter on the host can say what it would have proposed, so that its acceptance is known although
+nothing of it
+is verified: the device never sees these drafts, and the text cannot depend on them. It knows
+neither drafters nor policies, and no device."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -23,7 +23,8 @@ class GrowingText(Protocol):
 
 
 class Proposal(NamedTuple):
-    """What might follow `request.tokens[:place]`; empty: the drafter had nothing. `is_wanted`: it was asked."""
+    """What might follow `request.tokens[:place]`; empty: the drafter had nothing. `is_wanted`: it
+    was asked."""
 
     request: GrowingText
     place: int
@@ -32,7 +33,8 @@ class Proposal(NamedTuple):
 
     @property
     def num_accepted(self) -> int | None:
-        """Drafts that plain decoding has emitted, up to the first that it has not; None: not known yet."""
+        """Drafts that plain decoding has emitted, up to the first that it has not; None: not known
+        yet."""
         emitted = self.request.tokens[self.place : self.place + len(self.drafts)]
         for place, (token, draft) in enumerate(zip(emitted, self.drafts, strict=False)):
             if token != draft:
@@ -41,9 +43,9 @@ class Proposal(NamedTuple):
 
 
 class UnverifiedDrafts:
-    """`learn` takes a batch size, the accepted drafts of each request that was asked for some, the longest draft, how
-    many requests there were, and whether some of the batch are sampled. `time_share`: of the time between rounds that
-    may go into making drafts."""
+    """`learn` takes a batch size, the accepted drafts of each request that was asked for some, the
+    longest draft, how many requests there were, and whether some of the batch are sampled.
+    `time_share`: of the time between rounds that may go into making drafts."""
 
     def __init__(
         self,
@@ -58,7 +60,8 @@ class UnverifiedDrafts:
         self._saved_s = 0.0  # below 0 after a look that took longer than was earned
 
     def is_due(self) -> bool:
-        """Asked once in every round: whether the last drafts have been compared and there is time for others."""
+        """Asked once in every round: whether the last drafts have been compared and there is time
+        for others."""
         now = self._clock()
         self._saved_s = min(MAX_SAVED_S, self._saved_s + self._time_share * (now - self._last))
         self._last = now
@@ -71,19 +74,23 @@ class UnverifiedDrafts:
         return [(first + place) % num_requests for place in range(number)]
 
     def add(self, batch_size: int, proposals: list[Proposal], sampled: bool = False) -> None:
-        """Right behind the making of these drafts, the time for which began when `is_due` was asked."""
+        """Right behind the making of these drafts, the time for which began when `is_due` was
+        asked."""
         self._saved_s -= self._clock() - self._last
         self._batch_size, self._sampled = batch_size, sampled
         self._proposals = proposals if any(proposal.drafts for proposal in proposals) else []
 
     def compare(self) -> None:
-        """Before a round, when all rounds before it have been read. What a request's end cut off shows nothing."""
+        """Before a round, when all rounds before it have been read. What a request's end cut off
+        shows nothing."""
         if not self._proposals:
             return
         known = [(proposal, proposal.num_accepted) for proposal in self._proposals]
         if any(number is None and not proposal.request.is_finished for proposal, number in known):
             return
-        accepted = [number for proposal, number in known if number is not None and proposal.is_wanted]
+        accepted = [
+            number for proposal, number in known if number is not None and proposal.is_wanted
+        ]
         num_requests = sum(number is not None for _, number in known)
         longest = max(len(proposal.drafts) for proposal in self._proposals)
         self._proposals = []

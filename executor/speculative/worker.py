@@ -1,10 +1,10 @@
-"""The drafter inside the target's forward (one-model path): after acceptance it reads the accepted tokens and writes
-the next window into the slots.
+"""The drafter inside the target's forward (one-model path): after acceptance it reads the accepted
+tokens and writes the next window into the slots.
 
-Its layers are extra layers of the target's pages: they share block table and page numbers, so pages, rewinds and prefix
-reuse need no second book-keeping. Draft rows of rejected tokens are overwritten by the next round. Everything is a
-function of device tensors, so that a CUDA graph can hold it.
-"""
+Its layers are extra layers of the target's pages: they share block table and page numbers, so
+pages, rewinds and prefix reuse need no second book-keeping. Draft rows of rejected tokens are
+overwritten by the next round. Everything is a function of device tensors, so that a CUDA graph can
+hold it."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -24,8 +24,9 @@ from tllm_spec.executor.transfer import to_device
 
 @dataclass(frozen=True)
 class ContextResult:
-    """What the target did with context chunks, one of each request. `following`: the prompt token behind each chunk,
-    None behind the last one of a context, where `sampled` `[C]` has it (None: no context ended)."""
+    """What the target did with context chunks, one of each request. `following`: the prompt token
+    behind each chunk, None behind the last one of a context, where `sampled` `[C]` has it (None: no
+    context ended)."""
 
     requests: list[LlmRequest]
     chunks: list[ContextChunk]
@@ -46,8 +47,8 @@ class WindowResult:
 
 
 class RoundEnd(Protocol):
-    """Who wants to know what came out of a round, right behind the sampling. `in_graph`: as a part of the round's
-    graph."""
+    """Who wants to know what came out of a round, right behind the sampling. `in_graph`: as a part
+    of the round's graph."""
 
     in_graph: bool
 
@@ -61,8 +62,8 @@ class RoundEnd(Protocol):
         """group: the requests that get drafts, ended contexts before windows, one row each."""
 
     def replayed(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> None:
-        """A graph has run a round of windows that end at `max_kv_len` at most: news for whoever is not in it. The next
-        replay overwrites `sampled`."""
+        """A graph has run a round of windows that end at `max_kv_len` at most: news for whoever is
+        not in it. The next replay overwrites `sampled`."""
         return
 
     def forget(self) -> None:
@@ -70,12 +71,13 @@ class RoundEnd(Protocol):
         return
 
     def draft_probs(self, slot_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        """What the drafts of the slots were drawn from, `[B, K, V]` over the target's vocabulary."""
+        """What the drafts of the slots were drawn from, `[B, K, V]` over the target's
+        vocabulary."""
 
 
 class DraftWorker(RoundEnd):
-    """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already. What windows of one token leave
-    that are not drafted from goes to the `backlog`."""
+    """Drafts chains. `slots.kv_lens` and the bonus tokens must be the new ones already. What
+    windows of one token leave that are not drafted from goes to the `backlog`."""
 
     in_graph = True
 
@@ -107,7 +109,8 @@ class DraftWorker(RoundEnd):
         group: RowGroup,
         num_drafts: int,
     ) -> None:
-        """With `num_drafts` 0 the draft cache is brought up to date, windows perhaps later, and nothing else."""
+        """With `num_drafts` 0 the draft cache is brought up to date, windows perhaps later, and
+        nothing else."""
         if windows is not None and windows.width == 1 and not num_drafts:
             first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
             self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
@@ -122,7 +125,8 @@ class DraftWorker(RoundEnd):
         drafts: list[torch.Tensor] = []
         for step in range(num_drafts):
             if step:
-                # The draft before stands at kv_lens + step; see DraftNet.shift for its place in the cache.
+                # The draft before stands at kv_lens + step; see DraftNet.shift for its place in the
+                # cache.
                 first = places[step - 1 + self.net.shift]
                 window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
                 state = self._layers.forward([], window, state)
@@ -141,8 +145,9 @@ class DraftWorker(RoundEnd):
     def _catch_up(
         self, contexts: ContextResult | None, windows: WindowResult | None, is_drafting: bool
     ) -> tuple[torch.Tensor, int]:
-        """Reads what the target has just read, one token further. The state of the rows that the first draft comes
-        from, `[N, H]`, no rows if nobody is drafting; and a bound of the cache's length for the steps after it."""
+        """Reads what the target has just read, one token further. The state of the rows that the
+        first draft comes from, `[N, H]`, no rows if nobody is drafting; and a bound of the cache's
+        length for the steps after it."""
         chunks, patched, last_rows = self._chunks(contexts)
         shifted = None
         bound = max((chunk.end for chunk in chunks), default=0)
@@ -164,8 +169,8 @@ class DraftWorker(RoundEnd):
     def _drafted_from(
         self, last_rows: list[int], windows: WindowResult | None, num_rows: int
     ) -> torch.Tensor:
-        """The rows that drafts begin at, `[N]`: the last ones of ended contexts, and behind the `num_rows` rows of all
-        chunks each window's row of its last new token."""
+        """The rows that drafts begin at, `[N]`: the last ones of ended contexts, and behind the
+        `num_rows` rows of all chunks each window's row of its last new token."""
         ended = to_device(last_rows, self._slots.device) if last_rows else self._no_rows
         if windows is None:
             return ended
@@ -176,8 +181,8 @@ class DraftWorker(RoundEnd):
     def _chunks(
         self, contexts: ContextResult | None
     ) -> tuple[list[ContextChunk], tuple[list[int], torch.Tensor] | None, list[int]]:
-        """The draft's chunks, with 0 where a sampled token belongs; which rows those are, with the tokens; and the last
-        rows of ended contexts (the same rows)."""
+        """The draft's chunks, with 0 where a sampled token belongs; which rows those are, with the
+        tokens; and the last rows of ended contexts (the same rows)."""
         if contexts is None:
             return [], None, []
         chunks: list[ContextChunk] = []

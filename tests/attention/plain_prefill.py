@@ -1,4 +1,4 @@
-"""The plain-torch twin of FlashInfer's prefill in the place of its wrappers."""
+"""The plain-torch reference of FlashInfer's prefill in the place of its wrappers."""
 
 import torch
 
@@ -16,7 +16,11 @@ class PlainPrefill:
         return rows
 
     def run(
-        self, plan: "PrefillRows | PlainInPlace", q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor
+        self,
+        plan: "PrefillRows | PlainInPlace",
+        q: torch.Tensor,
+        layer: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         rows = plan.rows if isinstance(plan, PlainInPlace) else plan
         assert rows.num_rows == len(q)

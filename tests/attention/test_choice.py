@@ -97,7 +97,9 @@ def test_flashinfer_by_name_is_refused_with_the_reason(
 
 @pytest.mark.usefixtures("no_flashinfer")
 def test_flashinfer_by_name_is_refused_where_it_is_not_installed() -> None:
-    with pytest.raises(ValueError, match=r"'FLASHINFER': flashinfer cannot be imported .* pip install"):
+    with pytest.raises(
+        ValueError, match=r"'FLASHINFER': flashinfer cannot be imported .* pip install"
+    ):
         choose_backend("FLASHINFER", CUDA, torch.bfloat16)
 
 
@@ -133,7 +135,12 @@ def test_memory_planning_counts_the_workspace(shape: Path) -> None:
     [
         (32, torch.bfloat16, None, "no kernels of head_dim 32 in bfloat16"),
         (64, torch.float32, None, "no kernels of head_dim 64 in float32"),
-        (64, torch.bfloat16, RuntimeError("Could not find nvcc"), "cannot be compiled: Could not find nvcc"),
+        (
+            64,
+            torch.bfloat16,
+            RuntimeError("Could not find nvcc"),
+            "cannot be compiled: Could not find nvcc",
+        ),
         (64, torch.bfloat16, FileNotFoundError("ninja"), "cannot be compiled: ninja"),
     ],
 )

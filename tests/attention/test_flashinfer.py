@@ -1,5 +1,5 @@
-"""FLASHINFER against VANILLA: with the plain-torch twin of FlashInfer's prefill here, with FlashInfer on a CUDA device
-(`-m gpu`)."""
+"""FLASHINFER against VANILLA: with the plain-torch reference of FlashInfer's prefill here, with
+FlashInfer on a CUDA device (`-m gpu`)."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,7 +44,8 @@ BATCHES = {
 
 
 class Forward:
-    """One batch on shuffled pages of a pool of random numbers; what no request has written is NaN."""
+    """One batch on shuffled pages of a pool of random numbers; what no request has written is
+    NaN."""
 
     def __init__(
         self,
@@ -57,7 +58,10 @@ class Forward:
         self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         heads, kv_heads, head_dim = shape
-        self.geometry, self.page_size = AttentionGeometry(LAYERS, *shape, 0.7 * head_dim**-0.5), page_size
+        self.geometry, self.page_size = (
+            AttentionGeometry(LAYERS, *shape, 0.7 * head_dim**-0.5),
+            page_size,
+        )
         lengths = [sum(chunk) for chunk in batch.chunks] + list(batch.kv_lens)
         new = [count for _, count in batch.chunks] + [batch.window] * len(batch.kv_lens)
         width = -(-max(lengths) // page_size) + 1
@@ -68,7 +72,9 @@ class Forward:
             for table, length in zip(tables, lengths, strict=True)
         ]
         ends = list(zip(slots, lengths, new, strict=True))
-        self.pool_data = torch.full((LAYERS, 2, self.num_pages * page_size, kv_heads, head_dim), torch.nan)
+        self.pool_data = torch.full(
+            (LAYERS, 2, self.num_pages * page_size, kv_heads, head_dim), torch.nan
+        )
         for own, length, count in ends:
             self.pool_data[:, :, own[: length - count]] = torch.randn(
                 LAYERS, 2, length - count, kv_heads, head_dim, generator=generator
@@ -80,8 +86,12 @@ class Forward:
             window=batch.window,
             block_tables=tables.to(self.device, torch.int32),
             kv_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
-            positions=torch.tensor([i for _, n, c in ends for i in range(n - c, n)], device=self.device),
-            kv_slots=torch.tensor([s for own, n, c in ends for s in own[n - c :]], device=self.device),
+            positions=torch.tensor(
+                [i for _, n, c in ends for i in range(n - c, n)], device=self.device
+            ),
+            kv_slots=torch.tensor(
+                [s for own, n, c in ends for s in own[n - c :]], device=self.device
+            ),
             max_kv_len=max(batch.kv_lens, default=0),
         )
         self.qkv = torch.randn(sum(new), heads + 2 * kv_heads, head_dim, generator=generator)
@@ -252,7 +262,8 @@ IN_PLACE = (Batch(((90, 40), (0, 200), (7, 2))), BATCHES["three requests"], Batc
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @torch.inference_mode()
 def test_a_plan_in_place_runs_whatever_was_planned_last(device: str) -> None:
-    """Whoever captured the plan of one batch replays those of others, padded to its rows and number of chunks."""
+    """Whoever captured the plan of one batch replays those of others, padded to its rows and number
+    of chunks."""
     if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernels")
     forwards = [Forward(batch, device, seed=i) for i, batch in enumerate(IN_PLACE)]

@@ -1,4 +1,5 @@
-"""Hidden states that a forward leaves for a draft head: whose, where, and in forwards of changing sizes."""
+"""Hidden states that a forward leaves for a draft head: whose, where, and in forwards of changing
+sizes."""
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ def test_the_wanted_layers_stand_side_by_side_in_the_order_asked_for() -> None:
     spec = SpecMetadata(LAYERS, SIZE, 8, torch.float32, torch.device("cpu"))
     for num_rows in (5, 1, 1, 8, 3):
         forward(spec, num_rows)
-        assert torch.equal(spec.captured(num_rows), torch.cat([states(i, num_rows) for i in LAYERS], 1))
+        assert torch.equal(
+            spec.captured(num_rows), torch.cat([states(i, num_rows) for i in LAYERS], 1)
+        )
 
 
 def test_rows_behind_those_of_a_forward_stay_as_they_were() -> None:

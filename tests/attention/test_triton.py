@@ -1,16 +1,21 @@
-"""TRITON attention against VANILLA through the backends' interface: with the kernels' plain-torch twins here, with the
-kernels under Triton's interpreter in a process of their own, and on a CUDA device (`-m gpu`)."""
+"""TRITON attention against VANILLA through the backends' interface: with the kernels' plain-torch
+references here, with the kernels under Triton's interpreter in a process of their own, and on a
+CUDA device (`-m gpu`)."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import INTERPRETED, check_under_the_interpreter, only_outside_the_interpreter
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    check_under_the_interpreter,
+    only_outside_the_interpreter,
+)
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.attention.row_invariant import RowInvariantAttention
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.rotary_write import Rotary
@@ -19,7 +24,10 @@ from tllm_spec.kernels.triton_support import has_kernels
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_each_device = pytest.mark.parametrize(
     "device",
-    [pytest.param("cpu", id="interpreted" if INTERPRETED else "twin"), *([] if INTERPRETED else [CUDA])],
+    [
+        pytest.param("cpu", id="interpreted" if INTERPRETED else "reference"),
+        *([] if INTERPRETED else [CUDA]),
+    ],
 )
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WIDTH = 2, 6, 2, 16, 4, 80
@@ -28,7 +36,8 @@ GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)
 
 @dataclass(frozen=True)
 class Batch:
-    """Chunks as (cached tokens, new tokens), then windows by their lengths, then rows of graph padding."""
+    """Chunks as (cached tokens, new tokens), then windows by their lengths, then rows of graph
+    padding."""
 
     chunks: tuple[tuple[int, int], ...] = ()
     kv_lens: tuple[int, ...] = ()
@@ -47,13 +56,18 @@ BATCHES = {
 
 
 class Forward:
-    """One batch on shuffled pages of a pool of random numbers, the same for each backend that runs it."""
+    """One batch on shuffled pages of a pool of random numbers, the same for each backend that runs
+    it."""
 
     def __init__(self, batch: Batch, device: str, seed: int = 0) -> None:
         self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
-        new = [count for _, count in batch.chunks] + [batch.window] * (len(batch.kv_lens) + batch.padding)
+        new = [count for _, count in batch.chunks] + [batch.window] * (
+            len(batch.kv_lens) + batch.padding
+        )
         lengths = (
-            [sum(chunk) for chunk in batch.chunks] + list(batch.kv_lens) + [batch.window] * batch.padding
+            [sum(chunk) for chunk in batch.chunks]
+            + list(batch.kv_lens)
+            + [batch.window] * batch.padding
         )
         real = len(lengths) - batch.padding
         self.num_pages = real * WIDTH + 1
@@ -87,7 +101,11 @@ class Forward:
 
     def backend(self, kind: type[AttentionBackend]) -> AttentionBackend:
         pool = KVPool(
-            GEOMETRY, num_pages=self.num_pages, page_size=PAGE_SIZE, dtype=torch.float32, device=self.device
+            GEOMETRY,
+            num_pages=self.num_pages,
+            page_size=PAGE_SIZE,
+            dtype=torch.float32,
+            device=self.device,
         )
         pool.data.copy_(self.pool_data)
         return kind(GEOMETRY, pool)
@@ -107,13 +125,15 @@ class Forward:
         backend.write(1, self.qkv.clone(), rotary, AttentionPlan(self.metadata.kv_slots))
 
     def check(self, output: torch.Tensor | None, pool: KVPool) -> None:
-        """VANILLA's output, if any is given, and VANILLA's pool, keys up to a rounding, but for what padding writes to
-        page 0."""
+        """VANILLA's output, if any is given, and VANILLA's pool, keys up to a rounding, but for
+        what padding writes to page 0."""
         vanilla = self.backend(VanillaAttention)
         expected = self.run(vanilla)
         if output is not None:
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(pool.data[:, 0, 1:], vanilla.pool.data[:, 0, 1:], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(
+            pool.data[:, 0, 1:], vanilla.pool.data[:, 0, 1:], rtol=2e-6, atol=2e-6
+        )
         assert torch.equal(pool.data[:, 1, 1:], vanilla.pool.data[:, 1, 1:])
 
 
@@ -129,7 +149,7 @@ def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
 
 @on_each_device
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("kind", [TritonAttention, VanillaAttention, RowInvariantAttention])
+@pytest.mark.parametrize("kind", [TritonAttention, VanillaAttention, BatchInvariantAttention])
 @torch.inference_mode()
 def test_rows_that_are_only_written_leave_the_keys_and_values_of_rows_that_attend(
     kind: type[AttentionBackend], name: str, device: str

@@ -1,4 +1,5 @@
-"""VANILLA attention against a direct transcription of the formula, and what a request may not see."""
+"""VANILLA attention against a direct transcription of the formula, and what a request may not
+see."""
 
 import math
 
@@ -17,7 +18,11 @@ GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)
 
 def new_pool() -> KVPool:
     return KVPool(
-        GEOMETRY, num_pages=PAGES, page_size=PAGE_SIZE, dtype=torch.float32, device=torch.device("cpu")
+        GEOMETRY,
+        num_pages=PAGES,
+        page_size=PAGE_SIZE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
 
 
@@ -64,7 +69,8 @@ class Requests:
         slack: int = 0,
         padding: int = 0,
     ) -> dict[int, torch.Tensor]:
-        """Requests with how many of their last tokens are new; the tokens before are put in the pool."""
+        """Requests with how many of their last tokens are new; the tokens before are put in the
+        pool."""
         counts = contexts | windows
         lengths = [len(self.q[request]) for request in counts]
         for (request, count), length in zip(counts.items(), lengths, strict=True):
@@ -72,7 +78,8 @@ class Requests:
             flat = backend.pool.data[layer].view(2, -1, KV_HEADS, HEAD_DIM)
             flat[:, cached] = self.kv[request][: length - count].transpose(0, 1)
         spans = [
-            (request, len(self.q[request]) - count, len(self.q[request])) for request, count in counts.items()
+            (request, len(self.q[request]) - count, len(self.q[request]))
+            for request, count in counts.items()
         ]
         max_kv_len = max(lengths[len(contexts) :], default=0) + slack
         width = -(-max(*lengths, max_kv_len) // PAGE_SIZE)
@@ -82,7 +89,8 @@ class Requests:
             num_generations=len(windows),
             window=next(iter(windows.values()), 1),
             block_tables=torch.tensor(
-                [(self.pages[request] + [padding] * width)[:width] for request in counts], dtype=torch.int32
+                [(self.pages[request] + [padding] * width)[:width] for request in counts],
+                dtype=torch.int32,
             ),
             kv_lens=torch.tensor(lengths, dtype=torch.int32),
             positions=torch.tensor([i for _, start, end in spans for i in range(start, end)]),
@@ -123,7 +131,9 @@ def test_every_kind_of_batch_equals_the_formula(name: str, slack: int) -> None:
     requests = Requests([9, 17, 6, 12])
     backend = VanillaAttention(GEOMETRY, new_pool())
     for request, output in requests.run(backend, contexts, windows, layer=1, slack=slack).items():
-        torch.testing.assert_close(output, requests.expected(request, len(output)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            output, requests.expected(request, len(output)), rtol=1e-4, atol=1e-5
+        )
 
 
 @torch.inference_mode()
@@ -132,7 +142,8 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
     together = requests.run(VanillaAttention(GEOMETRY, new_pool()), {0: 9}, {2: 2, 3: 2, 1: 2})
     for request, output in together.items():
         alone = requests.run(
-            VanillaAttention(GEOMETRY, new_pool()), *(({0: 9}, {}) if request == 0 else ({}, {request: 2}))
+            VanillaAttention(GEOMETRY, new_pool()),
+            *(({0: 9}, {}) if request == 0 else ({}, {request: 2})),
         )
         torch.testing.assert_close(output, alone[request], rtol=1e-5, atol=1e-6)
 
@@ -145,11 +156,17 @@ def test_nan_in_other_requests_and_in_recycled_pages_stays_there(slack: int) -> 
     pool.data.fill_(torch.nan)
     requests.kv[1].fill_(torch.nan)
     outputs = requests.run(
-        VanillaAttention(GEOMETRY, pool), {}, {0: 2, 1: 2, 2: 2}, slack=slack, padding=requests.pages[1][0]
+        VanillaAttention(GEOMETRY, pool),
+        {},
+        {0: 2, 1: 2, 2: 2},
+        slack=slack,
+        padding=requests.pages[1][0],
     )
     assert outputs[1].isnan().all()
     for request in (0, 2):
-        torch.testing.assert_close(outputs[request], requests.expected(request, 2), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            outputs[request], requests.expected(request, 2), rtol=1e-4, atol=1e-5
+        )
 
 
 @torch.inference_mode()

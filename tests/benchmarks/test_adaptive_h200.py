@@ -1,4 +1,5 @@
-"""`benchmarks/adaptive_h200.py`: acceptance and draft length really change in a running engine, and what is counted."""
+"""`benchmarks/adaptive_h200.py`: acceptance and draft length really change in a running engine, and
+what is counted."""
 
 import json
 from collections import Counter
@@ -37,7 +38,9 @@ def engine() -> Iterator[ForcedRounds]:
 
 
 @pytest.mark.parametrize("draft_len", [0, 2, 5])
-def test_a_forced_draft_length_is_that_of_every_counted_round(engine: ForcedRounds, draft_len: int) -> None:
+def test_a_forced_draft_length_is_that_of_every_counted_round(
+    engine: ForcedRounds, draft_len: int
+) -> None:
     engine.start(2, 8)
     engine.set_acceptance(0.5)
     engine.play(AdaptiveController.fixed(3), rounds=2)
@@ -65,7 +68,9 @@ def test_requests_that_run_out_of_room_are_replaced_and_their_prompts_cost_no_ti
     engine.start(1, 8)
     engine.set_acceptance(1.0)
     first = engine.requests[0]
-    block = engine.play(AdaptiveController.fixed(5), rounds=40)  # 240 tokens, and there is room for 160
+    block = engine.play(
+        AdaptiveController.fixed(5), rounds=40
+    )  # 240 tokens, and there is room for 160
     assert engine.requests[0] is not first
     assert block.rounds_by_draft_len == Counter({5: 40})
     assert block.counted == 240
@@ -90,7 +95,16 @@ def test_a_run_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(driven_rounds, "WARM_UP_ROUNDS", 1)
     monkeypatch.setattr(forced_rounds, "CHECKED_ROUNDS", 2)
     output = tmp_path / "result.json"
-    options = ["--shape", "zoo", "--device", "cpu", "--phase-seconds", "0.01", "--output", str(output)]
+    options = [
+        "--shape",
+        "zoo",
+        "--device",
+        "cpu",
+        "--phase-seconds",
+        "0.01",
+        "--output",
+        str(output),
+    ]
     adaptive_h200.main(options)
     found = json.loads(output.read_text())
     assert [row["batch_size"] for row in found["times"]] == [2]

@@ -1,4 +1,5 @@
-"""`benchmarks/h200.py`: what it counts and prints, that a fault in one job is told, and that it runs at all."""
+"""`benchmarks/h200.py`: what it counts and prints, that a fault in one job is told, and that it
+runs at all."""
 
 import json
 import mmap
@@ -19,7 +20,15 @@ from h200_llm import Stream, check_complete, serving_details
 from h200_rounds import floor_ms
 from h200_setup import Report, Setup
 from h200_startup import checkpoint_shapes, peak_host_growth, write_checkpoint
-from model_shapes import EAGLE3_8B, LLAMA_1B, LLAMA_8B, eagle3_bytes, kv_bytes, prefill_flops, streamed_bytes
+from model_shapes import (
+    EAGLE3_8B,
+    LLAMA_1B,
+    LLAMA_8B,
+    eagle3_bytes,
+    kv_bytes,
+    prefill_flops,
+    streamed_bytes,
+)
 
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.executor.transfer import ToHost
@@ -64,7 +73,9 @@ def test_the_bytes_of_a_step_are_those_that_the_bars_were_set_by() -> None:
 def test_bytes_are_counted_as_the_models_have_them() -> None:
     for config in (LLAMA_8B, LLAMA_1B):
         model = model_of(config)
-        looked_up = 0 if model.config.tie_word_embeddings else model.model.embed_tokens.weight.numel()
+        looked_up = (
+            0 if model.config.tie_word_embeddings else model.model.embed_tokens.weight.numel()
+        )
         assert streamed_bytes(config) == 2 * (matrices(model) - looked_up)
     head = Eagle3Head(Eagle3Config.from_dict(dict(EAGLE3_8B)), model_of(LLAMA_8B), 3, 8, META)
     fusion = matrices(head.fc)
@@ -87,7 +98,9 @@ def test_the_floor_of_256_rows_is_what_their_linears_take_and_the_other_bytes() 
 def test_operations_of_a_prefill_are_those_of_its_products() -> None:
     model, length = model_of(TINY), 6
     layers = matrices(model.model.layers)
-    scores = sum(2 * 2 * 4 * (position + 1) * 4 for position in range(length))  # heads of 4, q k and p v
+    scores = sum(
+        2 * 2 * 4 * (position + 1) * 4 for position in range(length)
+    )  # heads of 4, q k and p v
     expected = 2 * layers * length + 5 * scores + 2 * 40 * 16
     assert prefill_flops(3, length, TINY) == 3 * expected
 
@@ -111,7 +124,9 @@ def test_serving_figures_are_of_all_requests_together() -> None:
 
 
 def test_an_answer_that_is_too_short_is_no_measurement() -> None:
-    output = RequestOutput(1, None, [1], [CompletionOutput(0, token_ids=[1, 2])], RequestMetrics(0.0))
+    output = RequestOutput(
+        1, None, [1], [CompletionOutput(0, token_ids=[1, 2])], RequestMetrics(0.0)
+    )
     check_complete([output], 2)
     with pytest.raises(RuntimeError, match="2 tokens, not 3"):
         check_complete([output], 3)
@@ -160,7 +175,9 @@ def test_a_job_that_fails_or_hangs_is_told_and_the_others_go_on(tmp_path: Path) 
     assert "exit code 1" in outcome.failures["broken"]
     assert "not done" in outcome.failures["endless"]
     assert "not begun" in outcome.failures["good"]  # the second: the hanging one took all the time
-    assert "**broken**: ended with exit code 1; see its messages" in tables(outcome, setup.points, {})
+    assert "**broken**: ended with exit code 1; see its messages" in tables(
+        outcome, setup.points, {}
+    )
 
 
 def test_jobs_run_only_for_points_that_are_asked_for(tmp_path: Path) -> None:
@@ -189,11 +206,19 @@ def test_a_stopwatch_leaves_the_method_as_it_was() -> None:
 
 
 def test_the_gap_between_launches_does_not_count_copies() -> None:
-    def work(start: float, duration: float, correlation: int, kind: str = "kernel") -> dict[str, object]:
+    def work(
+        start: float, duration: float, correlation: int, kind: str = "kernel"
+    ) -> dict[str, object]:
         return {"cat": kind, "ts": start, "dur": duration, "args": {"correlation": correlation}}
 
     launches = [{"name": "cudaGraphLaunch", "args": {"correlation": number}} for number in (1, 2)]
-    events = [*launches, work(0, 50, 1), work(40, 60, 1), work(105, 10, 7, "gpu_memcpy"), work(130, 50, 2)]
+    events = [
+        *launches,
+        work(0, 50, 1),
+        work(40, 60, 1),
+        work(105, 10, 7, "gpu_memcpy"),
+        work(130, 50, 2),
+    ]
     assert gap_between_launches(events) == 20
 
 
@@ -219,7 +244,8 @@ def test_rounds_of_fewer_requests_are_not_timed(tmp_path: Path) -> None:
 
 def test_host_memory_is_seen_while_it_is_held() -> None:
     with peak_host_growth() as memory:
-        # A mapping of its own: a large object may lie in memory that other tests freed and the process kept.
+        # A mapping of its own: a large object may lie in memory that other tests freed and the
+        # process kept.
         held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         held.write(bytes(64 << 20))
         deadline = time.monotonic() + 10  # a busy machine may let the watching thread wait
@@ -275,7 +301,9 @@ class LoggedRounds:
         self.log: list[str] = []
         self.requests: list[int] = []
         self.built = SimpleNamespace(max_draft_len=0)
-        self.executor = SimpleNamespace(parts=SimpleNamespace(runner=SimpleNamespace(graphs=object())))
+        self.executor = SimpleNamespace(
+            parts=SimpleNamespace(runner=SimpleNamespace(graphs=object()))
+        )
 
     def start(self, batch_size: int, prompt_len: int) -> None:
         self.requests = list(range(batch_size))
@@ -312,8 +340,12 @@ def test_what_a_profiler_would_slow_down_is_measured_before_it_runs(
 @pytest.mark.slow
 def test_every_point_runs_on_a_cpu(tmp_path: Path) -> None:
     _, result = run_h200(tmp_path, "1,2,3,4,5,6")
-    assert {"Draft/Target two-model K=3 round, batch 2", "EAGLE-3 K=3 decoding, batch 1"} <= names(result, 2)
+    assert {"Draft/Target two-model K=3 round, batch 2", "EAGLE-3 K=3 decoding, batch 1"} <= names(
+        result, 2
+    )
     assert "plain, chunked prefill, 3 at a time, 16 in / 6 out" in names(result, 5)
     assert {"start-up, plain", "zoo weights"} <= names(result, 6)
-    (details,) = (each["details"] for each in result["figures"] if each["name"] == "start-up, plain")
+    (details,) = (
+        each["details"] for each in result["figures"] if each["name"] == "start-up, plain"
+    )
     assert details["first load s"] > 0 and details["the same load again s"] > 0

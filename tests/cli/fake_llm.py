@@ -46,7 +46,8 @@ class FakeTokenizer:
 
 
 class FakeLLM:
-    """Output token i is i. With speculation a request has two rounds, 6 drafts proposed and 3 accepted."""
+    """Output token i is i. With speculation a request has two rounds, 6 drafts proposed and 3
+    accepted."""
 
     made: ClassVar[list["FakeLLM"]] = []
     calls: ClassVar[list["FakeLLM"]] = []  # which engine each request went to, in order
@@ -70,9 +71,15 @@ class FakeLLM:
         spec = self.args.speculative_config
         number = len(self.sampling)
         row = {"rounds": number, "request_rounds": number, "emitted_tokens": 2 * number}
-        by_draft_len = {str(spec.max_draft_len if spec else 0): row | {"timed_rounds": 0, "seconds": 0.0}}
+        by_draft_len = {
+            str(spec.max_draft_len if spec else 0): row | {"timed_rounds": 0, "seconds": 0.0}
+        }
         totals = {"by_draft_len": by_draft_len, "draft_len_changes": 0}
-        return {"internal_states": [{"totals": totals, "controller": {"decisions": {"num_switches": 0}}}]}
+        return {
+            "internal_states": [
+                {"totals": totals, "controller": {"decisions": {"num_switches": 0}}}
+            ]
+        }
 
     def generate_async(
         self, prompt: str | list[int], params: SamplingParams, streaming: bool = False

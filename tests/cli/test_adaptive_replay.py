@@ -21,7 +21,9 @@ def replay(tmp_path: Path) -> Replay:
         trace, yaml_file = tmp_path / "trace.jsonl", tmp_path / "x.yaml"
         trace.write_text("".join(json.dumps(each) + "\n" for each in rounds))
         yaml_file.write_text(config)
-        return CliRunner().invoke(main, ["adaptive-replay", str(trace), "--config", str(yaml_file), *options])
+        return CliRunner().invoke(
+            main, ["adaptive-replay", str(trace), "--config", str(yaml_file), *options]
+        )
 
     return run
 
@@ -41,10 +43,12 @@ def test_a_switch_is_printed_with_its_round_and_the_state_comes_last(replay: Rep
 
 def test_every_round_is_printed_on_request(replay: Replay) -> None:
     result = replay(ACCEPTED[:3], EMA, "--initial_steps", "7", "--every_round")
-    assert result.output.splitlines()[:3] == [f"round {i}: batch 2, draft length 7" for i in (1, 2, 3)]
+    assert result.output.splitlines()[:3] == [
+        f"round {i}: batch 2, draft length 7" for i in (1, 2, 3)
+    ]
 
 
-def test_the_configuration_may_stand_in_llm_arguments_or_be_a_preset(replay: Replay) -> None:
+def test_the_configuration_may_dummy_llm_arguments_or_be_a_preset(replay: Replay) -> None:
     nested = "speculative_config: {decoding_type: NGram, max_draft_len: 7, adaptive: " + EMA + "}"
     assert "3 -> 7" in replay(ACCEPTED, nested).output
     assert "3 -> 7" in replay(ACCEPTED, "aggressive").output
@@ -59,19 +63,31 @@ def served(ladder: str, *more: str, draft_len: int = 7) -> str:
 def lengths(result: Result) -> list[int]:
     """Of every round that was printed."""
     assert result.exit_code == 0, result.output
-    rounds = (line.partition(" -> ")[0] for line in result.output.splitlines() if line.startswith("round "))
+    rounds = (
+        line.partition(" -> ")[0]
+        for line in result.output.splitlines()
+        if line.startswith("round ")
+    )
     return [int(line.rpartition(" ")[2]) for line in rounds]
 
 
-ONE_OF_EACH: list[object] = [{"batch_size": size, "num_accepted": [0] * size} for size in (1, 2, 16)]
+ONE_OF_EACH: list[object] = [
+    {"batch_size": size, "num_accepted": [0] * size} for size in (1, 2, 16)
+]
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         (EMA, [3, 3, 3]),
-        (served(EMA), [3, 3, 1]),  # beside contexts, 64 rows have room for 3 of each of 16 requests ...
-        (served(EMA) + "\nmax_batch_size: 16", [3, 3, 3]),  # ... and for 4 where no other request can join
+        (
+            served(EMA),
+            [3, 3, 1],
+        ),  # beside contexts, 64 rows have room for 3 of each of 16 requests ...
+        (
+            served(EMA) + "\nmax_batch_size: 16",
+            [3, 3, 3],
+        ),  # ... and for 4 where no other request can join
         (served(EMA, "max_concurrency: 1"), [3, 0, 0]),
         (served(EMA, "draft_len_schedule: {2: 1, 9: 0}"), [3, 1, 0]),
         (served("{prior_acceptance: 1}", draft_len=2), [2, 2, 2]),
@@ -111,7 +127,8 @@ def test_measured_times_and_the_recorded_draft_length_reach_the_cost_model(
     times = tmp_path / "times.json"
     times.write_text(json.dumps({"round_ms": {"1": {"0": 4, "1": 5}, "8": {"0": 10, "1": 30}}}))
     rounds: list[object] = [
-        {"batch_size": size, "num_accepted": [1] * size, "num_steps": 1, "seconds": 0.01} for size in (1, 5)
+        {"batch_size": size, "num_accepted": [1] * size, "num_steps": 1, "seconds": 0.01}
+        for size in (1, 5)
     ]
     options = ["--round_times", str(times), "--graph_batch_sizes", "1,8", "--every_round"]
     result = replay(rounds, "{candidate_steps: [0, 1]}", *options)
@@ -142,7 +159,12 @@ def test_measured_times_and_the_recorded_draft_length_reach_the_cost_model(
         (ACCEPTED, EMA, ["--initial_steps", "9"], "initial_steps = 9 is in no ladder"),
         (ACCEPTED, served(EMA), ["--initial_steps", "9"], "accepted: 1, 3, 7"),
         (ACCEPTED, served("null"), [], "adaptive = None: nothing to replay"),
-        (ACCEPTED, "speculative_config: {decoding_type: NGram}", [], "speculative_config.max_draft_len"),
+        (
+            ACCEPTED,
+            "speculative_config: {decoding_type: NGram}",
+            [],
+            "speculative_config.max_draft_len",
+        ),
         (ACCEPTED, served(EMA, draft_len=3), [], "max_draft_len = 3 is the most"),
         (ACCEPTED, served(EMA, "max_concurency: 3"), [], "did you mean max_concurrency"),
         (ACCEPTED, "{max_batch_size: 8, 5: {}}", [], "has the key 5"),

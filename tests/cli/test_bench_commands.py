@@ -57,9 +57,14 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", [*COMMANDS, "prepare-dataset", "adaptive-replay"])
 def test_the_help_of_a_command_needs_no_model(command: str) -> None:
-    for arguments in ([*command.split(), "--help"], ["-m", "zoo:llama", *command.split(), "--help"]):
+    for arguments in (
+        [*command.split(), "--help"],
+        ["-m", "zoo:llama", *command.split(), "--help"],
+    ):
         result = CliRunner().invoke(main, arguments)
-        assert result.exit_code == 0 and result.output.startswith(f"Usage: main {command} "), result.output
+        assert result.exit_code == 0 and result.output.startswith(f"Usage: main {command} "), (
+            result.output
+        )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,7 +83,9 @@ def test_throughput_runs_the_warm_up_and_every_request_greedily_without_eos(data
     assert result.exit_code == 0, result.output
     (llm,) = FakeLLM.made
     assert len(llm.sampling) == 2 + 4 and llm.is_shut_down and not llm.num_streamed
-    assert all(params.is_greedy and params.ignore_eos and params.max_tokens == 6 for params in llm.sampling)
+    assert all(
+        params.is_greedy and params.ignore_eos and params.max_tokens == 6 for params in llm.sampling
+    )
     assert "== PERFORMANCE ==" in result.output and "STREAMING" not in result.output
 
 
@@ -91,7 +98,9 @@ def test_latency_streams_one_request_at_a_time_in_a_batch_of_one(dataset: Path) 
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(-1, 4), (0, 4), (2, 2), (1, 1)])
-def test_no_more_requests_are_under_way_than_asked_for(dataset: Path, concurrency: int, most: int) -> None:
+def test_no_more_requests_are_under_way_than_asked_for(
+    dataset: Path, concurrency: int, most: int
+) -> None:
     result = run("throughput", "--dataset", dataset, "--concurrency", concurrency)
     assert result.exit_code == 0, result.output
     assert FakeLLM.made[0].max_under_way == most
@@ -102,7 +111,9 @@ def test_options_reach_the_engine_and_the_yaml_file_wins(dataset: Path, tmp_path
     flags = "--max_num_tokens 256 --max_batch_size 4 --max_seq_len 100 --kv_cache_free_gpu_mem_fraction 0.5"
     more = "--enable_chunked_context --scheduler_policy max_utilization --max_input_len 50"
     yaml = write_yaml(tmp_path, "x", text)
-    result = run("throughput", "--dataset", dataset, "--config", yaml, *flags.split(), *more.split())
+    result = run(
+        "throughput", "--dataset", dataset, "--config", yaml, *flags.split(), *more.split()
+    )
     assert result.exit_code == 0, result.output
     args = FakeLLM.made[0].args
     assert (args.max_num_tokens, args.max_batch_size, args.max_seq_len, args.max_input_len) == (
@@ -112,7 +123,8 @@ def test_options_reach_the_engine_and_the_yaml_file_wins(dataset: Path, tmp_path
         50,
     )
     assert (
-        args.kv_cache_config.free_gpu_memory_fraction == 0.5 and not args.kv_cache_config.enable_block_reuse
+        args.kv_cache_config.free_gpu_memory_fraction == 0.5
+        and not args.kv_cache_config.enable_block_reuse
     )
     assert args.enable_chunked_prefill
     assert args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION"
@@ -120,7 +132,9 @@ def test_options_reach_the_engine_and_the_yaml_file_wins(dataset: Path, tmp_path
 
 def test_sampler_options_replace_greedy_and_bring_eos_back(dataset: Path, tmp_path: Path) -> None:
     sampler = write_yaml(tmp_path, "sampler", "{temperature: 0.8, top_p: 0.9}")
-    result = run("throughput", "--dataset", dataset, "--sampler_options", sampler, "--target_output_len", 3)
+    result = run(
+        "throughput", "--dataset", dataset, "--sampler_options", sampler, "--target_output_len", 3
+    )
     assert result.exit_code == 0, result.output
     params = FakeLLM.made[0].sampling[-1]
     assert (params.temperature, params.top_p, params.max_tokens) == (0.8, 0.9, 3)
@@ -137,7 +151,9 @@ def test_sampler_options_cannot_say_how_many_tokens_a_request_gets(
     assert "max_tokens = " in result.output and "output_tokens of the data set" in result.output
 
 
-def test_min_tokens_is_compared_with_each_requests_own_length(dataset: Path, tmp_path: Path) -> None:
+def test_min_tokens_is_compared_with_each_requests_own_length(
+    dataset: Path, tmp_path: Path
+) -> None:
     sampler = write_yaml(tmp_path, "sampler", "min_tokens: 40")
     options = ["--dataset", dataset, "--sampler_options", sampler]
     assert run("throughput", *options, "--target_output_len", 64).exit_code == 0
@@ -187,25 +203,38 @@ def test_an_eos_id_ends_texts(dataset: Path) -> None:
 def test_the_json_files_hold_report_texts_and_requests(dataset: Path, tmp_path: Path) -> None:
     paths = {name: tmp_path / f"{name}.json" for name in ("report", "output", "request")}
     files = [str(part) for name, path in paths.items() for part in (f"--{name}_json", path)]
-    result = run("latency", "--dataset", dataset, "--config", ngram(tmp_path), "--num_requests", 3, *files)
+    result = run(
+        "latency", "--dataset", dataset, "--config", ngram(tmp_path), "--num_requests", 3, *files
+    )
     assert result.exit_code == 0, result.output
     report, outputs, requests = (json.loads(path.read_text()) for path in paths.values())
     stats = report["decoding_stats"]
-    assert (stats["mode"], stats["acceptance_length"], stats["draft_acceptance_rate"]) == ("NGram", 2.5, 0.5)
+    assert (stats["mode"], stats["acceptance_length"], stats["draft_acceptance_rate"]) == (
+        "NGram",
+        2.5,
+        0.5,
+    )
     assert stats["per_position_acceptance"] == [1, 0.5, 0]
     assert report["request_info"]["num_requests"] == len(outputs) == len(requests) == 3
     assert outputs[0]["outputs"][0]["token_ids"] == list(range(6))
-    assert requests[0]["decoding_stats"]["num_drafted_tokens"] == 6 and requests[0]["ttft_ms"] == 500
+    assert (
+        requests[0]["decoding_stats"]["num_drafted_tokens"] == 6 and requests[0]["ttft_ms"] == 500
+    )
 
 
-def test_the_report_leaves_the_warm_up_out_of_the_draft_lengths(dataset: Path, tmp_path: Path) -> None:
+def test_the_report_leaves_the_warm_up_out_of_the_draft_lengths(
+    dataset: Path, tmp_path: Path
+) -> None:
     text = "speculative_config: {decoding_type: NGram, max_draft_len: 3, adaptive: {}}"
     config, report = write_yaml(tmp_path, "adaptive", text), tmp_path / "report.json"
     result = run("throughput", "--dataset", dataset, "--config", config, "--report_json", report)
     assert result.exit_code == 0, result.output
     section = json.loads(report.read_text())["draft_lens"]
     assert section["draft_len_3"]["rounds"] == 4, "two requests more were the warm-up"
-    assert section["draft_len_3"]["acceptance_length"] == 2 and section["draft_len_3"]["round_ms"] is None
+    assert (
+        section["draft_len_3"]["acceptance_length"] == 2
+        and section["draft_len_3"]["round_ms"] is None
+    )
 
 
 def test_a_failed_request_ends_the_benchmark_with_its_message(tmp_path: Path) -> None:
@@ -218,7 +247,11 @@ def test_a_failed_request_ends_the_benchmark_with_its_message(tmp_path: Path) ->
 
 def test_a_mistake_in_the_yaml_is_one_sentence(dataset: Path, tmp_path: Path) -> None:
     result = run(
-        "throughput", "--dataset", dataset, "--config", write_yaml(tmp_path, "x", "max_bach_size: 3")
+        "throughput",
+        "--dataset",
+        dataset,
+        "--config",
+        write_yaml(tmp_path, "x", "max_bach_size: 3"),
     )
     assert result.exit_code == 1 and "did you mean max_batch_size" in result.output
     assert "Traceback" not in result.output
@@ -228,32 +261,49 @@ def test_compare_visits_the_engines_in_turn_and_every_second_round_backwards(
     dataset: Path, tmp_path: Path
 ) -> None:
     configs = [write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path)]
-    result = run("compare", *configs, "--dataset", dataset, "--num_requests", 1, "--repeat", 2, "--warmup", 1)
+    result = run(
+        "compare", *configs, "--dataset", dataset, "--num_requests", 1, "--repeat", 2, "--warmup", 1
+    )
     assert result.exit_code == 0, result.output
     plain, drafted = FakeLLM.made
     assert FakeLLM.calls == [plain, drafted, drafted, plain, plain, drafted]
     assert plain.args.kv_cache_config.free_gpu_memory_fraction == 0.45, "the two share the memory"
-    rows = [line.split() for line in result.output.splitlines() if line.startswith(("plain", "ngram"))]
+    rows = [
+        line.split() for line in result.output.splitlines() if line.startswith(("plain", "ngram"))
+    ]
     assert [row[0] for row in rows] == ["plain", "ngram"]
-    assert rows[0][3:6] == ["1.00x", "-", "-"] and rows[1][4:] == ["2.50", "0.50", "1.00", "0.50", "0.00"]
+    assert rows[0][3:6] == ["1.00x", "-", "-"] and rows[1][4:] == [
+        "2.50",
+        "0.50",
+        "1.00",
+        "0.50",
+        "0.00",
+    ]
     assert "the same 1 texts" in result.output
 
 
-def test_compare_reports_each_difference_with_its_place_and_fails(dataset: Path, tmp_path: Path) -> None:
+def test_compare_reports_each_difference_with_its_place_and_fails(
+    dataset: Path, tmp_path: Path
+) -> None:
     configs = [write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path, "wrong", WRONG_DRAFT_LEN)]
     report = tmp_path / "report.json"
-    result = run("compare", *configs, "--dataset", dataset, "--num_requests", 2, "--report_json", report)
+    result = run(
+        "compare", *configs, "--dataset", dataset, "--num_requests", 2, "--report_json", report
+    )
     assert result.exit_code == 1
     sentence = "output token 2 is -1, the first configuration has 2"
     assert (
-        f"wrong, task_id 0: {sentence}" in result.output and f"wrong, task_id 1: {sentence}" in result.output
+        f"wrong, task_id 0: {sentence}" in result.output
+        and f"wrong, task_id 1: {sentence}" in result.output
     )
     assert len(json.loads(report.read_text())["differences"]) == 2
     assert run("compare", *configs, "--dataset", dataset, "--allow_differences").exit_code == 0
 
 
 def test_compare_shows_as_many_texts_as_asked_for(dataset: Path, tmp_path: Path) -> None:
-    result = run("compare", write_yaml(tmp_path, "plain", "{}"), "--dataset", dataset, "--show_text", 2)
+    result = run(
+        "compare", write_yaml(tmp_path, "plain", "{}"), "--dataset", dataset, "--show_text", 2
+    )
     assert result.output.count("prompt of 3 tokens") == 2 and result.output.count("generated") == 2
 
 
@@ -264,7 +314,9 @@ def test_prepare_dataset_writes_what_the_other_commands_read(tmp_path: Path) -> 
     (folder / "notes.md").write_text("words " * 200)
     path = tmp_path / "made.jsonl"
     lengths = ["--num_requests", "3", "--input_len", "16", "--output_len", "5"]
-    made = run("prepare-dataset", "--output", path, "text", "--folder", folder, "--glob", "*.py", *lengths)
+    made = run(
+        "prepare-dataset", "--output", path, "text", "--folder", folder, "--glob", "*.py", *lengths
+    )
     assert made.exit_code == 0, made.output
     assert run("throughput", "--dataset", path).exit_code == 0
     entries = [json.loads(line) for line in path.read_text().splitlines()]
@@ -272,12 +324,26 @@ def test_prepare_dataset_writes_what_the_other_commands_read(tmp_path: Path) -> 
 
 
 def test_random_token_ids_stay_within_the_vocabulary() -> None:
-    lengths = ["--num-requests", "4", "--input-mean", "500", "--output-mean", "8", "--output-stdev", "2"]
+    lengths = [
+        "--num-requests",
+        "4",
+        "--input-mean",
+        "500",
+        "--output-mean",
+        "8",
+        "--output-stdev",
+        "2",
+    ]
     result = run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths)
     assert result.exit_code == 0, result.output
-    tokens = [token for line in result.output.splitlines() for token in json.loads(line)["input_ids"]]
+    tokens = [
+        token for line in result.output.splitlines() for token in json.loads(line)["input_ids"]
+    ]
     assert len(tokens) == 2000 and 0 <= min(tokens) < 20 and 2000 < max(tokens) < 2048
-    assert run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths).output == result.output
+    assert (
+        run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths).output
+        == result.output
+    )
 
 
 def test_text_prompts_need_exactly_one_source() -> None:
@@ -289,7 +355,9 @@ def test_text_prompts_need_exactly_one_source() -> None:
 def test_a_report_that_could_not_be_written_is_known_before_anything_runs(
     dataset: Path, tmp_path: Path
 ) -> None:
-    result = run("throughput", "--dataset", dataset, "--report_json", tmp_path / "no" / "report.json")
+    result = run(
+        "throughput", "--dataset", dataset, "--report_json", tmp_path / "no" / "report.json"
+    )
     assert (result.exit_code, FakeLLM.made) == (2, [])
     assert "Folder" in result.output and "does not exist" in result.output
 

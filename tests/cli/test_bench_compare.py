@@ -3,7 +3,13 @@
 from typing import Any
 
 from tests.cli.fake_llm import FakeLLM, make_output
-from tllm_spec.bench.compare import Contestant, comparison, differences, first_difference, run_in_turn
+from tllm_spec.bench.compare import (
+    Contestant,
+    comparison,
+    differences,
+    first_difference,
+    run_in_turn,
+)
 from tllm_spec.bench.dataset import BenchRequest
 from tllm_spec.bench.runner import Run, sampling_for
 from tllm_spec.outputs import SpeculativeStats
@@ -11,9 +17,14 @@ from tllm_spec.outputs import SpeculativeStats
 REQUESTS = [BenchRequest(3, [1, 2], 6), BenchRequest(5, [1, 2], 6)]
 
 
-def contestant(name: str, *seconds: float, stats: SpeculativeStats | None = None, **llm: Any) -> Contestant:
+def contestant(
+    name: str, *seconds: float, stats: SpeculativeStats | None = None, **llm: Any
+) -> Contestant:
     """Made of runs of two requests with 6 tokens each that took so many seconds."""
-    runs = [Run([make_output(2, 6, stats=stats), make_output(2, 6, stats=stats)], each) for each in seconds]
+    runs = [
+        Run([make_output(2, 6, stats=stats), make_output(2, 6, stats=stats)], each)
+        for each in seconds
+    ]
     return Contestant(name, FakeLLM("zoo:llama", **llm), runs)
 
 

@@ -50,7 +50,10 @@ def test_only_the_first_requests_are_read_when_a_number_is_given(tmp_path: Path)
         ('{"task_id": 0, "prompt": "", "output_tokens": 1}', "'input_ids' .* or 'prompt'"),
         ('{"task_id": 0, "input_ids": [], "output_tokens": 1}', "at least one token id"),
         ('{"task_id": 0, "input_ids": [-1], "output_tokens": 1}', "at least one token id"),
-        ('{"task_id": 0, "prompt": "x", "output_tokens": 1, "media_paths": []}', "media_paths not served"),
+        (
+            '{"task_id": 0, "prompt": "x", "output_tokens": 1, "media_paths": []}',
+            "media_paths not served",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, complaint: str) -> None:
@@ -82,7 +85,10 @@ def test_synthetic_lengths_follow_the_distribution_and_the_seed() -> None:
     inputs, outputs = LengthDistribution(100, 10), LengthDistribution(20, 0)
     requests = list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
     lengths = [len(request.prompt) for request in requests]
-    assert 97 < sum(lengths) / 200 < 103 and 7 < (sum((n - 100) ** 2 for n in lengths) / 200) ** 0.5 < 13
+    assert (
+        97 < sum(lengths) / 200 < 103
+        and 7 < (sum((n - 100) ** 2 for n in lengths) / 200) ** 0.5 < 13
+    )
     assert {request.output_tokens for request in requests} == {20}
     assert {token for request in requests for token in request.prompt} == set(range(50))
     assert requests == list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
@@ -99,9 +105,13 @@ def test_text_prompts_begin_at_a_line_and_have_exactly_the_length_asked_for(tmp_
     (tmp_path / "long.txt").write_text("".join(f"{number:04d}\n" for number in range(100)))
     (tmp_path / "short.txt").write_text("tiny\n")
     files = sorted(tmp_path.iterdir())
-    requests = list(text_requests(files, encode, num_requests=12, input_len=300, output_len=3, seed=0))
+    requests = list(
+        text_requests(files, encode, num_requests=12, input_len=300, output_len=3, seed=0)
+    )
     prompts = ["".join(map(chr, request.prompt)) for request in requests]
-    assert all(len(prompt) == 300 and prompt[:4].isdigit() and prompt[4] == "\n" for prompt in prompts)
+    assert all(
+        len(prompt) == 300 and prompt[:4].isdigit() and prompt[4] == "\n" for prompt in prompts
+    )
     assert len(set(prompts)) > 1
     assert [request.task_id for request in requests] == list(range(12))
 

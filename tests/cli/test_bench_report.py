@@ -31,7 +31,15 @@ def eagle3_args(**options: Any) -> LlmArgs:
 
 
 def test_percentiles_are_interpolated_between_neighbours() -> None:
-    expected = {"minimum": 1, "maximum": 5, "average": 3, "p50": 3, "p90": 4.6, "p95": 4.8, "p99": 4.96}
+    expected = {
+        "minimum": 1,
+        "maximum": 5,
+        "average": 3,
+        "p50": 3,
+        "p90": 4.6,
+        "p95": 4.8,
+        "p99": 4.96,
+    }
     assert percentiles([5, 3, 1, 4, 2]) == pytest.approx(expected)
 
 
@@ -69,8 +77,9 @@ def test_a_request_of_one_token_has_no_time_per_output_token() -> None:
 
 
 def test_acceptance_counts_what_was_really_drafted() -> None:
-    # Draft length 3. First request: 4 rounds with 3, 3, 1, 0 drafts, 3, 1, 0, 0 of them accepted: 8 tokens.
-    # Second: 2 rounds with 3 drafts each, of which 0 and 2 were accepted: 4 tokens. The others: none.
+    # Draft length 3. First request: 4 rounds with 3, 3, 1, 0 drafts, 3, 1, 0, 0 of them accepted: 8
+    # tokens. Second: 2 rounds with 3 drafts each, of which 0 and 2 were accepted: 4 tokens. The
+    # others: none.
     outputs = [
         make_output(1, 9, stats=SpeculativeStats(4, 8, (3, 2, 2), (2, 1, 1))),
         make_output(1, 5, stats=SpeculativeStats(2, 4, (2, 2, 2), (1, 1, 0))),
@@ -78,7 +87,9 @@ def test_acceptance_counts_what_was_really_drafted() -> None:
         make_output(1, 5),
     ]
     figures = decoding_section("NGram", outputs)
-    assert figures["num_draft_tokens_percentiles"]["average"] == 6.5  # 7 and 6; K x rounds would be 12 and 6
+    assert (
+        figures["num_draft_tokens_percentiles"]["average"] == 6.5
+    )  # 7 and 6; K x rounds would be 12 and 6
     assert figures["num_accepted_draft_tokens_percentiles"]["average"] == 3
     assert figures["draft_acceptance_rate_percentiles"]["maximum"] == pytest.approx(4 / 7)
     assert figures["acceptance_length_percentiles"]["minimum"] == 2
@@ -89,7 +100,14 @@ def test_acceptance_counts_what_was_really_drafted() -> None:
 
 def test_a_report_has_a_section_only_for_what_happened() -> None:
     plain = build_report("zoo:llama", LlmArgs(model="zoo:llama"), RUN, streaming=False)
-    assert list(plain) == ["engine", "machine", "world_info", "request_info", "performance", "dataset"]
+    assert list(plain) == [
+        "engine",
+        "machine",
+        "world_info",
+        "request_info",
+        "performance",
+        "dataset",
+    ]
     spec = {"decoding_type": "NGram", "max_draft_len": 3}
     args = LlmArgs.from_kwargs("zoo:llama", speculative_config=spec)
     full = build_report("zoo:llama", args, RUN, streaming=True)
@@ -100,7 +118,9 @@ def test_a_report_has_a_section_only_for_what_happened() -> None:
 
 @pytest.mark.parametrize("one_model", [True, False])
 def test_a_report_tells_the_two_paths_of_eagle3_apart(one_model: bool) -> None:
-    report = build_report("zoo:llama", eagle3_args(eagle3_one_model=one_model), RUN, streaming=False)
+    report = build_report(
+        "zoo:llama", eagle3_args(eagle3_one_model=one_model), RUN, streaming=False
+    )
     assert report["decoding_stats"]["mode"] == "Eagle3"
     assert report["speculation"]["eagle3_one_model"] is one_model
     assert report["world_info"]["rounds_overlap"] is one_model
@@ -114,7 +134,9 @@ def test_plain_rounds_overlap_unless_that_is_disabled() -> None:
 
 
 def test_synthetic_acceptance_is_printed_and_stored_beside_the_figures_that_it_made() -> None:
-    args = eagle3_args(synthetic_acceptance_rates=[0.73, 0.52, 0.35], draft_len_schedule={1: 3, 9: 0})
+    args = eagle3_args(
+        synthetic_acceptance_rates=[0.73, 0.52, 0.35], draft_len_schedule={1: 3, 9: 0}
+    )
     report = build_report("zoo:llama", args, RUN, streaming=False)
     text = format_report(json.loads(json.dumps(report)))
     lines = [line.split(maxsplit=1) for line in text.splitlines()]
@@ -133,10 +155,15 @@ def test_the_printed_report_shows_every_section_and_figure() -> None:
 
 
 def test_table_columns_are_as_wide_as_their_widest_cell() -> None:
-    assert format_table(["a", "bb"], [["long", "1"], ["x", "234"]]) == "a      bb\nlong    1\nx     234"
+    assert (
+        format_table(["a", "bb"], [["long", "1"], ["x", "234"]])
+        == "a      bb\nlong    1\nx     234"
+    )
 
 
-def info_of(by_draft_len: dict[str, list[float]], num_changes: int, num_switches: int) -> dict[str, Any]:
+def info_of(
+    by_draft_len: dict[str, list[float]], num_changes: int, num_switches: int
+) -> dict[str, Any]:
     """An engine's state; by draft length: rounds, request rounds, tokens, timed rounds, seconds."""
     names = ("rounds", "request_rounds", "emitted_tokens", "timed_rounds", "seconds")
     rows = {key: dict(zip(names, values, strict=True)) for key, values in by_draft_len.items()}
@@ -146,7 +173,9 @@ def info_of(by_draft_len: dict[str, list[float]], num_changes: int, num_switches
 
 
 BEFORE = info_of({"3": [10, 20, 50, 8, 1.0], "5": [7, 7, 7, 7, 7.0]}, 4, 2)
-AFTER = info_of({"0": [10, 40, 40, 10, 1.0], "3": [40, 50, 125, 38, 4.0], "5": [7, 7, 7, 7, 7.0]}, 9, 3)
+AFTER = info_of(
+    {"0": [10, 40, 40, 10, 1.0], "3": [40, 50, 125, 38, 4.0], "5": [7, 7, 7, 7, 7.0]}, 9, 3
+)
 
 
 def test_draft_lengths_are_those_of_the_run_and_not_of_the_warm_up() -> None:
@@ -175,10 +204,18 @@ def test_draft_lengths_are_those_of_the_run_and_not_of_the_warm_up() -> None:
         ({"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}, True),
     ],
 )
-def test_draft_lengths_are_reported_where_they_may_vary(options: dict[str, Any], varies: bool) -> None:
+def test_draft_lengths_are_reported_where_they_may_vary(
+    options: dict[str, Any], varies: bool
+) -> None:
     report = build_report("zoo:llama", eagle3_args(**options), RUN, False, (BEFORE, AFTER))
     assert ("draft_lens" in report) is varies
     if varies:
         lines = [line.split() for line in format_report(report).splitlines()]
-        assert ["rounds", "share_of_rounds", "share_of_time", "round_ms", "acceptance_length"] in lines
+        assert [
+            "rounds",
+            "share_of_rounds",
+            "share_of_time",
+            "round_ms",
+            "acceptance_length",
+        ] in lines
         assert ["draft_len_0", "10", "0.25", "0.25", "100.00", "1.00"] in lines

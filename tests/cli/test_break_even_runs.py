@@ -9,7 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from tllm_spec.bench.break_even import BreakEven
-from tllm_spec.bench.break_even_runs import BreakEvenRuns, FreeDrafts, RoundSeconds, Speedup, Workload
+from tllm_spec.bench.break_even_runs import (
+    BreakEvenRuns,
+    FreeDrafts,
+    RoundSeconds,
+    Speedup,
+    Workload,
+)
 from tllm_spec.cli.bench import main
 from tllm_spec.config import LlmArgs
 
@@ -22,19 +28,28 @@ def test_a_draft_costs_what_the_drafter_adds_to_free_drafts_and_a_window_grows_e
 
 
 def test_the_difference_is_a_share_of_the_prediction() -> None:
-    speedup = Speedup(0.5, 3, 2.0, measured=1.5, measured_tokens_per_round=1.9, least_acceptance=None)
+    speedup = Speedup(
+        0.5, 3, 2.0, measured=1.5, measured_tokens_per_round=1.9, least_acceptance=None
+    )
     assert speedup.difference == -0.25
     assert speedup.to_dict()["tokens_per_round"] == 1.875
 
 
-def test_engines_have_the_files_drafter_at_a_fixed_length_with_the_acceptance_of_each_position() -> None:
+def test_engines_have_the_files_drafter_at_a_fixed_length_with_the_acceptance_of_each_position() -> (
+    None
+):
     made: list[LlmArgs] = []
 
     def make_llm(**arguments: Any) -> Any:
         made.append(LlmArgs.from_kwargs("zoo:llama", **arguments))
         return nullcontext()
 
-    spec = {"decoding_type": "Eagle3", "max_draft_len": 7, "speculative_model": "head", "adaptive": {}}
+    spec = {
+        "decoding_type": "Eagle3",
+        "max_draft_len": 7,
+        "speculative_model": "head",
+        "adaptive": {},
+    }
     arguments = {"max_batch_size": 2, "speculative_config": spec | {"max_concurrency": 5}}
     runs = BreakEvenRuns(make_llm, arguments, Workload())
     runs.plain()
@@ -47,7 +62,11 @@ def test_engines_have_the_files_drafter_at_a_fixed_length_with_the_acceptance_of
     assert isinstance(getattr(free, "drafter"), FreeDrafts)  # noqa: B009 (only one of the union's types has it)
     for config in (drafted, free):
         assert (config.max_draft_len, config.synthetic_acceptance_rates) == (3, (0.5, 0.25, 0.125))
-        assert (config.adaptive, config.max_concurrency, config.max_rejected_rounds) == (None, None, None)
+        assert (config.adaptive, config.max_concurrency, config.max_rejected_rounds) == (
+            None,
+            None,
+            None,
+        )
 
 
 @pytest.mark.parametrize(
@@ -78,9 +97,22 @@ def test_an_output_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> Non
 def test_predictions_stand_beside_measurements_on_the_zoo(tmp_path: Path) -> None:
     config, report = tmp_path / "x.yaml", tmp_path / "report.json"
     spec = "{decoding_type: Draft_Target, max_draft_len: 2, speculative_model: zoo:llama-draft}"
-    config.write_text(f"speculative_config: {spec}\ndevice: cpu\nkv_cache_config: {{max_tokens: 4096}}")
-    small = ["--pairs", "0:1,1:3", "--output_len", "25", "--repeat", "1", "--report_json", str(report)]
-    result = CliRunner().invoke(main, ["-m", "zoo:llama", "break-even", "--config", str(config), *small])
+    config.write_text(
+        f"speculative_config: {spec}\ndevice: cpu\nkv_cache_config: {{max_tokens: 4096}}"
+    )
+    small = [
+        "--pairs",
+        "0:1,1:3",
+        "--output_len",
+        "25",
+        "--repeat",
+        "1",
+        "--report_json",
+        str(report),
+    ]
+    result = CliRunner().invoke(
+        main, ["-m", "zoo:llama", "break-even", "--config", str(config), *small]
+    )
     assert result.exit_code == 0, result.output
     found = json.loads(report.read_text())
     never, always = found["speedups"]

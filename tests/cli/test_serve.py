@@ -26,7 +26,9 @@ def test_flags_become_arguments_and_unset_ones_leave_the_defaults() -> None:
 
 def test_the_yaml_file_wins_over_flags(tmp_path: Path) -> None:
     options = tmp_path / "options.yaml"
-    options.write_text("max_batch_size: 8\nspeculative_config: {decoding_type: NGram, max_draft_len: 3}\n")
+    options.write_text(
+        "max_batch_size: 8\nspeculative_config: {decoding_type: NGram, max_draft_len: 3}\n"
+    )
     args = read_args("m", {"max_batch_size": 4, "max_num_tokens": 64}, str(options))
     assert (args.max_batch_size, args.max_num_tokens) == (8, 64)
     assert args.speculative_config is not None
@@ -34,9 +36,12 @@ def test_the_yaml_file_wins_over_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"), [("max_batch_sze: 3", "did you mean max_batch_size"), ("a: [", "cannot read")]
+    ("text", "sentence"),
+    [("max_batch_sze: 3", "did you mean max_batch_size"), ("a: [", "cannot read")],
 )
-def test_a_mistake_in_the_yaml_file_ends_it_with_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_mistake_in_the_yaml_file_ends_it_with_a_sentence(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
     options = tmp_path / "options.yaml"
     options.write_text(text)
     result = serve("zoo:llama", "--extra_llm_api_options", str(options))
@@ -81,7 +86,10 @@ def test_a_taken_port_is_known_before_the_model_is_loaded() -> None:
         (["--max_batch_size", "0"], "max_batch_size = 0: input should be greater than 0"),
         (["--tp_size", "2"], "tensor_parallel_size = 2 is refused: one device serves a model"),
         (["--backend", "tensorrt"], "backend = 'tensorrt' is refused: there is one backend"),
-        (["--trust_remote_code"], "trust_remote_code = True is refused: code that comes with a checkpoint"),
+        (
+            ["--trust_remote_code"],
+            "trust_remote_code = True is refused: code that comes with a checkpoint",
+        ),
     ],
 )
 def test_a_flag_that_cannot_be_honoured_is_refused_with_the_reason(

@@ -21,7 +21,8 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class EagerGraph:
-    """Stands in for a graph where there are none: a replay does the work again, with its result in the same memory."""
+    """Stands in for a graph where there are none: a replay does the work again, with its result in
+    the same memory."""
 
     run: Callable[[], Any]
     result: Any

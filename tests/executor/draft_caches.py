@@ -1,5 +1,6 @@
-"""What a draft network on the target's pages should hold and propose: from one prefill of the true tokens, and a plain
-loop behind it. Shared by the tests of the one-model worker, the deferred drafter, graphs and overlap."""
+"""What a draft network on the target's pages should hold and propose: from one prefill of the true
+tokens, and a plain loop behind it. Shared by the tests of the one-model worker, the deferred
+drafter, graphs and overlap."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,9 @@ def eagle3(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
     }
 
 
-def one_model(draft: Path, head: Path, mode: str, draft_len: int = 3, **options: Any) -> dict[str, Any]:
+def one_model(
+    draft: Path, head: Path, mode: str, draft_len: int = 3, **options: Any
+) -> dict[str, Any]:
     """Keyword arguments of a mode whose drafts share the target's pages, or `plain`."""
     if mode == "plain":
         return {}
@@ -53,11 +56,13 @@ def one_model(draft: Path, head: Path, mode: str, draft_len: int = 3, **options:
 
 
 def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmRequest]:
-    """Prompts with common beginnings; some are sampled, some have stop tokens, so that their end is a surprise."""
+    """Prompts with common beginnings; some are sampled, some have stop tokens, so that their end is
+    a surprise."""
     shared = [random.randrange(64) for _ in range(24)]
     return [
         harness.submit(
-            shared[: random.randrange(20)] + [random.randrange(64) for _ in range(random.randrange(1, 9))],
+            shared[: random.randrange(20)]
+            + [random.randrange(64) for _ in range(random.randrange(1, 9))],
             max_tokens=random.randrange(1, 26),
             temperature=HOT if index % 3 else None,
             stop_token_ids=[random.randrange(64) for _ in range(index % 4)],
@@ -93,11 +98,14 @@ def entries(pool: KVPool, pages: list[int], num_entries: int) -> torch.Tensor:
 
 
 def draft_entries(harness: Harness, request: LlmRequest, num_entries: int) -> torch.Tensor:
-    return entries(pools_of(harness)[1], harness.parts.kv.cache.pages(request.request_id), num_entries)
+    return entries(
+        pools_of(harness)[1], harness.parts.kv.cache.pages(request.request_id), num_entries
+    )
 
 
 class SlowDrafter:
-    """A request's draft network after one prefill of `tokens`, the last of which is the bonus token."""
+    """A request's draft network after one prefill of `tokens`, the last of which is the bonus
+    token."""
 
     def __init__(self, harness: Harness, tokens: list[int]) -> None:
         net, target = worker_of(harness).net, harness.parts.runner.engine.model
@@ -143,20 +151,25 @@ class SlowDrafter:
 
 
 def generating(harness: Harness) -> list[LlmRequest]:
-    return [each for each in harness.parts.scheduler.running if each.state is RequestState.GENERATION]
+    return [
+        each for each in harness.parts.scheduler.running if each.state is RequestState.GENERATION
+    ]
 
 
 def assert_nothing_is_missing(harness: Harness, request: LlmRequest) -> None:
     reference = SlowDrafter(harness, request.tokens)
     num_entries = reference.num_entries - request.draft_lag
-    own, expected = draft_entries(harness, request, num_entries), reference.entries()[:, :, :num_entries]
+    own, expected = (
+        draft_entries(harness, request, num_entries),
+        reference.entries()[:, :, :num_entries],
+    )
     assert own.shape == expected.shape
     assert (own - expected).abs().max() < TOLERANCE
 
 
 def assert_cached_pages_are_whole(harness: Harness) -> int:
-    """Every position that the prefix cache offers was written in both pools, where the draft has come so far. Returns
-    how many there are."""
+    """Every position that the prefix cache offers was written in both pools, where the draft has
+    come so far. Returns how many there are."""
     cache, num_cached = harness.parts.kv.cache, 0
     for node in cache._tree.nodes():
         num_positions = len(node.key) - cache.lookahead

@@ -23,7 +23,9 @@ DUMMY = 8  # the slot behind those of max_batch_size
 MODES = ["draft_target", "eagle3"]
 
 
-def two_model(drafts: tuple[Path, Path], mode: str, draft_len: int = 3, **options: Any) -> dict[str, Any]:
+def two_model(
+    drafts: tuple[Path, Path], mode: str, draft_len: int = 3, **options: Any
+) -> dict[str, Any]:
     draft, head = drafts
     if mode == "draft_target":
         return draft_target(draft, draft_len, **options)
@@ -32,8 +34,8 @@ def two_model(drafts: tuple[Path, Path], mode: str, draft_len: int = 3, **option
 
 @dataclass
 class EagerGraph:
-    """Stands in for a graph: a replay runs again what was captured, into the same memory, and over the results of the
-    others, whose memory it uses. `depth` and `others` are shared."""
+    """Stands in for a graph: a replay runs again what was captured, into the same memory, and over
+    the results of the others, whose memory it uses. `depth` and `others` are shared."""
 
     run: Callable[[], Result]
     result: Result
@@ -92,12 +94,12 @@ class Watched:
         """Of the drafts' graphs, or of those given."""
         graphs = graphs or self.drafter.graphs
         assert graphs is not None
-        stand_ins: dict[GraphKey, Any] = {
+        dummies: dict[GraphKey, Any] = {
             GraphKey(size, draft_len, sampled): captured.graph
             for draft_len, tier in graphs.tiers.items()
             for (size, sampled), captured in tier.graphs.items()
         }
-        return {key: stand_in.replays for key, stand_in in stand_ins.items() if stand_in.replays}
+        return {key: stand_in.replays for key, stand_in in dummies.items() if stand_in.replays}
 
 
 def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:

@@ -72,8 +72,8 @@ class Harness:
         return request
 
     def round(self) -> bool:
-        """One step; a round that breaks off is recovered from, as the worker does. False when there is nothing to
-        do."""
+        """One step; a round that breaks off is recovered from, as the worker does. False when there
+        is nothing to do."""
         try:
             return self.executor.step()
         except Exception as error:  # noqa: BLE001 (stands in for the worker, a border of the process)
@@ -136,9 +136,12 @@ def output_of(request: LlmRequest) -> list[int]:
 
 
 def all_pages_are_back(executor: PyExecutor) -> bool:
-    """Nobody holds a page or a slot, of the target or a draft model: every page is free or cached."""
+    """Nobody holds a page or a slot, of the target or a draft model: every page is free or
+    cached."""
     managers = executor.resources
-    caches = [executor.parts.kv] + [each.kv for each in managers if isinstance(each, DraftKVManager)]
+    caches = [executor.parts.kv] + [
+        each.kv for each in managers if isinstance(each, DraftKVManager)
+    ]
     slots = [each for each in managers if isinstance(each, SeqSlotManager)]
     return all(kv.num_available == kv.num_usable for kv in caches) and all(
         each.num_free == each.max_batch_size for each in slots

@@ -1,5 +1,6 @@
-"""The paged cache's counterpart in tests: a simulated device that records what every position of every page really
-holds, and uses of the cache, directed and random, that compare it with what should be there."""
+"""The paged cache's counterpart in tests: a simulated device that records what every position of
+every page really holds, and uses of the cache, directed and random, that compare it with what
+should be there."""
 
 import copy
 import random
@@ -9,8 +10,8 @@ from tllm_spec.executor.resources.paged_cache import PagedCache
 
 
 class Device:
-    """KV memory. The KV at a position depends on all tokens up to it and on `lookahead` tokens after it, so here it is
-    a hash of those."""
+    """KV memory. The KV at a position depends on all tokens up to it and on `lookahead` tokens
+    after it, so here it is a hash of those."""
 
     def __init__(self, num_pages: int, page_size: int, lookahead: int = 0) -> None:
         self.page_size = page_size
@@ -47,20 +48,29 @@ def prefix_hashes(tokens: list[int]) -> list[int]:
 
 
 class Driver:
-    """A cache and its device, used as the executor does; every step checks what the interface promises."""
+    """A cache and its device, used as the executor does; every step checks what the interface
+    promises."""
 
-    def __init__(self, num_pages: int, page_size: int, *, lookahead: int = 0, **options: Any) -> None:
-        """`options` are the cache's; `key_lookahead` among them gives it another lookahead than the device has."""
+    def __init__(
+        self, num_pages: int, page_size: int, *, lookahead: int = 0, **options: Any
+    ) -> None:
+        """`options` are the cache's; `key_lookahead` among them gives it another lookahead than the
+        device has."""
         self.page_size = page_size
         self.lookahead = lookahead
         self.device = Device(num_pages, page_size, lookahead)
         options["lookahead"] = options.pop("key_lookahead", lookahead)
         self.cache = PagedCache(num_pages, page_size, copy_page=self.device.copy_page, **options)
-        self.tokens: dict[int, list[int]] = {}  # of each sequence: those that its computed KV depends on
+        self.tokens: dict[
+            int, list[int]
+        ] = {}  # of each sequence: those that its computed KV depends on
         self.next_id = 0
 
-    def start(self, prompt: list[int], chunk: int | None = None, *, reuse: bool = True) -> int | None:
-        """Reuses the cache, then computes up to `chunk`; None, and no trace, if pages are missing."""
+    def start(
+        self, prompt: list[int], chunk: int | None = None, *, reuse: bool = True
+    ) -> int | None:
+        """Reuses the cache, then computes up to `chunk`; None, and no trace, if pages are
+        missing."""
         cache, seq_id = self.cache, self.next_id
         self.next_id += 1
         end = len(prompt) if chunk is None else chunk
@@ -139,9 +149,12 @@ class Driver:
 
 
 class RandomUse:
-    """Random operations on texts that share prefixes, in a pool so small that it evicts all the time."""
+    """Random operations on texts that share prefixes, in a pool so small that it evicts all the
+    time."""
 
-    def __init__(self, page_size: int, num_pages: int, *, partial_reuse: bool, **lookahead: int) -> None:
+    def __init__(
+        self, page_size: int, num_pages: int, *, partial_reuse: bool, **lookahead: int
+    ) -> None:
         self.rng = random.Random(page_size * 100 + num_pages)
         self.driver = Driver(num_pages, page_size, enable_partial_reuse=partial_reuse, **lookahead)
         self.longest = page_size * num_pages // 2 + 2

@@ -1,4 +1,5 @@
-"""Rounds played through a controller of the cost model, with round times that are easy to reckon with."""
+"""Rounds played through a controller of the cost model, with round times that are easy to reckon
+with."""
 
 from typing import Any
 

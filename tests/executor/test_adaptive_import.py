@@ -18,6 +18,8 @@ for config in ({}, "aggressive", {"strategy": "ema", 1: {"candidate_steps": [1, 
 
 
 def test_the_controller_works_where_there_is_no_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3", "dict", "3", "dict", "3", "dict"]

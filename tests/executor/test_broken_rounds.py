@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of, user_provided
+from tests.executor.harness import (
+    Harness,
+    all_pages_are_back,
+    draft_target,
+    output_of,
+    user_provided,
+)
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.sampling.state import TokenCounts
 
@@ -15,7 +21,10 @@ PROMPT, OTHERS, LENGTH = [1, 2, 3, 4, 5], [[6, 7, 8], [9, 10, 11, 12]], 24
 
 def run(harness: Harness, **params: Any) -> list[LlmRequest]:
     """`PROMPT` with these parameters beside plain requests."""
-    requests = [harness.submit(PROMPT, LENGTH, **params), *(harness.submit(each, LENGTH) for each in OTHERS)]
+    requests = [
+        harness.submit(PROMPT, LENGTH, **params),
+        *(harness.submit(each, LENGTH) for each in OTHERS),
+    ]
     harness.run()
     assert all_pages_are_back(harness.executor)
     return requests
@@ -55,7 +64,8 @@ def test_a_processor_that_raises_behind_wrong_drafts_fails_only_where_plain_deco
 
 
 def test_drafts_of_a_round_that_broke_off_are_not_accepted_later(tiny: Path) -> None:
-    """In the next round the pausing request is not drafted for: what its slot had was never shown to its processor."""
+    """In the next round the pausing request is not drafted for: what its slot had was never shown
+    to its processor."""
     fuse = {"lit": False}
 
     def push(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -70,7 +80,10 @@ def test_drafts_of_a_round_that_broke_off_are_not_accepted_later(tiny: Path) -> 
     plain, harness = Harness(tiny), Harness(tiny, **draft_target(tiny))
     undisturbed = plain.submit(PROMPT, LENGTH, logits_processor=push)
     plain.run()
-    request, _ = harness.submit(PROMPT, LENGTH, logits_processor=push), harness.submit(OTHERS[0], LENGTH)
+    request, _ = (
+        harness.submit(PROMPT, LENGTH, logits_processor=push),
+        harness.submit(OTHERS[0], LENGTH),
+    )
     culprit = harness.submit(OTHERS[1], LENGTH, logits_processor=raise_if_lit)
     harness.run_until(request, RequestState.GENERATION)
     fuse["lit"] = True
@@ -96,7 +109,8 @@ def test_what_breaks_off_while_requests_join_fails_that_round_and_not_the_execut
 
 
 class Raising:
-    """The checker of a request's stop strings whose tokenizer fails behind so many tokens; None: not yet."""
+    """The checker of a request's stop strings whose tokenizer fails behind so many tokens; None:
+    not yet."""
 
     def __init__(self, error: Exception, num_tokens: int | None) -> None:
         self.error, self.num_tokens = error, num_tokens
@@ -115,7 +129,9 @@ class Raising:
 def test_a_tokenizer_that_cannot_decode_a_token_fails_whoever_looks_for_strings_with_it(
     tiny: Path, expected: list[list[int]], mode: str, error: type[Exception]
 ) -> None:
-    harness = Harness(tiny, **(user_provided(lambda request: [7, 7]) if mode == "user_provided" else {}))
+    harness = Harness(
+        tiny, **(user_provided(lambda request: [7, 7]) if mode == "user_provided" else {})
+    )
     requests = [harness.submit(each, LENGTH) for each in (PROMPT, *OTHERS)]
     failing = [harness.submit([20 + place], LENGTH) for place in range(3)]
     for place, request in enumerate(failing):  # one in the round behind the other
@@ -126,7 +142,8 @@ def test_a_tokenizer_that_cannot_decode_a_token_fails_whoever_looks_for_strings_
 
 
 def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Path) -> None:
-    """With overlap somebody may have lost their pages to the round launched before. Who had ended by then has."""
+    """With overlap somebody may have lost their pages to the round launched before. Who had ended
+    by then has."""
     pool = {"tokens_per_block": 4, "max_tokens": 120}
     policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     harness = Harness(tiny, max_seq_len=64, kv_cache_config=pool, scheduler_config=policy)
@@ -137,11 +154,15 @@ def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Pa
 
     def watched(generating: list[LlmRequest]) -> Any:
         scheduled = schedule(generating)
-        found = [each for each in others if each.tokens_in_flight and each.state is RequestState.WAITING]
+        found = [
+            each for each in others if each.tokens_in_flight and each.state is RequestState.WAITING
+        ]
         if found and not preempted:
             preempted.extend(found)
             checker.num_tokens = 1
-            ending.max_tokens = ending.num_output_tokens + 1  # ends in the round that breaks off behind it
+            ending.max_tokens = (
+                ending.num_output_tokens + 1
+            )  # ends in the round that breaks off behind it
         return scheduled
 
     harness.parts.scheduler.schedule = watched  # type: ignore[method-assign]

@@ -1,4 +1,5 @@
-"""CUDA graphs of contexts: what runs in them, and that nobody can tell from the text. FlashInfer's twin attends."""
+"""CUDA graphs of contexts: what runs in them, and that nobody can tell from the text. FlashInfer's
+reference attends."""
 
 from pathlib import Path
 from random import Random
@@ -58,12 +59,13 @@ def replays(harness: Harness) -> dict[int, int]:
     """By number of rows."""
     graphs = harness.parts.runner.context_graphs
     assert graphs is not None
-    stand_ins: dict[int, Any] = {size: captured.graph for size, captured in graphs._graphs.items()}
-    return {size: stand_in.replays for size, stand_in in stand_ins.items() if stand_in.replays}
+    dummies: dict[int, Any] = {size: captured.graph for size, captured in graphs._graphs.items()}
+    return {size: stand_in.replays for size, stand_in in dummies.items() if stand_in.replays}
 
 
 def traffic(harness: Harness, is_sampled: bool) -> list[LlmRequest]:
-    """Prompts of all lengths that join others which generate, some of them behind a shared prefix."""
+    """Prompts of all lengths that join others which generate, some of them behind a shared
+    prefix."""
     random = Random(5)
     shared = [random.randrange(64) for _ in range(40)]
     requests = []
@@ -92,7 +94,9 @@ def ranks(request: LlmRequest) -> list[dict[int, int | None] | None]:
 
 
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": True, "max_num_tokens": 45}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_chunked_prefill": True, "max_num_tokens": 45}], ids=str
+)
 @pytest.mark.parametrize("windows", [(), (4, 8)], ids=["eager windows", "windows in graphs"])
 @pytest.mark.parametrize("mode", MODES)
 def test_texts_are_those_without_graphs(
@@ -114,14 +118,20 @@ def test_texts_are_those_without_graphs(
         assert mine.counters.by_accepted == other.counters.by_accepted
         assert mine.error is None
         assert ranks(mine) == ranks(other)
-    # What the head of an engine of its own reads next round, windows would overwrite: only prompts alone fit.
+    # What the head of an engine of its own reads next round, windows would overwrite: only prompts
+    # alone fit.
     assert len(replays(harness)) >= (1 if mode == "eagle3_two_model" else 3)
     assert all_pages_are_back(harness.executor)
 
 
 @pytest.mark.parametrize("mode", ["plain", "eagle3"])
 def test_a_prompt_beside_windows_makes_two_launches(
-    mode: str, tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    tiny: Path,
+    tiny_draft: Path,
+    head: Path,
+    eager_graphs: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = with_graphs(monkeypatch, tiny, (4,), **speculate(tiny_draft, head, mode))
     runner = harness.parts.runner
@@ -145,12 +155,23 @@ def test_the_smallest_graph_that_has_room_runs_a_forward(
     tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = with_graphs(monkeypatch, tiny, kv_cache_config={"enable_block_reuse": False})
-    for length, size in ((1, 4), (4, 4), (5, 8), (23, 24), (24, 24), (25, 40), (40, 40), (41, None)):
+    for length, size in (
+        (1, 4),
+        (4, 4),
+        (5, 8),
+        (23, 24),
+        (24, 24),
+        (25, 40),
+        (40, 40),
+        (41, None),
+    ):
         before = replays(harness)
         harness.submit([7] * length, max_tokens=1)
         harness.run()
         after = replays(harness)
-        assert {key for key in after if after[key] != before.get(key)} == ({size} if size else set())
+        assert {key for key in after if after[key] != before.get(key)} == (
+            {size} if size else set()
+        )
 
 
 def test_states_are_those_of_an_eager_forward_for_any_chunks(
@@ -167,7 +188,9 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
             table.write(slot, list(range(1 + 4 * slot, 5 + 4 * slot)), 0)
         table.flush()
         for lens in ((40,), (1,), (3, 1), (1,) * MAX_CHUNKS, (5, 2, 30), (8,)):
-            chunks = [ContextChunk(slot, 0, random.choices(range(64), k=n)) for slot, n in enumerate(lens)]
+            chunks = [
+                ContextChunk(slot, 0, random.choices(range(64), k=n)) for slot, n in enumerate(lens)
+            ]
             last = torch.tensor(lens).cumsum(0) - 1
             expected = engine.forward(chunks, None, last)
             keys = engine.backend.pool.data.clone()
@@ -186,7 +209,9 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
 
 def test_contexts_are_captured_unless_that_is_disabled(tiny: Path) -> None:
     def sizes(**options: Any) -> tuple[int, ...]:
-        plan = BuildPlan(LlmArgs.from_kwargs(tiny, **{"max_batch_size": 8, "max_seq_len": 252} | options))
+        plan = BuildPlan(
+            LlmArgs.from_kwargs(tiny, **{"max_batch_size": 8, "max_seq_len": 252} | options)
+        )
         plan.device = torch.device("cuda")
         return plan.context_rows
 
@@ -218,5 +243,7 @@ def test_running_out_of_memory_while_capturing_says_what_to_do(
         raise torch.cuda.OutOfMemoryError("no more")
 
     monkeypatch.setattr(GraphPool, "capture", fail)
-    with pytest.raises(ValueError, match=r"of 40 context rows .* prefill_cuda_graph_backend to disabled"):
+    with pytest.raises(
+        ValueError, match=r"of 40 context rows .* prefill_cuda_graph_backend to disabled"
+    ):
         with_graphs(monkeypatch, tiny)

@@ -1,5 +1,6 @@
-"""What the host does before a prompt's forward begins, which the device waits for: the numbers of its rows against a
-plain loop, and how many operations of torch there are. They are counted, not timed."""
+"""What the host does before a prompt's forward begins, which the device waits for: the numbers of
+its rows against a plain loop, and how many operations of torch there are. They are counted, not
+timed."""
 
 from array import array
 from collections import Counter
@@ -64,7 +65,11 @@ def expected(chunks: list[ContextChunk]) -> list[list[int]]:
 def test_rows_are_those_that_a_plain_loop_finds(number: int, rows: RowBuilder) -> None:
     chunks = chunks_of(*CHUNKS[:number])
     metadata, token_ids = rows.build(chunks, None)
-    assert [token_ids.tolist(), metadata.positions.tolist(), metadata.kv_slots.tolist()] == expected(chunks)
+    assert [
+        token_ids.tolist(),
+        metadata.positions.tolist(),
+        metadata.kv_slots.tolist(),
+    ] == expected(chunks)
     lens, ends = [len(chunk.tokens) for chunk in chunks], [chunk.end for chunk in chunks]
     assert (list(metadata.context_lens), list(metadata.context_kv_lens)) == (lens, ends)
     assert metadata.kv_lens.tolist() == ends and metadata.kv_lens.dtype == torch.int32
@@ -72,7 +77,8 @@ def test_rows_are_those_that_a_plain_loop_finds(number: int, rows: RowBuilder) -
         pages = TABLES[chunk.slot][: -(-chunk.end // PAGE_SIZE)]
         assert table[: len(pages)] == pages
     assert (
-        rows.pages(chunks).tolist() == PrefillRows.build(lens, ends, metadata.block_tables, 4).pages.tolist()
+        rows.pages(chunks).tolist()
+        == PrefillRows.build(lens, ends, metadata.block_tables, 4).pages.tolist()
     )
 
 
@@ -83,7 +89,9 @@ def test_each_row_begins_where_kernels_that_were_compiled_for_a_whole_tensor_may
     metadata, token_ids = rows.build(chunks_of((2, 0, length)), None)
     assert [len(row) for row in (token_ids, metadata.positions, metadata.kv_slots)] == [length] * 3
     for row in (metadata.positions, metadata.kv_slots):
-        assert (row.data_ptr() - token_ids.data_ptr()) % (8 * ROW_ALIGNMENT) == 0 and row.is_contiguous()
+        assert (row.data_ptr() - token_ids.data_ptr()) % (
+            8 * ROW_ALIGNMENT
+        ) == 0 and row.is_contiguous()
 
 
 def test_a_chunk_behind_its_slots_pages_is_nobodys(rows: RowBuilder) -> None:
@@ -126,8 +134,13 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("number", [1, MAX_CHUNKS])
 @pytest.mark.parametrize("mode", ["plain", "eagle3"])
-def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_are_written_behind_it(
-    mode: str, number: int, tiny: Path, tmp_path: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_are_written_after_it(
+    mode: str,
+    number: int,
+    tiny: Path,
+    tmp_path: Path,
+    eager_graphs: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     head = write_tiny_eagle3(tmp_path / "head", num_captured=2)
     harness = Harness(tiny, **one_model(tiny, head, mode))
@@ -144,12 +157,13 @@ def test_few_operations_are_done_before_a_prompts_graph_is_launched_and_slots_ar
     graph: Any = runner.context_graphs._graphs[256].graph
     monkeypatch.setattr(graph, "replay", fail)
     monkeypatch.setattr(PlainInPlace, "plan", lambda plan, rows: plan)
-    for written_behind in (SamplingState, type(harness.parts.slots)):
-        monkeypatch.setattr(written_behind, "start", fail)
+    for written_after in (SamplingState, type(harness.parts.slots)):
+        monkeypatch.setattr(written_after, "start", fail)
     for _ in range(number):
         harness.submit(random.choices(range(64), k=200 // number), max_tokens=9)
     with pytest.raises(Launched) as launched, Counted() as counted:
         harness.executor.step()
     assert launched.traceback[-2].name == "run"  # of the graphs
-    # Page numbers, the graph's inputs, and the plan's numbers: three copies and the views around them.
+    # Page numbers, the graph's inputs, and the plan's numbers: three copies and the views around
+    # them.
     assert sum(counted.seen.values()) <= 11, counted.seen

@@ -100,7 +100,8 @@ def test_probes_cost_one_round_in_a_hundred_at_most() -> None:
 def test_probes_are_rarer_where_a_round_of_them_adds_much_time() -> None:
     rounds = 20_000
     cheap, dear = (
-        sum(steps > 0 for steps in play(controller(draft_ms=ms), rounds, 0)[1000:]) for ms in (0.5, 9.0)
+        sum(steps > 0 for steps in play(controller(draft_ms=ms), rounds, 0)[1000:])
+        for ms in (0.5, 9.0)
     )
     assert 0 < dear < 0.8 * cheap
     assert dear * 9.0 <= 0.006 * rounds * 10  # milliseconds that probes added
@@ -114,7 +115,9 @@ def test_after_plain_decoding_good_drafts_are_found_again_by_a_probe() -> None:
     assert settled(controls) == 3
 
 
-def rounds_until(controls: AdaptiveController, goal: int, num_accepted: int, batch_size: int = 1) -> int:
+def rounds_until(
+    controls: AdaptiveController, goal: int, num_accepted: int, batch_size: int = 1
+) -> int:
     for number in range(5000):
         if controls.steps_for(batch_size) == goal:
             return number
@@ -170,7 +173,9 @@ def test_drafting_is_given_up_only_after_it_has_lost_what_the_option_says() -> N
 
     assert rounds(40.0, 1) - rounds(20.0, 1) == pytest.approx(80, abs=2)
     assert rounds(40.0, 8) - rounds(20.0, 8) == pytest.approx(80, abs=2)
-    assert rounds(80.0, 32) - rounds(40.0, 32) == pytest.approx(40, abs=2)  # four times probe_trials
+    assert rounds(80.0, 32) - rounds(40.0, 32) == pytest.approx(
+        40, abs=2
+    )  # four times probe_trials
 
 
 def test_what_drafts_have_won_they_may_lose_again() -> None:
@@ -184,7 +189,8 @@ def test_what_drafts_have_won_they_may_lose_again() -> None:
 
 
 def test_drafts_that_are_never_right_cost_little_from_the_first_round_on() -> None:
-    """Nothing was won before, so that five plain rounds are the most that they lose, beside probes."""
+    """Nothing was won before, so that five plain rounds are the most that they lose, beside
+    probes."""
     for draft_ms in (0.5, 2.0, 8.0):
         lost_ms = sum(draft_ms * steps for steps in play(controller(draft_ms), 1000, 0))
         assert lost_ms <= 50 + 0.01 * 1000 * 10
@@ -212,8 +218,11 @@ def test_drafts_that_are_never_right_leave_an_estimate_that_others_can_change() 
 
 
 def test_a_batch_size_that_never_drafts_may_be_told_of_drafts() -> None:
-    """A round can shrink behind its draft length, and drafters on the host are watched at every batch size."""
-    controller = AdaptiveController.from_config({1: {"candidate_steps": [0]}, 4: {"candidate_steps": [1, 3]}})
+    """A round can shrink behind its draft length, and drafters on the host are watched at every
+    batch size."""
+    controller = AdaptiveController.from_config(
+        {1: {"candidate_steps": [0]}, 4: {"candidate_steps": [1, 3]}}
+    )
     assert controller.steps_for(4) > 0
     controller.observe(3, [1, 0, 1], 3, 0.01)
     controller.learn(2, [1], 3, 2)
@@ -254,7 +263,9 @@ def test_requests_that_are_not_drafted_for_lower_what_drafts_can_bring() -> None
 
 def test_the_first_rounds_have_the_length_that_was_asked_for() -> None:
     config = {"candidate_steps": list(LADDER)}
-    assert [AdaptiveController.from_config(config, initial_steps=k).steps_for(4) for k in LADDER] == [
+    assert [
+        AdaptiveController.from_config(config, initial_steps=k).steps_for(4) for k in LADDER
+    ] == [
         0,
         1,
         2,
@@ -262,8 +273,12 @@ def test_the_first_rounds_have_the_length_that_was_asked_for() -> None:
     ]
 
 
-def test_longer_contexts_add_the_same_time_to_all_lengths_that_were_measured_with_empty_ones() -> None:
-    times = CorrectedRoundTimes(LinearTimes(4.0, of_empty_contexts=True), LADDER, RoundTimeOptions())
+def test_longer_contexts_add_the_same_time_to_all_lengths_that_were_measured_with_empty_ones() -> (
+    None
+):
+    times = CorrectedRoundTimes(
+        LinearTimes(4.0, of_empty_contexts=True), LADDER, RoundTimeOptions()
+    )
     for _ in range(500):
         times.observe(1, 0, 0.040)  # four times what was measured
     assert times.row(1)[0] == pytest.approx(0.040, rel=0.01)
@@ -284,19 +299,22 @@ def test_longer_contexts_add_most_to_lengths_that_took_longest_over_them() -> No
 
 @pytest.mark.parametrize("wrong", LADDER[:-1])
 def test_one_difference_of_times_that_is_off_decides_for_no_length(wrong: int) -> None:
-    """Too long a time of the longest alone cannot be told from contexts that cost wider windows more."""
+    """Too long a time of the longest alone cannot be told from contexts that cost wider windows
+    more."""
     own, added = {0: 0.01, 1: 0.011, 2: 0.012, 3: 0.013}, dict.fromkeys(LADDER, 0.001)
-    source = MeasuredRoundTimes({1: own}, of_empty_contexts=True, contexts={1: added | {wrong: 0.0015}})
+    source = MeasuredRoundTimes(
+        {1: own}, of_empty_contexts=True, contexts={1: added | {wrong: 0.0015}}
+    )
     times = CorrectedRoundTimes(source, LADDER, RoundTimeOptions())
     for _ in range(500):
         times.observe(1, 0, 0.012)
-    for steps in (
-        LADDER
-    ):  # were it believed, the wrong length would be off by half of what contexts add, or by a third
+    for steps in LADDER:  # were it believed, the wrong length would be off by half of what contexts add, or by a third
         assert times.row(1)[steps] - own[steps] == pytest.approx(0.002, rel=0.25)
 
 
-@pytest.mark.parametrize("added", [{0: 0.001, 1: 0.001, 2: 0.001, 3: -0.0005}, dict.fromkeys(LADDER, -0.001)])
+@pytest.mark.parametrize(
+    "added", [{0: 0.001, 1: 0.001, 2: 0.001, 3: -0.0005}, dict.fromkeys(LADDER, -0.001)]
+)
 def test_a_difference_of_times_that_cannot_be_is_not_believed(added: dict[int, float]) -> None:
     own = {0: 0.01, 1: 0.011, 2: 0.012, 3: 0.013}
     source = MeasuredRoundTimes({1: own}, of_empty_contexts=True, contexts={1: added})
@@ -307,7 +325,8 @@ def test_a_difference_of_times_that_cannot_be_is_not_believed(added: dict[int, f
 
 
 def test_times_with_contexts_make_up_for_errors_of_those_without() -> None:
-    """Both are measured, each with an error of its own; what counts is how lengths compare, here 0 and 2."""
+    """Both are measured, each with an error of its own; what counts is how lengths compare, here 0
+    and 2."""
     true = {steps: 0.010 + 0.001 * steps for steps in (*LADDER, 5, 7)}
     chance, errors = Random(0), [0.0, 0.0]
 
@@ -332,7 +351,9 @@ def test_nonsense_measured_with_contexts_leaves_times_near_those_without() -> No
 
 
 def test_rounds_faster_than_measured_with_empty_contexts_leave_all_times_above_zero() -> None:
-    times = CorrectedRoundTimes(LinearTimes(4.0, of_empty_contexts=True), LADDER, RoundTimeOptions())
+    times = CorrectedRoundTimes(
+        LinearTimes(4.0, of_empty_contexts=True), LADDER, RoundTimeOptions()
+    )
     for _ in range(500):
         times.observe(1, 3, 0.003)
     assert min(times.row(1).values()) > 0
@@ -363,7 +384,9 @@ def test_one_round_that_took_a_second_does_not_change_the_times_much() -> None:
 
 
 def test_times_between_measured_ones_lie_on_a_line() -> None:
-    times = MeasuredRoundTimes.from_json({"round_ms": {"4": {"0": 4, "2": 6}, "8": {"0": 8, "2": 14}}})
+    times = MeasuredRoundTimes.from_json(
+        {"round_ms": {"4": {"0": 4, "2": 6}, "8": {"0": 8, "2": 14}}}
+    )
     at: Sequence[tuple[int, int]] = [(4, 0), (4, 1), (6, 2), (1, 0), (16, 2)]
     assert [times.round_time(*cell) * 1e3 for cell in at] == pytest.approx([4, 5, 10, 4, 30])
 

@@ -45,7 +45,12 @@ def config(**options: Any) -> NGramDecodingConfig:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_concurrency": 5}, {"draft_len_schedule": {1: 4, 3: 2, 7: 0}}, {"draft_len_schedule": {4: 1}}],
+    [
+        {},
+        {"max_concurrency": 5},
+        {"draft_len_schedule": {1: 4, 3: 2, 7: 0}},
+        {"draft_len_schedule": {4: 1}},
+    ],
 )
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (3, 8), (8,), (1, 2, 3, 4, 5, 6, 7, 8)])
 def test_keys_are_exactly_the_combinations_that_batches_can_have(
@@ -55,7 +60,9 @@ def test_keys_are_exactly_the_combinations_that_batches_can_have(
     keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
     padded = {n: min(size for size in sizes if size >= n) for n in range(1, 9)}
     needed = {
-        (padded[n], controller_for(spec).steps_for(n), sampled) for n in padded for sampled in (False, True)
+        (padded[n], controller_for(spec).steps_for(n), sampled)
+        for n in padded
+        for sampled in (False, True)
     }
     assert {(key.batch_size, key.draft_len, key.sampled) for key in keys} == needed
     assert len(keys) == len(needed)
@@ -70,7 +77,9 @@ def test_drafters_that_may_come_with_fewer_drafts_have_a_graph_for_every_length(
 
 def test_sizes_end_where_the_schedule_changes_so_that_no_batch_pads_beyond() -> None:
     schedule = {1: 4, 6: 0}
-    sizes = CudaGraphConfig(batch_sizes=(1, 8)).sizes(8, [size - 1 for size in schedule if size > 1])
+    sizes = CudaGraphConfig(batch_sizes=(1, 8)).sizes(
+        8, [size - 1 for size in schedule if size > 1]
+    )
     spec = config(draft_len_schedule=schedule)
     keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
     assert {(key.batch_size, key.draft_len) for key in keys} == {(1, 4), (5, 4), (8, 0)}
@@ -81,23 +90,26 @@ def with_graphs(
 ) -> Harness:
     harness = Harness(model, **options)
     with torch.inference_mode():
-        harness.parts.runner.capture_graphs(graph_keys(sizes, lambda _: draft_lens), DUMMY, CPU, pads=pads)
+        harness.parts.runner.capture_graphs(
+            graph_keys(sizes, lambda _: draft_lens), DUMMY, CPU, pads=pads
+        )
     return harness
 
 
 def num_replays(harness: Harness) -> dict[GraphKey, int]:
     graphs = harness.parts.runner.graphs
     assert graphs is not None
-    stand_ins: dict[GraphKey, Any] = {
+    dummies: dict[GraphKey, Any] = {
         GraphKey(size, draft_len, is_sampled): captured.graph
         for draft_len, tier in graphs.tiers.items()
         for (size, is_sampled), captured in tier.graphs.items()
     }
-    return {key: stand_in.replays for key, stand_in in stand_ins.items() if stand_in.replays}
+    return {key: stand_in.replays for key, stand_in in dummies.items() if stand_in.replays}
 
 
 def submit_mixture(harness: Harness, number: int, is_sampled: bool) -> list[LlmRequest]:
-    """Requests of many lengths, so that many batch sizes from `number` down occur; one is alone in the end."""
+    """Requests of many lengths, so that many batch sizes from `number` down occur; one is alone in
+    the end."""
     random = Random(3)
     return [
         harness.submit(
@@ -130,13 +142,26 @@ def test_the_slots_of_a_round_are_sent_when_they_are_not_those_of_the_round_befo
     graphs = CudaGraphs(generate, DUMMY, CPU)
     graphs.capture(graph_keys((2, 4), lambda _: {0, 1}))
     seen.clear()
-    rounds = [[1, 2, 3], [1, 2, 3], [1, 3, 2], [1, 3], [1, 3], [5], [1, 3, 2], [1, 3, 2, 8], [1, 3, 2]]
+    rounds = [
+        [1, 2, 3],
+        [1, 2, 3],
+        [1, 3, 2],
+        [1, 3],
+        [1, 3],
+        [5],
+        [1, 3, 2],
+        [1, 3, 2, 8],
+        [1, 3, 2],
+    ]
     for slots in rounds:
         for draft_len in (0, 1):
             graphs.replay(slots, draft_len, False)
     padded = [slots + [DUMMY] * (2 + 2 * (len(slots) > 2) - len(slots)) for slots in rounds]
     assert seen == [slots for slots in padded for _ in (0, 1)]
-    assert sent == [padded[0], *(padded[i] for i in range(1, len(padded)) if padded[i] != padded[i - 1])]
+    assert sent == [
+        padded[0],
+        *(padded[i] for i in range(1, len(padded)) if padded[i] != padded[i - 1]),
+    ]
 
 
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
@@ -146,7 +171,10 @@ def test_what_is_captured_is_the_round_that_runs_without_graphs(
 ) -> None:
     speculation = speculate(tiny_draft, head, mode)
     lengths = {0, 1, 2, 3} if speculation else {0}
-    harness, eager = with_graphs(tiny, (1, 4, 8), lengths, **speculation), Harness(tiny, **speculation)
+    harness, eager = (
+        with_graphs(tiny, (1, 4, 8), lengths, **speculation),
+        Harness(tiny, **speculation),
+    )
     ours, theirs = (submit_mixture(each, 7, is_sampled) for each in (harness, eager))
     harness.run()
     eager.run()
@@ -169,9 +197,13 @@ def test_the_dummy_slot_of_padded_batches_does_not_grow_and_no_page_is_written_f
     assert graphs is not None
     requests = submit_mixture(harness, 3, is_sampled=True)
     while harness.round():
-        owners = sum(not request.is_finished for request in requests)  # the round in flight may have one more
+        owners = sum(
+            not request.is_finished for request in requests
+        )  # the round in flight may have one more
         assert (graphs._slot_ids[owners + 1 :] == DUMMY).all()
-        assert slots.kv_lens[DUMMY] <= 1 + harness.max_draft_len  # of the latest round: each begins with 0
+        assert (
+            slots.kv_lens[DUMMY] <= 1 + harness.max_draft_len
+        )  # of the latest round: each begins with 0
     assert sum(num_replays(harness).values()) > 5
     assert not table.device_rows[DUMMY].any()
     with torch.inference_mode():
@@ -182,12 +214,16 @@ def test_the_dummy_slot_of_padded_batches_does_not_grow_and_no_page_is_written_f
 
 def test_what_fits_no_graph_runs_without(tiny: Path, eager_graphs: None) -> None:
     harness, eager = with_graphs(tiny, (1, 2), {0}), Harness(tiny)
-    ours, theirs = ([each.submit([i, 5], max_tokens=10) for i in range(4)] for each in (harness, eager))
+    ours, theirs = (
+        [each.submit([i, 5], max_tokens=10) for i in range(4)] for each in (harness, eager)
+    )
     harness.run()
     eager.run()
     assert not num_replays(harness)  # four at a time, to the end
     assert list(map(output_of, ours)) == list(map(output_of, theirs))
-    penalised = [each.submit([1, 2], max_tokens=10, presence_penalty=0.5) for each in (harness, eager)]
+    penalised = [
+        each.submit([1, 2], max_tokens=10, presence_penalty=0.5) for each in (harness, eager)
+    ]
     harness.run()
     eager.run()
     assert not num_replays(harness)  # rules that a graph does not have
@@ -199,7 +235,9 @@ def test_what_fits_no_graph_runs_without(tiny: Path, eager_graphs: None) -> None
     assert output_of(simple[0]) == output_of(simple[1])
 
 
-def test_without_padding_only_batches_of_a_captured_size_are_replayed(tiny: Path, eager_graphs: None) -> None:
+def test_without_padding_only_batches_of_a_captured_size_are_replayed(
+    tiny: Path, eager_graphs: None
+) -> None:
     harness = with_graphs(tiny, (1, 4, 8), {0}, pads=False)
     submit_mixture(harness, 7, is_sampled=False)  # they end one by one
     harness.run()
@@ -231,7 +269,13 @@ class KeyRecorder:
         self.pool = pool
 
     def capture_graphs(
-        self, keys: list[GraphKey], dummy_slot: int, device: torch.device, *, pads: bool, pool: GraphPool
+        self,
+        keys: list[GraphKey],
+        dummy_slot: int,
+        device: torch.device,
+        *,
+        pads: bool,
+        pool: GraphPool,
     ) -> None:
         assert (dummy_slot, device.type, pads) == (DUMMY, "cuda", True)
         assert pool is self.pool  # the memory of contexts, which need more
@@ -258,7 +302,9 @@ class KeyRecorder:
 def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
     """What the composition root would have captured on a CUDA device."""
     built, recorder = Harness(model, **options), KeyRecorder()
-    plan = BuildPlan(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
+    plan = BuildPlan(
+        LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options)
+    )
     plan.device = torch.device("cuda")
     runner: Any = recorder
     speculation = Speculation(built.parts.drafter, round_end=built.parts.runner.round_end)
@@ -383,7 +429,9 @@ def test_on_a_gpu_running_out_of_memory_while_capturing_says_which_options_to_lo
         raise torch.cuda.OutOfMemoryError("no more")
 
     monkeypatch.setattr(torch.cuda, "graph", fail)
-    with pytest.raises(ValueError, match="out of memory while the CUDA graph of 8 requests with 0 drafts"):
+    with pytest.raises(
+        ValueError, match="out of memory while the CUDA graph of 8 requests with 0 drafts"
+    ):
         on_cuda(tiny, [1, 8])
 
 

@@ -21,7 +21,12 @@ def play(controller: AdaptiveController, rounds: int, num_accepted: int) -> list
 @pytest.mark.parametrize(
     "config",
     [
-        {"strategy": "cost_model", "candidate_steps": [0, 1, 2, 3], "window_trials": 8, "prior_weight": 1}
+        {
+            "strategy": "cost_model",
+            "candidate_steps": [0, 1, 2, 3],
+            "window_trials": 8,
+            "prior_weight": 1,
+        }
         | dict.fromkeys(("probe_round_share", "probe_time_share"), 0.2),
         {"strategy": "ema", "1": {"candidate_steps": [1, 3]}},
     ],
@@ -37,12 +42,16 @@ def test_every_switch_is_one_line_with_its_reason(
     decisions = controller.state()["decisions"]
     assert len(lines) == decisions["num_switches"] >= 3
     last = decisions["last"][-1]
-    assert lines[-1].startswith(f"draft length {last['old_steps']} -> {last['new_steps']} from batch size 1")
+    assert lines[-1].startswith(
+        f"draft length {last['old_steps']} -> {last['new_steps']} from batch size 1"
+    )
     assert lines[-1].endswith(last["reason"])
 
 
 def test_probes_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
-    controller = AdaptiveController.from_config({"strategy": "cost_model", "candidate_steps": [0, 1, 2, 3]})
+    controller = AdaptiveController.from_config(
+        {"strategy": "cost_model", "candidate_steps": [0, 1, 2, 3]}
+    )
     play(controller, 1000, 0)
     with caplog.at_level(logging.INFO):
         asked = play(controller, ROUNDS, 0)

@@ -1,5 +1,5 @@
-"""A draft head that drafts a round later, in rounds without drafts: it reads many of them at once, and then has read
-what it would have."""
+"""A draft head that drafts a round later, in rounds without drafts: it reads many of them at once,
+and then has read what it would have."""
 
 from pathlib import Path
 from random import Random
@@ -68,7 +68,8 @@ def test_plain_rounds_run_no_forward_of_the_head_but_one_for_many(
         assert request.draft_backlog == number % BACKLOG_LEN
         assert request.draft_kv_len == len(PROMPT) + number - number % BACKLOG_LEN
         del rows[:]
-    # Before the next round, which drafts: what waits, then the last position once more and the drafts after the first.
+    # Before the next round, which drafts: what waits, then the last position once more and the
+    # drafts after the first.
     with_lengths(harness, 3)
     harness.round()
     assert rows == [BACKLOG_LEN, 1, 1, 1]
@@ -80,7 +81,8 @@ def test_plain_rounds_run_no_forward_of_the_head_but_one_for_many(
 def test_the_heads_cache_lacks_nothing_but_what_waits(
     tiny: Path, speculation: dict[str, Any], seed: int
 ) -> None:
-    """Joins, chunks of contexts beside windows, prefix hits, preemption, cancellation and surprising ends."""
+    """Joins, chunks of contexts beside windows, prefix hits, preemption, cancellation and
+    surprising ends."""
     pool = {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 92}}
     plain, harness = Harness(tiny), Harness(tiny, **SMALL_POOL | pool, **speculation)
     expected, requests = (submit_traffic(each, Random(seed), 40) for each in (plain, harness))
@@ -104,7 +106,9 @@ def test_the_heads_cache_lacks_nothing_but_what_waits(
                 assert_the_head_has_read(harness, request)
         if running and random.random() < 0.01:
             harness.queue.cancel(random.choice(running).request_id)
-    assert waited >= set(range(BACKLOG_LEN - 4)) and BACKLOG_LEN not in waited, "a full ring is read at once"
+    assert waited >= set(range(BACKLOG_LEN - 4)) and BACKLOG_LEN not in waited, (
+        "a full ring is read at once"
+    )
     assert harness.parts.scheduler.num_preemptions
     assert sum(request.cached_tokens for request in requests) > 40
     assert_texts_are(requests, expected)

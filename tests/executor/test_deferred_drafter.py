@@ -1,5 +1,5 @@
-"""A draft head that drafts a round later: the drafts are those of the one-model path, and requests that ended meanwhile
-leave no trace."""
+"""A draft head that drafts a round later: the drafts are those of the one-model path, and requests
+that ended meanwhile leave no trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +46,11 @@ def drafter_of(harness: Harness) -> DeferredDrafter:
     return drafter
 
 
-def watch_windows(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[int]]:
-    """The bonus token and the real drafts of every window that is launched, by request id and length."""
+def watch_windows(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> dict[tuple[int, int], list[int]]:
+    """The bonus token and the real drafts of every window that is launched, by request id and
+    length."""
     seen: dict[tuple[int, int], list[int]] = {}
     launch, slots = harness.parts.runner.launch, harness.parts.slots
 
@@ -69,23 +72,29 @@ def test_the_drafts_are_those_of_the_one_model_path(
     tiny: Path, head: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sampling: str
 ) -> None:
     windows = []
-    for speculation in (two_model(head, draft_sampling=sampling), eagle3(head, draft_sampling=sampling)):
+    for speculation in (
+        two_model(head, draft_sampling=sampling),
+        eagle3(head, draft_sampling=sampling),
+    ):
         harness = Harness(tiny, **options, **speculation, disable_overlap_scheduler=True)
         windows.append(watch_windows(harness, monkeypatch))
         submit_traffic(harness, Random(4), 14)
         harness.run()
         assert bool(harness.parts.scheduler.num_preemptions) == bool(options)
-    # In a small pool a cached prefix may be shorter and rounds fall differently, but equal tokens have equal drafts.
+    # In a small pool a cached prefix may be shorter and rounds fall differently, but equal tokens
+    # have equal drafts.
     common = windows[0].keys() & windows[1].keys()
     assert len(common) > 60 and (options or len(common) == len(windows[0]) == len(windows[1]))
     lengths = {key: min(len(windows[0][key]), len(windows[1][key])) for key in common}
-    assert all(windows[0][key][:length] == windows[1][key][:length] for key, length in lengths.items())
+    assert all(
+        windows[0][key][:length] == windows[1][key][:length] for key, length in lengths.items()
+    )
     assert sum(length == 4 for length in lengths.values()) > 50
 
 
 def forbid_foreign_writes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """While drafts are made, only pages that a living request of the round owns may change, in either pool. Returns how
-    many requests of each round were gone."""
+    """While drafts are made, only pages that a living request of the round owns may change, in
+    either pool. Returns how many requests of each round were gone."""
     drafter, cache = drafter_of(harness), harness.parts.kv.cache
     prepare: Callable[[ScheduledBatch], None] = drafter.prepare_draft_tokens
     num_gone: list[int] = []
@@ -106,7 +115,9 @@ def forbid_foreign_writes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> 
         before = [pool.data[:, :, foreign].clone() for pool in pools_of(harness)]
         prepare(batch)
         for pool, data in zip(pools_of(harness), before, strict=True):
-            assert torch.equal(pool.data[:, :, foreign], data), "a page of somebody else was written to"
+            assert torch.equal(pool.data[:, :, foreign], data), (
+                "a page of somebody else was written to"
+            )
         return None
 
     monkeypatch.setattr(drafter, "prepare_draft_tokens", watch)
@@ -195,7 +206,8 @@ def test_a_round_that_breaks_off_leaves_no_hole_in_the_heads_cache(tiny: Path, h
     plain = Harness(tiny)
     harness = Harness(tiny, kv_cache_config={"tokens_per_block": 4}, **two_model(head))
     pairs = [
-        [each.submit([i, *PROMPT[1:]], 30, temperature=HOT) for i in (3, 4)] for each in (plain, harness)
+        [each.submit([i, *PROMPT[1:]], 30, temperature=HOT) for i in (3, 4)]
+        for each in (plain, harness)
     ]
     plain.run()
     harness.round()
@@ -203,7 +215,9 @@ def test_a_round_that_breaks_off_leaves_no_hole_in_the_heads_cache(tiny: Path, h
     while harness.round():
         for request in harness.parts.scheduler.running:
             assert_entries_are_right(harness, request)
-            if request.state is RequestState.GENERATION:  # all but the round that is drafted from next
+            if (
+                request.state is RequestState.GENERATION
+            ):  # all but the round that is drafted from next
                 assert request.kv_len - request.draft_kv_len <= max(4, request.prompt_len)
     assert bad.error == "KeyError: 'not today'"
     assert list(map(output_of, pairs[0])) == list(map(output_of, pairs[1]))

@@ -1,5 +1,5 @@
-"""Rounds without drafts inside the forward: a head reads many of them at once, a model whatever there is when drafts
-are wanted again, and its cache then is what it would have been."""
+"""Rounds without drafts inside the forward: a head reads many of them at once, a model whatever
+there is when drafts are wanted again, and its cache then is what it would have been."""
 
 from math import inf
 from pathlib import Path
@@ -100,7 +100,8 @@ def test_plain_rounds_run_no_forward_of_the_draft_but_one_for_many(
 def test_the_draft_cache_lacks_nothing_but_what_waits(
     tiny: Path, speculation: dict[str, Any], seed: int, overlap: bool
 ) -> None:
-    """Joins, chunks of contexts beside windows, prefix hits, preemption, cancellation and surprising ends."""
+    """Joins, chunks of contexts beside windows, prefix hits, preemption, cancellation and
+    surprising ends."""
     pool = {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 92}}
     options = SMALL_POOL | pool | ({} if overlap else NO_OVERLAP)
     plain, harness = Harness(tiny, **options), Harness(tiny, **options, **speculation)
@@ -129,7 +130,8 @@ def test_the_draft_cache_lacks_nothing_but_what_waits(
                 assert_nothing_is_missing(harness, request)
         waiting = {request.draft_backlog for request in running}
         seen.update(
-            ["full"] if BACKLOG_LEN in waiting else [], ["different"] if len(waiting - {0}) > 1 else []
+            ["full"] if BACKLOG_LEN in waiting else [],
+            ["different"] if len(waiting - {0}) > 1 else [],
         )
         if running and random.random() < 0.01:
             harness.queue.cancel(random.choice(running).request_id)
@@ -140,11 +142,17 @@ def test_the_draft_cache_lacks_nothing_but_what_waits(
     assert all_pages_are_back(harness.executor)
 
 
-def test_catching_up_writes_what_waits_and_nothing_else(tiny: Path, speculation: dict[str, Any]) -> None:
+def test_catching_up_writes_what_waits_and_nothing_else(
+    tiny: Path, speculation: dict[str, Any]
+) -> None:
     harness = Harness(tiny, **PAGES, **NO_OVERLAP, **speculation)
     with_lengths(harness, 0)
     requests = []
-    for prompt, rounds in (([5], 3), (PROMPT, 4), (PROMPT[::-1], 1)):  # the first begins before its window
+    for prompt, rounds in (
+        ([5], 3),
+        (PROMPT, 4),
+        (PROMPT[::-1], 1),
+    ):  # the first begins before its window
         requests.append(harness.submit(prompt, max_tokens=60))
         for _ in range(rounds):
             harness.round()
@@ -155,7 +163,10 @@ def test_catching_up_writes_what_waits_and_nothing_else(tiny: Path, speculation:
     with torch.inference_mode():
         backlog_of(harness).read(requests)
     target, draft = (
-        {(page, place) for page, place in (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()}
+        {
+            (page, place)
+            for page, place in (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()
+        }
         for pool, old in zip(pools_of(harness), before, strict=True)
     )
     shift = worker_of(harness).net.shift
@@ -171,7 +182,9 @@ def test_catching_up_writes_what_waits_and_nothing_else(tiny: Path, speculation:
         assert_nothing_is_missing(harness, request)
 
 
-@pytest.mark.parametrize("num_plain", [1, BACKLOG_LEN - 1, BACKLOG_LEN, BACKLOG_LEN + 1, 3 * BACKLOG_LEN + 2])
+@pytest.mark.parametrize(
+    "num_plain", [1, BACKLOG_LEN - 1, BACKLOG_LEN, BACKLOG_LEN + 1, 3 * BACKLOG_LEN + 2]
+)
 def test_a_prefix_ends_where_a_head_has_come_to_and_a_model_reads_what_it_lacks_of_it(
     tiny: Path, speculation: dict[str, Any], num_plain: int
 ) -> None:
@@ -201,7 +214,8 @@ def test_a_prefix_ends_where_a_head_has_come_to_and_a_model_reads_what_it_lacks_
         second = harness.submit([*first.tokens, 1, 2], max_tokens=3)
         rows = count_forwards(harness)
         harness.round()
-        # Whole pages are taken to be lacking, and the draft of a model reads the first token with the prompt.
+        # Whole pages are taken to be lacking, and the draft of a model reads the first token with
+        # the prompt.
         num_prompt = second.prompt_len - expected + waits_long(harness)
         assert_nothing_is_missing(harness, second)
         if waits_long(harness):
@@ -242,7 +256,8 @@ def test_a_round_that_breaks_off_waits_for_nothing_that_was_not_read(
 def test_a_request_that_gets_no_numbers_waits_beside_others_without_harm(
     tmp_path: Path, speculation: dict[str, Any]
 ) -> None:
-    """Its last token, which is none, waits when the others' ring is full, and nobody has read that round yet."""
+    """Its last token, which is none, waits when the others' ring is full, and nobody has read that
+    round yet."""
     harness = Harness(write_tiny_llama(tmp_path, nan_token=63), **PAGES, **speculation)
     with_lengths(harness, 0)
     request = harness.submit(PROMPT, max_tokens=40, logit_bias={63: -100.0})
@@ -254,16 +269,19 @@ def test_a_request_that_gets_no_numbers_waits_beside_others_without_harm(
     assert (request.draft_backlog, bad.draft_backlog, bad.is_finished) == (BACKLOG_LEN, 1, False)
     harness.round()
     expected = BACKLOG_LEN + 1 if waits_long(harness) else 1
-    assert (request.draft_backlog, bad.is_finished) == (expected, True) and "numbers" in str(bad.error)
+    assert (request.draft_backlog, bad.is_finished) == (expected, True) and "numbers" in str(
+        bad.error
+    )
     assert_nothing_is_missing(harness, request)
     harness.run()
     assert request.num_output_tokens == 40 and not request.error
 
 
-def test_rows_of_padding_stand_in_the_dummy_page_also_where_there_is_nothing_else(
+def test_rows_of_padding_dummy_the_dummy_page_also_where_there_is_nothing_else(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
-    """A slot of length 0, which the dummy slot has before its first round, and one whose window begins before 0."""
+    """A slot of length 0, which the dummy slot has before its first round, and one whose window
+    begins before 0."""
     harness = Harness(tiny, **PAGES, **speculation)
     table = harness.parts.kv.table.device_rows
     table[2, :2] = torch.tensor([7, 9])
@@ -284,7 +302,8 @@ def test_rows_of_padding_stand_in_the_dummy_page_also_where_there_is_nothing_els
 def test_where_nobody_wants_drafts_a_fixed_length_has_plain_rounds_too(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
-    """What they leave waits, and the draft network has read all of it when somebody who wants drafts joins."""
+    """What they leave waits, and the draft network has read all of it when somebody who wants
+    drafts joins."""
     del speculation["speculative_config"]["draft_len_schedule"]
     harness = Harness(tiny, **PAGES, **speculation)
     widths: list[int] = []

@@ -1,4 +1,5 @@
-"""A draft network that catches up in a CUDA graph: nobody can tell it from one that does so launch by launch."""
+"""A draft network that catches up in a CUDA graph: nobody can tell it from one that does so launch
+by launch."""
 
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,17 @@ def sizes_of(mode: str) -> set[int]:
 
 
 def run_in_step(harnesses: list[Harness], sampled: bool) -> list[list[LlmRequest]]:
-    """From 7 requests to 3 and back to 6 and down to 1, so that rounds are plain and draft in turn."""
+    """From 7 requests to 3 and back to 6 and down to 1, so that rounds are plain and draft in
+    turn."""
     requests: list[list[LlmRequest]] = [[] for _ in harnesses]
     for number in range(150):
         joining = {0: (22, 25, 28, 31, 70, 75, 120), 45: (20, 40, 40)}.get(number, ())
         for harness, own in zip(harnesses, requests, strict=True):
             for i, max_tokens in enumerate(joining):
                 temperature = HOT if sampled and i % 2 else None
-                own.append(harness.submit([i + number, 5, i], max_tokens, temperature=temperature, seed=i))
+                own.append(
+                    harness.submit([i + number, 5, i], max_tokens, temperature=temperature, seed=i)
+                )
             harness.round()
     assert all(request.is_finished for own in requests for request in own)
     return requests
@@ -114,7 +118,10 @@ def test_a_catch_up_that_fits_no_graph_runs_without(
     tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None
 ) -> None:
     speculation = one_model(tiny_draft, head, "eagle3", **PAUSES)
-    harness, eager = captured(Harness(tiny, **speculation), (4, 8), pads=False), Harness(tiny, **speculation)
+    harness, eager = (
+        captured(Harness(tiny, **speculation), (4, 8), pads=False),
+        Harness(tiny, **speculation),
+    )
     seen = watch_catch_ups(harness)
     assert_alike(*run_in_step([harness, eager], sampled=False))
     assert {in_graph for _, in_graph in seen} == {True, False}

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from tests.executor.draft_caches import eagle3
-from tests.executor.draft_graphs import CPU, DUMMY, MODES, captures_without_a_device, two_model, with_graphs
+from tests.executor.draft_graphs import (
+    CPU,
+    DUMMY,
+    MODES,
+    captures_without_a_device,
+    two_model,
+    with_graphs,
+)
 from tests.executor.harness import Harness
 from tests.executor.test_cuda_graphs import KeyRecorder
 from tests.models.tiny_eagle3 import write_tiny_eagle3
@@ -41,16 +48,21 @@ def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def build_keys(
     model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[list[GraphKey], list[GraphKey]]:
-    """What the composition root would have captured on a CUDA device: the target's, then the drafts'."""
+    """What the composition root would have captured on a CUDA device: the target's, then the
+    drafts'."""
     drafter = Harness(model, **options).parts.drafter
     assert isinstance(drafter, GraphDrafter)
-    plan = BuildPlan(LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options))
+    plan = BuildPlan(
+        LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options)
+    )
     plan.device = torch.device("cuda")
     recorder, seen = KeyRecorder(), list[GraphKey]()
     monkeypatch.setattr(drafter, "capture_graphs", lambda target, keys: seen.extend(keys))
     round_end = drafter if isinstance(drafter, DeferredDrafter) else None
     runner: Any = recorder
-    build_controller(plan, runner, Speculation(drafter, round_end=round_end, graph_drafter=drafter), [])
+    build_controller(
+        plan, runner, Speculation(drafter, round_end=round_end, graph_drafter=drafter), []
+    )
     return recorder.keys, seen
 
 
@@ -72,7 +84,10 @@ def test_which_drafts_are_captured_beside_which_rounds(
     assert drafting == rounds and {key.draft_len for key in drafting} == {0, 1, 3}
     rejecting = two_model(drafts, "draft_target", use_rejection_sampling=True)
     assert build_keys(tiny, monkeypatch, **rejecting) == ([], [])
-    assert build_keys(tiny, monkeypatch, cuda_graph_config=None, **two_model(drafts, "eagle3")) == ([], [])
+    assert build_keys(tiny, monkeypatch, cuda_graph_config=None, **two_model(drafts, "eagle3")) == (
+        [],
+        [],
+    )
 
 
 def test_drafts_are_captured_into_the_memory_of_the_rounds(depth: list[int]) -> None:
@@ -81,14 +96,20 @@ def test_drafts_are_captured_into_the_memory_of_the_rounds(depth: list[int]) -> 
     drafting = rounds.beside(lambda *_: None)
     assert drafting._pool is rounds._pool
     drafting.capture([GraphKey(2, 3, False)])
-    assert drafting.run([1, 2], 3, False) and not drafting.run([1], 3, False)  # no padding here either
+    assert drafting.run([1, 2], 3, False) and not drafting.run(
+        [1], 3, False
+    )  # no padding here either
     assert GraphKey(2, 3, False) not in rounds and not rounds.run([1, 2], 3, False)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_are_timed_with_graphs_and_without(
-    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
 ) -> None:
     ladder = {"adaptive": {"candidate_steps": [0, 1, 3]}}
     watched = with_graphs(monkeypatch, tiny, (1, 4), {1, 3}, **two_model(drafts, mode, **ladder))
@@ -140,7 +161,9 @@ def test_memory_is_set_aside_for_the_graphs_that_are_captured_and_what_they_leav
     net: Any = SimpleNamespace(config=plan.config)
     draft = LoadedDraft(plan.draft_plan, net, None)
     workspaces = 2 * plan.attention.workspace_bytes(plan.config.attention_geometry(plan.mapping))
-    num_graphs = 2 * (3 * len(lengths) + 2 * len(drafts_of))  # greedy, sampled, and the forward alone
+    num_graphs = 2 * (
+        3 * len(lengths) + 2 * len(drafts_of)
+    )  # greedy, sampled, and the forward alone
     left_bytes = 8 * (1 + 3) * plan.config.hidden_size * 4
     if plan.draft_plan.shares_pages:
         num_graphs += 2  # of reading the backlog

@@ -1,5 +1,5 @@
-"""CUDA graphs of what drafts before the target's forward: which rounds are two launches and nothing else, and that
-nobody can tell from drafts or text."""
+"""CUDA graphs of what drafts before the target's forward: which rounds are two launches and nothing
+else, and that nobody can tell from drafts or text."""
 
 from pathlib import Path
 from random import Random
@@ -28,7 +28,15 @@ from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.model_drafter import ModelDrafter
 
-FREE_OPS = {"slice", "select", "unsqueeze", "view", "alias", "resolve_conj", "resolve_neg"}  # no launch
+FREE_OPS = {
+    "slice",
+    "select",
+    "unsqueeze",
+    "view",
+    "alias",
+    "resolve_conj",
+    "resolve_neg",
+}  # no launch
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +107,11 @@ class OpCounter(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_steady_round_is_two_launches_and_nothing_else(
-    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
 ) -> None:
     options = {"kv_cache_config": {"tokens_per_block": 128}} | two_model(drafts, mode)
     watched = with_graphs(monkeypatch, tiny, (4,), {3}, **options)
@@ -160,7 +172,9 @@ def test_padding_of_a_draft_model_writes_into_nobodys_pages(
         harness.run_until(request, RequestState.GENERATION)
     for _ in range(5):
         own = {0} | {page for request in requests for page in kv.cache.pages(request.request_id)}
-        foreign = [page for page in range(kv.cache.num_pages) if page not in own][8:]  # some are taken next
+        foreign = [page for page in range(kv.cache.num_pages) if page not in own][
+            8:
+        ]  # some are taken next
         before = kv.pool.data[:, :, foreign].clone()
         harness.round()
         assert torch.equal(kv.pool.data[:, :, foreign], before)
@@ -170,7 +184,11 @@ def test_padding_of_a_draft_model_writes_into_nobodys_pages(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_round_of_another_length_than_the_one_before_costs_a_head_one_eager_draft(
-    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
 ) -> None:
     """A draft model has graphs for any length that is asked for."""
     speculation = two_model(drafts, mode)
@@ -190,7 +208,11 @@ def test_a_round_of_another_length_than_the_one_before_costs_a_head_one_eager_dr
     if mode == "draft_target":
         assert watched.eager == [] and {key.draft_len for key in watched.replays()} == {1, 3}
     else:  # the prompt; 3 -> 1 -> 0 -> 3; and the end, where nothing is wanted
-        assert len(watched.eager) in (4, 5) and {key.draft_len for key in watched.replays()} == {0, 1, 3}
+        assert len(watched.eager) in (4, 5) and {key.draft_len for key in watched.replays()} == {
+            0,
+            1,
+            3,
+        }
 
 
 def test_a_draft_model_takes_a_longer_graph_for_fewer_drafts_but_none_that_outgrows_its_pages(
@@ -231,12 +253,14 @@ def test_what_fits_no_graph_is_drafted_eagerly(
             Harness(tiny, **speculation),
         )
         ours, theirs = (
-            [each.submit([5], max_tokens=20, presence_penalty=0.5)] for each in (watched.harness, eager)
+            [each.submit([5], max_tokens=20, presence_penalty=0.5)]
+            for each in (watched.harness, eager)
         )
         watched.harness.run()
         eager.run()
         assert_same(ours, theirs)
-        # A draft model ignores penalties, and reads nothing but slots; a head reads what the target's graph left.
+        # A draft model ignores penalties, and reads nothing but slots; a head reads what the
+        # target's graph left.
         assert bool(watched.replays()) == (mode == "draft_target") == (not watched.eager)
 
 
@@ -244,11 +268,18 @@ def test_what_fits_no_graph_is_drafted_eagerly(
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
-    tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: str, is_sampled: bool
+    tiny: Path,
+    drafts: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    is_sampled: bool,
 ) -> None:
     """Of batches below a captured size, while requests end; and the text is plain decoding's."""
     speculation = two_model(drafts, mode)
-    harness, eager = on_cuda(tiny, [1, 4, 8], **speculation), on_cuda(tiny, [1, 4, 8], **speculation)
+    harness, eager = (
+        on_cuda(tiny, [1, 4, 8], **speculation),
+        on_cuda(tiny, [1, 4, 8], **speculation),
+    )
     plain, watched = on_cuda(tiny, None), watch(harness, monkeypatch)
     other: Any = eager.parts.drafter
     other.graphs = None  # the target's rounds are graphs on both sides
@@ -263,7 +294,9 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
         return found
 
     monkeypatch.setattr(graphs, "run", spy)
-    ours, theirs, expected = (submit_mixture(each, 7, is_sampled) for each in (harness, eager, plain))
+    ours, theirs, expected = (
+        submit_mixture(each, 7, is_sampled) for each in (harness, eager, plain)
+    )
     for each in (harness, eager, plain):
         each.run()
     assert_same(ours, theirs)
@@ -292,7 +325,9 @@ def test_on_a_gpu_traffic_that_is_cancelled_and_preempted_is_plain_decodings(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_on_a_gpu_a_steady_round_never_waits(tiny: Path, drafts: tuple[Path, Path], mode: str) -> None:
+def test_on_a_gpu_a_steady_round_never_waits(
+    tiny: Path, drafts: tuple[Path, Path], mode: str
+) -> None:
     harness = on_cuda(tiny, [4], **two_model(drafts, mode))
     requests = [harness.submit([5, i], max_tokens=100) for i in range(3)]
     for request in requests:

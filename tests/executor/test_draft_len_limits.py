@@ -13,7 +13,15 @@ from tllm_spec.executor.speculative.draft_len_limits import (
 
 def test_the_entry_of_the_largest_key_not_above_the_batch_size_holds() -> None:
     limits = DraftLenLimits(schedule={8: 0, 2: 4, 4: 2})
-    assert [limits.max_steps(size) for size in (1, 2, 3, 4, 7, 8, 99)] == [NO_LIMIT, 4, 4, 2, 2, 0, 0]
+    assert [limits.max_steps(size) for size in (1, 2, 3, 4, 7, 8, 99)] == [
+        NO_LIMIT,
+        4,
+        4,
+        2,
+        2,
+        0,
+        0,
+    ]
     assert limits.reachable == (0, 2, 4)
 
 
@@ -54,7 +62,8 @@ def test_a_ladder_without_a_length_within_the_limit_means_plain_decoding() -> No
 
 
 def rounds(gate: AcceptanceGate, num_accepted: int, number: int) -> list[bool]:
-    """Whether the gate is closed after each of so many rounds of 4 drafts, none while it is closed."""
+    """Whether the gate is closed after each of so many rounds of 4 drafts, none while it is
+    closed."""
     closed = []
     for _ in range(number):
         gate.observe([] if gate.is_closed else [num_accepted], 0 if gate.is_closed else 4)

@@ -1,4 +1,5 @@
-"""Draft lengths put together from a configuration: which rounds are timed and captured, what limits leave of them."""
+"""Draft lengths put together from a configuration: which rounds are timed and captured, what limits
+leave of them."""
 
 from pathlib import Path
 from time import sleep
@@ -18,7 +19,9 @@ from tllm_spec.speculative_config import NGramDecodingConfig
 LADDER = {"candidate_steps": [0, 1, 4]}
 
 
-@pytest.mark.parametrize("mode", ["draft_target_one_model", "draft_target", "eagle3_two_model", "ngram"])
+@pytest.mark.parametrize(
+    "mode", ["draft_target_one_model", "draft_target", "eagle3_two_model", "ngram"]
+)
 def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:
@@ -47,7 +50,8 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
 def test_without_graphs_a_separate_drafter_is_timed_by_what_it_runs_for_nobody(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:
-    """Each forward of its network takes 10 ms; a request that comes then finds nothing of the dummies."""
+    """Each forward of its network takes 10 ms; a request that comes then finds nothing of the
+    dummies."""
     network: Any = {"draft_target": ModelEngine, "eagle3_two_model": DraftLayers}[mode]
     forward = network.forward
 
@@ -57,17 +61,19 @@ def test_without_graphs_a_separate_drafter_is_timed_by_what_it_runs_for_nobody(
 
     monkeypatch.setattr(network, "forward", slow)
     monkeypatch.setattr("tllm_spec.executor.building.rounds.EAGER_SIZES", (1,))
-    monkeypatch.setattr("tllm_spec.executor.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0)
+    monkeypatch.setattr(
+        "tllm_spec.executor.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0
+    )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     harness.parts.controller.observe(1, [], 0)
     row = harness.parts.controller.state()["round_ms"]["1"]
     assert [row[steps] - row["0"] for steps in ("1", "4")] == pytest.approx([10, 40], rel=0.3)
     monkeypatch.setattr(network, "forward", forward)
     request, plain = harness.submit([3, 1, 4], 20, seed=5), Harness(tiny)
-    twin = plain.submit([3, 1, 4], 20, seed=5)
+    reference = plain.submit([3, 1, 4], 20, seed=5)
     harness.run()
     plain.run()
-    assert output_of(request) == output_of(twin)
+    assert output_of(request) == output_of(reference)
 
 
 def test_drafts_are_not_free_next_to_batches_that_have_none(
@@ -78,7 +84,12 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
         "tllm_spec.executor.round_runner.RoundRunner.seconds",
         lambda _, key, *__: key.batch_size * (1.0 + key.draft_len),
     )
-    config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER, "max_concurrency": 5}
+    config = {
+        "decoding_type": "NGram",
+        "max_draft_len": 4,
+        "adaptive": LADDER,
+        "max_concurrency": 5,
+    }
     harness = Harness(tiny, speculative_config=config)
     controller = harness.parts.controller
     controller.observe(5, [], 0)
@@ -117,9 +128,20 @@ def test_without_adaptive_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, tiny
 def test_windows_of_a_full_batch_fit_one_forward() -> None:
     config = NGramDecodingConfig(max_draft_len=4)
     controller = controller_for(config, max_num_tokens=12)
-    assert [controller.steps_for(size) for size in (1, 2, 3, 4, 5, 6, 12, 13)] == [4, 4, 3, 2, 1, 1, 0, 0]
+    assert [controller.steps_for(size) for size in (1, 2, 3, 4, 5, 6, 12, 13)] == [
+        4,
+        4,
+        3,
+        2,
+        1,
+        1,
+        0,
+        0,
+    ]
     assert controller.draft_lens_at(4) == {2}
-    adaptive = controller_for(NGramDecodingConfig(max_draft_len=4, adaptive=LADDER), max_num_tokens=12)
+    adaptive = controller_for(
+        NGramDecodingConfig(max_draft_len=4, adaptive=LADDER), max_num_tokens=12
+    )
     assert [adaptive.draft_lens_at(size) for size in (2, 3, 13)] == [{0, 1, 4}, {0, 1}, {0}]
     scheduled = NGramDecodingConfig(max_draft_len=4, draft_len_schedule={1: 4, 3: 2})
     limited = controller_for(scheduled, max_num_tokens=12)
@@ -129,7 +151,8 @@ def test_windows_of_a_full_batch_fit_one_forward() -> None:
 def test_graphs_of_an_adaptive_draft_length_end_where_a_limit_begins(
     tiny: Path, drafts: tuple[Path, Path]
 ) -> None:
-    """At 5 requests, or where the windows of longer drafts fill a forward. Every length at a size is timed."""
+    """At 5 requests, or where the windows of longer drafts fill a forward. Every length at a size
+    is timed."""
     ladder = {"adaptive": {"candidate_steps": [1, 3]}}
 
     def pairs(options: dict[str, Any], **more: Any) -> set[tuple[int, int]]:
@@ -139,7 +162,9 @@ def test_graphs_of_an_adaptive_draft_length_end_where_a_limit_begins(
     short = {(size, steps) for size in (1, 2, 4, 5) for steps in (1, 3)}
     plain = {(size, 0) for size in (1, 2, 4, 8)}  # where nobody wants drafts
     assert pairs(ladder | {"max_concurrency": 5}) == short | plain | {(5, 0)}
-    small = {(size, steps) for size in (1, 2, 3) for steps in (1, 3)}  # of 12 rows: 4 are the contexts'
+    small = {
+        (size, steps) for size in (1, 2, 3) for steps in (1, 3)
+    }  # of 12 rows: 4 are the contexts'
     assert pairs(ladder, max_num_tokens=16) == small | plain | {(3, 0), (4, 1), (8, 1)}
 
 
@@ -148,7 +173,8 @@ def test_times_without_graphs_are_taken_without_outliers(
 ) -> None:
     times = {0: 1.0, 1: 9.0, 4: 1.5}
     monkeypatch.setattr(
-        "tllm_spec.executor.round_runner.RoundRunner.seconds", lambda _, key, *__: times[key.draft_len]
+        "tllm_spec.executor.round_runner.RoundRunner.seconds",
+        lambda _, key, *__: times[key.draft_len],
     )
     harness = Harness(tiny, **tiny_engine("eagle3", drafts, 4, adaptive=LADDER))
     controls = harness.parts.controller
@@ -157,4 +183,9 @@ def test_times_without_graphs_are_taken_without_outliers(
 
 
 def test_a_time_above_that_of_more_drafts_is_none_of_this_length() -> None:
-    assert without_outliers({0: 9.0, 1: 19.0, 3: 12.0, 5: 14.0}) == {0: 9.0, 1: 12.0, 3: 12.0, 5: 14.0}
+    assert without_outliers({0: 9.0, 1: 19.0, 3: 12.0, 5: 14.0}) == {
+        0: 9.0,
+        1: 12.0,
+        3: 12.0,
+        5: 14.0,
+    }

@@ -1,4 +1,5 @@
-"""The drafter inside the target's forward: its cache and its drafts are those of a slow loop over the true tokens."""
+"""The drafter inside the target's forward: its cache and its drafts are those of a slow loop over
+the true tokens."""
 
 from pathlib import Path
 from random import Random
@@ -15,7 +16,13 @@ from tests.executor.draft_caches import (
     one_model,
     worker_of,
 )
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of, user_provided
+from tests.executor.harness import (
+    Harness,
+    all_pages_are_back,
+    draft_target,
+    output_of,
+    user_provided,
+)
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -55,7 +62,8 @@ def test_the_draft_cache_is_always_what_a_prefill_of_the_true_tokens_gives(
     random, num_checked = Random(1), 0
     shared = [random.randrange(64) for _ in range(17)]  # whole pages and one token: a partial hit
     requests = [
-        harness.submit(shared + [i] * i, max_tokens=24, temperature=HOT if i % 3 else None) for i in range(7)
+        harness.submit(shared + [i] * i, max_tokens=24, temperature=HOT if i % 3 else None)
+        for i in range(7)
     ]
     for number in range(10_000):
         if not harness.round():
@@ -65,7 +73,10 @@ def test_the_draft_cache_is_always_what_a_prefill_of_the_true_tokens_gives(
                 assert_nothing_is_missing(harness, request)
                 num_checked += 1
     drafted, accepted = (
-        [sum(counts) for counts in zip(*(getattr(each.counters, name) for each in requests), strict=True)]
+        [
+            sum(counts)
+            for counts in zip(*(getattr(each.counters, name) for each in requests), strict=True)
+        ]
         for name in ("by_drafted", "by_accepted")
     )
     assert num_checked > 20 and accepted[0] > 10
@@ -95,7 +106,9 @@ def test_drafts_are_those_of_a_slow_loop_up_to_each_requests_limit(
         if number % 2 == 0 and len(requests) < 4:  # joins between rounds and beside running ones
             i = len(requests)
             requests.append(
-                harness.submit([i, *PROMPT], 20, temperature=temperatures[i], draft_limit=limits[i], seed=i)
+                harness.submit(
+                    [i, *PROMPT], 20, temperature=temperatures[i], draft_limit=limits[i], seed=i
+                )
             )
         harness.round()
         for request in generating(harness):
@@ -135,7 +148,9 @@ def test_a_prefix_hit_at_any_place_of_a_page_leaves_no_hole_in_the_draft_cache(
 def test_a_model_that_drafts_for_itself_is_always_accepted(
     tiny: Path, draft_len: int, temperature: float | None
 ) -> None:
-    harness = Harness(tiny, **SMALL_PAGES, **draft_target(tiny, draft_len, draft_target_one_model=True))
+    harness = Harness(
+        tiny, **SMALL_PAGES, **draft_target(tiny, draft_len, draft_target_one_model=True)
+    )
     request = harness.submit(PROMPT, max_tokens=1 + 6 * (draft_len + 1), temperature=temperature)
     harness.run()
     stats = request.counters.stats()
@@ -176,7 +191,9 @@ def test_for_rejection_sampling_the_worker_says_what_the_drafts_were_drawn_from(
             assert torch.allclose(row[0, ids], first.softmax(-1), atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}]
+)
 def test_a_draft_model_that_gives_no_numbers_harms_nobody(
     tiny: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -189,12 +206,16 @@ def test_a_draft_model_that_gives_no_numbers_harms_nobody(
     ]
     plain.run()
     harness.run()
-    assert all(len(output_of(found)) == 20 for _, found in pairs) and all_pages_are_back(harness.executor)
+    assert all(len(output_of(found)) == 20 for _, found in pairs) and all_pages_are_back(
+        harness.executor
+    )
     if "use_rejection_sampling" not in options:
         assert all(output_of(found) == output_of(expected) for expected, found in pairs)
 
 
-def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache(tiny: Path, tiny_draft: Path) -> None:
+def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache(
+    tiny: Path, tiny_draft: Path
+) -> None:
     def fail(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise KeyError("not today")
 
@@ -205,7 +226,10 @@ def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache(tiny: Path, t
     bad = harness.submit([1, 2, 3], max_tokens=5, logits_processor=fail)
     while not bad.is_finished:
         harness.round()
-    assert [request.kv_len % 4 for request in requests] == [0, 0]  # the bonus token's place begins a page
+    assert [request.kv_len % 4 for request in requests] == [
+        0,
+        0,
+    ]  # the bonus token's place begins a page
     harness.round()
     harness.round()
     for request in requests:
@@ -213,7 +237,8 @@ def test_a_round_that_breaks_off_leaves_no_hole_in_the_draft_cache(tiny: Path, t
 
 
 @pytest.mark.xfail(
-    strict=True, reason="a masked key of the window is multiplied by zero, and zero times NaN is NaN"
+    strict=True,
+    reason="a masked key of the window is multiplied by zero, and zero times NaN is NaN",
 )
 @pytest.mark.parametrize("drafts", [[63], [1, 63]])
 def test_a_draft_after_which_there_are_no_numbers_changes_no_token_before_it(

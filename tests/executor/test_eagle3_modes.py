@@ -1,4 +1,5 @@
-"""EAGLE-3 through the arguments: which heads and options are refused and how, and what the others are built as."""
+"""EAGLE-3 through the arguments: which heads and options are refused and how, and what the others
+are built as."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def default_layers(head: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("draft_len", [None, 0, -1])
-def test_a_draft_length_is_needed_and_plain_decoding_is_something_else(head: Path, draft_len: Any) -> None:
+def test_a_draft_length_is_needed_and_plain_decoding_is_something_else(
+    head: Path, draft_len: Any
+) -> None:
     with pytest.raises(
         ValueError, match=r"(?s)max_draft_len.*integer of 1 or more.*speculative_config: null"
     ):
@@ -66,7 +69,9 @@ def test_a_head_that_is_not_there_is_named_with_its_folder(
         Harness(tiny, **eagle3(tmp_path / "no-such-head", eagle3_one_model=one_model))
 
 
-def test_a_head_without_weights_is_refused_unless_they_are_to_be_made_up(tiny: Path, tmp_path: Path) -> None:
+def test_a_head_without_weights_is_refused_unless_they_are_to_be_made_up(
+    tiny: Path, tmp_path: Path
+) -> None:
     head = write_tiny_eagle3(tmp_path, num_captured=2)
     (head / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
@@ -88,7 +93,9 @@ def test_a_head_that_does_not_fuse_captured_states_is_refused(tiny: Path, tmp_pa
 def test_capture_layers_outside_the_target_are_named_with_what_it_has(
     tiny: Path, head: Path, layers: tuple[int, ...], outside: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"eagle3_layers_to_capture = .*0 to 1, and not {outside}"):
+    with pytest.raises(
+        ValueError, match=rf"eagle3_layers_to_capture = .*0 to 1, and not {outside}"
+    ):
         Harness(tiny, **eagle3(head, eagle3_layers_to_capture=layers))
 
 
@@ -132,7 +139,9 @@ def test_a_shallow_target_has_no_default_capture_layers_and_the_message_says_wha
 ) -> None:
     target = write_tiny_llama(tmp_path / "target", num_layers=num_layers)
     head = write_tiny_eagle3(tmp_path / "head")
-    with pytest.raises(ValueError, match=rf"{num_layers} layers .* need 7; set eagle3_layers_to_capture"):
+    with pytest.raises(
+        ValueError, match=rf"{num_layers} layers .* need 7; set eagle3_layers_to_capture"
+    ):
         Harness(target, **default_layers(head))
 
 
@@ -169,11 +178,18 @@ def test_every_third_of_the_captured_states_is_written_on_the_shallowest_target_
 
 
 def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path) -> None:
-    """Overlap of rounds with drafts, and places behind a round's own tokens that the drafter writes to."""
+    """Overlap of rounds with drafts, and places behind a round's own tokens that the drafter writes
+    to."""
     for options, drafter, round_end, in_flight, extra in (
         (eagle3(head, 3), OneModelDrafter, DraftWorker, True, 2),
         (eagle3(head, 3, eagle3_one_model=False), DeferredDrafter, DeferredDrafter, False, 2),
-        (draft_target(tiny_draft, 3, draft_target_one_model=True), OneModelDrafter, DraftWorker, True, 3),
+        (
+            draft_target(tiny_draft, 3, draft_target_one_model=True),
+            OneModelDrafter,
+            DraftWorker,
+            True,
+            3,
+        ),
         (draft_target(tiny_draft, 3), ModelDrafter, type(None), False, 0),
     ):
         parts = Harness(tiny, **options).parts
@@ -185,13 +201,17 @@ def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path)
         assert Harness(tiny, **options, disable_overlap_scheduler=True).parts.max_in_flight == 0
 
 
-def test_a_head_with_a_reduced_vocabulary_drafts_the_targets_ids(tiny: Path, tmp_path: Path) -> None:
+def test_a_head_with_a_reduced_vocabulary_drafts_the_targets_ids(
+    tiny: Path, tmp_path: Path
+) -> None:
     head = write_tiny_eagle3(tmp_path, num_captured=2, draft_vocab_size=20)
     ids = load_file(head / "model.safetensors")["d2t"] + torch.arange(20)
     harness = Harness(tiny, **eagle3(head), disable_overlap_scheduler=True)
     token_map = worker_of(harness).net.token_map
     assert token_map is not None and token_map.tolist() == ids.tolist() and max(ids.tolist()) > 20
-    requests = [harness.submit([i, *PROMPT], 20, temperature=t) for i, t in enumerate((None, 6.0) * 3)]
+    requests = [
+        harness.submit([i, *PROMPT], 20, temperature=t) for i, t in enumerate((None, 6.0) * 3)
+    ]
     drafted: set[int] = set()
     for _ in range(15):
         harness.round()
@@ -200,10 +220,11 @@ def test_a_head_with_a_reduced_vocabulary_drafts_the_targets_ids(tiny: Path, tmp
     assert drafted <= set(ids.tolist()) and len(drafted) > 10
 
 
-def test_the_longest_request_fits_with_all_that_is_written_behind_it(
+def test_the_longest_request_fits_with_all_that_is_written_after_it(
     tiny: Path, tiny_draft: Path, head: Path
 ) -> None:
-    """A request up to max_seq_len: the block table and the rotary tables end behind the last place ever written."""
+    """A request up to max_seq_len: the block table and the rotary tables end behind the last place
+    ever written."""
     for options in (
         eagle3(head, 5),
         eagle3(head, 5, eagle3_one_model=False),
@@ -213,6 +234,10 @@ def test_the_longest_request_fits_with_all_that_is_written_behind_it(
         for max_seq_len in range(29, 34):
             pages = {"tokens_per_block": 1}
             harness = Harness(tiny, max_seq_len=max_seq_len, kv_cache_config=pages, **options)
-            requests = [harness.submit(PROMPT, max_seq_len - 5 - i, temperature=6.0) for i in range(3)]
+            requests = [
+                harness.submit(PROMPT, max_seq_len - 5 - i, temperature=6.0) for i in range(3)
+            ]
             harness.run()
-            assert [request.num_tokens for request in requests] == [max_seq_len - i for i in range(3)]
+            assert [request.num_tokens for request in requests] == [
+                max_seq_len - i for i in range(3)
+            ]

@@ -20,7 +20,9 @@ def ema(controls: AdaptiveController, slot: str = "1") -> float:
     return float(controls.state()["slots"][slot]["ema_accept_len"])
 
 
-def decisions(controls: AdaptiveController, accepted: Iterable[Callable[[int], list[int]]]) -> list[Decision]:
+def decisions(
+    controls: AdaptiveController, accepted: Iterable[Callable[[int], list[int]]]
+) -> list[Decision]:
     """Every round's accepted drafts are a function of the present length."""
     found = []
     for number, accept in enumerate(accepted, start=1):
@@ -51,7 +53,9 @@ def test_t2_no_acceptance_falls_two_rungs_at_once() -> None:
 
 
 def test_t3_forty_good_rounds_then_forty_bad_ones() -> None:
-    halves = chain.from_iterable([*always(lambda k: min(k, 6), 40), *always(none_of, 40)] for _ in range(2))
+    halves = chain.from_iterable(
+        [*always(lambda k: min(k, 6), 40), *always(none_of, 40)] for _ in range(2)
+    )
     assert decisions(controller([1, 3, 7], 3), halves) == [
         (15, 3, 7, 2.9648),
         (45, 7, 3, 1.9623),
@@ -87,7 +91,18 @@ def test_t7_the_ceiling_takes_one_rung_away() -> None:
 
 
 def test_the_mixed_trace_of_batches_of_two_to_six_digits() -> None:
-    batches = [(3, 1), (2, 2), (0, 3), (3, 3), (3, 3), (1, 0), (3, 2), (3, 3), (2, 3), *[(3, 3)] * 6]
+    batches = [
+        (3, 1),
+        (2, 2),
+        (0, 3),
+        (3, 3),
+        (3, 3),
+        (1, 0),
+        (3, 2),
+        (3, 3),
+        (2, 3),
+        *[(3, 3)] * 6,
+    ]
     batches += [(7, 5), (4, 4), (2, 2), (1, 1), (0, 0), *[(0, 0)] * 5]
     controls = controller([1, 3, 7], 3)
     emas, switches = [], []
@@ -95,7 +110,20 @@ def test_the_mixed_trace_of_batches_of_two_to_six_digits() -> None:
         if controls.observe(2, list(batch)):
             switches.append((number, controls.steps_for(2)))
         emas.append(round(ema(controls), 6))
-    first = [2, 2, 1.9, 2.12, 2.296, 1.9368, 2.04944, 2.239552, 2.291642, 2.433313, 2.546651, 2.63732]
+    first = [
+        2,
+        2,
+        1.9,
+        2.12,
+        2.296,
+        1.9368,
+        2.04944,
+        2.239552,
+        2.291642,
+        2.433313,
+        2.546651,
+        2.63732,
+    ]
     assert emas[:15] == [*first, 2.709856, 2.767885, 2.814308]
     assert emas[15:20] == [3.451446, 3.561157, 3.248926, 2.799141, 2.239312]
     assert emas[24] == 0.733778 and switches == [(15, 7), (20, 3)]
@@ -116,7 +144,9 @@ def test_the_mixed_trace_of_batches_of_two_to_six_digits() -> None:
 def test_thresholds_lie_half_a_draft_below_a_rung(
     initial: int, keys: dict[str, float], mean: float, expected: int
 ) -> None:
-    controls = controller([1, 3, 7], initial, ema_alpha=1, warmup_batches=0, update_interval=1, **keys)
+    controls = controller(
+        [1, 3, 7], initial, ema_alpha=1, warmup_batches=0, update_interval=1, **keys
+    )
     low = int(mean)
     controls.observe(1, [low, low] if mean == low else [low, low + 1])
     assert controls.steps_for(1) == expected
@@ -134,7 +164,11 @@ def test_without_a_launch_value_the_middle_of_all_ladders_is_taken() -> None:
 def test_zero_is_left_with_any_input_and_keeps_a_known_average() -> None:
     fast = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1, "down_hysteresis": 0.0}
     controls = controller([0, 3], 3, **fast)
-    assert decisions(controls, always(none_of, 3)) == [(1, 3, 0, 0.0), (2, 0, 3, 0.0), (3, 3, 0, 0.0)]
+    assert decisions(controls, always(none_of, 3)) == [
+        (1, 3, 0, 0.0),
+        (2, 0, 3, 0.0),
+        (3, 3, 0, 0.0),
+    ]
     from_zero = controller([0, 3], 0, **fast)
     assert ema(from_zero) == -1.0
     assert decisions(from_zero, always(none_of, 1)) == [(1, 0, 3, 2.0)]
@@ -158,7 +192,9 @@ def test_batches_are_padded_to_graphs_before_they_find_their_slot() -> None:
 
 def test_slots_learn_from_their_own_batches_only() -> None:
     ladder = {"candidate_steps": [1, 3, 7]}
-    controls = AdaptiveController.from_config({"strategy": "ema", 1: ladder, 8: ladder}, initial_steps=3)
+    controls = AdaptiveController.from_config(
+        {"strategy": "ema", 1: ladder, 8: ladder}, initial_steps=3
+    )
     for _ in range(15):
         controls.observe(9, [3] * 9)
     assert (controls.steps_for(7), controls.steps_for(8)) == (3, 7)
@@ -178,7 +214,9 @@ def test_a_stale_round_of_a_shorter_length_does_not_count() -> None:
 
 def test_compat_counts_a_stale_round_as_the_present_length_s() -> None:
     config = {"strategy": "ema", "compat": True, "warmup_batches": 0, "update_interval": 1}
-    controls = AdaptiveController.from_config({**config, "1": {"candidate_steps": [0, 3]}}, initial_steps=0)
+    controls = AdaptiveController.from_config(
+        {**config, "1": {"candidate_steps": [0, 3]}}, initial_steps=0
+    )
     controls.observe(1, [0], num_steps=0)
     controls.observe(1, [0], num_steps=0)
     assert ema(controls) == pytest.approx(1.6)

@@ -1,4 +1,5 @@
-"""A fault belongs to one request: it gets a clear error, the others their right tokens, and all pages come back."""
+"""A fault belongs to one request: it gets a clear error, the others their right tokens, and all
+pages come back."""
 
 import random
 import subprocess
@@ -47,7 +48,9 @@ def finite_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["plain", "no_overlap", "draft_target", "one_model"])
-def llm(request: pytest.FixtureRequest, model: Path, tiny_draft: Path, finite_draft: Path) -> Iterator[LLM]:
+def llm(
+    request: pytest.FixtureRequest, model: Path, tiny_draft: Path, finite_draft: Path
+) -> Iterator[LLM]:
     options = {
         "plain": {},
         "no_overlap": {"disable_overlap_scheduler": True},
@@ -164,7 +167,9 @@ def test_a_bad_logits_processor_fails_its_own_request(
     llm: LLM, expected: list[list[int]], processor: Any, message: str, num_tokens: int
 ) -> None:
     doomed = SamplingParams(max_tokens=24, logits_processor=processor)
-    first, bad, *others = generate(llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, doomed, PARAMS, PARAMS])
+    first, bad, *others = generate(
+        llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, doomed, PARAMS, PARAMS]
+    )
     assert bad.error is not None and message in bad.error and bad.outputs[0].length == num_tokens
     assert tokens_of([first, *others]) == expected
 
@@ -251,7 +256,9 @@ def test_a_users_resource_manager_that_raises_fails_the_round_and_not_the_execut
     options["speculative_config"]["resource_manager"] = Moody()
     with make_llm(model, **options) as llm:
         errors = {output.error for output in generate(llm, GOOD, PARAMS)}
-        assert "RuntimeError: not now" in errors  # and None for a request that came after that round
+        assert (
+            "RuntimeError: not now" in errors
+        )  # and None for a request that came after that round
         assert errors <= {"RuntimeError: not now", None}
         assert tokens_of(generate(llm, GOOD, PARAMS)) == expected
         assert_clean(llm)
@@ -263,8 +270,14 @@ def test_a_request_that_the_pool_can_never_hold_is_refused_with_the_figures(
     cache = {"tokens_per_block": 4, "max_tokens": 40}
     with make_llm(model, kv_cache_config=cache, **draft_target(tiny_draft)) as llm:
         large = SamplingParams(max_tokens=50)
-        first, bad, *others = generate(llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, large, PARAMS, PARAMS])
-        assert bad.error is not None and "may need 15 KV pages" in bad.error and "cache has 10" in bad.error
+        first, bad, *others = generate(
+            llm, [GOOD[0], GOOD[0], *GOOD[1:]], [PARAMS, large, PARAMS, PARAMS]
+        )
+        assert (
+            bad.error is not None
+            and "may need 15 KV pages" in bad.error
+            and "cache has 10" in bad.error
+        )
         assert tokens_of([first, *others]) == expected
         assert_clean(llm)
 
@@ -318,9 +331,12 @@ def test_two_rounds_in_a_row_that_break_off_while_they_are_read_do_not_kill_the_
     with LLM("zoo:llama", tokenizer=Breaking(), max_num_tokens=16, max_batch_size=4) as llm:
         # A prompt a round: the second one's is in flight while the first one's is read.
         handles = [llm.generate_async(list(range(20 + i, 32 + i)), breaking) for i in range(3)]
-        assert [handle.result(timeout=30).error for handle in handles] == ["Gone: the disk went"] * 3
+        assert [handle.result(timeout=30).error for handle in handles] == [
+            "Gone: the disk went"
+        ] * 3
         assert (
-            llm.is_healthy and llm.generate([1, 2, 3], {"max_tokens": 2, "detokenize": False}).error is None
+            llm.is_healthy
+            and llm.generate([1, 2, 3], {"max_tokens": 2, "detokenize": False}).error is None
         )
 
 
@@ -338,7 +354,9 @@ def test_when_the_executor_dies_nobody_waits_for_ever(model: Path) -> None:
         assert results[1].error == "RuntimeError: not to be freed"
         assert [output.finish_reason for output in results[1].outputs] == ["error"] * 2
         assert not llm.is_healthy
-        with pytest.raises(RuntimeError, match="the executor has died: RuntimeError: not to be freed"):
+        with pytest.raises(
+            RuntimeError, match="the executor has died: RuntimeError: not to be freed"
+        ):
             llm.generate_async(GOOD[0], PARAMS)
 
 

@@ -30,7 +30,9 @@ def test_first_tokens_are_under_way_before_anything_is_drafted_behind_their_prom
     how: str,
 ) -> None:
     options, plain = tiny_engine(mode, drafts, 3), Harness(tiny)
-    harness = with_graphs(monkeypatch, tiny, **options) if "graph" in how else Harness(tiny, **options)
+    harness = (
+        with_graphs(monkeypatch, tiny, **options) if "graph" in how else Harness(tiny, **options)
+    )
     beside_windows = how == "beside windows"
     worker, happened = worker_of(harness), list[str]()
     draft = worker.draft

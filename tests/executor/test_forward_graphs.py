@@ -1,5 +1,5 @@
-"""A round in which a request's rules need more than a round's graph knows: its forward is a graph nevertheless, and
-nobody can tell from text, drafts or log probabilities."""
+"""A round in which a request's rules need more than a round's graph knows: its forward is a graph
+nevertheless, and nobody can tell from text, drafts or log probabilities."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def submit_rules(harness: Harness, rules: dict[str, Any]) -> list[LlmRequest]:
-    """Seven requests that end one by one; the third and the last, which is alone in the end, have the rules."""
+    """Seven requests that end one by one; the third and the last, which is alone in the end, have
+    the rules."""
     return [
         harness.submit(
             [3 + i, 5, 2 * i],
@@ -62,13 +63,18 @@ def forwards_of(harness: Harness) -> dict[tuple[int, int], int]:
 def logprobs_of(harness: Harness, request: LlmRequest) -> list[dict[int, Any]]:
     """Ranks, and values but for their rounding: a padded batch has another number of rows."""
     return [
-        {token: (found.rank, pytest.approx(found.logprob, abs=1e-4)) for token, found in entry.items()}
+        {
+            token: (found.rank, pytest.approx(found.logprob, abs=1e-4))
+            for token, found in entry.items()
+        }
         for response in harness.responses[request.request_id]
         for entry in response.logprobs
     ]
 
 
-def forbid_eager_windows(harness: Harness, monkeypatch: pytest.MonkeyPatch, depth: list[int]) -> None:
+def forbid_eager_windows(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, depth: list[int]
+) -> None:
     """From now on a forward of windows only fails, if it is not in a graph."""
     engine = harness.parts.runner.engine
     forward = engine.forward
@@ -109,9 +115,13 @@ def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(
 
 
 @torch.inference_mode()
-def test_what_forwards_leave_stands_in_one_place_for_all_graphs(tiny: Path, depth: list[int]) -> None:
+def test_what_forwards_leave_stands_in_one_place_for_all_graphs(
+    tiny: Path, depth: list[int]
+) -> None:
     runner = with_graphs(tiny, SIZES, {0}).parts.runner
-    left = [runner._forward_for(torch.tensor(slots), 0, False) for slots in ([DUMMY], [DUMMY, DUMMY])]
+    left = [
+        runner._forward_for(torch.tensor(slots), 0, False) for slots in ([DUMMY], [DUMMY, DUMMY])
+    ]
     assert left[0].data_ptr() == left[1].data_ptr() and list(map(len, left)) == [1, 2]
 
 

@@ -12,7 +12,8 @@ DUMMY = 8
 def test_a_replay_is_timed_among_others_when_the_device_has_slowed_down(
     eager_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that takes 2 ms for a replay after a pause, and 3 ms once it has been busy for 20 ms."""
+    """A device that takes 2 ms for a replay after a pause, and 3 ms once it has been busy for 20
+    ms."""
     now = 0.0
 
     def generate(slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
@@ -58,7 +59,10 @@ def test_a_round_is_renewed_before_every_replay_and_runs_for_the_slots_that_were
     graphs.capture([GraphKey(3, 0, False)])
     happened.clear()
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert graphs.seconds(GraphKey(3, 0, False), [4, 0, 2], lambda: happened.append("renewed")) == 0.006 / 5
+    assert (
+        graphs.seconds(GraphKey(3, 0, False), [4, 0, 2], lambda: happened.append("renewed"))
+        == 0.006 / 5
+    )
     assert happened == ["renewed", [4, 0, 2]] * (1 + 5 + 5)
     happened.clear()
     graphs.seconds(GraphKey(3, 0, False))

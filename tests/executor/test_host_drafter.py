@@ -50,7 +50,11 @@ def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> Non
     batch = bench.round()
     assert batch.draft_len == 2
     assert [request.py_num_draft_tokens for request in bench.requests] == [0, 1, 2]
-    padded = [[1, 1], [7, 2], [7, 8]]  # with the requests' last tokens, after which there are numbers
+    padded = [
+        [1, 1],
+        [7, 2],
+        [7, 8],
+    ]  # with the requests' last tokens, after which there are numbers
     assert [request.py_draft_tokens for request in bench.requests] == padded
     assert bench.slots.window[:3, 1:3].tolist() == padded
     assert bench.slots.num_drafts[:3].tolist() == [
@@ -74,13 +78,20 @@ def test_what_a_request_has_no_use_for_is_cut_off() -> None:
     bench.requests[1].max_tokens = 3
     assert bench.round().draft_len == 4
     assert [request.py_num_draft_tokens for request in bench.requests] == [1, 2, 4]
-    assert [request.py_draft_tokens for request in bench.requests[:2]] == [[7, 1, 1, 1], [7, 8, 2, 2]]
+    assert [request.py_draft_tokens for request in bench.requests[:2]] == [
+        [7, 1, 1, 1],
+        [7, 8, 2, 2],
+    ]
     assert bench.round(draft_len=3).draft_len == 3
 
 
-def test_padding_puts_no_token_into_a_window_after_which_there_are_no_numbers(tmp_path: Path) -> None:
+def test_padding_puts_no_token_into_a_window_after_which_there_are_no_numbers(
+    tmp_path: Path,
+) -> None:
     model = write_tiny_llama(tmp_path, nan_token=0)
-    harness = Harness(model, **user_provided(lambda request: [5, 6] if request.request_id == 2 else []))
+    harness = Harness(
+        model, **user_provided(lambda request: [5, 6] if request.request_id == 2 else [])
+    )
     requests = [harness.submit([i, 5], max_tokens=12, logit_bias={0: -100.0}) for i in (1, 2)]
     harness.run()
     assert [request.error for request in requests] == [None, None]
@@ -88,7 +99,9 @@ def test_padding_puts_no_token_into_a_window_after_which_there_are_no_numbers(tm
 
 def test_without_a_draft_length_nobody_is_asked() -> None:
     bench = Bench(lambda request: pytest.fail("asked"))
-    bench.drafter.prepare_draft_tokens(ScheduledBatch(generation_requests=bench.requests, draft_len=0))
+    bench.drafter.prepare_draft_tokens(
+        ScheduledBatch(generation_requests=bench.requests, draft_len=0)
+    )
 
 
 def test_drafts_that_are_only_compared_leave_the_round_as_it_was() -> None:
@@ -99,7 +112,9 @@ def test_drafts_that_are_only_compared_leave_the_round_as_it_was() -> None:
     batch = bench.round(draft_len=0)
     assert unverified._proposals and batch.draft_len == 0
     assert all(request.py_draft_tokens == [] for request in bench.requests)
-    assert torch.equal(bench.slots.window, window) and torch.equal(bench.slots.num_drafts, num_drafts)
+    assert torch.equal(bench.slots.window, window) and torch.equal(
+        bench.slots.num_drafts, num_drafts
+    )
 
 
 @pytest.mark.parametrize("drafts", [(5, 6), numpy.array([5, 6]), torch.tensor([5, 6]), range(5, 7)])
@@ -134,7 +149,9 @@ def test_after_an_exception_the_drafter_is_asked_one_by_one_until_the_culprit_sh
 
     class Picky(Drafter):
         def prepare_draft_tokens(
-            self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+            self,
+            scheduled_requests: ScheduledBatch,
+            resource_manager: ResourceManager | None = None,
         ) -> None:
             calls.append(len(scheduled_requests.generation_requests))
             for request in scheduled_requests.generation_requests:
@@ -167,7 +184,9 @@ def test_the_drafter_gets_its_own_resource_manager() -> None:
 
     class Asking(Drafter):
         def prepare_draft_tokens(
-            self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+            self,
+            scheduled_requests: ScheduledBatch,
+            resource_manager: ResourceManager | None = None,
         ) -> None:
             seen.append(resource_manager)
 

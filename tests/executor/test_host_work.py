@@ -1,5 +1,5 @@
-"""What the host does in a round, against a device that answers from a script: it leaves out only what has no effect,
-and how much it does is counted, not timed."""
+"""What the host does in a round, against a device that answers from a script: it leaves out only
+what has no effect, and how much it does is counted, not timed."""
 
 import sys
 from collections import Counter
@@ -24,7 +24,8 @@ RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_
 
 
 class Watched:
-    """An engine whose rounds are looked at when they are launched. `runs` holds what the device made for a request."""
+    """An engine whose rounds are looked at when they are launched. `runs` holds what the device
+    made for a request."""
 
     def __init__(self, rates: tuple[float, ...], **options: Any) -> None:
         self.responses: dict[int, list[Response]] = {}
@@ -102,7 +103,8 @@ def text_of(request: LlmRequest, runs: list[list[int]], stops: set[int]) -> tupl
 
 
 def submit_all_kinds(watched: Watched, random: Random) -> list[tuple[LlmRequest, set[int]]]:
-    """Requests and the tokens that end them; every fifth is cancelled as soon as it has three tokens."""
+    """Requests and the tokens that end them; every fifth is cancelled as soon as it has three
+    tokens."""
     requests = []
     for number in range(40):
         stops = set(random.sample(range(3, 300), random.choice((0, 0, 4, 20))))
@@ -165,7 +167,9 @@ def test_a_streamed_request_is_told_of_in_every_round_and_nobody_else() -> None:
     watched = Watched(())
     [quiet], [streamed] = watched.engine.put(1, 5, 20), watched.engine.put(1, 5, 20, streaming=True)
     watched.run()
-    assert [len(response.token_ids) for response in watched.responses[streamed.request_id]] == [1] * 20
+    assert [len(response.token_ids) for response in watched.responses[streamed.request_id]] == [
+        1
+    ] * 20
     assert [len(response.token_ids) for response in watched.responses[quiet.request_id]] == [20]
 
 
@@ -192,7 +196,8 @@ def calls_of_a_step(engine: ScriptedEngine, num_steps: int) -> tuple[float, floa
 def test_a_request_costs_few_calls_a_round(
     way: str, waiting: int, python_calls: float, c_calls: float
 ) -> None:
-    """Beyond what a round costs with one request; pages of 32 tokens, so that most rounds take none of a request."""
+    """Beyond what a round costs with one request; pages of 32 tokens, so that most rounds take none
+    of a request."""
     found = []
     for batch_size in (1, 65):
         engine = ScriptedEngine(batch_size, RATES[way])
@@ -209,7 +214,9 @@ def test_a_request_costs_few_calls_a_round(
 def test_most_rounds_take_no_page_and_no_page_is_taken_twice(way: str) -> None:
     engine = ScriptedEngine(64, RATES[way], page_size=16)
     requests = engine.put(64, 100, 1000)
-    while not all(request.tokens_in_flight and request.num_output_tokens > 20 for request in requests):
+    while not all(
+        request.tokens_in_flight and request.num_output_tokens > 20 for request in requests
+    ):
         engine.executor.step()
     kv, cache = engine.parts.kv, engine.parts.kv.cache
     num_sent, given_back, flush, rewind = 0, 0, kv.table.flush, cache.rewind
@@ -238,8 +245,8 @@ def test_most_rounds_take_no_page_and_no_page_is_taken_twice(way: str) -> None:
 def test_pages_are_taken_ahead_only_of_those_that_a_request_was_admitted_with(
     may_preempt: bool, in_flight: int
 ) -> None:
-    """The pool has what eight requests may need, and not a page more. Nothing is taken ahead of what nobody was
-    promised, nor what the end of the round would give back."""
+    """The pool has what eight requests may need, and not a page more. Nothing is taken ahead of
+    what nobody was promised, nor what the end of the round would give back."""
     most = -(-(40 + 60 + 9) // 4)  # prompt, max_tokens and overshoot
     watched = Watched(RATES["three"], max_len=100, num_pages=1 + 8 * most, may_preempt=may_preempt)
     watched.parts.max_in_flight = in_flight
@@ -269,7 +276,12 @@ def test_when_drafts_become_fewer_pages_ahead_for_them_go_back() -> None:
 
     def num_ahead(request: LlmRequest, window: int) -> int:
         """Pages beyond those that rounds of such windows may keep."""
-        kept = request.kv_len + kv.extra_kv_tokens + request.tokens_in_flight + (1 + ROUNDS_AHEAD) * window
+        kept = (
+            request.kv_len
+            + kv.extra_kv_tokens
+            + request.tokens_in_flight
+            + (1 + ROUNDS_AHEAD) * window
+        )
         return kv.num_held(request) - kv.pages_for(kept)
 
     assert all(num_ahead(request, 1) > 0 for request in requests)
@@ -279,7 +291,9 @@ def test_when_drafts_become_fewer_pages_ahead_for_them_go_back() -> None:
     assert all(num_ahead(request, 1) <= 0 for request in requests)
 
 
-def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_before_left() -> None:
+def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_before_left() -> (
+    None
+):
     engine = ScriptedEngine(4, RATES["three"])
     requests = engine.put(4, 5, 20)
     left: list[list[int]] = [[], [0, 0, 0], [7, 8, 9], [0, 0]]
@@ -291,10 +305,16 @@ def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_
     assert not any(request.py_num_draft_tokens for request in requests)
 
 
-def test_drafts_of_the_forward_are_as_many_as_were_made_as_the_round_has_and_as_the_request_wants() -> None:
+def test_drafts_of_the_forward_are_as_many_as_were_made_as_the_round_has_and_as_the_request_wants() -> (
+    None
+):
     requests = ScriptedEngine(25, RATES["three"]).put(25, 5, 20)
     numbers = list(product(range(5), repeat=2))
     for request, (ready, limit) in zip(requests, numbers, strict=True):
         request.num_drafts_ready, request.draft_limit = ready, limit
-    OneModelDrafter().prepare_draft_tokens(ScheduledBatch(generation_requests=requests, draft_len=3))
-    assert [request.py_num_draft_tokens for request in requests] == [min(3, *each) for each in numbers]
+    OneModelDrafter().prepare_draft_tokens(
+        ScheduledBatch(generation_requests=requests, draft_len=3)
+    )
+    assert [request.py_num_draft_tokens for request in requests] == [
+        min(3, *each) for each in numbers
+    ]

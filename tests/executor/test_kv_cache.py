@@ -1,4 +1,5 @@
-"""The KV cache of requests, with draft layers in its pages: which tokens the pages of a request are cached under."""
+"""The KV cache of requests, with draft layers in its pages: which tokens the pages of a request are
+cached under."""
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ class Bench:
         self._num_requests = 0
 
     def prefill(self, tokens: list[int], chunk: int, sampled: int | None = None) -> LlmRequest:
-        """A request after the context round that computed `chunk` tokens, and sampled a token if it was the last."""
+        """A request after the context round that computed `chunk` tokens, and sampled a token if it
+        was the last."""
         self._num_requests += 1
         request = LlmRequest(self._num_requests, list(tokens), RULES, seed=0)
         self.slots.acquire(request)
@@ -42,7 +44,8 @@ class Bench:
         return request
 
     def finish(self, request: LlmRequest, *generated: int) -> None:
-        """Accepts a run, of which the last token is never computed, and ends the request as the loop does."""
+        """Accepts a run, of which the last token is never computed, and ends the request as the
+        loop does."""
         request.tokens += generated
         assert self.kv.extend(request, request.num_tokens + 3)
         self.kv.rewind(request, request.num_tokens - 1)

@@ -1,7 +1,8 @@
-"""Pages whose draft layers were not written yet: cached for the target all the same, and nobody takes them for whole.
+"""Pages whose draft layers were not written yet: cached for the target all the same, and nobody
+takes them for whole.
 
-Random uses of the cache beside two simulated memories, the target's and the draft's, which is written later.
-"""
+Random uses of the cache beside two simulated memories, the target's and the draft's, which is
+written later."""
 
 import random
 
@@ -30,13 +31,16 @@ class Lagging:
         self.draft.copy_page(source, destination)
 
     def start(self, prompt: list[int], *, gives_up: bool = False) -> int | None:
-        """Reads what the draft lacks of the prefix, then the prompt. None: no room, or it gave up before that."""
+        """Reads what the draft lacks of the prefix, then the prompt. None: no room, or it gave up
+        before that."""
         seq_id, cache = self._next_id, self.cache
         self._next_id += 1
         cached = cache.add_sequence(seq_id, prompt)
         whole_len = cache.whole_len(seq_id)
         assert whole_len <= cached
-        assert self.draft.read(cache.pages(seq_id), whole_len) == self.draft.values(prompt)[:whole_len]
+        assert (
+            self.draft.read(cache.pages(seq_id), whole_len) == self.draft.values(prompt)[:whole_len]
+        )
         if gives_up or not cache.extend(seq_id, len(prompt)):
             cache.free(seq_id, prompt[:cached], whole_len)
             return None
@@ -83,10 +87,14 @@ class Lagging:
             path = [node]
             while path[0].parent is not None:
                 path.insert(0, path[0].parent)
-            values = self.target.values([token for each in path for token in each.key])[-len(node.key) :]
+            values = self.target.values([token for each in path for token in each.key])[
+                -len(node.key) :
+            ]
             assert self.target.kv[node.page][: len(values)] == values
             if node.is_whole:
-                assert self.draft.kv[node.page][: len(values)] == values, "it is not as whole as it says"
+                assert self.draft.kv[node.page][: len(values)] == values, (
+                    "it is not as whole as it says"
+                )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -143,7 +151,10 @@ def test_a_prefix_that_lacks_the_drafts_part_is_reused_and_whole_as_soon_as_it_w
 
 def test_a_page_with_the_drafts_part_takes_the_place_of_one_without_that_nobody_holds() -> None:
     use = Lagging(num_pages=12, page_size=2)
-    first, second = use.begin([1, 2]), use.begin([1, 2, 3, 4])  # side by side, nothing is cached yet
+    first, second = (
+        use.begin([1, 2]),
+        use.begin([1, 2, 3, 4]),
+    )  # side by side, nothing is cached yet
     use.grow(first, [3, 4], plain=True)
     use.free(first)
     assert [node.key for node in use.lacking()] == [(3, 4)]

@@ -1,4 +1,5 @@
-"""Where the rounds in flight may be everybody's last, by `max_tokens`, the host reads them before the next launch."""
+"""Where the rounds in flight may be everybody's last, by `max_tokens`, the host reads them before
+the next launch."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35]
 
 
 def launches(harness: Harness) -> list[tuple[list[int], int]]:
-    """Of all rounds to come: whose they are, and how many were in flight when they were launched."""
+    """Of all rounds to come: whose they are, and how many were in flight when they were
+    launched."""
     found: list[tuple[list[int], int]] = []
     launch = harness.parts.runner.launch
 
@@ -38,7 +40,8 @@ def test_no_round_is_for_nobody(tiny: Path, max_tokens: int) -> None:
     num_rounds = 1 + -(-(max_tokens - 1) // 4)  # the context's, and one for each 4 tokens more
     assert [ids for ids, _ in found] == [[request.request_id]] * num_rounds
     assert request.num_output_tokens == max_tokens
-    # Only what may be the end is waited for: the last 4 tokens, be they one round's or those of two.
+    # Only what may be the end is waited for: the last 4 tokens, be they one round's or those of
+    # two.
     assert [in_flight for _, in_flight in found[:-2]] == [0, *[1] * (num_rounds - 3)]
 
 

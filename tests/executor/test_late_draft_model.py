@@ -1,5 +1,5 @@
-"""A draft model on the target's pages reads nothing while nobody wants drafts, and then all that it has missed: of what
-was generated meanwhile, and of prefixes that others left without its part."""
+"""A draft model on the target's pages reads nothing while nobody wants drafts, and then all that it
+has missed: of what was generated meanwhile, and of prefixes that others left without its part."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -69,7 +69,9 @@ def conversations(
         begin = text[: len(text) - random.choice((0, 0, 3))][:60]
         new = [random.randrange(64) for _ in range(random.randrange(1, 6))]
         temperature = HOT if index % 3 else None
-        requests.append(harness.submit([*begin, *new], random.randrange(1, 70), temperature=temperature))
+        requests.append(
+            harness.submit([*begin, *new], random.randrange(1, 70), temperature=temperature)
+        )
     return requests
 
 
@@ -78,7 +80,8 @@ def conversations(
 def test_whatever_it_missed_is_there_when_it_drafts(
     tiny: Path, speculation: dict[str, Any], seed: int, overlap: bool
 ) -> None:
-    """Preemptions, cancellations, prefixes without its part, chunks; what nobody has written is not a number."""
+    """Preemptions, cancellations, prefixes without its part, chunks; what nobody has written is not
+    a number."""
     options = SMALL | ({} if overlap else {"disable_overlap_scheduler": True})
     harness, plain = Harness(tiny, **options, **speculation), Harness(tiny, **options)
     random, seen = Random(seed), set[str]()
@@ -115,7 +118,7 @@ def test_whatever_it_missed_is_there_when_it_drafts(
     assert seen == {"preempted", "a prefix", "rings"}
     assert len(requests) > 25 and sum(request.cached_tokens for request in requests) > 200
     assert sum(sum(request.counters.by_accepted[1:]) for request in requests) > 0
-    twins = [
+    references = [
         plain.submit(
             request.tokens[: request.prompt_len],
             request.max_tokens,
@@ -125,7 +128,7 @@ def test_whatever_it_missed_is_there_when_it_drafts(
         for request in requests
     ]
     plain.run()
-    assert_texts_are(requests, twins)
+    assert_texts_are(requests, references)
     assert all_pages_are_back(harness.executor)
 
 
@@ -143,7 +146,13 @@ def test_what_it_missed_is_read_in_forwards_no_longer_than_a_round_may_be(
     with_lengths(harness, 3)
     harness.round()
     from_tokens = missing - 2 * BACKLOG_LEN
-    assert rows[:-5] == [20, 20, from_tokens - 40] and rows[-5:] == [BACKLOG_LEN, BACKLOG_LEN, 8, 2, 2]
+    assert rows[:-5] == [20, 20, from_tokens - 40] and rows[-5:] == [
+        BACKLOG_LEN,
+        BACKLOG_LEN,
+        8,
+        2,
+        2,
+    ]
     for request in requests:
         assert_nothing_is_missing(harness, request)
 
@@ -166,16 +175,18 @@ def test_a_preempted_request_keeps_its_pages_though_the_draft_has_not_read_them(
     assert read == [[(True, length - len(PROMPT))]]
     assert_nothing_is_missing(harness, request)
     harness.run()
-    twin = Harness(tiny)
-    expected = twin.submit(PROMPT, max_tokens=60, temperature=HOT, seed=3)
-    twin.run()
+    reference = Harness(tiny)
+    expected = reference.submit(PROMPT, max_tokens=60, temperature=HOT, seed=3)
+    reference.run()
     assert output_of(request) == output_of(expected)
 
 
 def test_samples_of_one_prompt_read_what_they_share_of_it_once(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
-    harness = Harness(tiny, kv_cache_config={"tokens_per_block": 4}, max_num_tokens=100, **speculation)
+    harness = Harness(
+        tiny, kv_cache_config={"tokens_per_block": 4}, max_num_tokens=100, **speculation
+    )
     with_lengths(harness, 0)
     first = harness.submit(PROMPT, max_tokens=51)
     harness.run()
@@ -183,7 +194,8 @@ def test_samples_of_one_prompt_read_what_they_share_of_it_once(
     samples = [harness.submit([*first.tokens, 1, 2], max_tokens=20, seed=n) for n in range(3)]
     harness.round()
     assert [request.cached_tokens for request in samples] == [58] * 3
-    # Of 14 full pages the first two are whole; each has a copy of the last page, and its prompt's end to read.
+    # Of 14 full pages the first two are whole; each has a copy of the last page, and its prompt's
+    # end to read.
     assert rows == [48 + 3 * 2, 3 * (3 + 1)]
     spoil_free_pages(harness)
     for request in samples:

@@ -1,4 +1,5 @@
-"""The target's first layers in a graph of their own: what runs in it, and that the model is whole again behind it."""
+"""The target's first layers in a graph of their own: what runs in it, and that the model is whole
+again behind it."""
 
 from pathlib import Path
 from typing import Any

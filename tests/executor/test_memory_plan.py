@@ -20,7 +20,10 @@ PAGE_BYTES = KVPool.page_bytes(GEOMETRY, 32, torch.float32)
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model on a GPU that has room for its activations and 200 pages."""
     config = SimpleNamespace(
-        attention_geometry=lambda mapping: GEOMETRY, hidden_size=8, intermediate_size=8, vocab_size=8
+        attention_geometry=lambda mapping: GEOMETRY,
+        hidden_size=8,
+        intermediate_size=8,
+        vocab_size=8,
     )
     activations = 64 * (8 * 8 + 4 * 8) * 4 + 10 * 64 * 8 * 4
     free = activations + 200 * PAGE_BYTES
@@ -29,7 +32,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize(("max_tokens", "num_pages"), [(320, 10), (321, 11), (10**6, 100), (None, 100)])
+@pytest.mark.parametrize(
+    ("max_tokens", "num_pages"), [(320, 10), (321, 11), (10**6, 100), (None, 100)]
+)
 def test_a_gpus_cache_has_the_tokens_asked_for_as_far_as_the_share_of_memory_goes(
     on_gpu: Any, max_tokens: int | None, num_pages: int
 ) -> None:
@@ -39,5 +44,7 @@ def test_a_gpus_cache_has_the_tokens_asked_for_as_far_as_the_share_of_memory_goe
 
 
 def test_a_cache_larger_than_the_machine_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_config.max_tokens = 1000000000000000 takes \d+ bytes"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache_config.max_tokens = 1000000000000000 takes \d+ bytes"
+    ):
         LLM("zoo:llama", kv_cache_config={"max_tokens": 10**15})

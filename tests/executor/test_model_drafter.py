@@ -49,19 +49,27 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 def test_the_draft_cache_is_always_what_a_prefill_of_the_same_tokens_gives(
     tiny: Path, tiny_draft: Path, situation: str
 ) -> None:
-    options = {"max_batch_size": 3, "kv_cache_config": {"tokens_per_block": 4}} | SITUATIONS[situation]
+    options = {"max_batch_size": 3, "kv_cache_config": {"tokens_per_block": 4}} | SITUATIONS[
+        situation
+    ]
     harness = Harness(tiny, **options, **draft_target(tiny_draft, 3))
     kv, random = draft_kv(harness), Random(1)
-    shared = [random.randrange(64) for _ in range(17)]  # a whole number of pages and one token: partial reuse
+    shared = [
+        random.randrange(64) for _ in range(17)
+    ]  # a whole number of pages and one token: partial reuse
     requests = [
-        harness.submit(shared + [i] * i, max_tokens=25, temperature=0.8 if i % 2 else None) for i in range(8)
+        harness.submit(shared + [i] * i, max_tokens=25, temperature=0.8 if i % 2 else None)
+        for i in range(8)
     ]
     num_checked = num_fully_accepted = 0
     for number in range(10_000):
         if not harness.round():
             break
         for request in harness.parts.scheduler.running:
-            assert request.draft_kv_len <= request.kv_len or request.state is not RequestState.GENERATION
+            assert (
+                request.draft_kv_len <= request.kv_len
+                or request.state is not RequestState.GENERATION
+            )
             num_fully_accepted += request.kv_len - request.draft_kv_len == 1
             if number % 5 == 0 and request.draft_kv_len:
                 own = keys_and_values(kv, request, request.draft_kv_len)
@@ -120,17 +128,23 @@ def test_requests_without_speculation_take_no_draft_pages(tiny: Path) -> None:
     harness.round()
     assert not draft_kv(harness).holds(quiet) and draft_kv(harness).holds(modest)
     harness.run()
-    assert quiet.counters.stats().num_drafted_tokens == 0 and quiet.counters.stats().acceptance_length == 1
+    assert (
+        quiet.counters.stats().num_drafted_tokens == 0
+        and quiet.counters.stats().acceptance_length == 1
+    )
     assert modest.counters.stats().per_position_drafted == (5, 0, 0, 0)
     assert output_of(quiet) == output_of(modest)
 
 
 def test_where_draft_pages_are_short_requests_go_on_without_drafts(tiny: Path) -> None:
-    # The target's pages are shared by prefix; with reuse off for the draft's sake each cache fits just two requests.
+    # The target's pages are shared by prefix; with reuse off for the draft's sake each cache fits
+    # just two requests.
     cache = {"tokens_per_block": 4, "max_tokens": 64}
     plain, harness = Harness(tiny), Harness(tiny, kv_cache_config=cache, **draft_target(tiny, 3))
     held = draft_kv(harness)
-    hog = LlmRequest(request_id=99, tokens=[60] * 40, rules=harness.submit([1], 1).rules, seed=0, slot=7)
+    hog = LlmRequest(
+        request_id=99, tokens=[60] * 40, rules=harness.submit([1], 1).rules, seed=0, slot=7
+    )
     held.start(hog)
     assert held.extend(hog, 40)
     request, reference = (each.submit(PROMPT, max_tokens=40) for each in (harness, plain))
@@ -149,20 +163,25 @@ def test_a_draft_model_may_have_fewer_or_more_rows_than_the_target(
     for options in ({}, {"use_rejection_sampling": True}):
         harness = Harness(tiny, **draft_target(draft, 3, **options))
         requests = [
-            harness.submit([i, 63], max_tokens=30, temperature=t) for i, t in enumerate((None, 1.0) * 4)
+            harness.submit([i, 63], max_tokens=30, temperature=t)
+            for i, t in enumerate((None, 1.0) * 4)
         ]
         harness.run()
         assert all(request.finish_reason == "length" for request in requests)
         assert all(0 <= token < 64 for request in requests for token in request.tokens)
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}]
+)
 def test_a_draft_model_that_gives_no_numbers_harms_nobody(
     tiny: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     draft = write_tiny_llama(tmp_path, nan_token=5)
     harness = Harness(tiny, **draft_target(draft, 3, **options))
-    requests = [harness.submit([5, i], max_tokens=30, temperature=t) for i, t in enumerate((None, 1.0) * 4)]
+    requests = [
+        harness.submit([5, i], max_tokens=30, temperature=t) for i, t in enumerate((None, 1.0) * 4)
+    ]
     harness.run()
     assert [request.finish_reason for request in requests] == ["length"] * 8
     assert all_pages_are_back(harness.executor)
@@ -172,20 +191,26 @@ def test_catching_up_never_takes_more_rows_than_the_budget(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(
-        tiny, max_num_tokens=16, enable_chunked_prefill=True, **draft_target(tiny, 3, max_concurrency=2)
+        tiny,
+        max_num_tokens=16,
+        enable_chunked_prefill=True,
+        **draft_target(tiny, 3, max_concurrency=2),
     )
     drafter = harness.parts.drafter
     assert isinstance(drafter, ModelDrafter)
     sizes: list[int] = []
     forward = drafter._engine.forward
 
-    def record(contexts: list[ContextChunk], windows: Windows | None, *wanted: torch.Tensor) -> torch.Tensor:
+    def record(
+        contexts: list[ContextChunk], windows: Windows | None, *wanted: torch.Tensor
+    ) -> torch.Tensor:
         sizes.append(sum(len(chunk.tokens) for chunk in contexts))
         return forward(contexts, windows, *wanted)
 
     monkeypatch.setattr(drafter._engine, "forward", record)
     requests = [harness.submit([i] * 3, max_tokens=60 if i < 2 else 40) for i in range(3)]
     harness.run()
-    # Three at a time do not draft; when the third one ends, the others have some 40 tokens each to catch up on.
+    # Three at a time do not draft; when the third one ends, the others have some 40 tokens each to
+    # catch up on.
     assert max(sizes) == 16 and sum(sizes) > 2 * 40
     assert all(request.finish_reason == "length" for request in requests)

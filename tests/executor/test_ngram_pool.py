@@ -1,4 +1,5 @@
-"""NGramPool against a naive reading of its documented semantics, and each option by what it changes."""
+"""NGramPool against a naive reading of its documented semantics, and each option by what it
+changes."""
 
 import random
 import weakref
@@ -36,8 +37,8 @@ class Text(list[int]):
 class NaivePool:
     """Every occurrence in the order in which it came, searched from the start at each proposal.
 
-    `recent` holds the (text, end of n-gram) pairs of the newer half and `older` those of the half before.
-    """
+    `recent` holds the (text, end of n-gram) pairs of the newer half and `older` those of the half
+    before."""
 
     def __init__(self, **options: Any) -> None:
         self.options = {**OPTIONS, **options}
@@ -49,7 +50,9 @@ class NaivePool:
         self.num_indexed: dict[int, int] = {}
 
     def propose(self, request_id: int, tokens: list[int], draft_len: int) -> list[int]:
-        halves = self.pools.setdefault("all" if self.options["is_public_pool"] else request_id, [[], []])
+        halves = self.pools.setdefault(
+            "all" if self.options["is_public_pool"] else request_id, [[], []]
+        )
         start, stop = self.num_indexed.get(request_id, 0), len(tokens) - self.min_continuation
         half = self.options["max_pool_entries"] // 2
         if stop > start:
@@ -60,14 +63,20 @@ class NaivePool:
             self.num_indexed[request_id] = stop
         for size in range(self.options["max_matching_ngram_size"], 0, -1):
             found = [
-                text[end:] for text, end in halves[0] + halves[1] if self.matches(text, end, tokens, size)
+                text[end:]
+                for text, end in halves[0] + halves[1]
+                if self.matches(text, end, tokens, size)
             ]
             if found:
                 return self.choose(found)[: min(draft_len, self.options["max_draft_len"])]
         return []
 
     def matches(self, text: list[int], end: int, tokens: list[int], size: int) -> bool:
-        return size <= end < len(text) and len(tokens) >= size and text[end - size : end] == tokens[-size:]
+        return (
+            size <= end < len(text)
+            and len(tokens) >= size
+            and text[end - size : end] == tokens[-size:]
+        )
 
     def choose(self, found: list[list[int]]) -> list[int]:
         if self.options["is_keep_all"]:
@@ -137,13 +146,17 @@ def test_is_use_oldest_chooses_between_the_first_and_the_last_occurrence() -> No
     assert draft(tokens, draft_len=2, is_use_oldest=False) == [30, 31]
 
 
-def test_without_is_keep_all_a_full_draft_is_proposed_where_the_newest_occurrence_has_a_short_one() -> None:
+def test_without_is_keep_all_a_full_draft_is_proposed_where_the_newest_occurrence_has_a_short_one() -> (
+    None
+):
     tokens = [1, 2, 3, 4, 1, 9, 1]
     assert draft(tokens, is_use_oldest=False) == [9, 1]
     assert draft(tokens, is_use_oldest=False, is_keep_all=False) == [2, 3, 4]
 
 
-def test_without_is_keep_all_a_public_pool_leaves_out_a_continuation_that_its_text_cut_short() -> None:
+def test_without_is_keep_all_a_public_pool_leaves_out_a_continuation_that_its_text_cut_short() -> (
+    None
+):
     for options, expected in ((OLDEST, [2]), (LONGEST, [3, 4, 5])):
         pool = make_pool(is_public_pool=True, **options)
         pool.propose(0, [1, 2], 3)
@@ -159,7 +172,9 @@ def test_a_private_pool_never_proposes_another_requests_tokens() -> None:
     for _ in range(100):
         for request_id, tokens in texts.items():
             # 1, 2 and 3 are everybody's; each request has ten further tokens of its own.
-            tokens += [rng.choice((1, 2, 3, 10 * (request_id + 1) + rng.randrange(10))) for _ in range(3)]
+            tokens += [
+                rng.choice((1, 2, 3, 10 * (request_id + 1) + rng.randrange(10))) for _ in range(3)
+            ]
             proposed = pool.propose(request_id, tokens, 3)
             assert all(token < 10 or token // 10 == request_id + 1 for token in proposed)
 
@@ -188,12 +203,19 @@ def test_a_growing_continuation_gets_longer_with_its_text() -> None:
             tokens.append(1)
             drafts.append(pool.propose(0, tokens, 3))
         assert drafts == [[1], [1], [1], [1]]
-        assert draft([1, 1, 1, 1], is_public_pool=is_public_pool, max_matching_ngram_size=1) == [1, 1, 1]
+        assert draft([1, 1, 1, 1], is_public_pool=is_public_pool, max_matching_ngram_size=1) == [
+            1,
+            1,
+            1,
+        ]
 
 
 def test_asking_again_without_new_tokens_gives_the_same_draft() -> None:
     for is_public_pool in (False, True):
-        pool, tokens = make_pool(is_use_oldest=False, is_public_pool=is_public_pool), [1, 2, 3, 1, 2]
+        pool, tokens = (
+            make_pool(is_use_oldest=False, is_public_pool=is_public_pool),
+            [1, 2, 3, 1, 2],
+        )
         assert pool.propose(0, tokens, 3) == pool.propose(0, tokens, 3) == [3, 1, 2]
 
 

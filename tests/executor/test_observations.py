@@ -1,4 +1,5 @@
-"""What the controller is told of each round: the draft length that produced it, whose results count, and its time."""
+"""What the controller is told of each round: the draft length that produced it, whose results
+count, and its time."""
 
 from collections.abc import Iterable
 from itertools import cycle, pairwise
@@ -20,13 +21,16 @@ DRAFTED = ("draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model
 
 
 class Told:
-    """Listens to what the controller is told. `rounds`: positional arguments and keywords of each."""
+    """Listens to what the controller is told. `rounds`: positional arguments and keywords of
+    each."""
 
     def __init__(self, harness: Harness) -> None:
         self.rounds: list[tuple[int, list[int], int, float | None, dict[str, Any]]] = []
         observe = harness.parts.controller.observe
 
-        def listen(size: int, accepted: list[int], steps: int, seconds: float | None, **more: Any) -> bool:
+        def listen(
+            size: int, accepted: list[int], steps: int, seconds: float | None, **more: Any
+        ) -> bool:
             self.rounds.append((size, list(accepted), steps, seconds, more))
             return observe(size, accepted, steps, seconds, **more)
 
@@ -92,7 +96,9 @@ def test_who_ended_before_the_round_was_read_is_no_request_that_pauses(
     tiny: Path, itself: tuple[Path, Path]
 ) -> None:
     """With overlap it has taken part in a round too many; one that is cancelled in flight, too."""
-    options = tiny_engine("draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive={"candidate_steps": [4]})
+    options = tiny_engine(
+        "draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive={"candidate_steps": [4]}
+    )
     harness = Harness(tiny, **options)
     told = Told(harness)
     for number in range(6):
@@ -108,8 +114,12 @@ def test_who_ended_before_the_round_was_read_is_no_request_that_pauses(
     assert harness.parts.controller.state()["slots"]["1"]["drafted_share"] == 1.0
 
 
-def test_a_preempted_request_still_shows_what_it_had_in_flight(tiny: Path, itself: tuple[Path, Path]) -> None:
-    options = tiny_engine("draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive={"candidate_steps": [4]})
+def test_a_preempted_request_still_shows_what_it_had_in_flight(
+    tiny: Path, itself: tuple[Path, Path]
+) -> None:
+    options = tiny_engine(
+        "draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive={"candidate_steps": [4]}
+    )
     cache = {"tokens_per_block": 4, "max_tokens": 120}
     policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     harness = Harness(tiny, kv_cache_config=cache, scheduler_config=policy, **options)
@@ -163,8 +173,8 @@ def test_a_drafter_with_nothing_to_propose_is_no_rejection_to_the_gate_and_no_st
 def test_a_limit_of_a_request_s_own_counts_as_what_it_costs(
     tiny: Path, itself: tuple[Path, Path], mode: str
 ) -> None:
-    """Where its window is padding behind its limit, the controller sees the padding rejected; a request that never
-    speculates is one that drafts are not wanted for."""
+    """Where its window is padding behind its limit, the controller sees the padding rejected; a
+    request that never speculates is one that drafts are not wanted for."""
     harness = Harness(tiny, **tiny_engine(mode, itself, MAX_DRAFT_LEN, adaptive=LADDER))
     told = Told(harness)
     harness.parts.draft_len_for = lambda *_: 4
@@ -175,7 +185,9 @@ def test_a_limit_of_a_request_s_own_counts_as_what_it_costs(
     assert len(both) > 10
     for _, accepted, steps, _, more in both:
         assert len(accepted) == 1 and more["num_drafted"] == 1
-        assert steps == (1 if mode == "draft_target" else 4)  # its windows are as long as the longest wish
+        assert steps == (
+            1 if mode == "draft_target" else 4
+        )  # its windows are as long as the longest wish
     if mode == "draft_target_one_model":
         assert harness.parts.controller.steps_for(1) <= 1
 
@@ -184,14 +196,20 @@ def test_a_limit_of_a_request_s_own_counts_as_what_it_costs(
 def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
     monkeypatch: pytest.MonkeyPatch, tiny: Path, itself: tuple[Path, Path], overlap: bool
 ) -> None:
-    """Rounds with windows of 4 drafts take longer by 30 ms, prompts by 200; idle time and rounds whose windows have no
-    drafts yet count for nobody."""
+    """Rounds with windows of 4 drafts take longer by 30 ms, prompts by 200; idle time and rounds
+    whose windows have no drafts yet count for nobody."""
     options = tiny_engine("draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive=LADDER)
     harness = Harness(tiny, **(options | {"disable_overlap_scheduler": not overlap}))
     forward = harness.parts.runner.engine.forward
 
     def slow(contexts: list[ContextChunk], windows: Windows | None, *wanted: Any) -> Any:
-        sleep(0.2 if contexts else 0.03 if windows is not None and windows.token_ids.shape[1] == 5 else 0)
+        sleep(
+            0.2
+            if contexts
+            else 0.03
+            if windows is not None and windows.token_ids.shape[1] == 5
+            else 0
+        )
         return forward(contexts, windows, *wanted)
 
     monkeypatch.setattr(harness.parts.runner.engine, "forward", slow)
@@ -212,7 +230,9 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
         harness.submit([number + 1, 2], max_tokens=40)
         for _ in range(6):
             harness.round()
-        harness.submit([number + 1, 3], max_tokens=20)  # its prompt is read beside the other's windows
+        harness.submit(
+            [number + 1, 3], max_tokens=20
+        )  # its prompt is read beside the other's windows
         harness.run()
         sleep(0.1)
     assert [seconds is not None for _, _, _, seconds, _ in told.rounds] == is_pure
@@ -247,7 +267,10 @@ def test_a_full_forward_makes_windows_shorter_along_the_ladder(
     tiny: Path, drafts: tuple[Path, Path], ladder: list[int]
 ) -> None:
     options = tiny_engine(
-        "eagle3", drafts, MAX_DRAFT_LEN, adaptive={"strategy": "ema", 1: {"candidate_steps": ladder}}
+        "eagle3",
+        drafts,
+        MAX_DRAFT_LEN,
+        adaptive={"strategy": "ema", 1: {"candidate_steps": ladder}},
     )
     harness = Harness(tiny, max_num_tokens=12, max_batch_size=6, **options)
     told = Told(harness)
@@ -255,7 +278,9 @@ def test_a_full_forward_makes_windows_shorter_along_the_ladder(
     harness.run()
     assert all(request.finish_reason == "length" for request in requests)
     # 12 tokens: room for 5, 3, 2 and 1 drafts of 2, 3, 4 and 5 or 6 requests.
-    longest = {size: max(rung for rung in [0, *ladder] if rung <= 12 // size - 1) for size in range(1, 7)}
+    longest = {
+        size: max(rung for rung in [0, *ladder] if rung <= 12 // size - 1) for size in range(1, 7)
+    }
     assert all(steps <= longest[size] for size, _, steps, _, _ in told.rounds)
     assert {steps for _, _, steps, _, _ in told.rounds} <= {0, *ladder}
     for size in range(1, 7):

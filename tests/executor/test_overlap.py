@@ -1,4 +1,5 @@
-"""Rounds that overlap: the next one is launched before the host has read the one before, and nobody can tell."""
+"""Rounds that overlap: the next one is launched before the host has read the one before, and nobody
+can tell."""
 
 from collections.abc import Callable
 from functools import cache
@@ -68,7 +69,9 @@ def make(request: pytest.FixtureRequest, tiny: Path, draft: Path, head: Path) ->
     return make
 
 
-def before_launch(harness: Harness, monkeypatch: pytest.MonkeyPatch, look: Callable[..., None]) -> None:
+def before_launch(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, look: Callable[..., None]
+) -> None:
     launch = harness.parts.runner.launch
 
     def watched(batch: ScheduledBatch) -> LaunchedRound:
@@ -175,11 +178,15 @@ def test_a_request_that_is_known_to_finish_by_its_length_is_not_launched_again(
 
     def look(batch: ScheduledBatch) -> None:
         for request in batch.requests():
-            assert request.num_output_tokens + num_rounds_with(harness, request) < request.max_tokens
+            assert (
+                request.num_output_tokens + num_rounds_with(harness, request) < request.max_tokens
+            )
             num_launches[request.request_id] = num_launches.get(request.request_id, 0) + 1
 
     before_launch(harness, monkeypatch, look)
-    speculating = [harness.submit([i, *PROMPT], max_tokens=i + 1, temperature=HOT) for i in range(20)]
+    speculating = [
+        harness.submit([i, *PROMPT], max_tokens=i + 1, temperature=HOT) for i in range(20)
+    ]
     plain = [harness.submit([i, *PROMPT], max_tokens=i + 1, draft_limit=0) for i in range(12)]
     harness.run()
     assert not [request.error for request in speculating + plain if request.error]
@@ -210,7 +217,9 @@ def test_the_round_too_many_of_a_finished_request_harms_neither_who_gets_its_pag
     def spoil(responses: list[Response]) -> None:
         respond(responses)
         if first.is_finished and not spoilt:
-            assert launched[-1] is first and harness.executor._in_flight[-1].batch.requests() == [first]
+            assert launched[-1] is first and harness.executor._in_flight[-1].batch.requests() == [
+                first
+            ]
             spoil_free_pages(harness)
             spoilt.append(len(launched))
 
@@ -232,7 +241,11 @@ def test_the_round_too_many_of_a_finished_request_harms_neither_who_gets_its_pag
     assert output_of(third) == text_alone(make, [*first.tokens, 1], 20)
 
 
-GOOD: dict[str, Any] = {"logit_bias": {NAN_TOKEN: -100.0}, "presence_penalty": 0.5, "temperature": 0.9}
+GOOD: dict[str, Any] = {
+    "logit_bias": {NAN_TOKEN: -100.0},
+    "presence_penalty": 0.5,
+    "temperature": 0.9,
+}
 
 
 @cache
@@ -268,7 +281,9 @@ def test_a_request_without_numbers_fails_alone_though_its_next_round_is_in_fligh
     while not bad.is_finished:
         harness.round()
     assert launched.count(bad) == 2 + len(output) and harness.executor._in_flight
-    assert bad.error is not None and "no token can be chosen" in bad.error and output_of(bad) == output
+    assert (
+        bad.error is not None and "no token can be chosen" in bad.error and output_of(bad) == output
+    )
     harness.run()
     expected = good_texts(make)
     assert list(map(output_of, [*others, late])) == [*expected, expected[0]]
@@ -276,7 +291,9 @@ def test_a_request_without_numbers_fails_alone_though_its_next_round_is_in_fligh
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2, 5])
-def test_a_request_may_be_cancelled_while_a_round_of_it_is_in_flight(make: Make, num_rounds: int) -> None:
+def test_a_request_may_be_cancelled_while_a_round_of_it_is_in_flight(
+    make: Make, num_rounds: int
+) -> None:
     harness = make(max_batch_size=4)
     others = submit_good(harness)
     victim = harness.submit([9, *PROMPT], 24)
@@ -388,7 +405,9 @@ def test_where_a_processor_runs_every_round_is_read_first_and_the_others_are_non
     before_launch(
         harness,
         monkeypatch,
-        lambda batch: in_flight.append((edited in batch.requests(), len(harness.executor._in_flight))),
+        lambda batch: in_flight.append(
+            (edited in batch.requests(), len(harness.executor._in_flight))
+        ),
     )
     others = submit_good(harness)
     edited = harness.submit([9, *PROMPT], 10, logits_processor=record, draft_limit=0)

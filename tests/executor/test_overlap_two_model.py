@@ -1,4 +1,5 @@
-"""On the two-model path a round with drafts begins when all before it were read; rounds of draft length 0 overlap."""
+"""On the two-model path a round with drafts begins when all before it were read; rounds of draft
+length 0 overlap."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ TWO_MODEL: dict[str, dict[str, Any]] = {
 def test_on_the_two_model_path_a_drafter_sees_all_tokens_and_rounds_without_drafts_overlap(
     mode: str, tiny: Path, draft: Path, head: Path
 ) -> None:
-    models = {"draft_target": draft_target(draft, 3), "eagle3": eagle3(head, 3, eagle3_one_model=False)}
+    models = {
+        "draft_target": draft_target(draft, 3),
+        "eagle3": eagle3(head, 3, eagle3_one_model=False),
+    }
     harness = Harness(tiny, **(TWO_MODEL | models)[mode])
     for place in range(3):
         harness.submit([place, *PROMPT], max_tokens=40)
@@ -65,7 +69,9 @@ def test_on_the_two_model_path_a_drafter_sees_all_tokens_and_rounds_without_draf
     assert all_pages_are_back(executor)
 
 
-def test_who_disables_overlap_has_none_on_the_two_model_path_either(tiny: Path, draft: Path) -> None:
+def test_who_disables_overlap_has_none_on_the_two_model_path_either(
+    tiny: Path, draft: Path
+) -> None:
     harness = Harness(tiny, **draft_target(draft, 3), disable_overlap_scheduler=True)
     harness.parts.draft_len_for = lambda *_: 0
     harness.submit(PROMPT, max_tokens=9)

@@ -25,7 +25,9 @@ def test_every_sequence_sees_its_own_tokens_whatever_the_order_of_operations(
     for _ in range(2500 if lookahead else 1000):  # a lookahead makes matches rarer
         use.step()
     stats = use.driver.cache.stats
-    assert stats.evicted_pages > 20 and stats.reused_tokens > 10, "full pools or common prefixes were rare"
+    assert stats.evicted_pages > 20 and stats.reused_tokens > 10, (
+        "full pools or common prefixes were rare"
+    )
     assert (stats.copied_pages > 20) == (partial_reuse and page_size > 1)
 
 
@@ -43,7 +45,9 @@ def test_a_match_is_the_longest_prefix_of_any_earlier_text(
         reusable = text[: len(text) - 1 + lookahead]
         longest = max((common_length(reusable, other) - lookahead for other in earlier), default=0)
         longest = max(longest, 0)
-        assert driver.cache.match(text) == (longest if partial_reuse else longest // page_size * page_size)
+        assert driver.cache.match(text) == (
+            longest if partial_reuse else longest // page_size * page_size
+        )
         driver.run(text)
         earlier.append(text)
     driver.check()
@@ -61,7 +65,9 @@ def test_a_second_equal_prompt_shares_all_full_pages_but_computes_its_last_token
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
-def test_keys_without_the_next_token_would_give_a_sequence_the_kv_of_another_one(page_size: int) -> None:
+def test_keys_without_the_next_token_would_give_a_sequence_the_kv_of_another_one(
+    page_size: int,
+) -> None:
     use = RandomUse(page_size, 20, partial_reuse=True, lookahead=1, key_lookahead=0)
     with pytest.raises(AssertionError, match="sees the KV of other tokens"):
         for _ in range(1000):
@@ -103,7 +109,9 @@ def test_with_lookahead_a_page_is_stored_when_the_token_after_it_is_known() -> N
         driver.cache.rewind(seq_id, 3)
 
 
-def test_with_lookahead_the_last_partial_page_serves_what_comes_before_its_last_known_token() -> None:
+def test_with_lookahead_the_last_partial_page_serves_what_comes_before_its_last_known_token() -> (
+    None
+):
     driver = Driver(num_pages=10, page_size=4, lookahead=1)
     driver.run([1, 2, 3, 4, 5, 6])
     assert driver.cache.match([1, 2, 3, 4, 5, 6, 7]) == 5
@@ -124,7 +132,9 @@ def test_with_lookahead_a_single_token_is_nothing_to_reuse_or_to_copy() -> None:
     driver.check()
 
 
-def test_with_lookahead_prompts_side_by_side_share_a_page_if_the_token_after_it_is_the_same() -> None:
+def test_with_lookahead_prompts_side_by_side_share_a_page_if_the_token_after_it_is_the_same() -> (
+    None
+):
     driver = Driver(num_pages=10, page_size=2, lookahead=1)
     texts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5]]
     first, second, third = [driver.begin(text) for text in texts]

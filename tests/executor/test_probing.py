@@ -9,14 +9,16 @@ from tllm_spec.executor.speculative.adaptive import AdaptiveController
 
 
 def late_rounds(controls: AdaptiveController, rounds: int, accepted: list[int]) -> list[int]:
-    """Rounds of one request in which drafts are there one round after they were asked for; `accepted`, over and over.
-    The lengths that were asked for."""
+    """Rounds of one request in which drafts are there one round after they were asked for;
+    `accepted`, over and over. The lengths that were asked for."""
     asked, ready, number = [], 0, 0
     for _ in range(rounds):
         steps = controls.steps_for(1)
         verified, ready = min(steps, ready), steps
         asked.append(steps)
-        controls.observe(1, [min(accepted[number % len(accepted)], verified)] if verified else [], verified)
+        controls.observe(
+            1, [min(accepted[number % len(accepted)], verified)] if verified else [], verified
+        )
         number += verified > 0
     return asked
 
@@ -38,7 +40,9 @@ def after_hopeless_rounds(draft_ms: float = 8.0, **keys: float) -> AdaptiveContr
 
 
 def test_a_probe_ends_with_the_first_draft_in_vain() -> None:
-    assert first_probe(late_rounds(after_hopeless_rounds(), 450, [0])) == 2  # the first round finds no drafts
+    assert (
+        first_probe(late_rounds(after_hopeless_rounds(), 450, [0])) == 2
+    )  # the first round finds no drafts
 
 
 def test_a_probe_that_has_won_enough_survives_a_draft_in_vain() -> None:
@@ -50,7 +54,9 @@ def test_a_probe_whose_drafts_are_accepted_lasts_until_it_convinces() -> None:
     controls = after_hopeless_rounds()
     asked = late_rounds(controls, 450, [1])
     assert settled(controls) == 1
-    assert runs(asked)[-1] == (True, first_probe(asked)), "it goes over into drafting without a pause"
+    assert runs(asked)[-1] == (True, first_probe(asked)), (
+        "it goes over into drafting without a pause"
+    )
 
 
 def test_rounds_that_win_are_not_charged_and_come_to_an_end() -> None:
@@ -89,8 +95,9 @@ def test_a_drafter_that_comes_back_soon_is_found_again_soon() -> None:
 
 
 def time_for_probes(rounds: int, share: float, *, is_told: bool) -> float:
-    """Rounds of a draft model on the target's pages that is never right, and reads before a probe what it has missed,
-    which takes `share` of the time in which it was generated. What probes and reading added to plain rounds' time."""
+    """Rounds of a draft model on the target's pages that is never right, and reads before a probe
+    what it has missed, which takes `share` of the time in which it was generated. What probes and
+    reading added to plain rounds' time."""
     controls, missed, added = controller(draft_ms=2.0), 0, 0.0
     for _ in range(rounds):
         steps = controls.steps_for(1)

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of, user_provided
+from tests.executor.harness import (
+    Harness,
+    all_pages_are_back,
+    draft_target,
+    output_of,
+    user_provided,
+)
 from tllm_spec.executor.request import LlmRequest, RequestState
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
@@ -34,7 +40,8 @@ def submit_some(harness: Harness, random: Random, number: int) -> list[LlmReques
     shared = [random.randrange(64) for _ in range(30)]
     return [
         harness.submit(
-            shared[: random.randrange(20)] + [random.randrange(64) for _ in range(random.randrange(1, 11))],
+            shared[: random.randrange(20)]
+            + [random.randrange(64) for _ in range(random.randrange(1, 11))],
             max_tokens=random.randrange(1, 30),
             temperature=0.8 if index % 2 else None,
             presence_penalty=0.5 if index % 3 else 0.0,
@@ -88,7 +95,9 @@ def test_neighbours_preemption_and_speculation_change_no_token(
     assert list(map(output_of, outputs[0])) == list(map(output_of, outputs[1]))
 
 
-def test_the_rewind_of_a_round_is_what_was_drafted_and_not_accepted(tiny: Path, tiny_draft: Path) -> None:
+def test_the_rewind_of_a_round_is_what_was_drafted_and_not_accepted(
+    tiny: Path, tiny_draft: Path
+) -> None:
     harness = Harness(tiny, **draft_target(tiny_draft))
     request = harness.submit(PROMPT, max_tokens=200, temperature=1.0)
     harness.run_until(request, RequestState.GENERATION)
@@ -98,7 +107,10 @@ def test_the_rewind_of_a_round_is_what_was_drafted_and_not_accepted(tiny: Path, 
         harness.round()
         num_new = request.num_tokens - before
         assert request.py_num_accepted_draft_tokens == num_new - 1 or request.is_finished
-        assert request.py_rewind_len == request.py_num_draft_tokens - request.py_num_accepted_draft_tokens
+        assert (
+            request.py_rewind_len
+            == request.py_num_draft_tokens - request.py_num_accepted_draft_tokens
+        )
         seen.add(request.py_rewind_len)
     assert seen == {0, 1, 2, 3, 4}
 
@@ -134,7 +146,9 @@ def test_windows_do_not_keep_a_prompt_waiting_until_somebody_ends(
     assert late.num_output_tokens and not any(request.is_finished for request in running)
 
 
-@pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.CONTEXT, RequestState.GENERATION])
+@pytest.mark.parametrize(
+    "state", [RequestState.WAITING, RequestState.CONTEXT, RequestState.GENERATION]
+)
 def test_cancelling_gives_everything_back_in_every_state(
     tiny: Path, tiny_draft: Path, state: RequestState
 ) -> None:
@@ -152,7 +166,9 @@ def test_cancelling_gives_everything_back_in_every_state(
     harness.queue.cancel(victim.request_id)
     harness.run()
     assert (victim.finish_reason, other.finish_reason) == ("cancelled", "length")
-    assert [response.finish_reason for response in harness.responses[victim.request_id]] == ["cancelled"]
+    assert [response.finish_reason for response in harness.responses[victim.request_id]] == [
+        "cancelled"
+    ]
     assert all_pages_are_back(harness.executor)
 
 
@@ -166,7 +182,9 @@ def test_cancelling_a_finished_or_unknown_request_does_nothing(tiny: Path) -> No
     assert request.finish_reason == "length" and len(harness.responses) == 1
 
 
-def test_a_round_that_breaks_off_is_repeated_as_if_it_had_not_happened(tiny: Path, tiny_draft: Path) -> None:
+def test_a_round_that_breaks_off_is_repeated_as_if_it_had_not_happened(
+    tiny: Path, tiny_draft: Path
+) -> None:
     fuse = {"lit": False}
 
     def processor(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -185,7 +203,8 @@ def test_a_round_that_breaks_off_is_repeated_as_if_it_had_not_happened(tiny: Pat
     culprit = harness.submit(PROMPT, max_tokens=30, logits_processor=processor)
     for _ in range(3):
         harness.round()
-    # Its context ends in the round that breaks off, after its first token was counted for the penalties.
+    # Its context ends in the round that breaks off, after its first token was counted for the
+    # penalties.
     joining = harness.submit(PROMPT, max_tokens=30, seed=6, **sampled)
     fuse["lit"] = True
     harness.round()
@@ -201,7 +220,8 @@ def test_a_round_that_breaks_off_is_repeated_as_if_it_had_not_happened(tiny: Pat
 
 
 def with_no_token_at(place: int, **params: Any) -> tuple[Any, dict[str, Any]]:
-    """A drafter that knows the text, and parameters that leave nothing to choose at output position `place`."""
+    """A drafter that knows the text, and parameters that leave nothing to choose at output position
+    `place`."""
     text = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
 
     def force(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -225,7 +245,10 @@ def test_where_no_token_can_be_chosen_the_request_fails_behind_its_good_tokens(
     results = []
     for options in ({}, user_provided(propose)):
         harness = Harness(tiny, **options)
-        request, other = harness.submit(PROMPT, max_tokens=9, **params), harness.submit(PROMPT, max_tokens=9)
+        request, other = (
+            harness.submit(PROMPT, max_tokens=9, **params),
+            harness.submit(PROMPT, max_tokens=9),
+        )
         harness.run()
         assert request.error is not None and "no token can be chosen" in request.error
         assert other.finish_reason == "length" and all_pages_are_back(harness.executor)
@@ -254,7 +277,9 @@ def test_streamed_pieces_are_at_least_as_long_as_the_interval_and_make_up_the_wh
     streamed = [token for piece in [*pieces, last] for token in piece.token_ids]
     assert streamed == output_of(request)
     assert last.finish_reason == "length" and not any(piece.finish_reason for piece in pieces)
-    assert [response.token_ids for response in harness.responses[quiet.request_id]] == [output_of(quiet)]
+    assert [response.token_ids for response in harness.responses[quiet.request_id]] == [
+        output_of(quiet)
+    ]
 
 
 def test_prompt_log_probabilities_come_once_whatever_becomes_of_the_request(tiny: Path) -> None:

@@ -64,7 +64,9 @@ def test_an_equal_key_is_cached_once_and_the_second_page_is_left_over() -> None:
     assert first.page == 7
 
 
-def test_a_partial_leaf_gives_way_to_a_key_that_extends_it_and_stays_beside_one_that_differs() -> None:
+def test_a_partial_leaf_gives_way_to_a_key_that_extends_it_and_stays_beside_one_that_differs() -> (
+    None
+):
     tree = RadixTree(page_size=4)
     tree.insert(tree.root, (1, 2), 1)
     _, left_over = tree.insert(tree.root, (1, 3, 5, 7), 2)
@@ -121,7 +123,9 @@ def test_the_least_recently_released_path_is_evicted_first() -> None:
     assert evict_all(tree) == [4, 3, 2, 1]
 
 
-def test_a_page_with_a_cached_child_outlives_the_child_even_if_the_child_was_released_later() -> None:
+def test_a_page_with_a_cached_child_outlives_the_child_even_if_the_child_was_released_later() -> (
+    None
+):
     tree = RadixTree(page_size=1)
     trunk = add_path(tree, (1,), first_page=1)
     left, _ = tree.insert(trunk[0], (2,), 2)
@@ -164,7 +168,10 @@ def test_inserting_what_is_cached_already_counts_as_a_use() -> None:
         (lambda tree, path: tree.release(path[:1]), "its parent 1 is not"),
         (lambda tree, path: path[0].child_keys.clear(), "sorted keys below page 1"),
         (lambda tree, path: setattr(path[1], "parent", tree.root), "linked to the wrong parent"),
-        (lambda tree, path: tree.root.children.clear() or tree.root.child_keys.clear(), "left the tree"),
+        (
+            lambda tree, path: tree.root.children.clear() or tree.root.child_keys.clear(),
+            "left the tree",
+        ),
     ],
 )
 def test_the_integrity_check_names_what_is_inconsistent(damage, sentence) -> None:
@@ -204,5 +211,6 @@ def test_the_closest_of_many_children_is_found_without_looking_at_all_of_them() 
     for number in range(0, 20_000, 200):
         child, length = tree.closest_child(tree.root, (0, number, 1))
         assert child is not None and (child.key[1], length) == (number, 2)
-    # A scan over the children takes milliseconds for each of the 100 look-ups, this takes microseconds.
+    # A scan over the children takes milliseconds for each of the 100 look-ups, this takes
+    # microseconds.
     assert time.perf_counter() - start < 0.1

@@ -9,7 +9,8 @@ from tllm_spec.executor.speculative.request_mark import RequestMark
 
 
 def drafted_rounds(mark: RequestMark, accepted_every: int, num_rounds: int) -> list[int]:
-    """The rounds in which drafts were made, when every so many drafted rounds one draft is accepted; 0: never."""
+    """The rounds in which drafts were made, when every so many drafted rounds one draft is
+    accepted; 0: never."""
     drafted: list[int] = []
     for number in range(num_rounds):
         if mark.is_on:

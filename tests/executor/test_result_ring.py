@@ -1,4 +1,5 @@
-"""Results that graphs send to the host by themselves: who reads what, and that a wrong count is seen."""
+"""Results that graphs send to the host by themselves: who reads what, and that a wrong count is
+seen."""
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ def test_a_round_is_read_when_the_next_ones_are_under_way() -> None:
     assert [tokens_of(each) for each in rounds] == [{value} for value in range(DEPTH)]
     for value in range(10, 20):
         rounds.append(send(ring, value))
-        assert rounds[-1].is_here and tokens_of(rounds[-2]) == ({value - 1} if value > 10 else {DEPTH - 1})
+        assert rounds[-1].is_here and tokens_of(rounds[-2]) == (
+            {value - 1} if value > 10 else {DEPTH - 1}
+        )
 
 
 def test_rounds_of_other_sizes_share_the_ring() -> None:

@@ -1,5 +1,5 @@
-"""Rounds in which not all requests are greedy have draft lengths of their own: they take longer, and their drafts are
-accepted less often."""
+"""Rounds in which not all requests are greedy have draft lengths of their own: they take longer,
+and their drafts are accepted less often."""
 
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,12 @@ def test_what_greedy_drafts_won_is_not_lost_again_in_sampled_rounds() -> None:
     assert play(controls, 500, 0, sampled=True).count(0) > 480
     assert play(controls, 100, 3) == [3] * 100
     state = controls.state()
-    assert state["slots"]["1"]["steps"] == {"1": 3} and state["slots"]["1 sampled"]["steps"] == {"1": 0}
-    assert {(switch["sampled"], switch["new_steps"]) for switch in state["decisions"]["last"]} >= {(True, 0)}
+    assert state["slots"]["1"]["steps"] == {"1": 3} and state["slots"]["1 sampled"]["steps"] == {
+        "1": 0
+    }
+    assert {(switch["sampled"], switch["new_steps"]) for switch in state["decisions"]["last"]} >= {
+        (True, 0)
+    }
 
 
 def test_sampled_rounds_are_compared_by_their_own_times() -> None:
@@ -50,11 +54,15 @@ def test_times_of_sampled_rounds_correct_those_of_no_greedy_one() -> None:
         times.observe(1, 0, 0.020, True)
         times.observe(1, 3, 0.016)
     state = times.state()
-    assert state["1 sampled"]["0"] == pytest.approx(20, rel=0.01) and state["1"]["3"] == pytest.approx(16)
+    assert state["1 sampled"]["0"] == pytest.approx(20, rel=0.01) and state["1"][
+        "3"
+    ] == pytest.approx(16)
     assert state["1"]["0"] == pytest.approx(10)
 
 
-def test_without_news_of_sampling_rounds_take_what_is_on_the_line_between_the_sizes_that_were_timed() -> None:
+def test_without_news_of_sampling_rounds_take_what_is_on_the_line_between_the_sizes_that_were_timed() -> (
+    None
+):
     rows = {size: {0: 0.01, 2: 0.02} for size in (1, 4, 8)}
     times = MeasuredRoundTimes(rows, sampling={1: {0: 0.001, 2: 0.003}, 5: {0: 0.005, 2: 0.007}})
     assert times.sampling_time(1, 1) == pytest.approx(0.002)
@@ -109,4 +117,7 @@ def test_the_controller_is_asked_and_told_whether_some_request_of_a_round_is_sam
     harness.submit([3, 1, 4], max_tokens=8, temperature=1.0)
     harness.run()
     assert asked >= {(1, False), (2, True)} and (2, False) not in asked
-    assert {(size, more["sampled"]) for size, _, _, _, more in told.rounds} == {(1, False), (2, True)}
+    assert {(size, more["sampled"]) for size, _, _, _, more in told.rounds} == {
+        (1, False),
+        (2, True),
+    }

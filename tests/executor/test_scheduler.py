@@ -58,7 +58,9 @@ class Bench:
         self.num_rows = 0  # of the latest round's forward
         self._num_requests = 0
 
-    def add(self, prompt_len: int, max_tokens: int = 8, priority: float = 0.5, shared: int = 0) -> LlmRequest:
+    def add(
+        self, prompt_len: int, max_tokens: int = 8, priority: float = 0.5, shared: int = 0
+    ) -> LlmRequest:
         """Prompts begin with `shared` equal tokens and have no other in common."""
         self._num_requests += 1
         number = self._num_requests
@@ -70,13 +72,16 @@ class Bench:
         return request
 
     def round(self, accepted: int = 0) -> ScheduledBatch:
-        """Schedules, then lets every scheduled request have its tokens: `accepted` drafts and one more."""
+        """Schedules, then lets every scheduled request have its tokens: `accepted` drafts and one
+        more."""
         for request in self.scheduler.running:
             if request.state is RequestState.GENERATION:
                 request.py_draft_tokens = [0] * self.draft_len
         batch, _ = self.scheduler.schedule(self.scheduler.generating())
         done = ScheduledBatch(list(batch.context_requests), list(batch.generation_requests))
-        self.num_rows = sum(1 + len(request.py_draft_tokens) for request in batch.generation_requests)
+        self.num_rows = sum(
+            1 + len(request.py_draft_tokens) for request in batch.generation_requests
+        )
         self.num_rows += sum(request.context_chunk for request in batch.context_requests)
         last = batch.last_chunk_requests
         for request in batch.context_requests:
@@ -112,7 +117,11 @@ def test_with_chunked_prefill_a_prompt_takes_the_rest_of_the_budget_round_by_rou
     bench = Bench(max_num_tokens=20, chunked_prefill=True)
     first, second = bench.add(15), bench.add(30)
     bench.round()
-    assert (first.state, second.state, second.kv_len) == (RequestState.GENERATION, RequestState.CONTEXT, 5)
+    assert (first.state, second.state, second.kv_len) == (
+        RequestState.GENERATION,
+        RequestState.CONTEXT,
+        5,
+    )
     batch = bench.round()
     assert batch.generation_requests == [first] and second.kv_len == 5 + 19
     bench.round()
@@ -186,7 +195,9 @@ def test_max_utilization_admits_what_fits_now_and_preempts_the_youngest() -> Non
         bench.round()
     assert second.state is RequestState.WAITING and second.num_preemptions == 1
     assert (second.slot, second.kv_len, bench.kv.holds(second)) == (-1, 0, False)
-    assert bench.other.request_ids == [second.request_id]  # every manager is told, not only slots and pages
+    assert bench.other.request_ids == [
+        second.request_id
+    ]  # every manager is told, not only slots and pages
     grown = second.num_tokens
     assert grown > 8
     while second.state is RequestState.WAITING:
@@ -236,16 +247,22 @@ def test_under_random_traffic_budgets_hold_and_everybody_gets_all_tokens(
 ) -> None:
     random = Random(seed)
     draft_len, budget = random.randrange(4), random.randrange(24, 40)
-    bench = Bench(24, 5, draft_len, may_preempt=may_preempt, chunked_prefill=True, max_num_tokens=budget)
+    bench = Bench(
+        24, 5, draft_len, may_preempt=may_preempt, chunked_prefill=True, max_num_tokens=budget
+    )
     requests: list[LlmRequest] = []
     for _ in range(600):
         if len(requests) < 30 and random.random() < 0.2:
             requests.append(
-                bench.add(random.randrange(1, 30), random.randrange(1, 40), shared=random.randrange(16))
+                bench.add(
+                    random.randrange(1, 30), random.randrange(1, 40), shared=random.randrange(16)
+                )
             )
         batch = bench.round(random.randrange(draft_len + 1))
         assert bench.num_rows <= budget and len(batch.requests()) <= 5
     assert len(requests) == 30
-    assert [request.num_output_tokens for request in requests] == [request.max_tokens for request in requests]
+    assert [request.num_output_tokens for request in requests] == [
+        request.max_tokens for request in requests
+    ]
     assert may_preempt == (bench.scheduler.num_preemptions > 0)
     assert bench.kv.num_available == bench.kv.num_usable and bench.slots.num_free == 5

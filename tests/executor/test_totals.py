@@ -22,8 +22,20 @@ def test_rounds_are_kept_by_draft_length_and_changes_are_counted() -> None:
         totals.add_round(draft_len, len(num_emitted), sum(num_emitted), seconds)
     state = totals.state([])
     assert state["by_draft_len"] == {
-        "0": {"rounds": 2, "request_rounds": 4, "emitted_tokens": 4, "timed_rounds": 2, "seconds": 0.5},
-        "3": {"rounds": 3, "request_rounds": 4, "emitted_tokens": 10, "timed_rounds": 2, "seconds": 1.0},
+        "0": {
+            "rounds": 2,
+            "request_rounds": 4,
+            "emitted_tokens": 4,
+            "timed_rounds": 2,
+            "seconds": 0.5,
+        },
+        "3": {
+            "rounds": 3,
+            "request_rounds": 4,
+            "emitted_tokens": 10,
+            "timed_rounds": 2,
+            "seconds": 1.0,
+        },
     }
     assert state["draft_len_changes"] == 2
     assert state["latest_round"] == {"batch_size": 1, "draft_len": 3}
@@ -38,7 +50,9 @@ def test_plain_rounds_are_counted_too(tiny: Path, disable_overlap: bool) -> None
     totals = harness.executor.state()["totals"]
     row = totals["by_draft_len"]["0"]
     assert totals["generated_tokens"] == 20
-    assert row["request_rounds"] == row["emitted_tokens"] == 18, "the prompts' rounds gave one token each"
+    assert row["request_rounds"] == row["emitted_tokens"] == 18, (
+        "the prompts' rounds gave one token each"
+    )
     assert 0 < row["timed_rounds"] <= row["rounds"] and row["seconds"] > 0
     assert totals["requests_by_finish_reason"] == {"length": 2}
     assert totals["speculation"] == SpeculativeStats(0, 0, (), ()).to_dict()
@@ -46,7 +60,10 @@ def test_plain_rounds_are_counted_too(tiny: Path, disable_overlap: bool) -> None
 
 def test_totals_are_the_sum_of_the_requests_whether_they_run_or_have_ended(tiny: Path) -> None:
     harness = Harness(tiny, **user_provided(lambda request: [1, 2, 3]))
-    short, long = harness.submit([1, 2, 3], max_tokens=6), harness.submit([4, 5, 6, 7], max_tokens=40)
+    short, long = (
+        harness.submit([1, 2, 3], max_tokens=6),
+        harness.submit([4, 5, 6, 7], max_tokens=40),
+    )
     while not short.is_finished:
         harness.round()
     for _ in range(2):
@@ -72,7 +89,9 @@ def test_tokens_behind_a_stop_do_not_count_as_emitted(tiny: Path) -> None:
     harness.run()
     (row,) = harness.executor.state()["totals"]["by_draft_len"].values()
     assert output_of(request) == known[: stop + 1]
-    assert row["emitted_tokens"] == stop < 5, "the first token came with the prompt; all five were accepted"
+    assert row["emitted_tokens"] == stop < 5, (
+        "the first token came with the prompt; all five were accepted"
+    )
 
 
 def test_rounds_with_prompts_in_them_are_not_timed(tiny: Path) -> None:

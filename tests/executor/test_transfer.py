@@ -11,7 +11,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class PinnedMemory:
-    """Stands in for torch's makers of pinned memory: what they gave, and that nobody pins anything afterwards."""
+    """Stands in for torch's makers of pinned memory: what they gave, and that nobody pins anything
+    afterwards."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given: list[torch.Tensor] = []
@@ -30,14 +31,18 @@ class PinnedMemory:
         monkeypatch.setattr(torch, name, made)
 
 
-@pytest.mark.parametrize("values", [[[1, 2], [3, 4]], torch.tensor([1.5, 2.5], dtype=torch.float32), []])
+@pytest.mark.parametrize(
+    "values", [[[1, 2], [3, 4]], torch.tensor([1.5, 2.5], dtype=torch.float32), []]
+)
 def test_what_goes_to_a_device_goes_through_pinned_memory_of_its_own(
     monkeypatch: pytest.MonkeyPatch, values: Any
 ) -> None:
     memory, copied = PinnedMemory(monkeypatch), []
     original = torch.Tensor.to
 
-    def copy(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+    def copy(
+        tensor: torch.Tensor, device: torch.device, *, non_blocking: bool = False
+    ) -> torch.Tensor:
         copied.append((tensor, non_blocking))
         return original(tensor, device)
 
@@ -45,7 +50,8 @@ def test_what_goes_to_a_device_goes_through_pinned_memory_of_its_own(
     expected = values.clone() if isinstance(values, torch.Tensor) else torch.tensor(values)
     sent = [to_device(values, META) for _ in range(3)]
     assert all(
-        (each.shape, each.dtype, each.device) == (expected.shape, expected.dtype, META) for each in sent
+        (each.shape, each.dtype, each.device) == (expected.shape, expected.dtype, META)
+        for each in sent
     )
     sources = [tensor for tensor, _ in copied]
     assert all(ours is theirs for ours, theirs in zip(sources, memory.given, strict=True))
@@ -56,7 +62,9 @@ def test_what_goes_to_a_device_goes_through_pinned_memory_of_its_own(
     assert not isinstance(values, torch.Tensor) or values.data_ptr() not in places
 
 
-def test_on_the_host_nothing_is_pinned_and_a_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_host_nothing_is_pinned_and_a_tensor_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     memory, values = PinnedMemory(monkeypatch), torch.arange(3)
     assert to_device(values, CPU) is values
     assert to_device([3, 4], CPU).tolist() == [3, 4]
@@ -102,11 +110,15 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> PinnedMemory:
     return PinnedMemory(monkeypatch)
 
 
-def test_rounds_in_turn_use_two_places_and_none_is_written_before_it_was_read(memory: PinnedMemory) -> None:
+def test_rounds_in_turn_use_two_places_and_none_is_written_before_it_was_read(
+    memory: PinnedMemory,
+) -> None:
     places = Places()
     before = ToHost([on_device([0, 0])], places)
     for number in range(1, 9):
-        after = ToHost([on_device([number, -number])], places)  # launched before the one before it is read
+        after = ToHost(
+            [on_device([number, -number])], places
+        )  # launched before the one before it is read
         assert not before.is_here
         assert before.wait()[0].tolist() == [number - 1, 1 - number]
         before = after
@@ -122,7 +134,9 @@ def test_a_round_that_is_read_twice_gives_its_place_back_once(memory: PinnedMemo
     assert [each.wait()[0].tolist() for each in both] == [[3, 0], [4, 0]]
 
 
-def test_places_are_of_one_shape_and_type_and_a_lost_one_is_made_again(memory: PinnedMemory) -> None:
+def test_places_are_of_one_shape_and_type_and_a_lost_one_is_made_again(
+    memory: PinnedMemory,
+) -> None:
     places = Places()
     tensors = [
         on_device([1, 2, 3]),
@@ -142,4 +156,7 @@ def test_places_are_of_one_shape_and_type_and_a_lost_one_is_made_again(memory: P
 def test_what_comes_beside_the_first_tensor_has_memory_of_its_own(memory: PinnedMemory) -> None:
     places = Places()
     rounds = [ToHost([on_device([value]), on_device([-value])], places) for value in (1, 2)]
-    assert [[tensor.tolist() for tensor in each.wait()] for each in rounds] == [[[1], [-1]], [[2], [-2]]]
+    assert [[tensor.tolist() for tensor in each.wait()] for each in rounds] == [
+        [[1], [-1]],
+        [[2], [-2]],
+    ]

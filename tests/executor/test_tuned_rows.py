@@ -46,20 +46,28 @@ def test_products_are_tuned_for_the_rows_of_graphs_and_of_contexts_before_graphs
 
     def tune(models: Any, rows: Any, device: torch.device, stack: Any) -> None:
         events.append(set(rows))
-        assert (set(stack.row_counts) if stack else set()) == events[0] - {300, 37}, "the rows of its graphs"
+        assert (set(stack.row_counts) if stack else set()) == events[0] - {300, 37}, (
+            "the rows of its graphs"
+        )
 
     monkeypatch.setattr(rounds, "tune_linears", tune)
     monkeypatch.setattr(plan, "has_kernels", lambda device: True)
-    options: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 300, "deterministic": deterministic}
+    options: dict[str, Any] = {
+        "max_batch_size": 8,
+        "max_num_tokens": 300,
+        "deterministic": deterministic,
+    }
     if not has_graphs:
         options["cuda_graph_config"] = None
     spec = {"decoding_type": "NGram", "max_draft_len": 2}
-    building = plan.BuildPlan(LlmArgs.from_kwargs(tiny, max_seq_len=128, speculative_config=spec, **options))
+    building = plan.BuildPlan(
+        LlmArgs.from_kwargs(tiny, max_seq_len=128, speculative_config=spec, **options)
+    )
     building.device = torch.device("cuda")
     runner: Any = FakeRunner(events)
     rounds.build_controller(building, runner, Speculation(drafter, round_end=None), [])
     windows = {size * window for size in (1, 2, 4, 8) for window in (1, 2, 3)}
     rows = {300, 37} | (windows if has_graphs else set())
-    assert events == ([] if deterministic else [rows]) + (["contexts", "captured"] if has_graphs else []) + [
-        "warmed up"
-    ]
+    assert events == ([] if deterministic else [rows]) + (
+        ["contexts", "captured"] if has_graphs else []
+    ) + ["warmed up"]

@@ -1,4 +1,5 @@
-"""Drafts at draft length 0: compared with what is emitted, never verified, and no more of them than the time allows."""
+"""Drafts at draft length 0: compared with what is emitted, never verified, and no more of them than
+the time allows."""
 
 import subprocess
 import sys
@@ -9,7 +10,11 @@ import pytest
 
 from tests.executor.harness import Harness, output_of, user_provided
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.unverified_drafts import MAX_REQUESTS, Proposal, UnverifiedDrafts
+from tllm_spec.executor.speculative.unverified_drafts import (
+    MAX_REQUESTS,
+    Proposal,
+    UnverifiedDrafts,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +44,9 @@ class Setup:
         self.unverified.compare()
         return self.unverified.is_due()
 
-    def add(self, *drafted: tuple[Text, list[int]], seconds: float = 0.0, batch_size: int = 4) -> None:
+    def add(
+        self, *drafted: tuple[Text, list[int]], seconds: float = 0.0, batch_size: int = 4
+    ) -> None:
         self.clock.now += seconds
         self.unverified.add(
             batch_size, [Proposal(text, len(text.tokens), drafts, True) for text, drafts in drafted]
@@ -161,7 +168,8 @@ def test_good_drafts_are_found_at_draft_length_0_without_a_probe_and_the_text_st
         "time_cell_smoothing": 1e-9,
     }
     monkeypatch.setattr(
-        "tllm_spec.executor.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0 + 0.1 * key.draft_len
+        "tllm_spec.executor.round_runner.RoundRunner.seconds",
+        lambda _, key, *__: 1.0 + 0.1 * key.draft_len,
     )
     options = user_provided(propose, 3)
     options["speculative_config"]["adaptive"] = adaptive

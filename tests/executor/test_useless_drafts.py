@@ -15,7 +15,10 @@ class NeverRight(Drafter):
 
 
 def test_useless_drafts_are_tried_in_few_rounds_and_the_text_is_the_plain_one() -> None:
-    params, prompt = SamplingParams(max_tokens=100, ignore_eos=True), "import os\n\n\ndef walk(top):\n"
+    params, prompt = (
+        SamplingParams(max_tokens=100, ignore_eos=True),
+        "import os\n\n\ndef walk(top):\n",
+    )
     options = {"max_batch_size": 2, "max_num_tokens": 512}
     with LLM("zoo:llama", **options) as plain:
         expected = plain.generate_async(prompt, params).result().outputs[0].token_ids

@@ -60,12 +60,12 @@ def record_attention(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch)
 def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_kv(
     tiny: Path, rows_of_mlps: list[int]
 ) -> None:
-    engine, twin = engine_of(Harness(tiny)), engine_of(Harness(tiny))
-    every = twin.forward([ContextChunk(0, 0, PROMPT)], None)
+    engine, reference = engine_of(Harness(tiny)), engine_of(Harness(tiny))
+    every = reference.forward([ContextChunk(0, 0, PROMPT)], None)
     num_layers = len(rows_of_mlps)
     some = engine.forward([ContextChunk(0, 0, PROMPT)], None, torch.tensor([9, 4]))
     torch.testing.assert_close(some, every[[9, 4]])
-    torch.testing.assert_close(engine.backend.pool.data, twin.backend.pool.data)
+    torch.testing.assert_close(engine.backend.pool.data, reference.backend.pool.data)
     assert engine.backend.pool.data[-1].count_nonzero() > 0
     assert rows_of_mlps[num_layers:] == [10] * (num_layers - 1) + [2]
 
@@ -74,14 +74,14 @@ def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_k
 def test_where_no_row_is_wanted_only_the_kv_is_left(
     tiny: Path, rows_of_mlps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, twin = engine_of(Harness(tiny)), engine_of(Harness(tiny))
-    twin.forward([ContextChunk(0, 0, PROMPT)], None)
+    engine, reference = engine_of(Harness(tiny)), engine_of(Harness(tiny))
+    reference.forward([ContextChunk(0, 0, PROMPT)], None)
     num_layers = len(rows_of_mlps)
     attended = record_attention(engine.backend, monkeypatch)
     hidden = engine.forward([ContextChunk(0, 0, PROMPT)], None, torch.tensor([], dtype=torch.int64))
     assert attended == list(range(num_layers - 1)), "the last layer has nobody to attend for"
     assert hidden.shape == (0, engine.model.config.hidden_size)
-    assert torch.equal(engine.backend.pool.data, twin.backend.pool.data)
+    assert torch.equal(engine.backend.pool.data, reference.backend.pool.data)
     assert rows_of_mlps[num_layers:] == [10] * (num_layers - 1)
 
 
@@ -134,8 +134,8 @@ def drafting(tiny: Path, tmp_path: Path, mode: str, max_num_tokens: int, **optio
     )
 
 
-# Rows of the MLPs in each round: two prompts of 10 tokens in chunks of 8, then windows of 4. A head reads the target's
-# last layer, too, so that there all rows go on.
+# Rows of the MLPs in each round: two prompts of 10 tokens in chunks of 8, then windows of 4. A head
+# reads the target's last layer, too, so that there all rows go on.
 STEADY = [8, 8, 2, 2, 2]
 ROWS_OF_ROUNDS = {
     "eagle3": [[8, 8], [8, 8, 1, 1, 1], STEADY, STEADY],
@@ -203,16 +203,23 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
         ([{"max_tokens": 1}, {}], 2),
     ],
 )
-def test_nobody_drafts_behind_contexts_whose_requests_can_use_no_drafts(
-    wishes: list[dict[str, int]], num_steps: int, mode: str, num_read: int, tiny: Path, tmp_path: Path
+def test_nobody_drafts_after_contexts_whose_requests_can_use_no_drafts(
+    wishes: list[dict[str, int]],
+    num_steps: int,
+    mode: str,
+    num_read: int,
+    tiny: Path,
+    tmp_path: Path,
 ) -> None:
-    """The prompts are read all the same: others may reuse them. The first of 3 drafts comes from that,
-    and with a draft model the target's first token is read, too."""
+    """The prompts are read all the same: others may reuse them. The first of 3 drafts comes from
+    that, and with a draft model the target's first token is read, too."""
     harness = drafting(tiny, tmp_path, mode, max_num_tokens=64)
     read = count_forwards(harness)
     requests = [harness.submit(PROMPT, **({"max_tokens": 9} | wish)) for wish in wishes]
     harness.round()
     assert read == [num_read * len(wishes)] + [len(wishes)] * num_steps
-    assert [request.num_drafts_ready for request in requests] == [3 if num_steps else 0] * len(wishes)
+    assert [request.num_drafts_ready for request in requests] == [3 if num_steps else 0] * len(
+        wishes
+    )
     harness.run()
     assert not any(request.error for request in requests)

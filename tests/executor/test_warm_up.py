@@ -1,5 +1,5 @@
-"""Rounds of nobody before the first request: which they are, that each takes the way that real ones take, and that
-nothing is left of them."""
+"""Rounds of nobody before the first request: which they are, that each takes the way that real ones
+take, and that nothing is left of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,16 +40,25 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=MODES)
-def both(request: pytest.FixtureRequest, tiny: Path, drafts: tuple[Path, Path], head: Path) -> Iterator[Any]:
-    """Two engines of one kind, and what of drafts is the same in both: not what follows the times of rounds."""
+def both(
+    request: pytest.FixtureRequest, tiny: Path, drafts: tuple[Path, Path], head: Path
+) -> Iterator[Any]:
+    """Two engines of one kind, and what of drafts is the same in both: not what follows the times
+    of rounds."""
     yield (
-        [Harness(tiny, max_num_tokens=512, **options(request.param, drafts[0], head)) for _ in range(2)],
+        [
+            Harness(tiny, max_num_tokens=512, **options(request.param, drafts[0], head))
+            for _ in range(2)
+        ],
         request.param != "adaptive",
     )
 
 
 def keys_of(harness: Harness) -> list[GraphKey]:
-    return [GraphKey(size, min(steps, harness.max_draft_len), s) for size, steps, s in map(tuple_of, KEYS)]
+    return [
+        GraphKey(size, min(steps, harness.max_draft_len), s)
+        for size, steps, s in map(tuple_of, KEYS)
+    ]
 
 
 def tuple_of(key: GraphKey) -> tuple[int, int, bool]:
@@ -64,7 +73,9 @@ def state_of(harness: Harness) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_without_it(both: Any) -> None:
+def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_without_it(
+    both: Any,
+) -> None:
     (warm, cold), same_drafts = both
     before = state_of(warm)
     WarmUp(warm.parts.runner, DUMMY, max_num_tokens=512, max_len=256).run(keys_of(warm))
@@ -72,7 +83,9 @@ def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_w
     assert not warm.parts.slots.kv_lens.any() and not warm.parts.sampler.groups._kept
     warm.executor.check_integrity()
     for harness in (warm, cold):
-        requests = [harness.submit([5, 9, 2, i], max_tokens=30, temperature=i % 2, seed=i) for i in range(6)]
+        requests = [
+            harness.submit([5, 9, 2, i], max_tokens=30, temperature=i % 2, seed=i) for i in range(6)
+        ]
         harness.run()
         assert not any(request.error for request in requests)
         harness.texts = [output_of(request) for request in requests]
@@ -81,7 +94,9 @@ def test_nothing_that_requests_see_is_changed_and_texts_are_those_of_an_engine_w
     assert warm.accepted == cold.accepted or not same_drafts
 
 
-def launched_by(harness: Harness, monkeypatch: pytest.MonkeyPatch, max_num_tokens: int) -> list[Any]:
+def launched_by(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, max_num_tokens: int
+) -> list[Any]:
     found: list[Any] = []
     launch = harness.parts.runner.launch
 
@@ -122,7 +137,9 @@ def test_no_round_has_more_rows_than_a_round_may_have(
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
     found = launched_by(harness, monkeypatch, 20)
-    assert [(rows, windows[0]) for rows, windows, *_ in found] == [(20, 0)] * 2 + [(16, 1)] * 2 + [(4, 4)] * 2
+    assert [(rows, windows[0]) for rows, windows, *_ in found] == [(20, 0)] * 2 + [(16, 1)] * 2 + [
+        (4, 4)
+    ] * 2
 
 
 def test_chosen_are_windows_of_the_shortest_and_the_longest_draft_length() -> None:
@@ -147,12 +164,15 @@ def test_where_the_memory_does_not_suffice_the_message_says_what_to_lower(
     monkeypatch.setattr(harness.parts.runner, "launch", fail)
     warm_up = WarmUp(harness.parts.runner, DUMMY, max_num_tokens=512, max_len=256)
     with pytest.raises(
-        ValueError, match=r"round of 512 context tokens .* lower max_num_tokens or kv_cache_config\.free"
+        ValueError,
+        match=r"round of 512 context tokens .* lower max_num_tokens or kv_cache_config\.free",
     ):
         warm_up.run([])
 
 
-def test_an_engine_on_a_cpu_has_nothing_to_warm_up(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_a_cpu_has_nothing_to_warm_up(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rounds, "WarmUp", None)
     harness = Harness(tiny)
     request = harness.submit([5, 9, 2], max_tokens=3)
@@ -171,7 +191,11 @@ def test_on_a_gpu_contexts_beside_windows_compile_no_attention_that_was_not_comp
         return len(attention_kernel.device_caches[torch.cuda.current_device()][0])
 
     harness = Harness(
-        tiny, device="cuda", max_num_tokens=64, enable_chunked_prefill=True, **options(mode, drafts[0], head)
+        tiny,
+        device="cuda",
+        max_num_tokens=64,
+        enable_chunked_prefill=True,
+        **options(mode, drafts[0], head),
     )
     before, num_mixed = compiled(), 0
     for length in range(1, 60):

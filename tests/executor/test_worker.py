@@ -1,4 +1,5 @@
-"""The executor's thread and what a user's code raises in it: nothing ends it but `stop` and what no round survives."""
+"""The executor's thread and what a user's code raises in it: nothing ends it but `stop` and what no
+round survives."""
 
 from asyncio import CancelledError
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
 PROMPTS, LENGTH = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]], 24
-# What is raised to end a task, a program or a generator ends none here: the thread is the executor's own.
+# What is raised to end a task, a program or a generator ends none here: the thread is the
+# executor's own.
 ENDINGS = [CancelledError, KeyboardInterrupt, GeneratorExit, SystemExit]
 
 
@@ -43,7 +45,10 @@ def expected(tiny: Path) -> list[list[int]]:
 
 
 def assert_only_the_second_failed(
-    llm: LLM, ending: type[BaseException], expected: list[list[int]], params: SamplingParams | None = None
+    llm: LLM,
+    ending: type[BaseException],
+    expected: list[list[int]],
+    params: SamplingParams | None = None,
 ) -> None:
     first, (error, _), third = outputs_of(llm, params)
     assert error == f"{ending.__name__}: enough"

@@ -133,7 +133,9 @@ def test_calls_that_wait_while_the_executor_dies_are_told() -> None:
     executor.go_on.set()
     for thread in threads:
         thread.join(5)
-    assert [str(answer) for answer in answers] == ["the executor has died: AssertionError: lost a page"] * 3
+    assert [str(answer) for answer in answers] == [
+        "the executor has died: AssertionError: lost a page"
+    ] * 3
 
 
 def test_pages_are_counted_when_nobody_has_come_for_a_while_and_not_before_the_next_one_is_served(
@@ -170,9 +172,13 @@ def test_a_drafter_that_asks_from_inside_a_round_fails_its_request_instead_of_wa
 def test_questions_while_requests_run_change_no_text(tiny: Path) -> None:
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     with LLM(tiny, **OPTIONS) as llm:
-        expected = [llm.generate(prompt, {"max_tokens": 100}).outputs[0].token_ids for prompt in prompts]
+        expected = [
+            llm.generate(prompt, {"max_tokens": 100}).outputs[0].token_ids for prompt in prompts
+        ]
         handles = [llm.generate_async(prompt, {"max_tokens": 100}) for prompt in prompts]
-        running = [llm.server_info()["internal_states"][0]["num_requests_running"] for _ in range(30)]
+        running = [
+            llm.server_info()["internal_states"][0]["num_requests_running"] for _ in range(30)
+        ]
         assert [handle.result(timeout=30).outputs[0].token_ids for handle in handles] == expected
         assert max(running) > 0
         llm.check_integrity()

@@ -1,4 +1,5 @@
-"""Random Llama checkpoints of a few thousand parameters, for tests that need a model but not its text."""
+"""Random Llama checkpoints of a few thousand parameters, for tests that need a model but not its
+text."""
 
 import json
 from pathlib import Path
@@ -18,16 +19,18 @@ def write_tiny_llama(
     noise: float = 0.0,
     nan_token: int | None = None,
 ) -> Path:
-    """Fills `folder` with an untied checkpoint without an end token; equal arguments give equal weights.
+    """Fills `folder` with an untied checkpoint without an end token; equal arguments give equal
+    weights.
 
-    `spread` is the standard deviation of the logits. `noise` moves every weight by so much of its own spread: a
-    draft model for the one without. After `nan_token` no logit is a number.
-    """
+    `spread` is the standard deviation of the logits. `noise` moves every weight by so much of its
+    own spread: a draft model for the one without. After `nan_token` no logit is a number."""
     generator = torch.Generator().manual_seed(vocab_size + num_layers)
     tensors: dict[str, torch.Tensor] = {}
     for name, (rows, columns) in _shapes(vocab_size, num_layers).items():
         scale = spread if name == "lm_head.weight" else 1.0
-        weight, change = torch.randn((2, rows, columns), generator=generator) * scale * columns**-0.5
+        weight, change = (
+            torch.randn((2, rows, columns), generator=generator) * scale * columns**-0.5
+        )
         tensors[name] = (weight + noise * change).contiguous()
     for name in (f"model.layers.{layer}.{norm}" for layer in range(num_layers) for norm in _NORMS):
         tensors[f"{name}.weight"] = torch.ones(HIDDEN)
@@ -44,7 +47,10 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def _shapes(vocab_size: int, num_layers: int) -> dict[str, tuple[int, int]]:
-    shapes = {"model.embed_tokens.weight": (vocab_size, HIDDEN), "lm_head.weight": (vocab_size, HIDDEN)}
+    shapes = {
+        "model.embed_tokens.weight": (vocab_size, HIDDEN),
+        "lm_head.weight": (vocab_size, HIDDEN),
+    }
     for layer in range(num_layers):
         for name, shape in {
             "self_attn.q_proj": (NUM_HEADS * HEAD_DIM, HIDDEN),

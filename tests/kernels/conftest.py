@@ -18,8 +18,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter leaves `tl.dot` to a BLAS, whose sums depend on a row's place in a tile. In float64 they do too,
-    but not after the rounding to float32. Tensor cores need no such help."""
+    """The interpreter leaves `tl.dot` to a BLAS, whose sums depend on a row's place in a tile. In
+    float64 they do too, but not after the rounding to float32. Tensor cores need no such help."""
     if not INTERPRETED:
         return
     from triton.runtime import interpreter

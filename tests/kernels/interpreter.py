@@ -1,5 +1,6 @@
-"""Where tests of kernels run: on a CUDA device (`-m gpu`), and under Triton's interpreter in a process of its own,
-which runs the same file again (the interpreter must be chosen before Triton is imported)."""
+"""Where tests of kernels run: on a CUDA device (`-m gpu`), and under Triton's interpreter in a
+process of its own, which runs the same file again (the interpreter must be chosen before Triton is
+imported)."""
 
 import importlib.metadata
 import importlib.util
@@ -12,7 +13,9 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = (
-    [pytest.param("cpu", id="interpreted")] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
+    [pytest.param("cpu", id="interpreted")]
+    if INTERPRETED
+    else [pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 on_each_kernel_device = pytest.mark.parametrize("device", DEVICES)
 if INTERPRETED:
@@ -37,12 +40,13 @@ def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def check_like_the_twin(output: torch.Tensor, twin: torch.Tensor) -> None:
-    """But for another order of float32 sums: one rounding apart, and that only in a few elements."""
+def check_like_the_reference(output: torch.Tensor, reference: torch.Tensor) -> None:
+    """But for another order of float32 sums: one rounding apart, and that only in a few
+    elements."""
     rounding = ROUNDING[output.dtype]
-    torch.testing.assert_close(output, twin, rtol=2 * rounding + 4e-6, atol=4e-6)
+    torch.testing.assert_close(output, reference, rtol=2 * rounding + 4e-6, atol=4e-6)
     if output.dtype == torch.float16 or (output.dtype == torch.bfloat16 and not INTERPRETED):
-        assert (output != twin).sum() <= 0.02 * output.numel()
+        assert (output != reference).sum() <= 0.02 * output.numel()
 
 
 def check_under_the_interpreter(file: str, num_tests: int) -> None:
@@ -51,9 +55,13 @@ def check_under_the_interpreter(file: str, num_tests: int) -> None:
         pytest.skip("Triton is not installed")
     version = importlib.metadata.version("triton")
     if tuple(map(int, version.split(".")[:2])) < (3, 7):
-        pytest.skip(f"the interpreter of Triton {version} does not run with today's NumPy; 3.7 does")
+        pytest.skip(
+            f"the interpreter of Triton {version} does not run with today's NumPy; 3.7 does"
+        )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted", file]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
     report = done.stdout + done.stderr
     assert done.returncode == 0, report
     passed = next((line for line in done.stdout.splitlines() if " passed" in line), "0 passed")

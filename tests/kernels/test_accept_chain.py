@@ -26,7 +26,9 @@ def test_a_run_ends_at_the_first_draft_that_is_not_the_targets_token(
     found = accept_chain(*tensors, torch.tensor(counts)).tolist()
     assert found == [accepted_by_hand(*row) for row in zip(targets, drafts, counts, strict=True)]
     everything = accept_chain(*tensors, None).tolist()
-    assert everything == [accepted_by_hand(*row, length) for row in zip(targets, drafts, strict=True)]
+    assert everything == [
+        accepted_by_hand(*row, length) for row in zip(targets, drafts, strict=True)
+    ]
 
 
 def test_lengths_are_whole_numbers_of_64_bits_and_inputs_stay_as_they_are() -> None:

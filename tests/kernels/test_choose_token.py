@@ -1,4 +1,5 @@
-"""The kernels equal their twins bit for bit: under Triton's interpreter by default, on the device with `-m gpu`."""
+"""The kernels equal their references bit for bit: under Triton's interpreter by default, on the
+device with `-m gpu`."""
 
 import importlib.util
 import os
@@ -14,9 +15,9 @@ import torch
 from tllm_spec.kernels.choose_token import (
     choose_best,
     choose_draft,
-    choose_draft_twin,
+    choose_draft_reference,
     choose_token,
-    choose_token_twin,
+    choose_token_reference,
 )
 from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
 
@@ -93,7 +94,8 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor
 
 
 def near_ties(num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Arguments of `choose_token` with two tokens, whose sums are equal or a few float32 steps apart."""
+    """Arguments of `choose_token` with two tokens, whose sums are equal or a few float32 steps
+    apart."""
     generator = torch.Generator().manual_seed(3)
     seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
     positions = torch.arange(num_rows)
@@ -108,32 +110,36 @@ def near_ties(num_rows: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("domain", [TARGET_DOMAIN, DRAFT_DOMAIN])
-def test_the_kernels_noise_has_the_twins_bits(run: Run, vocab_size: int, domain: int) -> None:
+def test_the_kernels_noise_has_the_references_bits(run: Run, vocab_size: int, domain: int) -> None:
     noise = run("gumbel_noise_triton", *keys(), vocab_size, domain)
     expected = gumbel_noise(*keys(), vocab_size, domain)
     assert torch.equal(noise.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_the_kernel_chooses_the_twins_tokens_at_any_temperature(run: Run, vocab_size: int) -> None:
+def test_the_kernel_chooses_the_references_tokens_at_any_temperature(
+    run: Run, vocab_size: int
+) -> None:
     temperature = torch.tensor([0.7, 0.0, 1e-45, 1e-38, 1e-3, 1.0, 100.0, -0.0])
     arguments = (random_logits(8, vocab_size), temperature, *keys())
     for domain in (TARGET_DOMAIN, DRAFT_DOMAIN):
         chosen = run("choose_token_triton", *arguments, domain)
         assert chosen.dtype == torch.int64
-        assert chosen.tolist() == choose_token_twin(*arguments, domain).tolist()
+        assert chosen.tolist() == choose_token_reference(*arguments, domain).tolist()
 
 
 def test_sums_that_differ_in_the_last_bit_are_told_apart(run: Run) -> None:
     num_rows = 8192 if run is run_on_device else 96  # the interpreter takes 15 ms a row
     arguments = near_ties(num_rows)
-    expected = choose_token_twin(*arguments)
+    expected = choose_token_reference(*arguments)
     assert 0.2 < expected.double().mean() < 0.8  # both tokens win often
     assert torch.equal(run("choose_token_triton", *arguments), expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_rows_with_nan_and_infinities_are_what_choose_makes_of_them(run: Run, temperature: float) -> None:
+def test_rows_with_nan_and_infinities_are_what_choose_makes_of_them(
+    run: Run, temperature: float
+) -> None:
     vocab_size = 2048 + 3  # three parts
     logits = random_logits(8, vocab_size)
     logits[0, 2050] = NAN
@@ -145,20 +151,29 @@ def test_rows_with_nan_and_infinities_are_what_choose_makes_of_them(run: Run, te
     logits[6] = NAN
     logits[7, :2050] = -INF
     arguments = (logits, torch.full((8,), temperature), *keys())
-    assert choose_token_twin(*arguments).tolist() == [-1, -1, -1, 1500, 40, 2047, -1, 2050]
+    assert choose_token_reference(*arguments).tolist() == [-1, -1, -1, 1500, 40, 2047, -1, 2050]
     assert run("choose_token_triton", *arguments).tolist() == [-1, -1, -1, 1500, 40, 2047, -1, 2050]
 
 
 def test_ties_go_to_the_lowest_token_id(run: Run) -> None:
     logits = random_logits(8, 3000)
-    ties = [[2999, 1], [1023, 1024], [0, 2999], [5, 4, 3], [1500, 1501], [2047, 2048], [800, 801], [2, 1026]]
+    ties = [
+        [2999, 1],
+        [1023, 1024],
+        [0, 2999],
+        [5, 4, 3],
+        [1500, 1501],
+        [2047, 2048],
+        [800, 801],
+        [2, 1026],
+    ]
     for row, tied in enumerate(ties):
         logits[row, tied] = 50.0
     logits[7, 2], logits[7, 1026] = -0.0, 0.0  # equal numbers
     logits[7, logits[7] > 0] = -1.0
     arguments = (logits, torch.zeros(8), *keys())
     expected = [min(tied) for tied in ties]
-    assert choose_token_twin(*arguments).tolist() == expected
+    assert choose_token_reference(*arguments).tolist() == expected
     assert run("choose_token_triton", *arguments).tolist() == expected
 
 
@@ -166,7 +181,7 @@ def test_sampled_sums_that_tie_go_to_the_lowest_token_id(run: Run) -> None:
     logits = torch.full((8, 2050), 1e30)  # the noise is lost in the rounding
     logits[:, :3] = -1.0
     arguments = (logits, torch.ones(8), *keys())
-    assert choose_token_twin(*arguments).tolist() == [3] * 8
+    assert choose_token_reference(*arguments).tolist() == [3] * 8
     assert run("choose_token_triton", *arguments).tolist() == [3] * 8
 
 
@@ -176,7 +191,7 @@ def test_arguments_may_be_columns_and_slices_of_tables(run: Run) -> None:
     floats = torch.tensor([[0.5, 0.9]]).repeat(8, 1)
     views = (table[::2, 1:1101], floats[:, 0], integers[:, 0], integers[:, 1])
     assert not any(view.is_contiguous() for view in views)
-    expected = choose_token_twin(*(view.contiguous() for view in views))
+    expected = choose_token_reference(*(view.contiguous() for view in views))
     assert torch.equal(run("choose_token_triton", *views), expected)
     noise = run("gumbel_noise_triton", *views[2:], 6)
     assert torch.equal(noise, gumbel_noise(*views[2:], 6))
@@ -189,16 +204,18 @@ def test_no_rows_are_no_tokens(run: Run) -> None:
 
 
 def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.choose_token_triton", None)  # its import fails
+    monkeypatch.setitem(
+        sys.modules, "tllm_spec.kernels.choose_token_triton", None
+    )  # its import fails
     arguments = (torch.zeros(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys(), DRAFT_DOMAIN)
-    assert torch.equal(choose_token(*arguments), choose_token_twin(*arguments))
+    assert torch.equal(choose_token(*arguments), choose_token_reference(*arguments))
 
 
-def test_the_twins_tokens_are_drawn_from_the_softmax_at_the_rows_temperature() -> None:
+def test_the_references_tokens_are_drawn_from_the_softmax_at_the_rows_temperature() -> None:
     """Chi-square with 5 degrees of freedom is below 20.5 in 999 of 1000 cases."""
     num_rows, logits = 50_000, torch.tensor([0.0, 1.0, -1.0, 2.5, 0.3, 0.9])
     for temperature in (0.6, 1.7):
-        tokens = choose_token_twin(
+        tokens = choose_token_reference(
             logits.expand(num_rows, -1),
             torch.full((num_rows,), temperature),
             torch.full((num_rows,), 11),
@@ -211,7 +228,7 @@ def test_the_twins_tokens_are_drawn_from_the_softmax_at_the_rows_temperature() -
 def test_greedy_and_sampled_rows_of_one_batch_keep_to_themselves() -> None:
     logits = random_logits(8, 100)
     temperature = torch.tensor([0.0, 2.0]).repeat(4)
-    tokens = choose_token_twin(logits, temperature, *keys())
+    tokens = choose_token_reference(logits, temperature, *keys())
     assert torch.equal(tokens[::2], logits.argmax(-1)[::2])
     assert not torch.equal(tokens[1::2], logits.argmax(-1)[1::2])
     noise = gumbel_noise(*keys(), 100)
@@ -219,11 +236,13 @@ def test_greedy_and_sampled_rows_of_one_batch_keep_to_themselves() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_of_sixteen_bits_are_chosen_from_as_their_float32_copies(run: Run, dtype: torch.dtype) -> None:
+def test_logits_of_sixteen_bits_are_chosen_from_as_their_float32_copies(
+    run: Run, dtype: torch.dtype
+) -> None:
     logits = random_logits(8, 2051).to(dtype)
     temperature = torch.tensor([0.7, 0.0, 1e-3, 1.0, 0.3, 2.0, 100.0, 0.0])
-    expected = choose_token_twin(logits.float(), temperature, *keys())
-    assert torch.equal(choose_token_twin(logits, temperature, *keys()), expected)
+    expected = choose_token_reference(logits.float(), temperature, *keys())
+    assert torch.equal(choose_token_reference(logits, temperature, *keys()), expected)
     assert torch.equal(run("choose_token_triton", logits, temperature, *keys()), expected)
 
 
@@ -232,37 +251,59 @@ def test_the_best_tokens_are_those_of_temperature_zero(run: Run, num_rows: int) 
     logits = random_logits(num_rows, 4096 + 905).bfloat16()  # many ties
     logits[0, 4500], logits[1], logits[2, 4999] = NAN, -INF, INF
     nothing = torch.zeros(num_rows, dtype=torch.int64)
-    expected = choose_token_twin(logits.float(), nothing.float(), nothing, nothing)
+    expected = choose_token_reference(logits.float(), nothing.float(), nothing, nothing)
     assert expected[:3].tolist() == [-1, -1, 4999]
     assert torch.equal(choose_best(logits), expected)
     assert torch.equal(run("choose_token_triton", logits), expected)
 
 
 def test_what_is_below_a_rows_cut_is_not_chosen(run: Run) -> None:
-    logits, temperature = random_logits(8, 2051), torch.tensor([0.7, 0.0, 0.9, 1.0, 3.0, 2.0, 5.0, 9.0])
+    logits, temperature = (
+        random_logits(8, 2051),
+        torch.tensor([0.7, 0.0, 0.9, 1.0, 3.0, 2.0, 5.0, 9.0]),
+    )
     scaled = logits / temperature.unsqueeze(1)
     cut = scaled.sort(descending=True).values[:, 3].contiguous()  # four tokens stay
     cut[0], cut[2] = -INF, scaled[2].max()
-    expected = choose_token_twin(scaled.masked_fill(scaled < cut.unsqueeze(1), -INF), torch.ones(8), *keys())
+    expected = choose_token_reference(
+        scaled.masked_fill(scaled < cut.unsqueeze(1), -INF), torch.ones(8), *keys()
+    )
     expected[1] = logits[1].argmax()  # greedy rows have none
-    assert (choose_token_twin(logits, temperature, *keys())[4:] != expected[4:]).any()
-    assert torch.equal(choose_token_twin(logits, temperature, *keys(), TARGET_DOMAIN, cut), expected)
-    assert torch.equal(run("choose_token_triton", logits, temperature, *keys(), TARGET_DOMAIN, cut), expected)
+    assert (choose_token_reference(logits, temperature, *keys())[4:] != expected[4:]).any()
+    assert torch.equal(
+        choose_token_reference(logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
+    )
+    assert torch.equal(
+        run("choose_token_triton", logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
+    )
 
 
 @pytest.mark.parametrize("width", [1, 1500])
-def test_drafts_of_a_reduced_vocabulary_are_drawn_with_the_targets_noise(run: Run, width: int) -> None:
+def test_drafts_of_a_reduced_vocabulary_are_drawn_with_the_targets_noise(
+    run: Run, width: int
+) -> None:
     logits = random_logits(8, width).bfloat16()
-    token_map = torch.randperm(5003, generator=torch.Generator().manual_seed(4))[:width].sort().values
+    token_map = (
+        torch.randperm(5003, generator=torch.Generator().manual_seed(4))[:width].sort().values
+    )
     temperature = torch.tensor([0.7, 0.0, 1.0, 3.0, 0.3, 2.0, 100.0, 0.0])
     noise = gumbel_noise(*keys(), 5003)[:, token_map]
     sums = torch.where(
-        temperature.unsqueeze(1) == 0, logits.float(), logits.float() / temperature.unsqueeze(1) + noise
+        temperature.unsqueeze(1) == 0,
+        logits.float(),
+        logits.float() / temperature.unsqueeze(1) + noise,
     )
     expected = token_map[sums.argmax(1)]
-    assert torch.equal(choose_draft_twin(logits, token_map, temperature, *keys()), expected)
+    assert torch.equal(choose_draft_reference(logits, token_map, temperature, *keys()), expected)
     drawn = run(
-        "choose_token_triton", logits, temperature, *keys(), TARGET_DOMAIN, None, token_map, drafting=True
+        "choose_token_triton",
+        logits,
+        temperature,
+        *keys(),
+        TARGET_DOMAIN,
+        None,
+        token_map,
+        drafting=True,
     )
     assert torch.equal(drawn, expected)
 
@@ -279,15 +320,20 @@ def test_a_draft_is_always_a_token(run: Run) -> None:
 
 
 @pytest.mark.gpu
-def test_a_large_vocabulary_has_the_twins_noise_and_tokens_on_the_device() -> None:
+def test_a_large_vocabulary_has_the_references_noise_and_tokens_on_the_device() -> None:
     num_rows, vocab_size = 40, 128256
     seeds, positions = (column.repeat(5) for column in keys())
     positions = positions ^ torch.arange(num_rows)
     noise = run_on_device("gumbel_noise_triton", seeds, positions, vocab_size)
     assert torch.equal(noise, gumbel_noise(seeds, positions, vocab_size))
-    logits, temperature = random_logits(num_rows, vocab_size).cuda(), torch.linspace(0, 1.5, num_rows).cuda()
+    logits, temperature = (
+        random_logits(num_rows, vocab_size).cuda(),
+        torch.linspace(0, 1.5, num_rows).cuda(),
+    )
     tokens = choose_token(logits, temperature, seeds.cuda(), positions.cuda())
-    assert torch.equal(tokens.cpu(), choose_token_twin(logits.cpu(), temperature.cpu(), seeds, positions))
+    assert torch.equal(
+        tokens.cpu(), choose_token_reference(logits.cpu(), temperature.cpu(), seeds, positions)
+    )
 
 
 @pytest.mark.gpu
@@ -298,7 +344,7 @@ def test_rows_beyond_two_to_the_31_elements_are_read_on_the_device() -> None:
     logits.copy_(random_logits(3, 3000))
     others = (torch.tensor([0.0, 0.8, 0.8]), *(column[:3] for column in keys()))
     tokens = choose_token(logits, *(column.cuda() for column in others))
-    assert torch.equal(tokens.cpu(), choose_token_twin(random_logits(3, 3000), *others))
+    assert torch.equal(tokens.cpu(), choose_token_reference(random_logits(3, 3000), *others))
 
 
 @pytest.mark.gpu
@@ -306,7 +352,12 @@ def test_a_captured_graph_replays_with_other_arguments() -> None:
     def arguments(round_id: int) -> tuple[torch.Tensor, ...]:
         temperature = torch.tensor([0.0, 0.7, 1.0, 0.3]).roll(round_id).repeat(2)
         seeds, positions = keys()
-        return random_logits(8, 32003, round_id), temperature, seeds + round_id, positions + 7 * round_id
+        return (
+            random_logits(8, 32003, round_id),
+            temperature,
+            seeds + round_id,
+            positions + 7 * round_id,
+        )
 
     static = tuple(argument.cuda() for argument in arguments(0))
     choose_token(*static)  # compiles
@@ -317,4 +368,4 @@ def test_a_captured_graph_replays_with_other_arguments() -> None:
         for buffer, argument in zip(static, arguments(round_id), strict=True):
             buffer.copy_(argument)
         graph.replay()
-        assert torch.equal(tokens.cpu(), choose_token_twin(*arguments(round_id)))
+        assert torch.equal(tokens.cpu(), choose_token_reference(*arguments(round_id)))

@@ -1,4 +1,5 @@
-"""What a draft head's first layer reads: the kernel against its twin, the twin against the formula in float64."""
+"""What a draft head's first layer reads: the kernel against its reference, the reference against
+the formula in float64."""
 
 from dataclasses import replace
 
@@ -7,12 +8,17 @@ import torch
 
 from tests.kernels.interpreter import (
     ROUNDING,
-    check_like_the_twin,
+    check_like_the_reference,
     check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_input, plain_draft_input
+from tllm_spec.kernels.draft_input import (
+    DraftInput,
+    DraftInputNorms,
+    draft_input,
+    plain_draft_input,
+)
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -22,14 +28,17 @@ MAX_POSITIONS, HEAD_DIM = 19, 12
 SHAPES = [(1, 4096), (3, 192), (5, 100), (2, 1), (7, 2560), (0, 64)]
 WANTED: dict[str, list[int] | None] = {"all": None, "some": [4, 1, 3], "twice": [2, 2], "none": []}
 on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-on_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+on_each_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, DraftInputNorms, Rotary]
 
 
 def arguments(
     shape: tuple[int, int], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> Arguments:
-    """Token ids, table, hidden states, norms and rotary; rows of very different sizes, and two norms that differ."""
+    """Token ids, table, hidden states, norms and rotary; rows of very different sizes, and two
+    norms that differ."""
     (num_rows, size), generator = shape, torch.Generator().manual_seed(seed)
 
     def rows(number: int) -> torch.Tensor:
@@ -57,7 +66,9 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def check(found: DraftInput, given: Arguments, wanted: torch.Tensor | None = None) -> None:
     token_ids, table, hidden, norms, rotary = given
     assert found.both.dtype == hidden.dtype and found.both.is_contiguous()
-    expected = torch.cat((normed(table[token_ids], norms.embedding), normed(hidden, norms.hidden)), -1)
+    expected = torch.cat(
+        (normed(table[token_ids], norms.embedding), normed(hidden, norms.hidden)), -1
+    )
     # One rounding of the result, and a little for the float32 arithmetic before it.
     rounding = ROUNDING[hidden.dtype] + 6e-7
     torch.testing.assert_close(found.both.double(), expected, rtol=rounding, atol=1e-7)
@@ -68,7 +79,7 @@ def check(found: DraftInput, given: Arguments, wanted: torch.Tensor | None = Non
 
 @on_each_shape
 @on_each_dtype
-def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
     given = arguments(shape, dtype)
     check(plain_draft_input(*given), given)
 
@@ -76,7 +87,7 @@ def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype)
 @on_each_kernel_device
 @on_each_shape
 @on_each_dtype
-def test_the_kernel_equals_the_formula_and_its_twin(
+def test_the_kernel_equals_the_formula_and_its_reference(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     assert has_kernels(torch.device(device))
@@ -85,7 +96,7 @@ def test_the_kernel_equals_the_formula_and_its_twin(
     found = draft_input(*given)
     assert torch.equal(given[2], before) and found.rotary.known is not None
     check(found, given)
-    check_like_the_twin(found.both, plain_draft_input(*given).both)
+    check_like_the_reference(found.both, plain_draft_input(*given).both)
 
 
 def check_the_sum_is_a_copy_of(wanted: list[int] | None, device: str) -> None:
@@ -106,7 +117,7 @@ def test_the_sum_is_a_copy_of_the_wanted_rows(name: str, device: str) -> None:
 
 @only_outside_the_interpreter
 @pytest.mark.parametrize("name", WANTED)
-def test_the_twins_sum_is_a_copy_of_the_wanted_rows(name: str) -> None:
+def test_the_references_sum_is_a_copy_of_the_wanted_rows(name: str) -> None:
     check_the_sum_is_a_copy_of(WANTED[name], "cpu")
 
 
@@ -127,7 +138,13 @@ def test_hidden_states_may_be_views(device: str) -> None:
     token_ids, table, hidden, norms, rotary = arguments((8, 3 * 192), torch.bfloat16, device)
     columns = slice(192, 384)
     norms = replace(norms, embedding=norms.embedding[columns], hidden=norms.hidden[columns])
-    given = (token_ids[:4], table[:, columns].contiguous(), hidden[::2, columns], norms, rotary.first(4))
+    given = (
+        token_ids[:4],
+        table[:, columns].contiguous(),
+        hidden[::2, columns],
+        norms,
+        rotary.first(4),
+    )
     wanted = torch.tensor([3, 0], device=device)
     check(draft_input(*given, wanted), given, wanted)
 
@@ -145,7 +162,9 @@ def test_epsilon_counts(device: str) -> None:
     token_ids, table, hidden, norms, rotary = arguments((2, 64), torch.float32, device)
     large = replace(norms, eps=3.0)
     found = draft_input(token_ids, table, hidden, large, rotary).both
-    torch.testing.assert_close(found, plain_draft_input(token_ids, table, hidden, large, rotary).both)
+    torch.testing.assert_close(
+        found, plain_draft_input(token_ids, table, hidden, large, rotary).both
+    )
     assert (found - draft_input(token_ids, table, hidden, norms, rotary).both).abs().amax() > 0.1
 
 

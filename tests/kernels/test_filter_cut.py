@@ -1,4 +1,5 @@
-"""What top_k, top_p and min_p keep: the twin against exact arithmetic, the kernels against the twin, bit for bit."""
+"""What top_k, top_p and min_p keep: the reference against exact arithmetic, the kernels against the
+reference, bit for bit."""
 
 import sys
 from fractions import Fraction
@@ -14,7 +15,7 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.filter_cut import filter_cut, filter_cut_twin, token_weights
+from tllm_spec.kernels.filter_cut import filter_cut, filter_cut_reference, token_weights
 
 INF, NAN = float("inf"), float("nan")
 Columns = tuple[torch.Tensor, ...]  # temperature, top_k, top_p, min_p
@@ -26,20 +27,27 @@ def columns(rows: list[tuple[float, int, float, float]]) -> Columns:
 
 
 def check(logits: torch.Tensor, parameters: Columns, device: str) -> torch.Tensor:
-    expected = filter_cut_twin(logits, *parameters)
+    expected = filter_cut_reference(logits, *parameters)
     found = filter_cut(logits.to(device), *(column.to(device) for column in parameters)).cpu()
     assert torch.equal(found, expected), (found, expected)
     return expected
 
 
 def kept_by_definition(values: list[float], top_k: int, top_p: float, min_p: float) -> set[float]:
-    """In exact arithmetic on the twin's own weights, without sorting: every value for itself."""
+    """In exact arithmetic on the reference's own weights, without sorting: every value for
+    itself."""
     best = max(values)
-    floor = (torch.tensor(best) + torch.tensor(min_p).double().log().float()).item() if min_p > 0 else -INF
+    floor = (
+        (torch.tensor(best) + torch.tensor(min_p).double().log().float()).item()
+        if min_p > 0
+        else -INF
+    )
     inside = [v for v in values if v >= floor and sum(w > v for w in values) < top_k]
     if top_p >= 1:
         return set(inside)
-    weights = dict(zip(values, token_weights(torch.tensor(values), torch.tensor(best)).tolist(), strict=True))
+    weights = dict(
+        zip(values, token_weights(torch.tensor(values), torch.tensor(best)).tolist(), strict=True)
+    )
     limit = Fraction(top_p) * sum(weights[v] for v in inside)
     return {v for v in inside if v == best or sum(weights[w] for w in inside if w > v) < limit}
 
@@ -54,13 +62,19 @@ PARAMETERS = st.tuples(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(-6, 6), min_size=1, max_size=30), PARAMETERS, st.sampled_from([0.5, 1.0, 7.0]))
-def test_the_twin_keeps_what_the_definition_keeps_with_many_ties(
+@given(
+    st.lists(st.integers(-6, 6), min_size=1, max_size=30),
+    PARAMETERS,
+    st.sampled_from([0.5, 1.0, 7.0]),
+)
+def test_the_reference_keeps_what_the_definition_keeps_with_many_ties(
     logits: list[int], parameters: tuple[int, float, float], spread: float
 ) -> None:
     values = [spread * logit for logit in logits]
     top_k, top_p, min_p = parameters
-    cut = filter_cut_twin(torch.tensor([values]), *columns([(1.0, top_k, top_p, min_p)])).item()
+    cut = filter_cut_reference(
+        torch.tensor([values]), *columns([(1.0, top_k, top_p, min_p)])
+    ).item()
     assert {v for v in values if v >= cut} == kept_by_definition(values, top_k, top_p, min_p)
 
 
@@ -71,23 +85,31 @@ def test_weights_are_exponentials_to_a_few_parts_in_ten_million() -> None:
     assert ((found - expected).abs() <= 1 + expected * 3e-7).all()
     ends = token_weights(torch.tensor([5.0, -INF, -100.0]), torch.tensor(5.0))
     assert ends.tolist() == [1 << 40, 0, 0]
-    assert token_weights(torch.tensor([INF, 3.0, -INF]), torch.tensor(INF)).tolist() == [1 << 40, 0, 0]
+    assert token_weights(torch.tensor([INF, 3.0, -INF]), torch.tensor(INF)).tolist() == [
+        1 << 40,
+        0,
+        0,
+    ]
 
 
 def test_off_and_greedy_rows_have_no_cut() -> None:
     rows = [(1.0, 9, 1.0, 0.0), (0.0, 1, 0.1, 0.9), (1.0, 1000, 1.0, 0.0)]
-    assert filter_cut_twin(torch.randn(3, 9), *columns(rows)).tolist() == [-INF] * 3
+    assert filter_cut_reference(torch.randn(3, 9), *columns(rows)).tolist() == [-INF] * 3
 
 
 def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.filter_cut_triton", None)  # its import fails
+    monkeypatch.setitem(
+        sys.modules, "tllm_spec.kernels.filter_cut_triton", None
+    )  # its import fails
     assert filter_cut(torch.ones(1, 5).bfloat16(), *columns([(1.0, 2, 1.0, 0.0)])).item() == 1.0
 
 
 @on_each_kernel_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 5, 2051])
-def test_the_kernels_cut_where_the_twin_does(device: str, dtype: torch.dtype, vocab_size: int) -> None:
+def test_the_kernels_cut_where_the_reference_does(
+    device: str, dtype: torch.dtype, vocab_size: int
+) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     rows = [
         (0.7, 3, 1.0, 0.0),
@@ -118,7 +140,13 @@ def test_the_kernels_cut_rows_of_ties_zeros_and_infinities(device: str, dtype: t
     logits[7, 1], logits[7, 2] = 2.0, 1.0
     logits[8] = torch.linspace(-100, 100, 1500)
     logits[9, :700] = 2.0
-    for k, p, m in ((2, 1.0, 0.0), (1500, 0.4, 0.0), (1500, 0.999, 0.0), (700, 0.9, 0.1), (1, 0.0, 1.0)):
+    for k, p, m in (
+        (2, 1.0, 0.0),
+        (1500, 0.4, 0.0),
+        (1500, 0.999, 0.0),
+        (700, 0.9, 0.1),
+        (1, 0.0, 1.0),
+    ):
         check(logits.to(dtype), columns([(0.8, k, p, m)] * 10), device)
     # Divided by so little, different logits become the same: zeros, or infinities.
     for temperature in (1e-38, 1e38):
@@ -131,7 +159,9 @@ def test_a_walk_of_several_steps_counts_every_value_once(device: str) -> None:
     """Neighbouring values from 8 down to 1e-28, three steps of them."""
     logits = (0x4100 - torch.arange(12288)).to(torch.int16).view(torch.bfloat16)
     rows = [(1.0, k, 1.0, 0.0) for k in (4096, 4097, 8192, 8193, 12288)]
-    rows += [(t, k, p, 0.0) for t, k, p in ((1.0, 99999, 0.9), (50.0, 99999, 0.7), (50.0, 9000, 0.9))]
+    rows += [
+        (t, k, p, 0.0) for t, k, p in ((1.0, 99999, 0.9), (50.0, 99999, 0.7), (50.0, 9000, 0.9))
+    ]
     check(logits.repeat(len(rows), 1), columns(rows), device)
 
 
@@ -139,12 +169,14 @@ def test_a_walk_of_several_steps_counts_every_value_once(device: str) -> None:
 def test_a_nan_is_never_below_the_cut(device: str) -> None:
     logits = torch.randn(2, 1500).bfloat16()
     logits[0, 3] = NAN
-    logits[1, 1200] = torch.tensor([-64], dtype=torch.int16).view(torch.bfloat16)  # a NaN with a sign
+    logits[1, 1200] = torch.tensor([-64], dtype=torch.int16).view(
+        torch.bfloat16
+    )  # a NaN with a sign
     for row in ((1.0, 5, 0.9, 0.1), (1.0, 1500, 0.9, 0.0), (1.0, 1500, 1.0, 0.3)):
         parameters = columns([row] * 2)
         for cut in (
             filter_cut(logits.to(device), *(column.to(device) for column in parameters)).cpu(),
-            filter_cut_twin(logits, *parameters),
+            filter_cut_reference(logits, *parameters),
         ):
             assert ((logits >= cut.unsqueeze(1)) | logits.isnan()).any(dim=1).all()
             assert not (logits[logits.isnan()].float() < cut).any()
@@ -165,7 +197,7 @@ def test_arguments_may_be_columns_and_slices_of_tables(device: str) -> None:
     st.sampled_from([0.3, 1.0, 2.5]),
 )
 @on_each_kernel_device
-def test_any_bits_are_cut_as_the_twin_cuts_them(
+def test_any_bits_are_cut_as_the_reference_cuts_them(
     device: str, bits: list[int], parameters: tuple[int, float, float], temperature: float
 ) -> None:
     logits = torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
@@ -174,7 +206,7 @@ def test_any_bits_are_cut_as_the_twin_cuts_them(
 
 
 @pytest.mark.gpu
-def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_twin_cuts_them() -> None:
+def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_reference_cuts_them() -> None:
     num_rows, vocab_size = 24, 128256
     rows = [
         (
@@ -197,7 +229,7 @@ def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_twin_cuts_them() 
         ).bfloat16()
         buffer.copy_(logits)
         graph.replay()
-        assert torch.equal(cut.cpu(), filter_cut_twin(logits, *columns(rows)))
+        assert torch.equal(cut.cpu(), filter_cut_reference(logits, *columns(rows)))
 
 
 @only_outside_the_interpreter

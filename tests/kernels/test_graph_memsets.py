@@ -1,4 +1,5 @@
-"""Memset nodes become kernel nodes: between the same nodes, with the same effect, in a graph and on its replays."""
+"""Memset nodes become kernel nodes: between the same nodes, with the same effect, in a graph and on
+its replays."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -44,7 +45,10 @@ class Graph:
     def kind(self, node: int) -> tuple[Any, ...]:
         types = driver.CUgraphNodeType
         is_memset = self.kinds[node] == MEMSET
-        return SUCCESS, types.CU_GRAPH_NODE_TYPE_MEMSET if is_memset else types.CU_GRAPH_NODE_TYPE_KERNEL
+        return (
+            SUCCESS,
+            types.CU_GRAPH_NODE_TYPE_MEMSET if is_memset else types.CU_GRAPH_NODE_TYPE_KERNEL,
+        )
 
     def add(self, graph: Any, before: list[int], number: int, arguments: Any) -> tuple[Any, ...]:
         node = max(self.kinds) + 1
@@ -135,12 +139,16 @@ def node_kinds(graph: int) -> Counter[str]:
         (torch.int32, driver.cuMemsetD32Async),
     ],
 )
-def test_replays_set_what_captured_memsets_would_set(size: int, dtype: torch.dtype, memset: Any) -> None:
+def test_replays_set_what_captured_memsets_would_set(
+    size: int, dtype: torch.dtype, memset: Any
+) -> None:
     values = torch.ones(size + 2, dtype=dtype, device="cuda")
     total = torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def set_inner(value: int) -> None:
-        nvrtc.checked(memset(values[1:].data_ptr(), value, size, torch.cuda.current_stream().cuda_stream))
+        nvrtc.checked(
+            memset(values[1:].data_ptr(), value, size, torch.cuda.current_stream().cuda_stream)
+        )
 
     def work() -> None:
         set_inner(0)

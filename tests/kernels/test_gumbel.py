@@ -27,7 +27,9 @@ def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
 
 
 def bits(seed: int, position: int, num_tokens: int, domain: int = 0) -> list[int]:
-    return philox_bits(torch.tensor([seed]), torch.tensor([position]), num_tokens, domain)[0].tolist()
+    return philox_bits(torch.tensor([seed]), torch.tensor([position]), num_tokens, domain)[
+        0
+    ].tolist()
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,17 @@ def test_the_reference_of_these_tests_gives_random123s_known_answers(
 
 
 def test_the_known_answer_that_can_be_reached_comes_out() -> None:
-    assert " ".join(f"{word:08x}" for word in bits(0, 0, 4)) == "6627e8d5 e169c58d bc57ac4c 9b00dbd8"
+    assert (
+        " ".join(f"{word:08x}" for word in bits(0, 0, 4)) == "6627e8d5 e169c58d bc57ac4c 9b00dbd8"
+    )
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
 @pytest.mark.parametrize("seed", [1, 0x299F31D0A4093822, 2**63 - 1, -1, -(2**63), 1 << 32])
 @pytest.mark.parametrize("position", [0, 1, 77, 0x85A308D3, MASK])
-def test_the_words_are_philox_of_quad_position_and_domain(seed: int, position: int, domain: int) -> None:
+def test_the_words_are_philox_of_quad_position_and_domain(
+    seed: int, position: int, domain: int
+) -> None:
     key = (seed & MASK, seed >> 32 & MASK)
     expected = [word for quad in range(3) for word in philox((quad, position, domain, 0), key)]
     assert bits(seed, position, 11, domain) == expected[:11]
@@ -83,10 +89,13 @@ def test_seeds_positions_and_domains_all_give_other_noise() -> None:
 
 
 def test_the_noise_is_gumbels() -> None:
-    """exp(-exp(-noise)) is uniform; with 2**19 numbers each of 64 cells holds 8192 +- 90, and 5 sigma are allowed."""
+    """exp(-exp(-noise)) is uniform; with 2**19 numbers each of 64 cells holds 8192 +- 90, and 5
+    sigma are allowed."""
     noise = gumbel_noise(torch.arange(1 << 9), torch.arange(1 << 9) * 3, 1 << 10)
     assert noise.dtype == torch.float32 and bool(noise.isfinite().all())
-    cells = torch.bincount((noise.double().neg().exp().neg().exp() * 64).long().flatten(), minlength=64)
+    cells = torch.bincount(
+        (noise.double().neg().exp().neg().exp() * 64).long().flatten(), minlength=64
+    )
     assert cells.numel() == 64 and (cells - 8192).abs().max() < 5 * 90
 
 
@@ -107,7 +116,8 @@ def test_neighbouring_positions_and_domains_are_independent() -> None:
     num = 100_000
     seeds, positions = torch.full((num,), 5), torch.arange(num)
     columns = [
-        gumbel_noise(seeds, positions + shift, 1, domain)[:, 0] for shift, domain in ((0, 0), (1, 0), (0, 1))
+        gumbel_noise(seeds, positions + shift, 1, domain)[:, 0]
+        for shift, domain in ((0, 0), (1, 0), (0, 1))
     ]
     correlations = torch.corrcoef(torch.stack(columns)).fill_diagonal_(0.0)
     assert correlations.abs().max() < 5 / num**0.5
@@ -120,7 +130,9 @@ def test_uniform_numbers_lie_inside_the_unit_interval_and_fill_it() -> None:
     assert (cells - 2000).abs().max() < 5 * 45
 
 
-def test_the_smallest_and_the_largest_word_give_finite_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_and_the_largest_word_give_finite_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
         "tllm_spec.kernels.gumbel.philox_bits", lambda *arguments: torch.tensor([[0], [MASK]])
     )

@@ -1,4 +1,5 @@
-"""Products chosen among their neighbours, with a clock of the test's own: what is tried beside what, and what wins."""
+"""Products chosen among their neighbours, with a clock of the test's own: what is tried beside
+what, and what wins."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,8 @@ def placed_key(product: Product, rows: int, place: str = "here") -> Any:
 
 
 class Layers:
-    """A stack whose time depends on both products at once. `tried`: what they were whenever it was measured."""
+    """A stack whose time depends on both products at once. `tried`: what they were whenever it was
+    measured."""
 
     def __init__(self, times: dict[tuple[bytes | None, bytes | None], float]) -> None:
         self.products = TunedProducts(NO_LIBRARY, LinearTable(), "here")
@@ -48,7 +50,9 @@ class Layers:
 
 def test_each_product_is_chosen_beside_what_was_chosen_before_it() -> None:
     """The first is faster with OTHER, and only then the second with torch's."""
-    layers = Layers({(ALONE, ALONE): 5.0, (OTHER, ALONE): 4.0, (ALONE, None): 3.0, (OTHER, None): 2.0})
+    layers = Layers(
+        {(ALONE, ALONE): 5.0, (OTHER, ALONE): 4.0, (ALONE, None): 3.0, (OTHER, None): 2.0}
+    )
     layers.found_alone(32, ALONE, ALONE)
     assert place_missing(layers.products, STACK, [32], layers.seconds) == 2
     assert layers.chosen(32) == (OTHER, None)
@@ -88,13 +92,18 @@ def test_classes_of_rows_are_measured_once_the_largest_first_and_few_or_many_row
     layers = Layers({})
     for rows in (12, 33, 48):
         layers.found_alone(rows, None, None)
-    assert place_missing(layers.products, STACK, [1, 8, 12, 33, 48, 65, 128, 1024], layers.seconds) == 4
+    assert (
+        place_missing(layers.products, STACK, [1, 8, 12, 33, 48, 65, 128, 1024], layers.seconds)
+        == 4
+    )
     assert sorted({rows for rows, *_ in layers.tried}) == [12, 48] and layers.tried[0][0] == 48
     layers.tried.clear()
     assert place_missing(layers.products, STACK, [16, 40], layers.seconds) == 0 and not layers.tried
 
 
-def test_what_an_earlier_start_measured_alone_is_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_earlier_start_measured_alone_is_searched_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Search:
         def __init__(self, lt: object, *about: Any) -> None:
             self.finalists: list[bytes] = []
@@ -114,7 +123,9 @@ def test_what_an_earlier_start_measured_alone_is_searched_for_again(monkeypatch:
 
 def test_a_product_runs_what_was_chosen_in_its_place_and_elsewhere_what_was_chosen_alone() -> None:
     table = LinearTable()
-    here, elsewhere, nowhere = (TunedProducts(NO_LIBRARY, table, place) for place in ("here", "there", ""))
+    here, elsewhere, nowhere = (
+        TunedProducts(NO_LIBRARY, table, place) for place in ("here", "there", "")
+    )
     sizes = FIRST.sizes(32)
     table[key_of(sizes)] = None
     assert here.prepared(sizes) is None

@@ -65,7 +65,9 @@ def test_a_damaged_file_is_no_table_and_is_written_anew(
     assert read_table(path, 64)[KEY] == ALGORITHM
 
 
-def test_no_file_is_an_empty_table_and_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_file_is_an_empty_table_and_no_news(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert read_table(tmp_path / "table.json", 64).choices == {}
     assert not caplog.records
 
@@ -78,7 +80,9 @@ def test_a_file_that_cannot_be_written_is_only_logged(
     assert "measures again" in caplog.text
 
 
-def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_breaks_off_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "table.json"
     write_table(path, LinearTable({str(KEY): ALGORITHM}))
 

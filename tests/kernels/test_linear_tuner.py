@@ -1,5 +1,5 @@
-"""The search for the fastest algorithm, with a library and a clock of the test's own: what is tried, what wins, for
-which rows. What it finds on a device is checked in test_tuned_linear.py."""
+"""The search for the fastest algorithm, with a library and a clock of the test's own: what is
+tried, what wins, for which rows. What it finds on a device is checked in test_tuned_linear.py."""
 
 from typing import Any
 
@@ -15,11 +15,19 @@ from tllm_spec.kernels.tuned_linear import key_of
 NO_LIBRARY: Any = None
 WEIGHTS = [torch.zeros(48, 64) for _ in range(2)]
 # Microseconds of proposals and variants.
-TIMES = {b"slow": 50.0, b"middle": 40.0, b"best": 30.0, b"slow+": 60.0, b"middle+": 20.0, b"best+": 35.0}
+TIMES = {
+    b"slow": 50.0,
+    b"middle": 40.0,
+    b"best": 30.0,
+    b"slow+": 60.0,
+    b"middle+": 20.0,
+    b"best+": 35.0,
+}
 
 
 class FakePlan:
-    """Splitting the sums makes a variant, clusters change nothing. `refused`: only when it is run."""
+    """Splitting the sums makes a variant, clusters change nothing. `refused`: only when it is
+    run."""
 
     refused: frozenset[bytes] = frozenset()
 
@@ -72,7 +80,13 @@ def fastest(rows: int) -> bytes | None:
 
 @pytest.mark.parametrize(
     ("rows", "torch_time", "expected"),
-    [(64, 25.0, b"middle+"), (64, 20.1, None), (64, 19.0, None), (1024, 50.0, b"best"), (1024, 29.0, None)],
+    [
+        (64, 25.0, b"middle+"),
+        (64, 20.1, None),
+        (64, 19.0, None),
+        (1024, 50.0, b"best"),
+        (1024, 29.0, None),
+    ],
 )
 def test_the_fastest_of_proposals_and_of_few_rows_variants_is_chosen_if_it_beats_torch(
     rows: int, torch_time: float, expected: bytes | None, clocked: Clocked
@@ -105,7 +119,9 @@ def test_finalists_and_torch_take_turns(clocked: Clocked, monkeypatch: pytest.Mo
     assert clocked.timed[-15:] == [None, b"middle+", b"best"] * 5
 
 
-def test_each_form_is_measured_once_a_class_of_rows_and_large_classes_first(clocked: Clocked) -> None:
+def test_each_form_is_measured_once_a_class_of_rows_and_large_classes_first(
+    clocked: Clocked,
+) -> None:
     products = [Product(WEIGHTS, False), Product(WEIGHTS, True)]
     table = LinearTable()
     assert tune_missing(table, NO_LIBRARY, products, [1, 8, 12, 9, 40, 36, 300]) == 6
@@ -126,7 +142,9 @@ def test_the_largest_number_of_rows_is_measured_for_its_class(
     assert planned == [Sizes(40, 64, 48, 64, 48, torch.float32, adds=True)]
 
 
-def test_logits_of_a_whole_prompt_are_not_measured(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_a_whole_prompt_are_not_measured(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear_tuner, "MAX_OUTPUT_BYTES", 100 * 48 * 4)
     table = LinearTable()
     assert tune_missing(table, NO_LIBRARY, [Product(WEIGHTS, False)], [100, 200]) == 1

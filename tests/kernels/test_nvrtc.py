@@ -46,7 +46,9 @@ def test_a_user_without_a_home_has_no_cache(
     assert len(num_compiled) == 2 and "was not written" in caplog.text
 
 
-def test_another_compiler_is_another_source(num_compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_compiler_is_another_source(
+    num_compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cuda.bindings import nvrtc as library
 
     nvrtc.compile_source("fill.cu", "sm_90")
@@ -56,7 +58,9 @@ def test_another_compiler_is_another_source(num_compiled: list[str], monkeypatch
     assert len(num_compiled) == 2
 
 
-def test_a_source_is_compiled_once_for_each_architecture_and_definition(num_compiled: list[str]) -> None:
+def test_a_source_is_compiled_once_for_each_architecture_and_definition(
+    num_compiled: list[str],
+) -> None:
     first = nvrtc.compile_source("fill.cu", "sm_90")
     assert nvrtc.compile_source("fill.cu", "sm_90") == first and len(num_compiled) == 1
     nvrtc.compile_source("fill.cu", "sm_100")
@@ -64,15 +68,21 @@ def test_a_source_is_compiled_once_for_each_architecture_and_definition(num_comp
     assert len(num_compiled) == 3
 
 
-def test_other_headers_are_another_source(num_compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_headers_are_another_source(
+    num_compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvrtc.compile_source("fill.cu", "sm_90")
     read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"// changed" * (path.suffix == ".cuh"))
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: read(path) + b"// changed" * (path.suffix == ".cuh")
+    )
     nvrtc.compile_source("fill.cu", "sm_90")
     assert len(num_compiled) == 2
 
 
-def test_a_file_that_is_no_machine_code_is_made_anew(own_cache: Path, num_compiled: list[str]) -> None:
+def test_a_file_that_is_no_machine_code_is_made_anew(
+    own_cache: Path, num_compiled: list[str]
+) -> None:
     whole = nvrtc.compile_source("fill.cu", "sm_90")
     (file,) = own_cache.iterdir()
     file.write_bytes(b"")
@@ -101,7 +111,9 @@ def test_a_folder_that_cannot_be_written_only_costs_time(
 def test_what_keeps_our_kernels_from_running_is_said(
     major: int, shared_kb: int, installed: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    properties = SimpleNamespace(major=major, minor=0, shared_memory_per_block_optin=shared_kb << 10)
+    properties = SimpleNamespace(
+        major=major, minor=0, shared_memory_per_block_optin=shared_kb << 10
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(nvrtc, "is_installed", lambda: installed)
     said = nvrtc.why_unavailable.__wrapped__(0)

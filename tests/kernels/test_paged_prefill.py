@@ -42,7 +42,9 @@ def test_rows_and_pages_are_those_that_a_plain_loop_finds(name: str, page_size: 
     tables = torch.randperm((len(kv_lens) + 1) * width).view(-1, width).to(torch.int32)
     rows = PrefillRows.build(chunk_lens, kv_lens, tables, page_size)  # the last row is a window's
     found = [rows.query_starts, rows.page_starts, rows.last_page_lens, rows.pages]
-    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in [*found, rows.kv_lens])
+    assert all(
+        tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in [*found, rows.kv_lens]
+    )
     assert [tensor.tolist() for tensor in found] == list(
         expected(chunk_lens, kv_lens, tables[:-1].tolist(), page_size)
     )

@@ -1,5 +1,6 @@
-"""Which kernels of captured rounds may begin before the one in front has ended: ours, which know what they may read by
-then. A library's that were launched so would take that guarantee from every kernel behind it."""
+"""Which kernels of captured rounds may begin before the one in front has ended: ours, which know
+what they may read by then. A library's that were launched so would take that guarantee from every
+kernel behind it."""
 
 import re
 from collections import Counter
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.test_early_launch import KERNELS, taking_part
+from tests.kernels.test_programmatic_launch import KERNELS, taking_part
 from tests.lossless.wide_zoo import write_wide
 from tllm_spec.kernels.nvrtc import checked
 from tllm_spec.llm import LLM
@@ -38,7 +39,9 @@ def programmatic_edges(graph: int) -> Counter[str]:
     checked(found)
     ends, kinds = found[2:4]
     programmatic = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
-    return Counter(name_of(node) for node, kind in zip(ends, kinds, strict=True) if kind.type == programmatic)
+    return Counter(
+        name_of(node) for node, kind in zip(ends, kinds, strict=True) if kind.type == programmatic
+    )
 
 
 def name_of(node: Any) -> str:
@@ -51,7 +54,13 @@ def name_of(node: Any) -> str:
 
 
 def test_the_kernels_that_wait_are_found_in_their_sources() -> None:
-    assert {"few_row_linear", "window_attention", "rms_norm_kernel", "attention_kernel", "_accept"} <= ours()
+    assert {
+        "small_m_gemm",
+        "window_attention",
+        "rms_norm_kernel",
+        "attention_kernel",
+        "_accept",
+    } <= ours()
     assert "fill" not in ours()
 
 
@@ -68,6 +77,6 @@ def test_only_our_kernels_are_launched_early(tmp_path: Path) -> None:
             for captured in tier.graphs.values():
                 found += programmatic_edges(captured.graph.raw_cuda_graph())
     assert found.keys() <= ours(), found
-    assert found["rms_norm_kernel"] > 0 and found["window_attention"] > 0 and found["few_row_linear"] > 0, (
-        found
-    )
+    assert (
+        found["rms_norm_kernel"] > 0 and found["window_attention"] > 0 and found["small_m_gemm"] > 0
+    ), found

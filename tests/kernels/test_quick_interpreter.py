@@ -1,4 +1,5 @@
-"""Triton's interpreter made quick: it still finds integers that overflow, and still runs device functions."""
+"""Triton's interpreter made quick: it still finds integers that overflow, and still runs device
+functions."""
 
 import importlib.util
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""The norm's kernel against its twin, F.rms_norm's bits where sums are exact, and the formula in float64."""
+"""The norm's kernel against its reference, F.rms_norm's bits where sums are exact, and the formula
+in float64."""
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from tests.kernels.interpreter import (
     INTERPRETED,
     ROUNDING,
-    check_like_the_twin,
+    check_like_the_reference,
     check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
@@ -43,12 +44,14 @@ def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def check(output: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     assert output.dtype == x.dtype
     # One rounding of the result, and a little for the float32 arithmetic before it.
-    torch.testing.assert_close(output.double(), expected(x, weight), rtol=ROUNDING[x.dtype] + 6e-7, atol=1e-7)
+    torch.testing.assert_close(
+        output.double(), expected(x, weight), rtol=ROUNDING[x.dtype] + 6e-7, atol=1e-7
+    )
 
 
 @on_each_shape
 @on_each_dtype
-def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight = arguments(shape, dtype)
     check(plain_rms_norm(x, weight, EPS), x, weight)
 
@@ -56,7 +59,7 @@ def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype)
 @on_each_kernel_device
 @on_each_shape
 @on_each_dtype
-def test_the_kernel_equals_the_formula_and_its_twin(
+def test_the_kernel_equals_the_formula_and_its_reference(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     assert has_kernels(torch.device(device))
@@ -65,7 +68,7 @@ def test_the_kernel_equals_the_formula_and_its_twin(
     output = rms_norm(x, weight, EPS)
     assert torch.equal(x, before)
     check(output, x, weight)
-    check_like_the_twin(output, plain_rms_norm(x, weight, EPS))
+    check_like_the_reference(output, plain_rms_norm(x, weight, EPS))
 
 
 @on_each_kernel_device
@@ -117,7 +120,7 @@ def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> N
 
 
 @only_outside_the_interpreter
-def test_a_tensor_on_the_cpu_runs_the_twin() -> None:
+def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
     x, weight = arguments((3, 192), torch.float32)
     assert torch.equal(rms_norm(x, weight, EPS), plain_rms_norm(x, weight, EPS))
 
@@ -141,7 +144,9 @@ def test_a_captured_graph_norms_what_its_tensors_hold_at_the_replay(dtype: torch
 def test_rows_beyond_two_to_the_31_elements_are_read_on_the_device() -> None:
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GB of free device memory")
-    x = torch.zeros((1 << 31) + 192, dtype=torch.bfloat16, device="cuda").as_strided((3, 192), (1 << 30, 1))
+    x = torch.zeros((1 << 31) + 192, dtype=torch.bfloat16, device="cuda").as_strided(
+        (3, 192), (1 << 30, 1)
+    )
     start, weight = arguments((3, 192), torch.bfloat16, "cuda")
     x.copy_(start)
     check(rms_norm(x, weight, EPS), start, weight)

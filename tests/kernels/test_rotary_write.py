@@ -1,4 +1,5 @@
-"""Norm, rotation and write of q, k and v: the kernel against its twin and the formulas in float64."""
+"""Norm, rotation and write of q, k and v: the kernel against its reference and the formulas in
+float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ import torch
 
 from tests.kernels.interpreter import (
     ROUNDING,
-    check_like_the_twin,
+    check_like_the_reference,
     check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
@@ -22,7 +23,8 @@ EPS, MAX_POSITIONS = 1e-5, 50
 
 @dataclass(frozen=True)
 class Case:
-    """`pages`: of which page 0 is graph padding's; `padding` rows are written there, all to slot 0."""
+    """`pages`: of which page 0 is graph padding's; `padding` rows are written there, all to slot
+    0."""
 
     num_rows: int
     heads: int
@@ -57,7 +59,9 @@ class Problem:
         self.case, generator = case, torch.Generator().manual_seed(seed)
         rows, half = case.num_rows + case.padding, case.head_dim // 2
         total = case.heads + 2 * case.kv_heads
-        self.qkv = torch.randn(rows, total, case.head_dim, generator=generator).to(device, case.dtype)
+        self.qkv = torch.randn(rows, total, case.head_dim, generator=generator).to(
+            device, case.dtype
+        )
         angles = torch.rand(MAX_POSITIONS, half, generator=generator) * 7
         cos, sin = angles.cos() * 1.1, angles.sin() * 1.1  # YaRN has such a factor
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)[:, :, None]
@@ -81,7 +85,8 @@ class Problem:
         return self.qkv, self.rotary.table, self.rotary.positions, self.kv_slots, *weight
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k after all, and the sizes of their two products together, `[T, Hq + Hkv, D]` float64; pair by pair."""
+        """q and k after all, and the sizes of their two products together, `[T, Hq + Hkv, D]`
+        float64; pair by pair."""
         case, half = self.case, self.case.head_dim // 2
         heads = self.qkv[:, : case.heads + case.kv_heads].cpu().double()
         if self.norm is not None:
@@ -97,7 +102,8 @@ class Problem:
         return turned, sizes
 
     def run_and_check(self, write: Write) -> None:
-        """q and k are the formula's, v is untouched, the pool has the very k and v and nothing else."""
+        """q and k are the formula's, v is untouched, the pool has the very k and v and nothing
+        else."""
         case, before = self.case, self.qkv.clone()
         turned, sizes = self.expected()
         unread = [tensor.clone() for tensor in self.tensors()[1:]]
@@ -122,7 +128,7 @@ class Problem:
 
 
 @on_each_case
-def test_the_twin_equals_the_formula(name: str) -> None:
+def test_the_reference_equals_the_formula(name: str) -> None:
     Problem(CASES[name]).run_and_check(plain_rotary_write)
 
 
@@ -135,11 +141,11 @@ def test_the_kernel_equals_the_formula(name: str, device: str) -> None:
 
 @on_each_kernel_device
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_rows])
-def test_the_kernel_equals_its_twin_but_for_a_rounding(name: str, device: str) -> None:
-    mine, twin = Problem(CASES[name], device), Problem(CASES[name], device)
+def test_the_kernel_equals_its_reference_but_for_a_rounding(name: str, device: str) -> None:
+    mine, reference = Problem(CASES[name], device), Problem(CASES[name], device)
     mine.run(rotary_write)
-    twin.run(plain_rotary_write)
-    check_like_the_twin(mine.qkv, twin.qkv)
+    reference.run(plain_rotary_write)
+    check_like_the_reference(mine.qkv, reference.qkv)
 
 
 @on_each_kernel_device
@@ -168,11 +174,13 @@ def test_the_kernel_passes_its_tests_in_a_process_of_tritons_interpreter() -> No
 
 
 @only_outside_the_interpreter
-def test_a_tensor_on_the_cpu_runs_the_twin() -> None:
-    mine, twin = Problem(CASES["ugly, norm"]), Problem(CASES["ugly, norm"])
+def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
+    mine, reference = Problem(CASES["ugly, norm"]), Problem(CASES["ugly, norm"])
     mine.run(rotary_write)
-    twin.run(plain_rotary_write)
-    assert torch.equal(mine.qkv, twin.qkv) and torch.equal(mine.layer.isnan(), twin.layer.isnan())
+    reference.run(plain_rotary_write)
+    assert torch.equal(mine.qkv, reference.qkv) and torch.equal(
+        mine.layer.isnan(), reference.layer.isnan()
+    )
 
 
 @pytest.mark.gpu
@@ -199,7 +207,9 @@ def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
         pytest.skip("needs 16 GB of free device memory")
     problem = Problem(CASES["window, norm"], "cuda")
     small, first = problem.layer, 2**31 // problem.layer[0, 0].numel()
-    pool = torch.empty((2, first + small.shape[1], *small.shape[2:]), dtype=small.dtype, device="cuda")
+    pool = torch.empty(
+        (2, first + small.shape[1], *small.shape[2:]), dtype=small.dtype, device="cuda"
+    )
     pool[:, first:] = torch.nan
     wanted, slots = problem.expected(), problem.kv_slots
     rotary_write(problem.qkv, problem.rotary, slots + first * small.shape[2], pool, problem.norm)

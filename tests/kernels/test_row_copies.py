@@ -10,7 +10,13 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.row_copies import Rings, copy_rows, gather_rows, store_in_rings, store_in_rings_twin
+from tllm_spec.kernels.row_copies import (
+    Rings,
+    copy_rows,
+    gather_rows,
+    store_in_rings,
+    store_in_rings_reference,
+)
 from tllm_spec.kernels.triton_support import has_kernels
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.int32)
@@ -27,14 +33,20 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def rings_of(width: int | None, device: str) -> Rings:
     """Full of what no test stores."""
     size = NUM_SLOTS * LENGTH
-    states = None if width is None else torch.full((size, width), 1000.0, device=device, dtype=torch.bfloat16)
+    states = (
+        None
+        if width is None
+        else torch.full((size, width), 1000.0, device=device, dtype=torch.bfloat16)
+    )
     return Rings(LENGTH, torch.full((size,), 1000, device=device), states)
 
 
 def test_a_position_stands_in_its_slots_ring_at_its_rest() -> None:
     rings = rings_of(2, "cpu")
     states = torch.tensor([[1, 2], [3, 4]], dtype=torch.bfloat16)
-    store_in_rings(rings, torch.tensor([5, 0]), torch.tensor([7, 8]), torch.tensor([70, 80]), states)
+    store_in_rings(
+        rings, torch.tensor([5, 0]), torch.tensor([7, 8]), torch.tensor([70, 80]), states
+    )
     assert rings.tokens.nonzero().numel() == NUM_SLOTS * LENGTH and rings.states is not None
     changed = (rings.tokens != 1000).nonzero().flatten().tolist()
     assert changed == [0, 23] and rings.tokens[changed].tolist() == [80, 70]
@@ -45,7 +57,10 @@ def test_a_position_stands_in_its_slots_ring_at_its_rest() -> None:
 def test_places_are_of_one_position_or_of_several_of_each_slot() -> None:
     rings, slots = rings_of(None, "cpu"), torch.tensor([2, 1])
     assert rings.places(slots, torch.tensor([4, 3])).tolist() == [8, 7]
-    assert rings.places(slots.unsqueeze(1), torch.tensor([[4, 5], [2, 3]])).tolist() == [[8, 9], [6, 7]]
+    assert rings.places(slots.unsqueeze(1), torch.tensor([[4, 5], [2, 3]])).tolist() == [
+        [8, 9],
+        [6, 7],
+    ]
 
 
 def test_rings_with_states_are_not_given_tokens_alone() -> None:
@@ -57,7 +72,9 @@ def test_rings_with_states_are_not_given_tokens_alone() -> None:
 
 @on_each_kernel_device
 @on_each_dtype
-@pytest.mark.parametrize("shape", [(9,), (9, 1), (9, 7), (9, 2, 1, 12), (9, 1024), (9, 2500)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(9,), (9, 1), (9, 7), (9, 2, 1, 12), (9, 1024), (9, 2500)], ids=str
+)
 @pytest.mark.parametrize("rows", [[8, 0, 3, 3, 1], [4], []], ids=len)
 def test_rows_are_picked_out_of_a_table(
     shape: tuple[int, ...], dtype: torch.dtype, rows: list[int], device: str
@@ -80,7 +97,9 @@ def test_a_table_and_its_row_numbers_may_be_views(device: str) -> None:
 @on_each_kernel_device
 @on_each_dtype
 @pytest.mark.parametrize("shape", [(1, 1), (5, 30), (3, 2049), (0, 8)], ids=str)
-def test_rows_are_copied_beside_others(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_rows_are_copied_beside_others(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
     source, (num_rows, size) = numbers(*shape, dtype=dtype), shape
     buffer = numbers(num_rows + 2, 3 * size, dtype=dtype, seed=1)
     expected = buffer.clone()
@@ -100,12 +119,12 @@ def test_copied_rows_may_come_from_a_wider_buffer(device: str) -> None:
 
 @on_each_kernel_device
 @pytest.mark.parametrize("width", [None, 1, 30, 1024, 3000], ids=str)
-def test_rings_are_filled_as_the_twin_fills_them(width: int | None, device: str) -> None:
+def test_rings_are_filled_as_the_reference_fills_them(width: int | None, device: str) -> None:
     slots, positions = torch.tensor([3, 0, 5]), torch.tensor([4, 3, 123_456_789_011])
     tokens = numbers(3, 2, dtype=torch.int64)[:, 0]
     states = None if width is None else numbers(3, 2 * width, dtype=torch.bfloat16)[:, :width]
     expected, rings = rings_of(width, "cpu"), rings_of(width, device)
-    store_in_rings_twin(expected, slots, positions, tokens, states)
+    store_in_rings_reference(expected, slots, positions, tokens, states)
     given: list[Any] = [
         each if each is None else each.to(device) for each in (slots, positions, tokens, states)
     ]
@@ -122,7 +141,10 @@ def test_the_kernels_pass_their_tests_under_the_interpreter() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_graph_moves_what_stands_there_at_the_replay() -> None:
-    table, rows = numbers(50, 4096, dtype=torch.bfloat16).cuda(), torch.tensor([1, 2, 3], device="cuda")
+    table, rows = (
+        numbers(50, 4096, dtype=torch.bfloat16).cuda(),
+        torch.tensor([1, 2, 3], device="cuda"),
+    )
     rings, positions = rings_of(2 * 4096, "cuda"), torch.tensor([5, 6, 7], device="cuda")
     wide = torch.zeros(3, 2 * 4096, dtype=torch.bfloat16, device="cuda")
 

@@ -1,4 +1,5 @@
-"""Results in a ring of host memory: an entry by hand, and the kernel against the twin, the whole ring compared."""
+"""Results in a ring of host memory: an entry by hand, and the kernel against the reference, the
+whole ring compared."""
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.send_results import send_results, send_results_twin
+from tllm_spec.kernels.send_results import send_results, send_results_reference
 
 NOTHING = -7
 
@@ -34,16 +35,19 @@ def test_an_entry_is_its_number_and_each_requests_length_and_tokens() -> None:
 
 @on_each_kernel_device
 @pytest.mark.parametrize(
-    ("num_rows", "width"), [(1, 1), (1, 9), (3, 4), (64, 4), (85, 2), (86, 2), (128, 1), (129, 1), (300, 9)]
+    ("num_rows", "width"),
+    [(1, 1), (1, 9), (3, 4), (64, 4), (85, 2), (86, 2), (128, 1), (129, 1), (300, 9)],
 )
-def test_the_kernel_writes_what_the_twin_writes(device: str, num_rows: int, width: int) -> None:
+def test_the_kernel_writes_what_the_reference_writes(
+    device: str, num_rows: int, width: int
+) -> None:
     """255, 256 and 258 values are about one block."""
     capacity = num_rows * (1 + width) + 5
     ring, expected = empty_ring(3, capacity, pinned=device == "cuda"), empty_ring(3, capacity)
     number, expected_number = torch.tensor([4], device=device), torch.tensor([4])
     for seed in range(5):
         lens, tokens = results(num_rows, width, seed)
-        send_results_twin(expected, expected_number, lens, tokens)
+        send_results_reference(expected, expected_number, lens, tokens)
         send_results(ring, number, lens.to(device), tokens.to(device))
     if device == "cuda":
         torch.cuda.synchronize()
@@ -55,7 +59,7 @@ def test_the_kernel_writes_what_the_twin_writes(device: str, num_rows: int, widt
 def test_results_need_not_be_contiguous(device: str) -> None:
     lens, tokens = results(6, 8, 0)
     ring, expected = empty_ring(2, 30, pinned=device == "cuda"), empty_ring(2, 30)
-    send_results_twin(expected, torch.tensor([0]), lens[::2], tokens[::2, :4])
+    send_results_reference(expected, torch.tensor([0]), lens[::2], tokens[::2, :4])
     number = torch.tensor([0], device=device)
     send_results(ring, number, lens.to(device)[::2], tokens.to(device)[::2, :4])
     if device == "cuda":

@@ -1,11 +1,11 @@
-"""The activation's kernel against its twin and the formula in float64."""
+"""The activation's kernel against its reference and the formula in float64."""
 
 import pytest
 import torch
 
 from tests.kernels.interpreter import (
     ROUNDING,
-    check_like_the_twin,
+    check_like_the_reference,
     check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
@@ -15,7 +15,11 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 SHAPES = [(1, 14336), (3, 192), (5, 100), (2, 1), (4, 1025), (0, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SMALLEST = {torch.float32: 1e-30, torch.float16: 6e-8, torch.bfloat16: 1e-30}  # float16 has denormal results
+SMALLEST = {
+    torch.float32: 1e-30,
+    torch.float16: 6e-8,
+    torch.bfloat16: 1e-30,
+}  # float16 has denormal results
 on_each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 on_each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -44,7 +48,7 @@ def check(output: torch.Tensor, gate_up: torch.Tensor) -> None:
 
 @on_each_shape
 @on_each_dtype
-def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = gate_and_up(shape, dtype)
     check(plain_silu_and_mul(gate_up), gate_up)
 
@@ -52,7 +56,7 @@ def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype)
 @on_each_kernel_device
 @on_each_shape
 @on_each_dtype
-def test_the_kernel_equals_the_formula_and_its_twin(
+def test_the_kernel_equals_the_formula_and_its_reference(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     assert has_kernels(torch.device(device))
@@ -61,12 +65,14 @@ def test_the_kernel_equals_the_formula_and_its_twin(
     output = silu_and_mul(gate_up)
     check(output, gate_up)
     assert torch.equal(gate_up, before)
-    check_like_the_twin(output, plain_silu_and_mul(gate_up))
+    check_like_the_reference(output, plain_silu_and_mul(gate_up))
 
 
 @on_each_kernel_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_extreme_gates_overflow_to_what_torch_makes_of_them(dtype: torch.dtype, device: str) -> None:
+def test_extreme_gates_overflow_to_what_torch_makes_of_them(
+    dtype: torch.dtype, device: str
+) -> None:
     gates = torch.tensor([-87.0, -89.0, -1e4, -3e38, 0.0, 88.0, 3e38, torch.inf, torch.nan])
     gate_up = torch.stack((gates, torch.full_like(gates, 0.5)), 0).flatten()[None].to(device, dtype)
     output, plain = silu_and_mul(gate_up), plain_silu_and_mul(gate_up)
@@ -88,7 +94,7 @@ def test_the_kernel_passes_its_tests_in_a_process_of_tritons_interpreter() -> No
 
 
 @only_outside_the_interpreter
-def test_a_tensor_on_the_cpu_runs_the_twin() -> None:
+def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
     gate_up = gate_and_up((3, 100), torch.bfloat16)
     assert torch.equal(silu_and_mul(gate_up), plain_silu_and_mul(gate_up))
 

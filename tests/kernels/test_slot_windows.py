@@ -1,4 +1,5 @@
-"""Accepting and writing drafts in the slots: by hand, and the kernels against their twins, every table compared."""
+"""Accepting and writing drafts in the slots: by hand, and the kernels against their references,
+every table compared."""
 
 from dataclasses import fields
 
@@ -13,9 +14,9 @@ from tests.kernels.interpreter import (
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 from tllm_spec.kernels.slot_windows import (
     accept_windows,
-    accept_windows_twin,
+    accept_windows_reference,
     write_drafts,
-    write_drafts_twin,
+    write_drafts_reference,
 )
 
 NUM_SLOTS, MAX_DRAFT_LEN = 23, 6
@@ -71,7 +72,9 @@ def test_a_slot_advances_by_what_was_accepted(
     tokens, lens = accept_windows(tables, slots, tables.kv_lens.clone(), torch.tensor([targets]))
     assert tokens.tolist() == [targets] and lens.tolist() == [num_new]
     assert tables.kv_lens.tolist() == [10 + num_new] and tables.num_drafts.tolist() == [0]
-    assert tables.window.tolist() == [[window, 1, 2, 3]] and tables.previous_token.tolist() == [previous]
+    assert tables.window.tolist() == [[window, 1, 2, 3]] and tables.previous_token.tolist() == [
+        previous
+    ]
 
 
 def test_drafts_behind_a_requests_own_limit_do_not_count() -> None:
@@ -83,21 +86,29 @@ def test_drafts_behind_a_requests_own_limit_do_not_count() -> None:
 @on_each_kernel_device
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("synthetic", [False, True])
-def test_the_kernel_accepts_and_advances_as_the_twin_does(device: str, width: int, synthetic: bool) -> None:
+def test_the_kernel_accepts_and_advances_as_the_reference_does(
+    device: str, width: int, synthetic: bool
+) -> None:
     for seed in range(4):
         tables, generator = random_tables(seed), torch.Generator().manual_seed(100 + seed)
         slots = torch.randperm(NUM_SLOTS, generator=generator)[: 5 + 5 * seed]
         targets = torch.randint(-1, 3, (len(slots), width), generator=generator)
         agree = torch.rand(len(slots), width - 1, generator=generator) < 0.7
-        targets[:, : width - 1] = torch.where(agree, tables.window[slots, 1:width], targets[:, : width - 1])
+        targets[:, : width - 1] = torch.where(
+            agree, tables.window[slots, 1:width], targets[:, : width - 1]
+        )
         seeds = torch.randint(-(2**63), 2**63 - 1, (NUM_SLOTS, 2), generator=generator)
         rates = torch.tensor([0.9, 0.8, 0.5, 0.5, 0.2, 0.1], dtype=torch.float64)
         there = moved(tables, device)
         chance = SyntheticRates(rates, seeds[:, 0]) if synthetic else None
-        chance_there = SyntheticRates(rates.to(device), seeds.to(device)[:, 0]) if synthetic else None
+        chance_there = (
+            SyntheticRates(rates.to(device), seeds.to(device)[:, 0]) if synthetic else None
+        )
         kv_lens = tables.kv_lens[slots]
-        expected = accept_windows_twin(tables, slots, kv_lens, targets, chance)
-        found = accept_windows(there, slots.to(device), kv_lens.to(device), targets.to(device), chance_there)
+        expected = accept_windows_reference(tables, slots, kv_lens, targets, chance)
+        found = accept_windows(
+            there, slots.to(device), kv_lens.to(device), targets.to(device), chance_there
+        )
         assert len(set(expected[1].tolist())) >= min(width, 2)
         assert [x.tolist() for x in found] == [x.tolist() for x in expected]
         assert_equal(there, tables)
@@ -105,13 +116,13 @@ def test_the_kernel_accepts_and_advances_as_the_twin_does(device: str, width: in
 
 @on_each_kernel_device
 @pytest.mark.parametrize("length", [1, 3, 6])
-def test_the_kernel_writes_drafts_as_the_twin_does(device: str, length: int) -> None:
+def test_the_kernel_writes_drafts_as_the_reference_does(device: str, length: int) -> None:
     tables, generator = random_tables(1), torch.Generator().manual_seed(2)
     there = moved(tables, device)
     slots = torch.randperm(NUM_SLOTS, generator=generator)[:9]
     drafts = torch.randint(0, 1000, (length, 9), generator=generator).T  # strided
     limits = torch.randint(0, 7, (NUM_SLOTS,), generator=generator)
-    write_drafts_twin(tables, slots, drafts, limits)
+    write_drafts_reference(tables, slots, drafts, limits)
     write_drafts(there, slots.to(device), drafts.to(device), limits.to(device))
     assert_equal(there, tables)
 
@@ -123,7 +134,7 @@ def test_padding_that_shares_a_slot_harms_no_other(device: str) -> None:
     slots = torch.tensor([3, 22, 22, 22, 8])
     targets = torch.randint(0, 3, (5, 4), generator=torch.Generator().manual_seed(6))
     kv_lens = tables.kv_lens[slots]
-    accept_windows_twin(tables, slots, kv_lens, targets)
+    accept_windows_reference(tables, slots, kv_lens, targets)
     accept_windows(there, slots.to(device), kv_lens.to(device), targets.to(device))
     for each in fields(tables):
         found, expected = getattr(there, each.name).cpu(), getattr(tables, each.name)

@@ -1,5 +1,5 @@
-"""The product with an algorithm out of the table: when it is asked, its twin against the formula, and on a CUDA device
-(`-m gpu`) the library itself, on ugly sizes and in a graph."""
+"""The product with an algorithm out of the table: when it is asked, its reference against the
+formula, and on a CUDA device (`-m gpu`) the library itself, on ugly sizes and in a graph."""
 
 import ctypes
 from collections.abc import Iterator
@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from tllm_spec.kernels import cublas_lt
-from tllm_spec.kernels.cublas_lt import ALGORITHM_BYTES, CLUSTERS, CublasLt, Plan, Sizes, shared_library
+from tllm_spec.kernels.cublas_lt import (
+    ALGORITHM_BYTES,
+    CLUSTERS,
+    CublasLt,
+    Plan,
+    Sizes,
+    shared_library,
+)
 from tllm_spec.kernels.linear_table import LinearTable
 from tllm_spec.kernels.linear_tuner import Product, tune_missing
 from tllm_spec.kernels.tuned_linear import TunedProducts, key_of, plain_tuned_linear, tuned_linear
@@ -41,7 +48,9 @@ class Case:
         self.x = random(rows, 2 * in_features)[:, in_features:]
         self.weight = random(out_features, in_features) / in_features**0.5
         self.bias = random(out_features) if has_bias else None
-        self.total = random(rows, 3 * out_features)[:, out_features : 2 * out_features] if adds else None
+        self.total = (
+            random(rows, 3 * out_features)[:, out_features : 2 * out_features] if adds else None
+        )
         self.expected = self.x.double() @ self.weight.double().t()
         for addend in (self.bias, self.total):
             self.expected += 0 if addend is None else addend.double()
@@ -55,11 +64,14 @@ class Case:
         """One rounding apart, or two where torch rounds the product and the sum."""
         rounding = 2.0**-8 if output.dtype == BFLOAT16 else 2.0**-11
         assert output.dtype == self.x.dtype
-        torch.testing.assert_close(output.double(), self.expected, rtol=2 * rounding, atol=2 * rounding)
+        torch.testing.assert_close(
+            output.double(), self.expected, rtol=2 * rounding, atol=2 * rounding
+        )
 
 
 class FakePlan:
-    """Stands in for the library: it accepts and notes what is run, and computes as the twin does."""
+    """Stands in for the library: it accepts and notes what is run, and computes as the reference
+    does."""
 
     made: list[Sizes]
     run_with: list[bytes]
@@ -87,7 +99,11 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> type[FakePlan]:
 
 
 def sizes_of(
-    sizes: tuple[int, int, int], *, dtype: torch.dtype = BFLOAT16, has_bias: bool = False, adds: bool = False
+    sizes: tuple[int, int, int],
+    *,
+    dtype: torch.dtype = BFLOAT16,
+    has_bias: bool = False,
+    adds: bool = False,
 ) -> Sizes:
     """Of operands whose rows are one behind another."""
     _, in_features, out_features = sizes
@@ -110,13 +126,15 @@ def products_for(
 
 
 @on_each_form
-def test_the_twin_equals_the_formula(has_bias: bool, adds: bool) -> None:
+def test_the_reference_equals_the_formula(has_bias: bool, adds: bool) -> None:
     case = Case((9, 40, 24), has_bias, adds)
     case.check_output(plain_tuned_linear(case.x, case.weight, bias=case.bias, add_to=case.total))
 
 
 @on_each_form
-def test_every_form_runs_the_tables_algorithm(has_bias: bool, adds: bool, plans: type[FakePlan]) -> None:
+def test_every_form_runs_the_tables_algorithm(
+    has_bias: bool, adds: bool, plans: type[FakePlan]
+) -> None:
     case = Case((33, 64, 48), has_bias, adds)
     case.check(products_for((33, 64, 48)))
     assert plans.run_with == [ALGORITHM]
@@ -157,9 +175,17 @@ def test_torch_computes_what_the_library_cannot_be_asked(plans: type[FakePlan]) 
     wide = torch.randn(33, 72).to(BFLOAT16)
     weight, products = case.weight, products_for((33, 64, 48))
     by_columns = wide[:, :64].t().contiguous().t()
-    for x in (wide[:, 1:65], wide.flatten()[: 33 * 67].view(33, 67)[:, :64], by_columns, wide[:0, :64]):
+    for x in (
+        wide[:, 1:65],
+        wide.flatten()[: 33 * 67].view(33, 67)[:, :64],
+        by_columns,
+        wide[:0, :64],
+    ):
         assert torch.equal(tuned_linear(x, weight, products), x @ weight.t())
-    for other in (weight.t().contiguous().t(), torch.empty(48 * 64 + 1, dtype=BFLOAT16)[1:].view(48, 64)):
+    for other in (
+        weight.t().contiguous().t(),
+        torch.empty(48 * 64 + 1, dtype=BFLOAT16)[1:].view(48, 64),
+    ):
         other.copy_(weight)
         assert torch.equal(tuned_linear(case.x, other, products), case.x @ other.t())
     total = torch.zeros(33, 49, dtype=BFLOAT16)[:, 1:]
@@ -175,7 +201,10 @@ def test_torch_computes_what_the_library_cannot_be_asked(plans: type[FakePlan]) 
 def test_structures_have_the_headers_sizes() -> None:
     """`cublasLtMatmulAlgo_t` is 8 words of 64 bits, `cublasLtMatmulHeuristicResult_t` 96 bytes."""
     assert ALGORITHM_BYTES == 64 and ctypes.sizeof(cublas_lt._Proposal) == 96
-    assert (cublas_lt._Proposal.workspace_bytes.offset, cublas_lt._Proposal.state.offset) == (64, 72)
+    assert (cublas_lt._Proposal.workspace_bytes.offset, cublas_lt._Proposal.state.offset) == (
+        64,
+        72,
+    )
 
 
 @pytest.mark.parametrize("version", [None, "99.9"])
@@ -206,7 +235,9 @@ def test_every_algorithm_equals_the_formula_in_every_form(
     total = None if case.total is None else case.total.clone()
     plan = Plan(lt, sizes_of(sizes, dtype=dtype, has_bias=has_bias, adds=adds))
     proposed = plan.algorithms(8)
-    variants = {plan.variant(one, *how) for one in proposed[:2] for how in product((1, 2), CLUSTERS)}
+    variants = {
+        plan.variant(one, *how) for one in proposed[:2] for how in product((1, 2), CLUSTERS)
+    }
     algorithms = [*proposed, *(variant for variant in variants if variant is not None)]
     assert len(algorithms) > len(proposed) > 0
     num_run = 0

@@ -1,5 +1,6 @@
-"""Window attention against the formula in float64: the plain-torch twin here, the kernels under Triton's interpreter in
-a process of their own (it must be chosen before Triton is imported), and on a CUDA device (`-m gpu`)."""
+"""Window attention against the formula in float64: the plain-torch reference here, the kernels
+under Triton's interpreter in a process of their own (it must be chosen before Triton is imported),
+and on a CUDA device (`-m gpu`)."""
 
 import math
 from dataclasses import replace
@@ -34,13 +35,19 @@ CASES = {
     "padding": Case((8, 70), 8, 4, 32, 16, padding=(1, 7, 10**9)),
     "more rows than a tile": Case((9, 40), 8, 9, 16, 16, kv_heads=1),
     "splits": Case((1, 300, 64, 1029), 1, 3, 32, 16, num_programs=32, spare_pages=3),
-    "splits of windows": Case((5, 700), 5, 4, 16, 32, kv_heads=1, padding=(1, 10**9), num_programs=16),
-    "most splits empty": Case((8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=16),
+    "splits of windows": Case(
+        (5, 700), 5, 4, 16, 32, kv_heads=1, padding=(1, 10**9), num_programs=16
+    ),
+    "most splits empty": Case(
+        (8, 130), 8, 1, 96, 128, kv_heads=1, num_programs=999, spare_pages=16
+    ),
     "splits and two tiles": Case((200,), 8, 9, 80, 16, kv_heads=1, num_programs=12, spare_pages=60),
     "only the long one is split": Case((300, 5000, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=2),
     "long ones of eight heads": Case((300, 5000), 2, 8, 16, 32, kv_heads=1, spare_pages=2),
     "bfloat16": Case((1, 17, 90), 1, 4, 128, 16, dtype=torch.bfloat16),
-    "bfloat16, splits": Case((3, 600), 3, 2, 64, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16),
+    "bfloat16, splits": Case(
+        (3, 600), 3, 2, 64, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16
+    ),
     "bfloat16, heads of 96": Case(
         (3, 600), 3, 2, 96, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16
     ),
@@ -49,14 +56,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_twin_equals_the_formula(name: str) -> None:
+def test_the_reference_equals_the_formula(name: str) -> None:
     problem = Problem(CASES[name])
     problem.check(problem.attend_plainly())
 
 
 @on_each_kernel_device
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_equals_the_formula_and_its_twin(name: str, device: str) -> None:
+def test_the_kernel_equals_the_formula_and_its_reference(name: str, device: str) -> None:
     assert has_kernels(torch.device(device))
     problem = Problem(CASES[name], device)
     output, tolerance = problem.attend(), TOLERANCE[CASES[name].dtype]
@@ -69,16 +76,18 @@ def test_the_kernel_equals_the_formula_and_its_twin(name: str, device: str) -> N
 @on_each_kernel_device
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("name", CASES)
-def test_heads_are_normed_turned_and_written_like_the_twins(name: str, normed: bool, device: str) -> None:
-    problem, twin = Problem(CASES[name], device), Problem(CASES[name], device)
-    for each in (problem, twin):
+def test_heads_are_normed_turned_and_written_like_the_references(
+    name: str, normed: bool, device: str
+) -> None:
+    problem, reference = Problem(CASES[name], device), Problem(CASES[name], device)
+    for each in (problem, reference):
         each.turn(normed=normed)
-    output, expected = problem.attend(), twin.attend_plainly()
+    output, expected = problem.attend(), reference.attend_plainly()
     rounding = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[problem.case.dtype]
     real = len(problem.case.kv_lens)
     torch.testing.assert_close(output[:real], expected[:real], rtol=3 * rounding, atol=3 * rounding)
     written = problem.places.kv_slots[: real * problem.case.window]
-    for mine, its in zip(problem.layer.flatten(1, 2), twin.layer.flatten(1, 2), strict=True):
+    for mine, its in zip(problem.layer.flatten(1, 2), reference.layer.flatten(1, 2), strict=True):
         torch.testing.assert_close(mine[written], its[written], rtol=rounding, atol=rounding)
 
 
@@ -105,7 +114,9 @@ def test_nan_of_one_request_does_not_reach_the_others(device: str) -> None:
 
 
 @on_each_kernel_device
-def test_a_split_that_has_no_keys_now_leaves_out_what_an_earlier_launch_wrote_there(device: str) -> None:
+def test_a_split_that_has_no_keys_now_leaves_out_what_an_earlier_launch_wrote_there(
+    device: str,
+) -> None:
     problem = Problem(CASES["splits"], device)
     workspace, width = problem.workspace(), problem.places.block_tables.shape[1]
     problem.attend(workspace)
@@ -162,7 +173,10 @@ def test_a_launch_that_fills_the_device_splits_only_what_is_long() -> None:
 
 def test_programs_are_small_where_fewer_places_then_stay_empty() -> None:
     workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
-    found = {tiles: workspace.splits(tiles, 4 * tiles, 8192).small_programs for tiles in (396, 397, 528, 529)}
+    found = {
+        tiles: workspace.splits(tiles, 4 * tiles, 8192).small_programs
+        for tiles in (396, 397, 528, 529)
+    }
     assert found == {396: False, 397: True, 528: True, 529: False}
     assert not workspace.splits(792, 3168, 8192).small_programs  # two turns of either
 
@@ -173,7 +187,12 @@ def test_programs_are_told_their_warps_by_names_that_triton_knows() -> None:
         warps_of(workspace.splits(tiles, 4 * tiles, 8192), block_m, 128)
         for tiles, block_m in ((396, 16), (397, 16), (396, 32), (396, 64))
     ]
-    assert found == [{"num_warps": 4, "maxnreg": 168}, {"num_warps": 2}, {"num_warps": 4}, {"num_warps": 4}]
+    assert found == [
+        {"num_warps": 4, "maxnreg": 168},
+        {"num_warps": 2},
+        {"num_warps": 4},
+        {"num_warps": 4},
+    ]
 
 
 @on_each_kernel_device
@@ -197,7 +216,9 @@ def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["window as long as the request", "splits of windows", "bfloat16, splits"])
+@pytest.mark.parametrize(
+    "name", ["window as long as the request", "splits of windows", "bfloat16, splits"]
+)
 def test_a_captured_launch_is_replayed_with_other_lengths_tables_and_rows(name: str) -> None:
     case = CASES[name]
     captured, workspace = Problem(case, "cuda"), Problem(case, "cuda").workspace()
@@ -206,7 +227,9 @@ def test_a_captured_launch_is_replayed_with_other_lengths_tables_and_rows(name: 
     with torch.cuda.graph(graph):
         output = captured.attend(workspace)
     for seed in (1, 2):
-        other = Problem(replace(case, kv_lens=case.kv_lens[seed:] + case.kv_lens[:seed]), "cuda", seed)
+        other = Problem(
+            replace(case, kv_lens=case.kv_lens[seed:] + case.kv_lens[:seed]), "cuda", seed
+        )
         for mine, new in zip(captured.inputs(), other.inputs(), strict=True):
             mine.copy_(new)
         graph.replay()
@@ -223,5 +246,8 @@ def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
     kv_slots = torch.arange(first * shape[2], pool.shape[1] * shape[2], device="cuda")
     plain_write_kv(problem.layer.view(2, -1, *shape[3:]).transpose(0, 1), kv_slots, pool)
     tables, lens, slots = problem.inputs()[2:]
-    problem.layer, problem.places = pool, WindowPlaces(tables + first, lens, slots + first * shape[2])
+    problem.layer, problem.places = (
+        pool,
+        WindowPlaces(tables + first, lens, slots + first * shape[2]),
+    )
     problem.check(problem.attend())

@@ -1,5 +1,6 @@
-"""The CUDA kernel of window attention: how launches are laid out and its source compiled, here; on a CUDA device
-(`-m gpu`) what it computes, against the formula in float64 and the plain-torch twin."""
+"""The CUDA kernel of window attention: how launches are laid out and its source compiled, here; on
+a CUDA device (`-m gpu`) what it computes, against the formula in float64 and the plain-torch
+reference."""
 
 import ctypes
 import itertools
@@ -26,7 +27,11 @@ from tllm_spec.kernels.window_attention_cuda import (
     serves,
     shared_bytes,
 )
-from tllm_spec.kernels.window_splits import MAX_LONG_SPLITS, MAX_PARTIAL_ROWS, MIN_KEYS_PER_LONG_SPLIT
+from tllm_spec.kernels.window_splits import (
+    MAX_LONG_SPLITS,
+    MAX_PARTIAL_ROWS,
+    MIN_KEYS_PER_LONG_SPLIT,
+)
 
 PROCESSORS = 132
 OF_8B = Windows(batch=1, window=4, group=4, kv_heads=8, head_dim=128, max_len=2560)
@@ -42,7 +47,11 @@ def all_windows() -> list[Windows]:
     sizes = itertools.product(
         (1, 3, 8, 17, 64, 200), (1, 4, 8, 16), (1, 2, 4, 7, 8), (1, 2, 8), (64, 128), (64, 4096)
     )
-    return [windows for windows in itertools.starmap(Windows, sizes) if windows.window * windows.group <= 32]
+    return [
+        windows
+        for windows in itertools.starmap(Windows, sizes)
+        if windows.window * windows.group <= 32
+    ]
 
 
 def test_every_launch_fits_its_multiprocessors_and_its_rings_have_room_for_the_sums() -> None:
@@ -67,7 +76,10 @@ def test_keys_are_shared_by_as_many_multiprocessors_as_clusters_find_room_on() -
 
 
 def test_of_many_tiles_as_few_places_stay_empty_as_may_be() -> None:
-    ctas = {batch: layout(replace(OF_8B, batch=batch)).program.ctas for batch in (17, 32, 48, 64, 72, 128)}
+    ctas = {
+        batch: layout(replace(OF_8B, batch=batch)).program.ctas
+        for batch in (17, 32, 48, 64, 72, 128)
+    }
     assert ctas == {17: 2, 32: 2, 48: 3, 64: 4, 72: 3, 128: 4}
     assert layout(replace(OF_8B, batch=64, window=8)).program.ctas == 2  # twice the registers
 
@@ -90,7 +102,10 @@ def test_what_it_cannot_or_should_not_do_is_left_to_triton() -> None:
         replace(OF_8B, kv_heads=2, max_len=8192),  # 16 CTAs for long requests
     ]
     assert [layout_of(windows, PROCESSORS, MAX_PARTIAL_ROWS) for windows in refused] == [None] * 3
-    assert layout_of(replace(OF_8B, kv_heads=2, max_len=4096), PROCESSORS, MAX_PARTIAL_ROWS) is not None
+    assert (
+        layout_of(replace(OF_8B, kv_heads=2, max_len=4096), PROCESSORS, MAX_PARTIAL_ROWS)
+        is not None
+    )
     problem = Problem(Case((20,), 1, 1, 128, 16, dtype=torch.bfloat16))
     assert not serves(problem.qkv, problem.turns, None, problem.layer)  # on a CPU
 
@@ -153,17 +168,19 @@ class CudaProblem(Problem):
 @on_devices_of_all_sizes
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("name", CASES)
-def test_heads_are_normed_turned_written_and_attended_to_like_the_twins(
+def test_heads_are_normed_turned_written_and_attended_to_like_the_references(
     name: str, normed: bool, num_processors: int
 ) -> None:
-    problem, twin = CudaProblem(CASES[name], num_processors), Problem(CASES[name], "cuda")
-    for each in (problem, twin):
+    problem, reference = CudaProblem(CASES[name], num_processors), Problem(CASES[name], "cuda")
+    for each in (problem, reference):
         each.turn(normed=normed)
-    output, expected = problem.attend(), twin.attend_plainly()
+    output, expected = problem.attend(), reference.attend_plainly()
     real, tolerance = len(problem.kv), TOLERANCE[CASES[name].dtype]
     assert output.isfinite().all()
-    torch.testing.assert_close(output[:real], expected[:real], rtol=2 * tolerance, atol=2 * tolerance)
-    pool, written = twin.layer[:, 1:], problem.layer[:, 1:]  # page 0 is padding's
+    torch.testing.assert_close(
+        output[:real], expected[:real], rtol=2 * tolerance, atol=2 * tolerance
+    )
+    pool, written = reference.layer[:, 1:], problem.layer[:, 1:]  # page 0 is padding's
     torch.testing.assert_close(written, pool, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -189,7 +206,9 @@ def test_tables_and_weights_of_another_type_are_left_to_triton() -> None:
 def test_long_requests_are_split_beside_short_ones() -> None:
     case = Case((5000, 2, 300, 4099, 9000), 2, 4, 128, 64, kv_heads=1, dtype=torch.bfloat16)
     problem = CudaProblem(case, num_processors=1)
-    windows = replace(OF_8B, batch=5, window=2, kv_heads=1, max_len=problem.places.block_tables.shape[1] * 64)
+    windows = replace(
+        OF_8B, batch=5, window=2, kv_heads=1, max_len=problem.places.block_tables.shape[1] * 64
+    )
     found = layout_of(windows, 1, MAX_PARTIAL_ROWS)
     assert found is not None and found.splits == 4 and not found.in_clusters
     problem.check(problem.attend())
@@ -197,7 +216,9 @@ def test_long_requests_are_split_beside_short_ones() -> None:
 
 @pytest.mark.gpu
 @on_devices_of_all_sizes
-def test_rows_of_nobody_are_not_seen_and_what_the_pool_has_in_their_places_is(num_processors: int) -> None:
+def test_rows_of_nobody_are_not_seen_and_what_the_pool_has_in_their_places_is(
+    num_processors: int,
+) -> None:
     case = Case((5, 6, 140, 300), 5, 3, 128, 16, dtype=torch.bfloat16)
     problem = CudaProblem(case, num_processors)
     problem.pad([0, 3, 5, 2])  # all of a window, too: its queries see what was there before

@@ -1,4 +1,4 @@
-"""Where windows stand: by hand, and the kernel against its twin."""
+"""Where windows stand: by hand, and the kernel against its reference."""
 
 from dataclasses import fields
 
@@ -10,7 +10,7 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.window_rows import window_rows, window_rows_twin
+from tllm_spec.kernels.window_rows import window_rows, window_rows_reference
 
 
 def test_a_window_crosses_into_the_next_page() -> None:
@@ -26,7 +26,7 @@ def test_a_window_crosses_into_the_next_page() -> None:
 @pytest.mark.parametrize(
     ("num_pages", "page_size", "width"), [(1, 4, 1), (5, 16, 4), (37, 32, 7), (2100, 8, 3)]
 )
-def test_the_kernel_places_rows_as_the_twin_does(
+def test_the_kernel_places_rows_as_the_reference_does(
     device: str, num_pages: int, page_size: int, width: int
 ) -> None:
     generator = torch.Generator().manual_seed(num_pages)
@@ -34,8 +34,10 @@ def test_the_kernel_places_rows_as_the_twin_does(
     slots = torch.randperm(11, generator=generator)[:7]
     first = torch.randint(0, num_pages * page_size - width + 1, (7,), generator=generator)
     first[0], first[1] = 0, num_pages * page_size - width
-    expected = window_rows_twin(table, slots, first, width, num_pages, page_size)
-    found = window_rows(table.to(device), slots.to(device), first.to(device), width, num_pages, page_size)
+    expected = window_rows_reference(table, slots, first, width, num_pages, page_size)
+    found = window_rows(
+        table.to(device), slots.to(device), first.to(device), width, num_pages, page_size
+    )
     for each in fields(found):
         own, wanted = getattr(found, each.name).cpu(), getattr(expected, each.name)
         assert own.dtype == wanted.dtype and torch.equal(own, wanted), each.name

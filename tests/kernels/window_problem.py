@@ -6,13 +6,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
-from tllm_spec.kernels.window_attention import WindowPlaces, plain_window_attention, window_attention
+from tllm_spec.kernels.window_attention import (
+    WindowPlaces,
+    plain_window_attention,
+    window_attention,
+)
 from tllm_spec.kernels.window_splits import WindowWorkspace
 
 
 @dataclass(frozen=True)
 class Case:
-    """`padding`: lengths that rows of graph padding claim. `num_programs`: what a launch may have; more makes splits.
+    """`padding`: lengths that rows of graph padding claim. `num_programs`: what a launch may have;
+    more makes splits.
     `spare_pages`: columns of the block table beyond the longest request."""
 
     kv_lens: tuple[int, ...]
@@ -31,10 +36,12 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 class Problem:
-    """Requests with random queries, keys and values. Those before the window lie on shuffled pages of a pool that holds
-    NaN everywhere else: in the window's places, in the rest of each last page, in pages of nobody, in what the block
-    table names beyond a request's pages and in what follows it in memory. Page 0 is graph padding's: finite where
-    there is some. Heads are turned by 0, unless `turn` is called."""
+    """Requests with random queries, keys and values. Those before the window lie on shuffled pages
+    of a pool that holds
+    NaN everywhere else: in the window's places, in the rest of each last page, in pages of nobody,
+    in what the block table names beyond a request's pages and in what follows it in memory. Page 0
+    is graph padding's: finite where there is some. Heads are turned by 0, unless `turn` is
+    called."""
 
     def __init__(self, case: Case, device: str = "cpu", seed: int = 0) -> None:
         self.case, self.scale = case, 1.3 / math.sqrt(case.head_dim)
@@ -51,13 +58,17 @@ class Problem:
         layer = torch.full(shape, torch.nan, dtype=case.dtype)
         layer[:, 0] = 7 if case.padding else torch.nan
         all_heads = heads + 2 * case.kv_heads
-        qkv = torch.randn(rows, window, all_heads, case.head_dim, generator=generator).to(case.dtype)
+        qkv = torch.randn(rows, window, all_heads, case.head_dim, generator=generator).to(
+            case.dtype
+        )
         kv_slots = torch.zeros(rows, window, dtype=torch.int64)
         self.kv = []
         for request, (length, count) in enumerate(zip(case.kv_lens, counts, strict=True)):
             pages = [order.pop() for _ in range(count)]
             tables[request, :count] = torch.tensor(pages)
-            kv = torch.randn(2, length, case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
+            kv = torch.randn(2, length, case.kv_heads, case.head_dim, generator=generator).to(
+                case.dtype
+            )
             kv[:, length - window :] = qkv[request, :, heads:].unflatten(1, (2, -1)).transpose(0, 1)
             for token in range(length - window):
                 layer[:, pages[token // size], token % size] = kv[:, token]
@@ -72,7 +83,9 @@ class Problem:
             torch.tensor(case.kv_lens + case.padding, dtype=torch.int32, device=device),
             kv_slots.flatten().to(device),
         )
-        self.turns = torch.zeros(rows * window, 2, 1, case.head_dim, dtype=case.dtype, device=device)
+        self.turns = torch.zeros(
+            rows * window, 2, 1, case.head_dim, dtype=case.dtype, device=device
+        )
         self.turns[:, 0] = 1
         self.norm: HeadWeights | None = None
 
@@ -103,14 +116,17 @@ class Problem:
     def attend_plainly(self) -> torch.Tensor:
         """Writes into the pool, and turns the heads of `qkv` in place."""
         rotary = Rotary(self.turns, torch.arange(len(self.turns), device=self.qkv.device))
-        plain_rotary_write(self.qkv.flatten(0, 1), rotary, self.places.kv_slots, self.layer, self.norm)
+        plain_rotary_write(
+            self.qkv.flatten(0, 1), rotary, self.places.kv_slots, self.layer, self.norm
+        )
         q = self.qkv[:, :, : self.num_heads]
         return plain_window_attention(
             q, self.layer, self.places.block_tables, self.places.kv_lens, self.scale
         )
 
     def expected(self) -> torch.Tensor:
-        """softmax(scale * q k) v of the real requests, `[B, W, Hq * D]` float64, head by head and token by token."""
+        """softmax(scale * q k) v of the real requests, `[B, W, Hq * D]` float64, head by head and
+        token by token."""
         results = []
         for q, (keys, values) in zip(self.qkv.cpu().double(), self.kv, strict=False):
             for token in range(self.case.window):
@@ -122,7 +138,8 @@ class Problem:
         return torch.stack(results).view(len(self.kv), self.case.window, -1)
 
     def check(self, output: torch.Tensor) -> None:
-        """Real rows are the formula's; rows of padding are numbers, zeros for queries before the first token."""
+        """Real rows are the formula's; rows of padding are numbers, zeros for queries before the
+        first token."""
         assert output.dtype == self.case.dtype and output.isfinite().all()
         tolerance, real = TOLERANCE[self.case.dtype], output[: len(self.kv)].cpu().double()
         torch.testing.assert_close(real, self.expected(), rtol=tolerance, atol=tolerance)
@@ -130,7 +147,8 @@ class Problem:
             assert row[: max(0, self.case.window - length)].count_nonzero() == 0
 
     def pad(self, num_padding: list[int]) -> None:
-        """The first rows of each window become nobody's; what they had stands in the pool already."""
+        """The first rows of each window become nobody's; what they had stands in the pool
+        already."""
         window, flat = self.case.window, self.layer.flatten(1, 2)
         for request, number in enumerate(num_padding):
             slots = self.places.kv_slots.view(-1, window)[request]
@@ -139,7 +157,9 @@ class Problem:
             slots[:number] = 0
             self.qkv[request, :number] = torch.nan
         self.layer.copy_(flat.view_as(self.layer))
-        self.places = replace(self.places, num_padding=torch.tensor(num_padding, device=self.qkv.device))
+        self.places = replace(
+            self.places, num_padding=torch.tensor(num_padding, device=self.qkv.device)
+        )
 
     def check_rows_of_somebody(self, output: torch.Tensor) -> None:
         """They see what they would have seen beside whole windows."""
@@ -147,4 +167,6 @@ class Problem:
         expected, tolerance = Problem(self.case).expected(), TOLERANCE[self.case.dtype]
         for request, number in enumerate(self.places.num_padding.tolist()):
             own = output[request, number:].cpu().double()
-            torch.testing.assert_close(own, expected[request, number:], rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                own, expected[request, number:], rtol=tolerance, atol=tolerance
+            )

@@ -1,4 +1,5 @@
-"""The requests of the equality suite, how they are sent, and how their outputs are compared with plain decoding's."""
+"""The requests of the equality suite, how they are sent, and how their outputs are compared with
+plain decoding's."""
 
 import warnings
 from collections import deque
@@ -18,7 +19,8 @@ from tllm_spec.tokenizer import Tokenizer
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
 OUTPUT_LEN = 100
-# Rounding differs between batch shapes by about 1e-5; two candidates closer than this may change places.
+# Rounding differs between batch shapes by about 1e-5; two candidates closer than this may change
+# places.
 TOLERANCE = 1e-3
 
 
@@ -36,7 +38,8 @@ class Case:
 
 
 def heldout_prompts(tokenizer: Tokenizer, number: int, length: int) -> list[list[int]]:
-    """Pieces of held-out source text of `length` tokens and a few more each, no two of the same length."""
+    """Pieces of held-out source text of `length` tokens and a few more each, no two of the same
+    length."""
     text = "".join(read_source(path) for path in heldout_files())
     tokens = tokenizer.encode(text[: number * length * 20], add_special_tokens=False)
     stride = len(tokens) // number
@@ -66,25 +69,34 @@ def fixed_length_cases(tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> li
             "logit_bias": {newline: 1.5, common[1]: -2.0},
             "bad_token_ids": [[common[3]], [newline, indent], [common[4], common[2]]],
         },
-        "min_tokens": {"temperature": 0.8, "min_tokens": OUTPUT_LEN, "stop_token_ids": [newline, *common]},
+        "min_tokens": {
+            "temperature": 0.8,
+            "min_tokens": OUTPUT_LEN,
+            "stop_token_ids": [newline, *common],
+        },
         "logits_processor": {"temperature": 0.9, "logits_processor": avoid_repeating_and_push},
     }
     return [
-        Case(name, prompt, SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, seed=1000 + i, **own))
+        Case(
+            name,
+            prompt,
+            SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, seed=1000 + i, **own),
+        )
         for i, ((name, own), prompt) in enumerate(zip(ways.items(), prompts, strict=True))
     ]
 
 
 def avoid_repeating_and_push(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """A logits processor that depends on the last four tokens: with one of them wrong the text is another."""
+    """A logits processor that depends on the last four tokens: with one of them wrong the text is
+    another."""
     logits[tokens[-1]] = -torch.inf
     logits[sum(tokens[-4:]) * 7 % len(logits)] += 3.0
     return logits
 
 
 def border_crossing_stop(tokenizer: Tokenizer, token_ids: list[int], at_least: int) -> str:
-    """A string that the text of `token_ids` first has behind `at_least` tokens, begun by one token and ended by the
-    next."""
+    """A string that the text of `token_ids` first has behind `at_least` tokens, begun by one token
+    and ended by the next."""
     ends = [tokenizer.decode(token_ids[: i + 1]) for i in range(len(token_ids))]
     for before, after in pairwise(ends[at_least:]):
         stop = before[-2:] + after[len(before) :][:2]
@@ -99,7 +111,8 @@ def latest_new_token(token_ids: list[int]) -> int:
 
 
 def generate(llm: LLM, cases: Iterable[Case], batch_size: int) -> list[RequestOutput]:
-    """Outputs in the order of the cases. At most `batch_size` are in flight, and as one ends the next one joins."""
+    """Outputs in the order of the cases. At most `batch_size` are in flight, and as one ends the
+    next one joins."""
     in_flight: deque[RequestHandle] = deque()
     handles: list[RequestHandle] = []
     for case in cases:
@@ -119,8 +132,9 @@ def assert_same(
     *,
     at_edges: bool = False,
 ) -> None:
-    """Equal tokens, text and reasons. Where two candidates are closer than `tolerance`, the text may part there
-    (NearTie). `at_edges`: also where one is that close to what a filter excludes, which coarse numbers often are."""
+    """Equal tokens, text and reasons. Where two candidates are closer than `tolerance`, the text
+    may part there (NearTie). `at_edges`: also where one is that close to what a filter excludes,
+    which coarse numbers often are."""
     assert output.error is None, f"{case.name}: {output.error}"
     ours, theirs = output.outputs[0], plain.outputs[0]
     if ours.token_ids == theirs.token_ids:
@@ -129,10 +143,14 @@ def assert_same(
         return
     pairs = zip(ours.token_ids, theirs.token_ids, strict=False)
     place = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
-    assert place is not None, f"{case.name}: {len(ours.token_ids)} tokens instead of {len(theirs.token_ids)}"
+    assert place is not None, (
+        f"{case.name}: {len(ours.token_ids)} tokens instead of {len(theirs.token_ids)}"
+    )
     candidates = (ours.token_ids[place], theirs.token_ids[place])
     gap_of = oracle().gap_with_edges if at_edges else oracle().gap
     gap = gap_of(case.params, case.prompt, theirs.token_ids[:place], candidates)
-    message = f"{case.name}: token {place} is {candidates[0]} instead of {candidates[1]}, {gap:.1e} apart"
+    message = (
+        f"{case.name}: token {place} is {candidates[0]} instead of {candidates[1]}, {gap:.1e} apart"
+    )
     assert gap < tolerance, message
     warnings.warn(message, NearTie, stacklevel=2)

@@ -1,4 +1,5 @@
-"""What the lossless tests share: prompts, cases, and plain decoding's outputs, made once a session."""
+"""What the lossless tests share: prompts, cases, and plain decoding's outputs, made once a
+session."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,8 +34,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def plain_llm() -> Iterator[LLM]:
-    """Decoding with nothing that could go wrong: one request at a time, no speculation, no reuse, no chunks, and every
-    round is read before the next one starts."""
+    """Decoding with nothing that could go wrong: one request at a time, no speculation, no reuse,
+    no chunks, and every round is read before the next one starts."""
     options = {"kv_cache_config": {"enable_block_reuse": False}, "disable_overlap_scheduler": True}
     with LLM("zoo:llama", max_batch_size=1, **options) as llm:
         yield llm
@@ -56,11 +57,14 @@ def unstopped(plain_llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def cases(tokenizer: Tokenizer, prompts: list[list[int]], unstopped: list[list[int]]) -> list[Case]:
-    """Ten requests; the last two end early, at a stop string that no token has alone and at a stop token."""
+    """Ten requests; the last two end early, at a stop string that no token has alone and at a stop
+    token."""
     stop = border_crossing_stop(tokenizer, unstopped[0], OUTPUT_LEN // 3 + 1)
     by_string = replace(STOPPING, stop=[stop, "never to be found"])
     by_token = replace(
-        STOPPING, stop_token_ids=[latest_new_token(unstopped[1][:-10])], include_stop_str_in_output=True
+        STOPPING,
+        stop_token_ids=[latest_new_token(unstopped[1][:-10])],
+        include_stop_str_in_output=True,
     )
     return [
         *fixed_length_cases(tokenizer, prompts[:8]),
@@ -81,8 +85,8 @@ def plain(plain_llm: LLM, cases: list[Case]) -> list[RequestOutput]:
 def known_texts(
     prompts: list[list[int]], plain: list[RequestOutput], unstopped: list[list[int]]
 ) -> dict[tuple[int, ...], list[int]]:
-    """Prompt to output; where a stop cuts the output, what would come behind it too, so that runs of drafts cross
-    it."""
+    """Prompt to output; where a stop cuts the output, what would come behind it too, so that runs
+    of drafts cross it."""
     texts = [output.outputs[0].token_ids for output in plain[:8]] + unstopped
     return {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
 
@@ -97,7 +101,11 @@ def oracle() -> Callable[[], Oracle]:
             from transformers import AutoModelForCausalLM
 
             made.append(
-                Oracle(AutoModelForCausalLM.from_pretrained(resolve_model("zoo:llama"), dtype=torch.float32))
+                Oracle(
+                    AutoModelForCausalLM.from_pretrained(
+                        resolve_model("zoo:llama"), dtype=torch.float32
+                    )
+                )
             )
         return made[0]
 

@@ -1,10 +1,12 @@
-"""A user-provided drafter that knows the right text and proposes right, wrong, too few and no tokens by turns."""
+"""A user-provided drafter that knows the right text and proposes right, wrong, too few and no
+tokens by turns."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafter import Drafter
 
-# By the number of output tokens modulo 6: how many right tokens are proposed, then how many wrong ones.
+# By the number of output tokens modulo 6: how many right tokens are proposed, then how many wrong
+# ones.
 TURNS = ((9, 0), (1, 9), (0, 9), (2, 0), (0, 0), (2, 1))
 
 
@@ -29,8 +31,8 @@ class AdversarialDrafter(Drafter):
 
 
 def expected_rounds(output_len: int, draft_len: int) -> tuple[int, int, int]:
-    """Rounds, drafted and accepted tokens of a request that is never disturbed. Its first token comes from the
-    context."""
+    """Rounds, drafted and accepted tokens of a request that is never disturbed. Its first token
+    comes from the context."""
     rounds = drafted = accepted = 0
     position = 1
     while position < output_len:

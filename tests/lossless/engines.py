@@ -1,4 +1,5 @@
-"""The ways of decoding that the suite compares with plain decoding, as keyword arguments of `LLM` and of `Harness`."""
+"""The ways of decoding that the suite compares with plain decoding, as keyword arguments of `LLM`
+and of `Harness`."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,18 @@ MODES: dict[str, dict[str, Any] | None] = {
         "draft_target_one_model": True,
     },
     "eagle3": {"decoding_type": "Eagle3", "speculative_model": HEAD},
-    "eagle3_two_model": {"decoding_type": "Eagle3", "speculative_model": HEAD, "eagle3_one_model": False},
+    "eagle3_two_model": {
+        "decoding_type": "Eagle3",
+        "speculative_model": HEAD,
+        "eagle3_one_model": False,
+    },
 }
 OVERLAPPING = ("plain", "draft_target_one_model", "eagle3")
 
 
-def engine(mode: str, draft_len: int, *, overlap: bool = True, **speculation: Any) -> dict[str, Any]:
+def engine(
+    mode: str, draft_len: int, *, overlap: bool = True, **speculation: Any
+) -> dict[str, Any]:
     """A mode of the zoo's models; `overlap` says nothing where the mode has none."""
     own = MODES[mode]
     config = None if own is None else own | {"max_draft_len": draft_len} | speculation
@@ -30,13 +37,15 @@ def engine(mode: str, draft_len: int, *, overlap: bool = True, **speculation: An
 
 
 def write_tiny_drafts(root: Path) -> tuple[Path, Path]:
-    """A draft model and a head for the target of `write_tiny_llama`: the model is right in every second place, the
-    head, which has three quarters of the tokens, hardly ever."""
+    """A draft model and a head for the target of `write_tiny_llama`: the model is right in every
+    second place, the head, which has three quarters of the tokens, hardly ever."""
     head = write_tiny_eagle3(root / "head", num_captured=2)
     return write_tiny_llama(root / "draft", noise=0.15), head
 
 
-def tiny_engine(mode: str, drafts: tuple[Path, Path], draft_len: int, **speculation: Any) -> dict[str, Any]:
+def tiny_engine(
+    mode: str, drafts: tuple[Path, Path], draft_len: int, **speculation: Any
+) -> dict[str, Any]:
     """The same mode with the drafts of `write_tiny_drafts`."""
     draft, head = drafts
     own: dict[str, Any] = {}

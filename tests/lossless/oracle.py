@@ -1,7 +1,8 @@
-"""A second reading of the sampling rules: one position at a time, in float64, from a model's raw logits.
+"""A second reading of the sampling rules: one position at a time, in float64, from a model's raw
+logits.
 
-It shares with the engine nothing but the noise, so an equal text says that both read the rules alike.
-"""
+It shares with the engine nothing but the noise, so an equal text says that both read the rules
+alike."""
 
 import math
 from typing import Any
@@ -27,15 +28,17 @@ class Oracle:
     def gap(
         self, params: SamplingParams, prompt: list[int], output: list[int], tokens: tuple[int, int]
     ) -> float:
-        """How far the worse of two candidates for the token after `output` lies below the best perturbed logit."""
+        """How far the worse of two candidates for the token after `output` lies below the best
+        perturbed logit."""
         perturbed = perturbed_logits(self.logits(prompt + output)[-1], params, prompt, output)
         return float(perturbed.max() - perturbed[list(tokens)].min())
 
     def gap_with_edges(
         self, params: SamplingParams, prompt: list[int], output: list[int], tokens: tuple[int, int]
     ) -> float:
-        """By how much differences of logits (over the temperature) have to be off for either of two candidates to be
-        the token after `output`, if only because a filter decides otherwise about one."""
+        """By how much differences of logits (over the temperature) have to be off for either of two
+        candidates to be the token after `output`, if only because a filter decides otherwise about
+        one."""
         if params.is_greedy:
             return self.gap(params, prompt, output, tokens)
         logits = _edited(self.logits(prompt + output)[-1], params, prompt, output)
@@ -48,7 +51,8 @@ class Oracle:
 def perturbed_logits(
     raw: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]
 ) -> torch.Tensor:
-    """What the token after `output` is the argmax of, `[V]` float64. raw `[V]`. `ignore_eos` is taken for granted."""
+    """What the token after `output` is the argmax of, `[V]` float64. raw `[V]`. `ignore_eos` is
+    taken for granted."""
     logits = _edited(raw, params, prompt, output)
     if params.is_greedy:
         return logits
@@ -58,9 +62,11 @@ def perturbed_logits(
 
 
 def filter_margins(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """By how much differences of logits `[V]` (over the temperature) have to be off for min_p, top_k or top_p to decide
-    otherwise about each token: not below 0 where all three keep it. For top_p either the odds of what is likelier than
-    a token against the rest are off, which are so by as much as the logits, or its place among its neighbours is."""
+    """By how much differences of logits `[V]` (over the temperature) have to be off for min_p,
+    top_k or top_p to decide
+    otherwise about each token: not below 0 where all three keep it. For top_p either the odds of
+    what is likelier than a token against the rest are off, which are so by as much as the logits,
+    or its place among its neighbours is."""
     order = logits.sort(descending=True)
     margins = torch.full_like(logits, torch.inf)
     if params.min_p:
@@ -68,7 +74,9 @@ def filter_margins(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
         margins = torch.where(behind == 0, torch.inf, behind - math.log(params.min_p))
     kept = margins >= 0
     if params.top_k and params.top_k < len(logits):
-        margins = torch.minimum(margins, _from_edge(logits, logits >= order.values[params.top_k - 1]))
+        margins = torch.minimum(
+            margins, _from_edge(logits, logits >= order.values[params.top_k - 1])
+        )
         kept &= logits >= order.values[params.top_k - 1]
     if params.top_p is not None and params.top_p < 1:
         probs = logits.masked_fill(~kept, -torch.inf).softmax(0)
@@ -88,8 +96,8 @@ def _from_edge(logits: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def distance(token: int, perturbed: torch.Tensor, margins: torch.Tensor) -> float:
-    """By how much differences of logits have to be off for the token to be kept by the filters, and for each better one
-    that is kept to be excluded or overtaken."""
+    """By how much differences of logits have to be off for the token to be kept by the filters, and
+    for each better one that is kept to be excluded or overtaken."""
     rivals = (margins >= 0) & (perturbed > perturbed[token])
     ways = torch.minimum(perturbed - perturbed[token], margins)[rivals]
     return max(0.0, -float(margins[token]), *ways.tolist())
@@ -100,7 +108,9 @@ def _noise(params: SamplingParams, position: int, vocab_size: int) -> torch.Tens
     return gumbel_noise(torch.tensor([params.seed]), torch.tensor([position]), vocab_size)[0]
 
 
-def _edited(raw: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> torch.Tensor:
+def _edited(
+    raw: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]
+) -> torch.Tensor:
     values: list[float] = raw.tolist()
     for token in set(prompt + output):
         values[token] *= params.repetition_penalty ** (-1 if values[token] > 0 else 1)

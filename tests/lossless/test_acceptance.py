@@ -1,4 +1,5 @@
-"""Losing step with the target never changes a text, only how many drafts are accepted: so that is asserted here."""
+"""Losing step with the target never changes a text, only how many drafts are accepted: so that is
+asserted here."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,14 +16,18 @@ from tllm_spec.tokenizer import Tokenizer
 
 DRAFT_LEN, OUTPUT_LEN, NUM_PROMPTS = 4, 100, 6
 NO_REUSE = {"enable_block_reuse": False}
-# A request that pauses for its rejected drafts tells nothing about keeping step, and when it does depends on who runs
-# beside it.
+# A request that pauses for its rejected drafts tells nothing about keeping step, and when it does
+# depends on who runs beside it.
 NEVER_PAUSES: dict[str, Any] = {"max_rejected_rounds": None}
 MODES_HERE = tuple(mode for mode in MODES if mode != "plain")
 SITUATIONS: dict[str, dict[str, Any]] = {
     "prefix_hit": {"kv_cache_config": {"tokens_per_block": 16}},
     "prefix_of_another": {"kv_cache_config": {"tokens_per_block": 16}},
-    "chunked_prefill": {"kv_cache_config": NO_REUSE, "enable_chunked_prefill": True, "max_num_tokens": 40},
+    "chunked_prefill": {
+        "kv_cache_config": NO_REUSE,
+        "enable_chunked_prefill": True,
+        "max_num_tokens": 40,
+    },
     "preemption": {
         "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 560},
         "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -34,8 +39,8 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# What was served before: whole prompts, and others that share all but their last tokens. A draft head's KV at the last
-# common place is another for another continuation.
+# What was served before: whole prompts, and others that share all but their last tokens. A draft
+# head's KV at the last common place is another for another continuation.
 CACHED: dict[str, tuple[Callable[[list[int]], list[int]], ...]] = {
     "prefix_hit": (list, lambda prompt: prompt[:-7] + [9] * 7),
     "prefix_of_another": (lambda prompt: [*prompt[:-2], 9, 9],),
@@ -50,18 +55,24 @@ def long_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 def speculate(llm: LLM, prompts: list[list[int]], **options: Any) -> SpeculativeStats:
     """Figures of all prompts together, every second one sampled."""
     all_params = [
-        SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, seed=i, temperature=0.8 * (i % 2), **options)
+        SamplingParams(
+            max_tokens=OUTPUT_LEN, ignore_eos=True, seed=i, temperature=0.8 * (i % 2), **options
+        )
         for i in range(len(prompts))
     ]
     outputs = llm.generate(prompts, all_params, use_tqdm=False)
     assert isinstance(outputs, list) and not any(output.error for output in outputs)
     llm.check_integrity()
-    return sum((output.speculative_decoding or SpeculativeStats() for output in outputs), SpeculativeStats())
+    return sum(
+        (output.speculative_decoding or SpeculativeStats() for output in outputs),
+        SpeculativeStats(),
+    )
 
 
 @pytest.fixture(scope="module")
 def undisturbed(long_prompts: list[list[int]]) -> Callable[..., SpeculativeStats]:
-    """Figures of a mode when nothing happens; `overlap` False: with rounds in turn. Each is measured once."""
+    """Figures of a mode when nothing happens; `overlap` False: with rounds in turn. Each is
+    measured once."""
 
     @cache
     def measure(mode: str, overlap: bool = True) -> SpeculativeStats:
@@ -79,12 +90,19 @@ def undisturbed(long_prompts: list[list[int]]) -> Callable[..., SpeculativeStats
 @pytest.mark.parametrize("mode", MODES_HERE)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_acceptance_is_what_it_is_undisturbed(
-    mode: str, undisturbed: Callable[..., SpeculativeStats], long_prompts: list[list[int]], situation: str
+    mode: str,
+    undisturbed: Callable[..., SpeculativeStats],
+    long_prompts: list[list[int]],
+    situation: str,
 ) -> None:
-    options = SITUATIONS[situation] | engine(mode, DRAFT_LEN, **NEVER_PAUSES) | {"max_batch_size": 8}
+    options = (
+        SITUATIONS[situation] | engine(mode, DRAFT_LEN, **NEVER_PAUSES) | {"max_batch_size": 8}
+    )
     with LLM("zoo:llama", **options) as llm:
         if situation in CACHED:
-            prompts = [prompt for before in CACHED[situation] for prompt in map(before, long_prompts)]
+            prompts = [
+                prompt for before in CACHED[situation] for prompt in map(before, long_prompts)
+            ]
             llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
         stats = speculate(llm, long_prompts)
         preempted = llm._executor.scheduler.num_preemptions
@@ -92,15 +110,23 @@ def test_acceptance_is_what_it_is_undisturbed(
     # A preempted request has some of its rounds replaced by contexts, at other places of the text.
     allowed = 0.06 if preempted else 0.02
     expected = undisturbed(mode)
-    print(f"{mode} {situation}: {stats.acceptance_length:.4f}, undisturbed {expected.acceptance_length:.4f}")
+    print(
+        f"{mode} {situation}: {stats.acceptance_length:.4f}, undisturbed "
+        f"{expected.acceptance_length:.4f}"
+    )
     assert stats.acceptance_length == pytest.approx(expected.acceptance_length, rel=allowed)
-    assert stats.draft_acceptance_rate == pytest.approx(expected.draft_acceptance_rate, rel=2 * allowed)
+    assert stats.draft_acceptance_rate == pytest.approx(
+        expected.draft_acceptance_rate, rel=2 * allowed
+    )
     if not preempted:
-        # Cached pages hold what the same tokens would write, draft layers included: not one draft is another.
+        # Cached pages hold what the same tokens would write, draft layers included: not one draft
+        # is another.
         assert stats == expected
 
 
-@pytest.mark.parametrize("mode", ["draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model"])
+@pytest.mark.parametrize(
+    "mode", ["draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model"]
+)
 def test_a_second_turn_is_drafted_for_as_if_it_were_the_first(
     long_prompts: list[list[int]], mode: str
 ) -> None:
@@ -114,19 +140,23 @@ def test_a_second_turn_is_drafted_for_as_if_it_were_the_first(
             if reuse:
                 outputs = llm.generate(long_prompts, params, use_tqdm=False)
                 assert isinstance(outputs, list)
-                turns = [each.prompt_token_ids + each.outputs[0].token_ids + [7, 8] for each in outputs]
+                turns = [
+                    each.prompt_token_ids + each.outputs[0].token_ids + [7, 8] for each in outputs
+                ]
             found.append(speculate(llm, turns))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("mode", ["draft_target_one_model", "eagle3"])
 def test_overlap_changes_no_draft(undisturbed: Callable[..., SpeculativeStats], mode: str) -> None:
-    """Each request has its rounds, drafts and accepted drafts whether the host reads them soon or late."""
+    """Each request has its rounds, drafts and accepted drafts whether the host reads them soon or
+    late."""
     assert undisturbed(mode) == undisturbed(mode, overlap=False)
 
 
 @pytest.mark.parametrize(
-    ("one_model", "two_model"), [("draft_target_one_model", "draft_target"), ("eagle3", "eagle3_two_model")]
+    ("one_model", "two_model"),
+    [("draft_target_one_model", "draft_target"), ("eagle3", "eagle3_two_model")],
 )
 def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
     undisturbed: Callable[..., SpeculativeStats], one_model: str, two_model: str
@@ -139,14 +169,19 @@ def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
     assert 0 <= one.num_accepted_tokens - two.num_accepted_tokens <= last_rounds
 
 
-def test_the_head_of_the_zoo_is_worth_what_it_was_trained_for(long_prompts: list[list[int]]) -> None:
+def test_the_head_of_the_zoo_is_worth_what_it_was_trained_for(
+    long_prompts: list[list[int]],
+) -> None:
     with LLM("zoo:llama", max_batch_size=8, **engine("eagle3", DRAFT_LEN)) as llm:
         params = SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True)
         outputs = llm.generate(long_prompts, params, use_tqdm=False)
     assert isinstance(outputs, list)
-    stats = sum((each.speculative_decoding or SpeculativeStats() for each in outputs), SpeculativeStats())
+    stats = sum(
+        (each.speculative_decoding or SpeculativeStats() for each in outputs), SpeculativeStats()
+    )
     print(f"greedy: length {stats.acceptance_length:.3f}, rate {stats.draft_acceptance_rate:.3f}")
-    # 2.82 when this was written, and 2.58 when each step is fed the target's state instead of the step's before.
+    # 2.82 when this was written, and 2.58 when each step is fed the target's state instead of the
+    # step's before.
     assert stats.acceptance_length >= 2.7
 
 
@@ -173,7 +208,9 @@ def test_coupled_drafts_are_accepted_about_as_often_as_rejection_sampling_and_mo
         "rejection": {"use_rejection_sampling": True},
         "argmax": {"draft_sampling": "greedy"},
     }.items():
-        with LLM("zoo:llama", max_batch_size=16, **engine("draft_target", DRAFT_LEN, **options)) as llm:
+        with LLM(
+            "zoo:llama", max_batch_size=16, **engine("draft_target", DRAFT_LEN, **options)
+        ) as llm:
             all_params = [
                 SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, seed=seed, temperature=0.8)
                 for seed in range(18)
@@ -181,11 +218,13 @@ def test_coupled_drafts_are_accepted_about_as_often_as_rejection_sampling_and_mo
             outputs = llm.generate(long_prompts * 3, all_params, use_tqdm=False)
             assert isinstance(outputs, list)
         found[name] = sum(
-            (each.speculative_decoding or SpeculativeStats() for each in outputs), SpeculativeStats()
+            (each.speculative_decoding or SpeculativeStats() for each in outputs),
+            SpeculativeStats(),
         )
     for name, stats in found.items():
         print(
-            f"{name}: length {stats.acceptance_length:.3f}, rate {stats.draft_acceptance_rate:.3f} at T=0.8"
+            f"{name}: length {stats.acceptance_length:.3f}, rate {stats.draft_acceptance_rate:.3f} "
+            "at T=0.8"
         )
     assert found["coupled"].acceptance_length >= 0.9 * found["rejection"].acceptance_length
     assert found["coupled"].draft_acceptance_rate > 1.1 * found["argmax"].draft_acceptance_rate

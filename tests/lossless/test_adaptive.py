@@ -1,4 +1,5 @@
-"""Whoever chooses the draft length, and however often: every drafter produces plain decoding's tokens."""
+"""Whoever chooses the draft length, and however often: every drafter produces plain decoding's
+tokens."""
 
 from collections.abc import Callable
 from itertools import cycle, pairwise
@@ -19,7 +20,8 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 
 MAX_DRAFT_LEN = 4
-# Seconds by batch size and draft length, not corrected while serving: long drafts are cheap for small batches.
+# Seconds by batch size and draft length, not corrected while serving: long drafts are cheap for
+# small batches.
 ROUND_TIMES = MeasuredRoundTimes({1: {0: 1, 1: 1.2, 4: 0.9}, 7: {0: 1, 1: 1.5, 4: 3}})
 DRAFTING = ("user_provided", *(mode for mode in MODES if mode != "plain"))
 # On the two-model path rounds of draft length 0 overlap; a user's objects see each round end.
@@ -62,7 +64,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def submit_all(harness: Harness) -> list[LlmRequest]:
     """Seven requests of 8 to 56 tokens; every second one is sampled."""
     return [
-        harness.submit([i + 1, 2, 3], max_tokens=8 + 8 * i, temperature=0.9 if i % 2 else None, seed=i)
+        harness.submit(
+            [i + 1, 2, 3], max_tokens=8 + 8 * i, temperature=0.9 if i % 2 else None, seed=i
+        )
         for i in range(7)
     ]
 
@@ -76,7 +80,8 @@ def tiny_plain(tiny: Path) -> list[list[int]]:
 
 
 def half_right(plain: list[list[int]]) -> ScriptedDrafter:
-    """Right tokens in rounds that begin at an even place; in others wrong ones, or none at every third."""
+    """Right tokens in rounds that begin at an even place; in others wrong ones, or none at every
+    third."""
 
     def propose(request: LlmRequest) -> list[int]:
         place, wanted = request.num_output_tokens, request.num_drafts_wanted
@@ -90,7 +95,11 @@ def options_of(
     mode: str, overlap: bool, drafts: tuple[Path, Path], plain: list[list[int]], **speculation: Any
 ) -> dict[str, Any]:
     if mode == "user_provided":
-        own = {"decoding_type": "User_Provided", "drafter": half_right(plain), "max_draft_len": MAX_DRAFT_LEN}
+        own = {
+            "decoding_type": "User_Provided",
+            "drafter": half_right(plain),
+            "max_draft_len": MAX_DRAFT_LEN,
+        }
         return {"speculative_config": own | speculation}
     options = tiny_engine(mode, drafts, MAX_DRAFT_LEN, **speculation)
     return options | {"disable_overlap_scheduler": not overlap}

@@ -1,5 +1,5 @@
-"""Engines and traffic drawn at random: whatever comes together, each request gets what it gets alone with plain
-decoding, and in the end nobody holds anything."""
+"""Engines and traffic drawn at random: whatever comes together, each request gets what it gets
+alone with plain decoding, and in the end nobody holds anything."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,8 @@ def plain(tiny: Path) -> Harness:
 
 @dataclass
 class Asked:
-    """A request, the round in which it comes, and after how many more it is cancelled (None: never)."""
+    """A request, the round in which it comes, and after how many more it is cancelled (None:
+    never)."""
 
     prompt: list[int]
     params: dict[str, Any]
@@ -56,15 +57,21 @@ class Strict:
 
 
 def draw_params(random: Random, seed: int) -> dict[str, Any]:
-    """How a request is sampled and where it may end; each way for some requests only, so that batches are mixed."""
+    """How a request is sampled and where it may end; each way for some requests only, so that
+    batches are mixed."""
     params: dict[str, Any] = {"seed": seed, "max_tokens": random.choice((1, 2, 5, 13, 20, 20))}
     if random.random() < 0.6:  # at 6 the noise decides, which draft and target share
         params |= {"temperature": random.choice((0.8, 6.0)), "top_k": random.choice((None, 5))}
     if random.random() < 0.2:
         params |= {"top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.2}
     if random.random() < 0.2:
-        params |= {"logit_bias": {random.randrange(64): 3.0}, "bad_token_ids": [[random.randrange(64)]]}
-    if random.random() < 0.1:  # words of two tokens are looked for on the host, which must know all tokens
+        params |= {
+            "logit_bias": {random.randrange(64): 3.0},
+            "bad_token_ids": [[random.randrange(64)]],
+        }
+    if (
+        random.random() < 0.1
+    ):  # words of two tokens are looked for on the host, which must know all tokens
         params["bad_token_ids"] = [[random.randrange(64), random.randrange(64)] for _ in range(20)]
     if random.random() < 0.1:
         params["logits_processor"] = Strict()
@@ -75,7 +82,8 @@ def draw_params(random: Random, seed: int) -> dict[str, Any]:
 
 
 def draw_traffic(random: Random, page_size: int) -> list[Asked]:
-    """Prompts share beginnings and often end at or beside the end of a page; some come together, some late."""
+    """Prompts share beginnings and often end at or beside the end of a page; some come together,
+    some late."""
     shared, asked, arrives = [random.randrange(64) for _ in range(40)], [], 0
     for number in range(random.randrange(4, 14)):
         length = max(1, random.choice((1, page_size, 3 * page_size)) + random.choice((-1, 0, 0, 1)))
@@ -88,7 +96,8 @@ def draw_traffic(random: Random, page_size: int) -> list[Asked]:
 
 
 def draw_engine(random: Random, draft_len: int, page_size: int) -> dict[str, Any]:
-    """Little of everything: pages for little more than one request, rounds of few tokens, a small batch."""
+    """Little of everything: pages for little more than one request, rounds of few tokens, a small
+    batch."""
     num_tokens = (64 + 4 * (draft_len + 1)) * random.choice((10, 12, 20)) // 10
     policy = random.choice(("MAX_UTILIZATION", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT"))
     return {
@@ -116,20 +125,24 @@ def propose(
 
 
 def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
-    """Another draft length in most rounds, 0 for many rounds now and then; within the tokens of a round."""
+    """Another draft length in most rounds, 0 for many rounds now and then; within the tokens of a
+    round."""
     coming: list[int] = []
 
     def draft_len_for(batch_size: int, sampled: bool) -> int:
         if not coming:
             coming.extend([random.randrange(draft_len + 1)] * random.choice((1, 1, 3)))
             coming.extend([0] * random.choice((0, 0, 2, 17)))
-        return max(0, min(coming.pop(), harness.executor.scheduler.limits.max_num_tokens // batch_size - 1))
+        return max(
+            0, min(coming.pop(), harness.executor.scheduler.limits.max_num_tokens // batch_size - 1)
+        )
 
     harness.parts.draft_len_for = draft_len_for
 
 
 def serve(harness: Harness, random: Random, asked: list[Asked]) -> list[LlmRequest]:
-    """The traffic, round after round. Conservation holds after each, and a page that nobody holds has no numbers."""
+    """The traffic, round after round. Conservation holds after each, and a page that nobody holds
+    has no numbers."""
     requests: list[LlmRequest] = []
     for number in range(MAX_ROUNDS):
         for each in asked[len(requests) :]:
@@ -156,8 +169,13 @@ def assert_as_alone(request: LlmRequest, alone: LlmRequest) -> None:
     assert request.error is None and text == whole[: len(text)]
     if request.finish_reason != "cancelled":
         assert len(text) == len(whole)
-        assert (request.finish_reason, request.stop_reason) == (alone.finish_reason, alone.stop_reason)
-    assert values_of(request.logprobs) == pytest.approx(values_of(alone.logprobs[: len(text)]), abs=1e-3)
+        assert (request.finish_reason, request.stop_reason) == (
+            alone.finish_reason,
+            alone.stop_reason,
+        )
+    assert values_of(request.logprobs) == pytest.approx(
+        values_of(alone.logprobs[: len(text)]), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
@@ -174,7 +192,9 @@ def test_whatever_comes_together_each_request_gets_what_it_gets_alone(
     for each, request in zip(asked, alone, strict=True):
         if isinstance(strict := each.params.get("logits_processor"), Strict):
             strict.prompt_len, strict.text = request.prompt_len, output_of(request)
-    may_pause = {} if mode == "plain" else {"max_concurrency": 2}  # rounds without drafts are possible
+    may_pause = (
+        {} if mode == "plain" else {"max_concurrency": 2}
+    )  # rounds without drafts are possible
     speculation = (
         user_provided(partial(propose, random, texts, draft_len), draft_len)
         if mode == USER

@@ -1,5 +1,6 @@
-"""`deterministic: true` without a GPU: what it refuses, and a tiny model under Triton's interpreter, in a process of
-its own, whose texts and log probabilities are the same bits in every batch. test_deterministic_gpu.py has a device."""
+"""`deterministic: true` without a GPU: what it refuses, and a tiny model under Triton's
+interpreter, in a process of its own, whose texts and log probabilities are the same bits in every
+batch. test_deterministic_gpu.py has a device."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,11 @@ import pytest
 
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.kernels.conftest import exact_dots as exact_dots
-from tests.kernels.interpreter import INTERPRETED, check_under_the_interpreter, only_outside_the_interpreter
+from tests.kernels.interpreter import (
+    INTERPRETED,
+    check_under_the_interpreter,
+    only_outside_the_interpreter,
+)
 from tllm_spec.config import LlmArgs
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
@@ -36,7 +41,9 @@ def test_what_contradicts_it_is_refused() -> None:
         with pytest.raises(ValueError, match=rf"attn_backend must be 'auto', not '{backend}'"):
             LlmArgs.from_kwargs("m", deterministic=True, attn_backend=backend)
     draft = {"decoding_type": "Draft_Target", "speculative_model": "m", "max_draft_len": 2}
-    with pytest.raises(ValueError, match="deterministic and use_rejection_sampling exclude each other"):
+    with pytest.raises(
+        ValueError, match="deterministic and use_rejection_sampling exclude each other"
+    ):
         LlmArgs.from_kwargs(
             "m", deterministic=True, speculative_config=draft | {"use_rejection_sampling": True}
         )
@@ -44,18 +51,27 @@ def test_what_contradicts_it_is_refused() -> None:
 
 
 def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutput]:
-    kept = {"max_batch_size": batch_size, "max_seq_len": 80, "kv_cache_config": {"enable_block_reuse": False}}
+    kept = {
+        "max_batch_size": batch_size,
+        "max_seq_len": 80,
+        "kv_cache_config": {"enable_block_reuse": False},
+    }
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.7}]
     params = [
-        SamplingParams(max_tokens=4, ignore_eos=True, seed=i, logprobs=2, **way) for i, way in enumerate(ways)
+        SamplingParams(max_tokens=4, ignore_eos=True, seed=i, logprobs=2, **way)
+        for i, way in enumerate(ways)
     ]
-    with LLM(model, skip_tokenizer_init=True, device="cpu", deterministic=True, **(kept | options)) as llm:
+    with LLM(
+        model, skip_tokenizer_init=True, device="cpu", deterministic=True, **(kept | options)
+    ) as llm:
         return llm.generate(PROMPTS, params, use_tqdm=False)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of Triton's interpreter")
 @pytest.mark.parametrize("device", [pytest.param("cpu", id="interpreted")])
-def test_every_bit_is_that_of_a_request_alone(device: str, tmp_path: Path, exact_dots: None) -> None:
+def test_every_bit_is_that_of_a_request_alone(
+    device: str, tmp_path: Path, exact_dots: None
+) -> None:
     model = write_tiny_llama(tmp_path)
     alone = outputs_of(model, 1)
     assert all(one.error is None and one.outputs[0].length == 4 for one in alone)
@@ -65,7 +81,9 @@ def test_every_bit_is_that_of_a_request_alone(device: str, tmp_path: Path, exact
             assert one.outputs[0].token_ids == other.outputs[0].token_ids, name
             assert one.outputs[0].logprobs == other.outputs[0].logprobs, name
         drafted = sum(
-            other.speculative_decoding.num_drafted_tokens for other in others if other.speculative_decoding
+            other.speculative_decoding.num_drafted_tokens
+            for other in others
+            if other.speculative_decoding
         )
         assert (drafted > 0) == (name == "with drafts")
 

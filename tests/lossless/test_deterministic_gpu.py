@@ -1,5 +1,5 @@
-"""`deterministic: true` on a CUDA device: tokens, text and log probabilities are those of plain decoding of one request
-at a time, bit for bit. No near tie is tolerated here."""
+"""`deterministic: true` on a CUDA device: tokens, text and log probabilities are those of plain
+decoding of one request at a time, bit for bit. No near tie is tolerated here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,8 +60,8 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Twelve requests: greedy, seeded, seeded with a filter, and filters and a penalty, by turns. All of them
-    ask for log probabilities."""
+    """Twelve requests: greedy, seeded, seeded with a filter, and filters and a penalty, by turns.
+    All of them ask for log probabilities."""
     ways: tuple[dict[str, Any], ...] = (
         {},
         {"temperature": 0.8},

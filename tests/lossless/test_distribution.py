@@ -1,8 +1,8 @@
-"""Sampled tokens have the target's distribution: chi-square through the whole engine, against transformers'
-probabilities.
+"""Sampled tokens have the target's distribution: chi-square through the whole engine, against
+transformers' probabilities.
 
-Rejection sampling is lossless in distribution only, so this is its equality test; the coupled default must pass it too.
-"""
+Rejection sampling is lossless in distribution only, so this is its equality test; the coupled
+default must pass it too."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,10 +32,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Target and draft, with logits of spread 2.5 that differ enough for about every second draft to be rejected."""
+    """Target and draft, with logits of spread 2.5 that differ enough for about every second draft
+    to be rejected."""
     root = tmp_path_factory.mktemp("distribution")
     size: dict[str, Any] = {"vocab_size": VOCAB, "spread": 2.5}
-    return write_tiny_llama(root / "target", **size), write_tiny_llama(root / "draft", noise=0.2, **size)
+    return write_tiny_llama(root / "target", **size), write_tiny_llama(
+        root / "draft", noise=0.2, **size
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,40 +63,55 @@ def probabilities(model: Any, texts: torch.Tensor, params: SamplingParams) -> to
     return probs / probs.sum(-1, keepdim=True)
 
 
-def placed_uniforms(tokens: torch.Tensor, target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1] for each token `[M]` drawn from target `[M, V]`: its place in the cumulated probabilities,
-    at random within its own share. They are uniform if, and only if, the tokens were drawn as they should. The
-    tokens that the draft model overrates stand first, so that whatever favours or punishes drafts tilts them."""
+def placed_uniforms(
+    tokens: torch.Tensor, target: torch.Tensor, draft: torch.Tensor
+) -> torch.Tensor:
+    """A number in [0, 1] for each token `[M]` drawn from target `[M, V]`: its place in the
+    cumulated probabilities, at random within its own share. They are uniform if, and only if, the
+    tokens were drawn as they should. The tokens that the draft model overrates stand first, so that
+    whatever favours or punishes drafts tilts them."""
     underrated, chosen = target / (draft + 1e-12), tokens.unsqueeze(1)
     before = target.masked_fill(underrated >= underrated.gather(1, chosen), 0.0).sum(1)
-    within = torch.rand(len(tokens), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    within = torch.rand(
+        len(tokens), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     return before + target.gather(1, chosen)[:, 0] * within
 
 
 def sample(
     target: Path, params: SamplingParams, options: dict[str, Any], lengths: Sequence[int] = ()
 ) -> list[RequestOutput]:
-    """One output of the same prompt for every seed. About every second first draft is accepted. lengths: the draft
-    length of every round, in turn."""
-    with LLM(target, skip_tokenizer_init=True, max_batch_size=250, max_seq_len=40, **options) as llm:
+    """One output of the same prompt for every seed. About every second first draft is accepted.
+    lengths: the draft length of every round, in turn."""
+    with LLM(
+        target, skip_tokenizer_init=True, max_batch_size=250, max_seq_len=40, **options
+    ) as llm:
         if lengths:
             coming = cycle(lengths)
             llm._executor.parts.draft_len_for = lambda *_: next(coming)
         outputs = llm.generate(
-            [PROMPT] * NUM_SEEDS, [replace(params, seed=seed) for seed in range(NUM_SEEDS)], use_tqdm=False
+            [PROMPT] * NUM_SEEDS,
+            [replace(params, seed=seed) for seed in range(NUM_SEEDS)],
+            use_tqdm=False,
         )
         llm.check_integrity()
     assert isinstance(outputs, list) and not any(output.error for output in outputs)
-    stats = sum((output.speculative_decoding or SpeculativeStats() for output in outputs), SpeculativeStats())
+    stats = sum(
+        (output.speculative_decoding or SpeculativeStats() for output in outputs),
+        SpeculativeStats(),
+    )
     assert 0.2 < stats.per_position_acceptance[0] < 0.75, stats
     return outputs
 
 
 def assert_drawn_from(
-    model: Any, outputs: list[RequestOutput], params: SamplingParams, favoured: Callable[..., torch.Tensor]
+    model: Any,
+    outputs: list[RequestOutput],
+    params: SamplingParams,
+    favoured: Callable[..., torch.Tensor],
 ) -> None:
-    """favoured: texts `[N, T]` to `[N, OUTPUT_LEN, V]` (or what broadcasts to it), high for tokens that are often
-    drafted."""
+    """favoured: texts `[N, T]` to `[N, OUTPUT_LEN, V]` (or what broadcasts to it), high for tokens
+    that are often drafted."""
     tokens = torch.tensor([output.outputs[0].token_ids for output in outputs])
     texts = torch.cat((torch.tensor(PROMPT).expand(NUM_SEEDS, -1), tokens), dim=1)
     target = probabilities(model, texts, params)
@@ -102,7 +120,9 @@ def assert_drawn_from(
         assert p_value(observed, target[:, place].sum(0)) > 1e-4, f"token {place}"
     draft = favoured(texts).expand_as(target)
     uniforms = placed_uniforms(tokens.flatten(), target.flatten(0, 1), draft.flatten(0, 1))
-    cells = torch.bincount((uniforms * NUM_CELLS).long().clamp(0, NUM_CELLS - 1), minlength=NUM_CELLS)
+    cells = torch.bincount(
+        (uniforms * NUM_CELLS).long().clamp(0, NUM_CELLS - 1), minlength=NUM_CELLS
+    )
     assert p_value(cells, torch.full((NUM_CELLS,), len(uniforms) / NUM_CELLS)) > 1e-4
 
 
@@ -113,12 +133,19 @@ def assert_drawn_from(
     + [(False, "plain", 3, True), (False, "filtered", 2, False)],
 )
 def test_tokens_are_drawn_from_the_targets_probabilities(
-    folders: tuple[Path, Path], models: list[Any], rejection: bool, way: str, draft_len: int, one_model: bool
+    folders: tuple[Path, Path],
+    models: list[Any],
+    rejection: bool,
+    way: str,
+    draft_len: int,
+    one_model: bool,
 ) -> None:
     params = SamplingParams(max_tokens=OUTPUT_LEN, **WAYS[way])
     how = {"use_rejection_sampling": rejection, "draft_target_one_model": one_model}
     outputs = sample(folders[0], params, draft_target(folders[1], draft_len, **how))
-    assert_drawn_from(models[0], outputs, params, lambda texts: probabilities(models[1], texts, params))
+    assert_drawn_from(
+        models[0], outputs, params, lambda texts: probabilities(models[1], texts, params)
+    )
 
 
 MOVING = (3, 1, 2, 0, 3, 2, 3, 1, 1, 0, 2)
@@ -128,19 +155,27 @@ MOVING = (3, 1, 2, 0, 3, 2, 3, 1, 1, 0, 2)
 def test_rejection_sampling_draws_from_the_targets_probabilities_while_tiers_change(
     folders: tuple[Path, Path], models: list[Any], one_model: bool
 ) -> None:
-    """Rounds verify fewer drafts than were made, as many, and, behind a shorter one, have padding."""
+    """Rounds verify fewer drafts than were made, as many, and, behind a shorter one, have
+    padding."""
     params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=1.0)
-    options = draft_target(folders[1], 3, use_rejection_sampling=True, draft_target_one_model=one_model)
+    options = draft_target(
+        folders[1], 3, use_rejection_sampling=True, draft_target_one_model=one_model
+    )
     outputs = sample(folders[0], params, options, MOVING)
-    assert_drawn_from(models[0], outputs, params, lambda texts: probabilities(models[1], texts, params))
+    assert_drawn_from(
+        models[0], outputs, params, lambda texts: probabilities(models[1], texts, params)
+    )
 
 
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a random head with half of its tokens, whose logits have so little spread that the two overlap."""
+    """A target and a random head with half of its tokens, whose logits have so little spread that
+    the two overlap."""
     root = tmp_path_factory.mktemp("eagle3")
     target = write_tiny_llama(root / "target", vocab_size=VOCAB, spread=0.8)
-    head = write_tiny_eagle3(root / "head", vocab_size=VOCAB, draft_vocab_size=VOCAB // 2, num_captured=2)
+    head = write_tiny_eagle3(
+        root / "head", vocab_size=VOCAB, draft_vocab_size=VOCAB // 2, num_captured=2
+    )
     rewrite(head, lambda tensors: tensors["lm_head.weight"].mul_(0.4))
     return target, head
 
@@ -150,7 +185,8 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_head_with_a_reduced_vocabulary_leaves_the_targets_probabilities_alone(
     flat: tuple[Path, Path], rejection: bool, one_model: bool
 ) -> None:
-    """Tokens that the head has must not come more often than they should, and those that it lacks must come."""
+    """Tokens that the head has must not come more often than they should, and those that it lacks
+    must come."""
     from transformers import AutoModelForCausalLM
 
     target, head = flat
@@ -171,7 +207,8 @@ def test_a_head_with_a_reduced_vocabulary_leaves_the_targets_probabilities_alone
 
 @pytest.fixture(scope="module")
 def indifferent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every token is as likely as any other. Drafting for itself, it never rejects one of its drafts."""
+    """Every token is as likely as any other. Drafting for itself, it never rejects one of its
+    drafts."""
     model = write_tiny_llama(tmp_path_factory.mktemp("indifferent"))
     rewrite(model, lambda tensors: tensors["lm_head.weight"].zero_())
     return model
@@ -181,7 +218,8 @@ def indifferent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_round_that_verifies_fewer_drafts_than_there_are_rejects_none_of_the_others(
     indifferent: Path, mode: str
 ) -> None:
-    """(p - q)+, which is drawn from behind a rejected draft, has nothing in it here: that would be an error."""
+    """(p - q)+, which is drawn from behind a rejected draft, has nothing in it here: that would be
+    an error."""
     options = draft_target(
         indifferent,
         4,
@@ -190,7 +228,9 @@ def test_a_round_that_verifies_fewer_drafts_than_there_are_rejects_none_of_the_o
         draft_len_schedule={1: 1, 2: 4},
     )
     harness = Harness(indifferent, disable_overlap_scheduler=mode.endswith("in_turn"), **options)
-    requests = [harness.submit([1, 2, 3], length, temperature=1.0, seed=length) for length in (10, 60)]
+    requests = [
+        harness.submit([1, 2, 3], length, temperature=1.0, seed=length) for length in (10, 60)
+    ]
     harness.run()
     assert [(request.finish_reason, request.num_output_tokens) for request in requests] == [
         ("length", 10),

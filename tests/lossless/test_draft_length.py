@@ -29,7 +29,11 @@ def submit_all(harness: Harness, **options: Any) -> list[LlmRequest]:
     """Requests of 10 to 60 tokens; every second one is sampled."""
     return [
         harness.submit(
-            [i + 1, 2, 3], max_tokens=10 + 10 * i, temperature=0.9 if i % 2 else None, seed=i, **options
+            [i + 1, 2, 3],
+            max_tokens=10 + 10 * i,
+            temperature=0.9 if i % 2 else None,
+            seed=i,
+            **options,
         )
         for i in range(NUM_REQUESTS)
     ]
@@ -44,7 +48,8 @@ def plain(tiny: Path) -> list[list[int]]:
 
 
 def windows_by_batch_size(harness: Harness) -> dict[int, set[int]]:
-    """Runs to the end. The draft lengths of generation rounds, by how many requests were generating."""
+    """Runs to the end. The draft lengths of generation rounds, by how many requests were
+    generating."""
     seen: dict[int, set[int]] = {}
     launch = harness.parts.runner.launch
 
@@ -134,7 +139,9 @@ def test_requests_with_limits_of_their_own_share_rounds_with_others(
         return text[request.num_output_tokens :][: request.num_drafts_wanted]
 
     own = mode == "user_provided"
-    harness = Harness(tiny, **(user_provided(propose) if own else tiny_engine(mode, drafts, MAX_DRAFT_LEN)))
+    harness = Harness(
+        tiny, **(user_provided(propose) if own else tiny_engine(mode, drafts, MAX_DRAFT_LEN))
+    )
     requests = submit_all(harness)
     for request in requests:
         request.draft_limit = request.tokens[0] % 4
@@ -160,7 +167,9 @@ def test_speculation_of_one_request_is_what_its_parameters_say(
     ]
     limits = [4, 0, 0, 2, 4]
     all_params = [
-        SamplingParams(max_tokens=40, temperature=0.9, seed=1, speculation=SpeculationParams(**wish))
+        SamplingParams(
+            max_tokens=40, temperature=0.9, seed=1, speculation=SpeculationParams(**wish)
+        )
         for wish in wishes
     ]
     options = tiny_engine(mode, drafts, MAX_DRAFT_LEN)
@@ -171,10 +180,14 @@ def test_speculation_of_one_request_is_what_its_parameters_say(
     for output, limit in zip(outputs, limits, strict=True):
         stats = output.speculative_decoding
         assert stats is not None
-        assert [count > 0 for count in stats.per_position_drafted] == [place < limit for place in range(4)]
+        assert [count > 0 for count in stats.per_position_drafted] == [
+            place < limit for place in range(4)
+        ]
 
 
-def test_the_samples_of_a_request_differ_and_do_not_depend_on_speculation(tiny: Path, draft: Path) -> None:
+def test_the_samples_of_a_request_differ_and_do_not_depend_on_speculation(
+    tiny: Path, draft: Path
+) -> None:
     usual: dict[str, Any] = {"skip_tokenizer_init": True, "max_batch_size": 8}
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=4, n=5)
     found = []

@@ -1,8 +1,8 @@
-"""Every drafter, draft length, way of sampling, cache situation and batch size produces plain decoding's tokens,
-whether rounds overlap or not.
+"""Every drafter, draft length, way of sampling, cache situation and batch size produces plain
+decoding's tokens, whether rounds overlap or not.
 
-The ways of sampling are mixed within the batches: a request's text must not depend on its neighbours either.
-"""
+The ways of sampling are mixed within the batches: a request's text must not depend on its
+neighbours either."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ BATCH_SIZES = {
     "preemption_of_3": (3,),
     "preemption_of_8": (8,),
 }
-# Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were right.
+# Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
+# right.
 FLOORS = {
     "plain": 0.0,
     "ngram": 1.02,
@@ -70,8 +71,8 @@ class Run:
 
 
 def covering_runs() -> list[Run]:
-    """Every mode in every setting, and every mode with every draft length; batch sizes and overlap change from one to
-    the next."""
+    """Every mode in every setting, and every mode with every draft length; batch sizes and overlap
+    change from one to the next."""
     runs = []
     for (i, mode), (j, setting) in product(enumerate(FLOORS), enumerate(SETTINGS)):
         sizes = BATCH_SIZES[setting]
@@ -89,7 +90,8 @@ def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
         own = {"decoding_type": "User_Provided", "drafter": known, "max_draft_len": run.draft_len}
         options["speculative_config"] = own
     if run.setting == "chunked_prefill":
-        # Room for all windows and a few prompt tokens: prompts come in many pieces beside generating requests.
+        # Room for all windows and a few prompt tokens: prompts come in many pieces beside
+        # generating requests.
         options["max_num_tokens"] = run.batch_size * (run.draft_len + 1) + 10
     if run.setting.startswith("preemption"):
         options["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
@@ -97,7 +99,8 @@ def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
 
 
 def leave_prefixes(llm: LLM, cases: list[Case]) -> None:
-    """Fills the cache with the prompts, all but their last twenty tokens: some whole pages and a part of one."""
+    """Fills the cache with the prompts, all but their last twenty tokens: some whole pages and a
+    part of one."""
     tokens = SamplingParams(
         max_tokens=2
     )  # what a head reads a round late is cached when there is such a round
@@ -133,7 +136,10 @@ def assert_speculated(
     run: Run, outputs: list[RequestOutput], plain: list[RequestOutput], *, undisturbed: bool
 ) -> None:
     """There were drafts, and they were accepted as often as they were right."""
-    total = sum((output.speculative_decoding or SpeculativeStats() for output in outputs), SpeculativeStats())
+    total = sum(
+        (output.speculative_decoding or SpeculativeStats() for output in outputs),
+        SpeculativeStats(),
+    )
     assert total.acceptance_length >= FLOORS[run.mode]
     if run.mode == "user_provided" and undisturbed:
         for output, expected in zip(outputs[:8], plain, strict=False):

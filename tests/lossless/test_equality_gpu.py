@@ -1,9 +1,9 @@
-"""The equality suite on a GPU: the zoo in bfloat16 and float32, every way of drafting, CUDA graphs and overlap.
+"""The equality suite on a GPU: the zoo in bfloat16 and float32, every way of drafting, CUDA graphs
+and overlap.
 
-Kernels add in another order for another number of rows, so two candidates that are nearly tied may change places. Each
-such case is printed with its gap, and one above the tolerance fails. `deterministic: true` has none
-(test_deterministic_gpu.py).
-"""
+Kernels add in another order for another number of rows, so two candidates that are nearly tied may
+change places. Each such case is printed with its gap, and one above the tolerance fails.
+`deterministic: true` has none (test_deterministic_gpu.py)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,8 @@ from tllm_spec.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
 
-# The best logits lie between 8 and 16. bfloat16 numbers there are 1/16 apart, and sampling divides them by 0.7.
+# The best logits lie between 8 and 16. bfloat16 numbers there are 1/16 apart, and sampling divides
+# them by 0.7.
 TOLERANCE = {"bfloat16": 0.25, "float32": 2e-3}
 DRAFT_LENS = (3, 7)
 ADAPTIVE = {"candidate_steps": [0, 1, 3]}
@@ -31,7 +32,9 @@ def requests(tokenizer: Tokenizer) -> list[Case]:
 
 
 @pytest.fixture(scope="module", params=sorted(TOLERANCE))
-def reference(request: pytest.FixtureRequest, requests: list[Case]) -> tuple[str, list[RequestOutput]]:
+def reference(
+    request: pytest.FixtureRequest, requests: list[Case]
+) -> tuple[str, list[RequestOutput]]:
     """Plain decoding, one request after the other, without graphs."""
     with LLM("zoo:llama", dtype=request.param, cuda_graph_config=None, max_batch_size=1) as llm:
         return request.param, generate(llm, requests, 1)
@@ -67,6 +70,9 @@ def test_the_text_is_plain_decodings_of_one_request_alone(
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
 def test_a_draft_length_that_follows_the_traffic_changes_no_text(
-    mode: str, reference: tuple[str, list[RequestOutput]], requests: list[Case], oracle: Callable[[], Oracle]
+    mode: str,
+    reference: tuple[str, list[RequestOutput]],
+    requests: list[Case],
+    oracle: Callable[[], Oracle],
 ) -> None:
     check(reference, requests, oracle, **engine(mode, 3, adaptive=ADAPTIVE))

@@ -1,5 +1,5 @@
-"""Texts with FLASHINFER are those with TRITON, up to near ties of 16-bit numbers, and its logits are as near to
-float32. The models are the zoo's, made wider."""
+"""Texts with FLASHINFER are those with TRITON, up to near ties of 16-bit numbers, and its logits
+are as near to float32. The models are the zoo's, made wider."""
 
 import logging
 from dataclasses import replace
@@ -18,9 +18,9 @@ from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import Tokenizer
 
-# bfloat16 numbers between 8 and 16 are 1/16 apart; sampling divides them by 0.7. From 16 on they are twice as far
-# apart, and one text on an H200 parts by a little more where a candidate is there: see the test of errors below.
-# float16 numbers are an eighth as far apart: 1/64 from 16 on.
+# bfloat16 numbers between 8 and 16 are 1/16 apart; sampling divides them by 0.7. From 16 on they
+# are twice as far apart, and one text on an H200 parts by a little more where a candidate is there:
+# see the test of errors below. float16 numbers are an eighth as far apart: 1/64 from 16 on.
 TOLERANCE = {"bfloat16": 0.1, "float16": 0.05}
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {},
@@ -33,11 +33,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Target and head."""
     folder = tmp_path_factory.mktemp("wide")
-    return write_wide("zoo:llama", folder / "target"), write_wide("zoo:llama-eagle3", folder / "head")
+    return write_wide("zoo:llama", folder / "target"), write_wide(
+        "zoo:llama-eagle3", folder / "head"
+    )
 
 
-def test_a_model_with_wider_heads_is_the_same_model(tokenizer: Tokenizer, wide: tuple[Path, Path]) -> None:
-    prompts, params = heldout_prompts(tokenizer, 2, 60), SamplingParams(max_tokens=25, ignore_eos=True)
+def test_a_model_with_wider_heads_is_the_same_model(
+    tokenizer: Tokenizer, wide: tuple[Path, Path]
+) -> None:
+    prompts, params = (
+        heldout_prompts(tokenizer, 2, 60),
+        SamplingParams(max_tokens=25, ignore_eos=True),
+    )
     texts, lengths = [], []
     for target, head in ((Path("zoo:llama"), "zoo:llama-eagle3"), (wide[0], str(wide[1]))):
         config = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": head}
@@ -53,7 +60,9 @@ def test_a_model_with_wider_heads_is_the_same_model(tokenizer: Tokenizer, wide: 
 def options_of(setting: str, wide: tuple[Path, Path]) -> dict[str, Any]:
     options = dict(SETTINGS[setting])
     if "speculative_config" in options:
-        options["speculative_config"] = options["speculative_config"] | {"speculative_model": str(wide[1])}
+        options["speculative_config"] = options["speculative_config"] | {
+            "speculative_model": str(wide[1])
+        }
     return options
 
 
@@ -77,14 +86,18 @@ def test_texts_are_those_of_triton(
     pytest.importorskip("flashinfer")
     options = options_of(setting, wide) | {"dtype": dtype}
     prompts = heldout_prompts(tokenizer, 8, 150)
-    cases = fixed_length_cases(tokenizer, [*prompts[:7], prompts[0][:100] + prompts[7]])  # a prefix hit
+    cases = fixed_length_cases(
+        tokenizer, [*prompts[:7], prompts[0][:100] + prompts[7]]
+    )  # a prefix hit
     found = {}
     for backend in ("TRITON", "FLASHINFER"):
         with LLM(str(wide[0]), attn_backend=backend, max_batch_size=3, **options) as llm:
             found[backend] = generate(llm, cases, 3)
             llm.check_integrity()
     ours = [record for record in caplog.records if record.name.startswith("tllm_spec")]
-    assert not [record for record in ours if record.levelno >= logging.WARNING], "FlashInfer runs all layers"
+    assert not [record for record in ours if record.levelno >= logging.WARNING], (
+        "FlashInfer runs all layers"
+    )
     for case, output, plain in zip(cases, found["FLASHINFER"], found["TRITON"], strict=True):
         assert_same(case, output, plain, lambda: oracle_of(wide[0]), TOLERANCE[dtype])
 
@@ -94,7 +107,8 @@ def test_texts_are_those_of_triton(
 def test_logits_are_as_near_to_float32_as_tritons(
     setting: str, tokenizer: Tokenizer, wide: tuple[Path, Path]
 ) -> None:
-    """Over all tokens of texts: how far the best five log probabilities are apart, beside what float32 says."""
+    """Over all tokens of texts: how far the best five log probabilities are apart, beside what
+    float32 says."""
     pytest.importorskip("flashinfer")
     cases = fixed_length_cases(tokenizer, heldout_prompts(tokenizer, 8, 150))
     cases = [replace(case, params=replace(case.params, logprobs=5)) for case in cases]
@@ -104,7 +118,8 @@ def test_logits_are_as_near_to_float32_as_tritons(
         with LLM(str(wide[0]), attn_backend=backend, max_batch_size=3, **options) as llm:
             outputs = generate(llm, cases, 3)
         found = [
-            errors_of(case, output, oracle_of(wide[0])) for case, output in zip(cases, outputs, strict=True)
+            errors_of(case, output, oracle_of(wide[0]))
+            for case, output in zip(cases, outputs, strict=True)
         ]
         errors[backend] = torch.cat(found).square().mean().sqrt().item()
     assert 0.01 < errors["TRITON"] < 0.06  # bfloat16 at 16 is good for 0.04 to 0.06

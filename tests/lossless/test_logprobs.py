@@ -34,7 +34,12 @@ ENGINES: dict[str, dict[str, Any]] = {
 def generate(llm: LLM, prompts: list[list[int]], batched: bool) -> list[RequestOutput]:
     all_params = [
         SamplingParams(
-            max_tokens=OUTPUT_LEN, ignore_eos=True, seed=5, logprobs=NUM_BEST, prompt_logprobs=NUM_BEST, **way
+            max_tokens=OUTPUT_LEN,
+            ignore_eos=True,
+            seed=5,
+            logprobs=NUM_BEST,
+            prompt_logprobs=NUM_BEST,
+            **way,
         )
         for way in WAYS
     ]
@@ -73,7 +78,9 @@ def test_log_probabilities_are_plain_decodings(
         assert [next(iter(entry)) for entry in ours.logprobs] == ours.token_ids
         assert (values(ours.logprobs) - values(theirs.logprobs)).abs().max() < 1e-4
         assert ours.prompt_logprobs[0] is None is theirs.prompt_logprobs[0]
-        assert (values(ours.prompt_logprobs[1:]) - values(theirs.prompt_logprobs[1:])).abs().max() < 1e-4
+        assert (
+            values(ours.prompt_logprobs[1:]) - values(theirs.prompt_logprobs[1:])
+        ).abs().max() < 1e-4
         assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-2)
 
 

@@ -1,4 +1,5 @@
-"""Plain decoding itself, against transformers' logits and a second reading of the sampling rules."""
+"""Plain decoding itself, against transformers' logits and a second reading of the sampling
+rules."""
 
 import math
 import warnings
@@ -23,7 +24,9 @@ def test_plain_decoding_chooses_at_every_position_what_the_rules_say(
         for place, (row, token) in enumerate(zip(logits, output, strict=True)):
             perturbed = perturbed_logits(row, case.params, case.prompt, output[:place])
             gap = float(perturbed.max() - perturbed[token])
-            assert gap < TOLERANCE, f"{case.name}: token {place}, {token}, is {gap:.1e} below the best"
+            assert gap < TOLERANCE, (
+                f"{case.name}: token {place}, {token}, is {gap:.1e} below the best"
+            )
             if gap:
                 warnings.warn(
                     f"{case.name}: token {place} is {gap:.1e} below the best", NearTie, stacklevel=1
@@ -57,14 +60,17 @@ def test_the_comparison_tolerates_a_difference_between_near_ties_only(
     with pytest.raises(AssertionError, match="99 tokens instead of 100"):
         assert_same(cases[1], with_tokens(tokens[:-1]), plain[1], oracle)
     other = [*tokens[:30], (tokens[30] + 1) % 2048, *tokens[31:]]
-    with pytest.raises(AssertionError, match=r"temperature: token 30 is \d+ instead of \d+, \S+ apart"):
+    with pytest.raises(
+        AssertionError, match=r"temperature: token 30 is \d+ instead of \d+, \S+ apart"
+    ):
         assert_same(cases[1], with_tokens(other), plain[1], oracle)
     with pytest.warns(NearTie, match="temperature: token 30"):
         assert_same(cases[1], with_tokens(other), plain[1], oracle, tolerance=1e9)
 
 
 def test_a_candidate_at_a_filter_s_edge_is_as_near_as_the_edge() -> None:
-    """Of tokens 0 to 3, the noise likes the last best. What a filter decides about it by a hair decides the text."""
+    """Of tokens 0 to 3, the noise likes the last best. What a filter decides about it by a hair
+    decides the text."""
     logits = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
     perturbed = logits + torch.tensor([0.0, 0.5, 0.0, 9.0])
 
@@ -78,7 +84,9 @@ def test_a_candidate_at_a_filter_s_edge_is_as_near_as_the_edge() -> None:
     assert distances(min_p=just_kept) == pytest.approx([0.1, 0.5, 2.0, 0.0])
     assert distances(min_p=math.exp(-1.0)) == pytest.approx([0.0, 0.5, 2.0, 2.0])
     assert distances(top_k=3) == pytest.approx([0.0, 0.5, 2.0, 1.0])
-    before = 1 / (1 + math.exp(1.0 - math.log(sum(map(math.exp, (4, 3, 2))))))  # the mass of the other three
+    before = 1 / (
+        1 + math.exp(1.0 - math.log(sum(map(math.exp, (4, 3, 2)))))
+    )  # the mass of the other three
     odds = math.log(before / (1 - before))
     for shift in (0.2, -0.2):
         top_p = 1 / (1 + math.exp(-(odds + shift)))
@@ -87,9 +95,16 @@ def test_a_candidate_at_a_filter_s_edge_is_as_near_as_the_edge() -> None:
         assert found[0] == pytest.approx(max(0.0, shift), abs=1e-9)
 
 
-def test_the_filters_keep_what_has_a_margin(cases: list[Case], oracle: Callable[[], Oracle]) -> None:
+def test_the_filters_keep_what_has_a_margin(
+    cases: list[Case], oracle: Callable[[], Oracle]
+) -> None:
     raw = oracle().logits(cases[0].prompt)[-1].double()
-    for filters in ({"min_p": 0.05}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.01, "top_k": 9, "top_p": 0.8}):
+    for filters in (
+        {"min_p": 0.05},
+        {"top_k": 7},
+        {"top_p": 0.9},
+        {"min_p": 0.01, "top_k": 9, "top_p": 0.8},
+    ):
         params = SamplingParams(temperature=1.0, seed=1, **filters)
         kept = perturbed_logits(raw, params, cases[0].prompt, []).isfinite()
         assert torch.equal(filter_margins(raw, params) >= 0, kept), filters

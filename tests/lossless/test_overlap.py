@@ -1,5 +1,5 @@
-"""What ends a request while its next round is in flight already: the text ends where plain decoding ends it, nothing of
-the round too many is seen, and every page comes back."""
+"""What ends a request while its next round is in flight already: the text ends where plain decoding
+ends it, nothing of the round too many is seen, and every page comes back."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +17,12 @@ from tllm_spec.executor.request import LlmRequest
 OUTPUT_LEN = 24
 PROMPTS = [[number + 1, 2, 3] for number in range(6)]
 DRAFT_LENS = (1, 2, 3, 5, 7)
-# A target that drafts for itself has all drafts accepted: rounds of K + 1 tokens, and every end lies inside one.
-ENGINES = [("plain", 0), *[(mode, length) for mode in ("itself", "eagle3") for length in DRAFT_LENS]]
+# A target that drafts for itself has all drafts accepted: rounds of K + 1 tokens, and every end
+# lies inside one.
+ENGINES = [
+    ("plain", 0),
+    *[(mode, length) for mode in ("itself", "eagle3") for length in DRAFT_LENS],
+]
 
 
 class Watched(Harness):
@@ -103,7 +107,8 @@ def test_a_length_limit_anywhere_in_a_run_ends_the_text_there(
     run_checked(engine)
     expected = [(text[:limit], "length") for text in texts for limit in limits]
     assert [(output_of(r), r.finish_reason) for r in requests] == expected
-    # Where every round adds one token the host knows the last round beforehand, and launches none behind it.
+    # Where every round adds one token the host knows the last round beforehand, and launches none
+    # behind it.
     assert (engine.num_too_many > 0) == (draft_len > 0)
 
 
@@ -132,7 +137,8 @@ def test_what_was_cancelled_in_flight_leaves_the_others_alone(
 def test_host_edits_make_the_loop_read_every_round_before_the_next(
     tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:
-    """A logits processor is given all tokens so far; once its request has ended, rounds overlap again."""
+    """A logits processor is given all tokens so far; once its request has ended, rounds overlap
+    again."""
     seen: list[int] = []
 
     def watch(tokens: list[int], logits: Any) -> Any:
@@ -148,7 +154,10 @@ def test_host_edits_make_the_loop_read_every_round_before_the_next(
         return launch(batch)
 
     harness.parts.runner.launch = launched  # type: ignore[method-assign] # the test looks on
-    requests = [harness.submit([1, 2, 3], max_tokens=8, logits_processor=watch), harness.submit([2, 2], 24)]
+    requests = [
+        harness.submit([1, 2, 3], max_tokens=8, logits_processor=watch),
+        harness.submit([2, 2], 24),
+    ]
     harness.run()
     assert set(depths) == {(True, 0), (False, 0), (False, 1)}
     assert [request.num_output_tokens for request in requests] == [8, 24]

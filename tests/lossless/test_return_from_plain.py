@@ -1,4 +1,5 @@
-"""Rounds without drafts leave the draft side where it would have been: acceptance is back at once after them."""
+"""Rounds without drafts leave the draft side where it would have been: acceptance is back at once
+after them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,9 @@ def watch(harness: Harness) -> dict[int, list[Seen]]:
         return launched
 
     def watched(launched: Any) -> list[LlmRequest]:
-        requests = [request for request in launched.batch.generation_requests if not request.is_finished]
+        requests = [
+            request for request in launched.batch.generation_requests if not request.is_finished
+        ]
         own = drafts.pop(id(launched))
         before = {request: request.num_tokens for request in requests}
         with_news = update(launched)
@@ -64,7 +67,8 @@ def watch(harness: Harness) -> dict[int, list[Seen]]:
 
 
 def submit(harness: Harness, prompts: list[list[int]], **lengths: Any) -> list[LlmRequest]:
-    """Every second one is sampled; a request's noise depends on its seed and on places in the text only."""
+    """Every second one is sampled; a request's noise depends on its seed and on places in the text
+    only."""
     return [
         harness.submit(prompt, 120, temperature=0.8 if number % 2 else None, seed=number, **lengths)
         for number, prompt in enumerate(prompts)
@@ -76,10 +80,15 @@ def drafted_rounds(seen: list[Seen], behind: int) -> list[Seen]:
 
 
 def rounds_after_a_pause(
-    tokenizer: Tokenizer, mode: str, num_plain: int, *, overlap: bool, num_requests: int = NUM_REQUESTS
+    tokenizer: Tokenizer,
+    mode: str,
+    num_plain: int,
+    *,
+    overlap: bool,
+    num_requests: int = NUM_REQUESTS,
 ) -> tuple[list[list[Seen]], list[list[Seen]], float]:
-    """The first drafted rounds after `num_plain` rounds without drafts, of each request; those of requests whose
-    prompts end there; and how many drafts a round accepted before the pause."""
+    """The first drafted rounds after `num_plain` rounds without drafts, of each request; those of
+    requests whose prompts end there; and how many drafts a round accepted before the pause."""
     prompts = heldout_prompts(tokenizer, num_requests, 60)
     options = engine(mode, DRAFT_LEN, overlap=overlap, **REACHES_0) | NO_REUSE
     paused = Harness("zoo:llama", **options)
@@ -101,29 +110,40 @@ def rounds_after_a_pause(
     fresh.parts.draft_len_for = lambda *_: DRAFT_LEN
     seen_fresh = watch(fresh)
     again = [
-        request.tokens[: rounds[0].num_tokens - 1] for request, rounds in zip(requests, after, strict=True)
+        request.tokens[: rounds[0].num_tokens - 1]
+        for request, rounds in zip(requests, after, strict=True)
     ]
-    twins = submit(fresh, again)
-    while min(len(seen_fresh.get(twin.request_id, [])) for twin in twins) < ROUNDS_AFTER + 2:
+    references = submit(fresh, again)
+    while (
+        min(len(seen_fresh.get(reference.request_id, [])) for reference in references)
+        < ROUNDS_AFTER + 2
+    ):
         assert fresh.round()
-    never_paused = [drafted_rounds(seen_fresh[twin.request_id], 0)[:ROUNDS_AFTER] for twin in twins]
+    never_paused = [
+        drafted_rounds(seen_fresh[reference.request_id], 0)[:ROUNDS_AFTER]
+        for reference in references
+    ]
     before = [each for request in requests for each in seen[request.request_id][1:6]]
     return after, never_paused, sum(each.num_accepted for each in before) / len(before)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_after_plain_rounds_acceptance_is_what_it_is_without_any(tokenizer: Tokenizer, mode: str) -> None:
-    """The rounds after the return draft the same tokens, and accept as many, as those of a request whose prompt ends
-    there."""
+def test_after_plain_rounds_acceptance_is_what_it_is_without_any(
+    tokenizer: Tokenizer, mode: str
+) -> None:
+    """The rounds after the return draft the same tokens, and accept as many, as those of a request
+    whose prompt ends there."""
     after, never_paused, level = rounds_after_a_pause(tokenizer, mode, PLAIN_ROUNDS, overlap=True)
     total, expected = (
         sum(each.num_accepted for run in runs for each in run) for runs in (after, never_paused)
     )
     print(
-        f"{mode}: {total} drafts accepted in {ROUNDS_AFTER} rounds after the return, {expected} without a pause"
+        f"{mode}: {total} drafts accepted in {ROUNDS_AFTER} rounds after the return, {expected} "
+        "without a pause"
     )
     assert after == never_paused
-    # The old level: that of the rounds before the pause, 8 requests and other places of the same texts.
+    # The old level: that of the rounds before the pause, 8 requests and other places of the same
+    # texts.
     assert total / (NUM_REQUESTS * ROUNDS_AFTER) >= 0.75 * level > 0.4
 
 
@@ -142,5 +162,7 @@ def test_after_plain_rounds_acceptance_is_what_it_is_without_any(tokenizer: Toke
 def test_however_long_a_pause_a_draft_that_puts_it_off_accepts_the_same_after_it(
     tokenizer: Tokenizer, mode: str, num_plain: int, overlap: bool
 ) -> None:
-    after, never_paused, _ = rounds_after_a_pause(tokenizer, mode, num_plain, overlap=overlap, num_requests=3)
+    after, never_paused, _ = rounds_after_a_pause(
+        tokenizer, mode, num_plain, overlap=overlap, num_requests=3
+    )
     assert after == never_paused

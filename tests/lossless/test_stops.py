@@ -1,5 +1,5 @@
-"""A stop ends the text where plain decoding ends it, at whatever place of an accepted run it comes, and also while the
-next round is in flight."""
+"""A stop ends the text where plain decoding ends it, at whatever place of an accepted run it comes,
+and also while the next round is in flight."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,13 +15,18 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.tokenizer import Tokenizer
 
-ENGINES = [("known", length) for length in (1, 2, 4, 6)] + [("itself", length) for length in (1, 3, 5, 7)]
+ENGINES = [("known", length) for length in (1, 2, 4, 6)] + [
+    ("itself", length) for length in (1, 3, 5, 7)
+]
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda engine: f"{engine[0]}-K{engine[1]}")
-def llm(request: pytest.FixtureRequest, known_texts: dict[tuple[int, ...], list[int]]) -> Iterator[LLM]:
-    """Every draft is right, beyond the stop too: rounds of 2 to 8 tokens lie differently across it. "known": drafts
-    from the host, without overlap; "itself": the target drafts for itself inside its forward, and rounds overlap."""
+def llm(
+    request: pytest.FixtureRequest, known_texts: dict[tuple[int, ...], list[int]]
+) -> Iterator[LLM]:
+    """Every draft is right, beyond the stop too: rounds of 2 to 8 tokens lie differently across it.
+    "known": drafts from the host, without overlap; "itself": the target drafts for itself inside
+    its forward, and rounds overlap."""
 
     def propose(request: LlmRequest) -> list[int]:
         text = known_texts[tuple(request.tokens[: request.prompt_len])]
@@ -42,7 +47,9 @@ def test_a_stop_inside_a_run_of_accepted_drafts_drops_the_rest_of_the_run(
     llm: LLM, cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
 ) -> None:
     window = llm.args.speculative_config.max_draft_len + 1
-    for case, output, expected in zip(cases[8:], generate(llm, cases[8:], 2), plain[8:], strict=True):
+    for case, output, expected in zip(
+        cases[8:], generate(llm, cases[8:], 2), plain[8:], strict=True
+    ):
         assert_same(case, output, expected, oracle)
         stats = output.speculative_decoding
         assert stats is not None and stats.num_drafted_tokens == stats.rounds * (window - 1)
@@ -62,7 +69,11 @@ def test_the_stop_itself_is_in_the_output_on_request_only(
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_inside_a_token_cuts_the_text_at_its_very_end_or_beginning(
-    plain_llm: LLM, tokenizer: Tokenizer, cases: list[Case], plain: list[RequestOutput], include: bool
+    plain_llm: LLM,
+    tokenizer: Tokenizer,
+    cases: list[Case],
+    plain: list[RequestOutput],
+    include: bool,
 ) -> None:
     case, text, stops = next(
         (case, request.outputs[0].text, stops)
@@ -76,8 +87,8 @@ def test_a_stop_inside_a_token_cuts_the_text_at_its_very_end_or_beginning(
 
 
 def insides(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
-    """Of different tokens, without their first and last character, where two or more are left. How many there are
-    depends on the prompts, which are this Python's own sources."""
+    """Of different tokens, without their first and last character, where two or more are left. How
+    many there are depends on the prompts, which are this Python's own sources."""
     inside = [tokenizer.decode([token])[1:-1] for token in token_ids]
     return [stop for stop in dict.fromkeys(inside) if len(stop) > 1]
 

@@ -1,4 +1,5 @@
-"""Requests that come and go in every round, from several threads, some of them cancelled: each gets its own text."""
+"""Requests that come and go in every round, from several threads, some of them cancelled: each gets
+its own text."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,7 +53,9 @@ def prompt(number: int) -> list[int]:
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> list[list[int]]:
     harness = Harness(tiny, disable_overlap_scheduler=True)
-    requests = [harness.submit(prompt(number), max_tokens=30, **sampling(number)) for number in range(60)]
+    requests = [
+        harness.submit(prompt(number), max_tokens=30, **sampling(number)) for number in range(60)
+    ]
     harness.run()
     return list(map(output_of, requests))
 
@@ -63,7 +66,9 @@ def test_one_joins_in_every_round_and_one_is_cancelled_in_every_third(
     harness, random = Harness(tiny, **BUSY, **engine), Random(3)
     requests: list[LlmRequest] = []
     for number in range(60):
-        requests.append(harness.submit(prompt(number), max_tokens=1 + number % 30, **sampling(number)))
+        requests.append(
+            harness.submit(prompt(number), max_tokens=1 + number % 30, **sampling(number))
+        )
         if number % 3 == 0:
             harness.queue.cancel(random.choice(requests).request_id)
         harness.round()
@@ -71,7 +76,9 @@ def test_one_joins_in_every_round_and_one_is_cancelled_in_every_third(
     harness.run()
     for request, text in zip(requests, expected, strict=True):
         assert output_of(request) == text[: request.num_output_tokens]
-        assert request.num_output_tokens == request.max_tokens or request.finish_reason == "cancelled"
+        assert (
+            request.num_output_tokens == request.max_tokens or request.finish_reason == "cancelled"
+        )
     reasons = [request.finish_reason for request in requests]
     assert reasons.count("cancelled") > 5 and reasons.count("length") > 30
     assert harness.parts.scheduler.num_preemptions and all_pages_are_back(harness.executor)
@@ -91,7 +98,9 @@ def test_threads_that_submit_stream_and_cancel_get_their_own_texts(
                 handle.abort()
         text, reason = handle.outputs[0].token_ids, handle.outputs[0].finish_reason
         assert streamed == text == expected[number][: len(text)]
-        assert (reason == "length" and len(text) == 30) or (reason == "cancelled" and number % 6 == 4)
+        assert (reason == "length" and len(text) == 30) or (
+            reason == "cancelled" and number % 6 == 4
+        )
 
     with LLM(tiny, skip_tokenizer_init=True, **BUSY, **engine) as llm:
         with ThreadPoolExecutor(12) as pool:

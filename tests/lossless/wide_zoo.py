@@ -1,5 +1,5 @@
-"""The zoo's models with heads twice as wide and half of that zeros: the same function, for kernels that have no heads
-of 32."""
+"""The zoo's models with heads twice as wide and half of that zeros: the same function, for kernels
+that have no heads of 32."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,9 @@ from tllm_spec.zoo.registry import resolve_model
 
 
 def write_wide(name: str, folder: Path) -> Path:
-    """The checkpoint `name` with head_dim 64. Dimension j of each half of q and k goes to 2j, where rotation has its
-    frequency (theta ** (-2j / 32) = theta ** (-2 (2j) / 64)); q takes on what the scale of the scores loses."""
+    """The checkpoint `name` with head_dim 64. Dimension j of each half of q and k goes to 2j, where
+    rotation has its frequency (theta ** (-2j / 32) = theta ** (-2 (2j) / 64)); q takes on what the
+    scale of the scores loses."""
     source = resolve_model(name)
     config = json.loads((source / "config.json").read_text())
     narrow, half = config["head_dim"], config["head_dim"] // 2
@@ -28,7 +29,9 @@ def write_wide(name: str, folder: Path) -> Path:
             tensors[key] = wide.flatten(1)
         else:
             heads = weight.view(-1, narrow, weight.shape[1]) * (2**0.5 if kind == "q" else 1)
-            wide = heads.new_zeros(len(heads), 2 * narrow, weight.shape[1]).index_copy_(1, place, heads)
+            wide = heads.new_zeros(len(heads), 2 * narrow, weight.shape[1]).index_copy_(
+                1, place, heads
+            )
             tensors[key] = wide.flatten(0, 1)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

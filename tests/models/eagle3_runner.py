@@ -1,4 +1,5 @@
-"""A loaded EAGLE-3 head run over (token, hidden state) pairs, and the target's states that it starts from."""
+"""A loaded EAGLE-3 head run over (token, hidden state) pairs, and the target's states that it
+starts from."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ class HeadRunner(PagedRunner):
         assert torch.equal(hidden, before), "the caller's hidden states were changed"
         counts = [len(row) for row in tokens.values()]
         logits = self.model.compute_logits(recurrent)
-        return dict(zip(rows, zip(logits.split(counts), recurrent.split(counts), strict=True), strict=True))
+        return dict(
+            zip(rows, zip(logits.split(counts), recurrent.split(counts), strict=True), strict=True)
+        )
 
 
 def captured_states(target: CausalLM, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:

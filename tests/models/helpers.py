@@ -1,4 +1,5 @@
-"""Tiny random checkpoints written by transformers; a model run over token lists with its own pool."""
+"""Tiny random checkpoints written by transformers; a model run over token lists with its own
+pool."""
 
 import random
 from pathlib import Path
@@ -19,8 +20,11 @@ MAX_POSITIONS = 64
 CPU = torch.device("cpu")
 
 
-def save_checkpoint(folder: Path, architecture: str, *, shard_size: str = "1GB", **config: Any) -> Any:
-    """A random model of `architecture` (`Llama`, `Qwen3`, …) in `folder`; returns transformers' own."""
+def save_checkpoint(
+    folder: Path, architecture: str, *, shard_size: str = "1GB", **config: Any
+) -> Any:
+    """A random model of `architecture` (`Llama`, `Qwen3`, …) in `folder`; returns transformers'
+    own."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -67,7 +71,11 @@ class PagedRunner:
         self.page_size = page_size
         geometry = model.config.attention_geometry(SINGLE_RANK)
         self.pool = KVPool(
-            geometry, num_pages=num_pages, page_size=page_size, dtype=model.dtype, device=model.device
+            geometry,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=model.dtype,
+            device=model.device,
         )
         self.backend = VanillaAttention(geometry, self.pool)
         self.free = random.Random(2).sample(range(num_pages), num_pages)
@@ -81,7 +89,8 @@ class PagedRunner:
         windows: dict[int, list[int]] | None = None,
         slack: int = 0,
     ) -> dict[int, torch.Tensor]:
-        """One forward over new tokens of each request: logits `[n, V]`. `slack` loosens the length bound."""
+        """One forward over new tokens of each request: logits `[n, V]`. `slack` loosens the length
+        bound."""
         contexts, windows = contexts or {}, windows or {}
         rows = contexts | windows
         metadata = self.metadata(contexts, windows, slack)

@@ -40,7 +40,9 @@ OLD: dict[str, Any] = {
     "vocab_size": 128256,
 }
 NEW = {
-    key: value for key, value in OLD.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")
+    key: value
+    for key, value in OLD.items()
+    if key not in ("rope_scaling", "rope_theta", "torch_dtype")
 } | {
     "dtype": "bfloat16",
     "rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0},
@@ -58,7 +60,11 @@ def test_both_spellings_of_transformers_mean_the_same(tmp_path: Path) -> None:
     assert old == new
     assert (old.rope.kind, old.rope.theta, old.rope.factor) == ("llama3", 500000.0, 8.0)
     assert old.rope.original_max_positions == 8192
-    assert (old.dtype, old.eos_token_ids, old.head_dim) == (torch.bfloat16, (128001, 128008, 128009), 128)
+    assert (old.dtype, old.eos_token_ids, old.head_dim) == (
+        torch.bfloat16,
+        (128001, 128008, 128009),
+        128,
+    )
 
 
 def test_the_oldest_spelling_of_a_rope_kind_is_taken(tmp_path: Path) -> None:
@@ -67,7 +73,9 @@ def test_the_oldest_spelling_of_a_rope_kind_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_a_missing_key_means_what_it_means_to_transformers(architecture: str, tmp_path: Path) -> None:
+def test_a_missing_key_means_what_it_means_to_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
     sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
     raw = sizes | {"architectures": [f"{architecture}ForCausalLM"], "num_attention_heads": 32}
     config = read(tmp_path, raw)

@@ -42,7 +42,8 @@ def target(tmp_path: Path) -> CausalLM:
 
 
 class Paper:
-    """The head as arXiv 2503.01840 describes it, on the checkpoint's own tensors, over a whole text without a cache."""
+    """The head as arXiv 2503.01840 describes it, on the checkpoint's own tensors, over a whole text
+    without a cache."""
 
     def __init__(self, folder: Path, target: CausalLM) -> None:
         self.tensors = load_file(folder / "model.safetensors")
@@ -77,7 +78,10 @@ class Paper:
                 x = torch.cat((x, self.norm("midlayer.hidden_norm", hidden)), -1)
             hidden = hidden + self.attention(f"{name}.self_attn", x)
             x = self.norm(f"{name}.post_attention_layernorm", hidden)
-            gate, up = self.linear(f"{name}.mlp.gate_proj", x), self.linear(f"{name}.mlp.up_proj", x)
+            gate, up = (
+                self.linear(f"{name}.mlp.gate_proj", x),
+                self.linear(f"{name}.mlp.up_proj", x),
+            )
             hidden = hidden + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
         normed = self.norm("norm", hidden)
         return F.linear(normed, self.output), normed if self.config["norm_output"] else hidden
@@ -95,11 +99,14 @@ class Paper:
         return self.linear(f"{name}.o_proj", torch.cat(outputs, -1))
 
     def rotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """RoPE as a product of complex numbers: dimension i is the real part, i + D/2 the imaginary."""
+        """RoPE as a product of complex numbers: dimension i is the real part, i + D/2 the
+        imaginary."""
         half = heads.shape[-1] // 2
         theta = self.config.get("rope_theta", 10000.0)
         factor = (self.config.get("rope_scaling") or {}).get("factor", 1.0)
-        angles = torch.outer(torch.arange(len(heads)) / factor, theta ** (-torch.arange(half) / half))
+        angles = torch.outer(
+            torch.arange(len(heads)) / factor, theta ** (-torch.arange(half) / half)
+        )
         pairs = torch.complex(heads[..., :half].contiguous(), heads[..., half:].contiguous())
         turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
         return torch.cat((turned.real, turned.imag), -1)
@@ -111,7 +118,8 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_drafts_like_the_paper(head: Eagle3Head, paper: Paper, captured: torch.Tensor) -> None:
-    """A prompt in two chunks, three recurrent steps beside another request's, then a verified window of 4."""
+    """A prompt in two chunks, three recurrent steps beside another request's, then a verified
+    window of 4."""
     fused = head.fuse(captured)
     assert_close(fused, paper.fuse(captured))
     runner = HeadRunner(head)
@@ -171,11 +179,17 @@ def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_k
         pools.append(runner.pool.data)
     every, some, none = states
     torch.testing.assert_close(some, every[[9, 4]])
-    assert none.shape == (0, 32) and torch.equal(pools[1], pools[0]) and torch.equal(pools[2], pools[0])
+    assert (
+        none.shape == (0, 32)
+        and torch.equal(pools[1], pools[0])
+        and torch.equal(pools[2], pools[0])
+    )
     assert pools[0][-1].count_nonzero() > 0
 
 
-def test_a_qwen3_target_with_its_own_head_size_is_drafted_for_like_any_other(tmp_path: Path) -> None:
+def test_a_qwen3_target_with_its_own_head_size_is_drafted_for_like_any_other(
+    tmp_path: Path,
+) -> None:
     save_checkpoint(tmp_path / "target", "Qwen3", head_dim=32, tie_word_embeddings=True)
     target = load(tmp_path / "target")
     folder = write_tiny_eagle3(
@@ -190,7 +204,9 @@ def test_a_qwen3_target_with_its_own_head_size_is_drafted_for_like_any_other(tmp
     )
     head = load_head(folder, target, num_captured=2)
     assert head.config.head_dim != head.config.hidden_size // head.config.num_heads
-    assert_drafts_like_the_paper(head, Paper(folder, target), captured_states(target, TOKENS, (0, 1)))
+    assert_drafts_like_the_paper(
+        head, Paper(folder, target), captured_states(target, TOKENS, (0, 1))
+    )
 
 
 def test_positions_may_go_beyond_the_length_that_the_head_was_trained_on(

@@ -1,4 +1,5 @@
-"""EAGLE-3 heads in every published form load the same, share what is the target's, and misfits are named."""
+"""EAGLE-3 heads in every published form load the same, share what is the target's, and misfits are
+named."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -133,7 +134,9 @@ def test_shared_weights_are_the_targets_own_memory_and_stay_as_they_are(
     assert head.borrowed.embed_tokens is target.get_submodule("model.embed_tokens")
     own = dict(head.named_parameters()).get("lm_head.weight")
     if options:
-        shared = "model.embed_tokens.weight" if "tie_word_embeddings" in options else "lm_head.weight"
+        shared = (
+            "model.embed_tokens.weight" if "tie_word_embeddings" in options else "lm_head.weight"
+        )
         assert own is None
         assert head.borrowed.lm_head.weight.data_ptr() == weights[shared].data_ptr()
     else:
@@ -141,7 +144,9 @@ def test_shared_weights_are_the_targets_own_memory_and_stay_as_they_are(
 
 
 def test_a_tied_head_ignores_a_stored_output_layer(target: CausalLM, tmp_path: Path) -> None:
-    folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=VOCAB_SIZE, tie_word_embeddings=True)
+    folder = write_tiny_eagle3(
+        tmp_path / "head", draft_vocab_size=VOCAB_SIZE, tie_word_embeddings=True
+    )
     head = load_head(folder, target)
     embedding = target.state_dict()["model.embed_tokens.weight"]
     states = torch.eye(32)
@@ -150,12 +155,27 @@ def test_a_tied_head_ignores_a_stored_output_layer(target: CausalLM, tmp_path: P
 
 
 CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "hidden_size": ({"hidden_size": 48}, "hidden_size of the EAGLE-3 head is 48, the target's is 32"),
-    "target_hidden_size": ({"target_hidden_size": 40}, "target_hidden_size of .* is 40, the target's is 32"),
-    "vocab_size": ({"vocab_size": 128}, "vocab_size of the EAGLE-3 head is 128, the target's is 64"),
+    "hidden_size": (
+        {"hidden_size": 48},
+        "hidden_size of the EAGLE-3 head is 48, the target's is 32",
+    ),
+    "target_hidden_size": (
+        {"target_hidden_size": 40},
+        "target_hidden_size of .* is 40, the target's is 32",
+    ),
+    "vocab_size": (
+        {"vocab_size": 128},
+        "vocab_size of the EAGLE-3 head is 128, the target's is 64",
+    ),
     "large draft vocabulary": ({"draft_vocab_size": 65}, "draft_vocab_size is 65; .*, which is 64"),
-    "no draft vocabulary": ({"draft_vocab_size": 0}, "draft_vocab_size is 0; it must be 1 to vocab_size"),
-    "tied reduced": ({"tie_word_embeddings": True}, "tie_word_embeddings is true and draft_vocab_size is 48"),
+    "no draft vocabulary": (
+        {"draft_vocab_size": 0},
+        "draft_vocab_size is 0; it must be 1 to vocab_size",
+    ),
+    "tied reduced": (
+        {"tie_word_embeddings": True},
+        "tie_word_embeddings is true and draft_vocab_size is 48",
+    ),
     "architecture": (
         {"architectures": ["Eagle3Speculator"]},
         r"\['Eagle3Speculator'\]; .*LlamaForCausalLMEagle3",
@@ -165,13 +185,23 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"eagle_config": {"use_aux_hidden_state": False}},
         "use_aux_hidden_state of the EAGLE-3 head is False; only True is served",
     ),
-    "norm_before_residual": ({"norm_before_residual": True}, "norm_before_residual .* is True; only False"),
+    "norm_before_residual": (
+        {"norm_before_residual": True},
+        "norm_before_residual .* is True; only False",
+    ),
     "layer ids": (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
-        "3 layers of the target are captured; the EAGLE-3 head reads 2 .eagle_aux_hidden_state_layer_ids",
+        "3 layers of the target are captured; the EAGLE-3 head reads 2 "
+        ".eagle_aux_hidden_state_layer_ids",
     ),
-    "number of states": ({"num_aux_hidden_states": 4}, "the EAGLE-3 head reads 4 .num_aux_hidden_states"),
-    "window": ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, "sliding_window .* is 8"),
+    "number of states": (
+        {"num_aux_hidden_states": 4},
+        "the EAGLE-3 head reads 4 .num_aux_hidden_states",
+    ),
+    "window": (
+        {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+        "sliding_window .* is 8",
+    ),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not served"),
     "no vocab_size": ({"vocab_size": None}, r"config\.json has no vocab_size"),
 }
@@ -219,7 +249,10 @@ CHECKPOINT_ERRORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
         lambda tensors: tensors.update({"model.layers.0.hidden_norm.weight": torch.ones(32)}),
         r"has layers\.0\.hidden_norm\.weight twice",
     ),
-    "d2t": (lambda tensors: tensors.pop("d2t"), "no d2t; draft_vocab_size 48 of vocab_size 64 needs one"),
+    "d2t": (
+        lambda tensors: tensors.pop("d2t"),
+        "no d2t; draft_vocab_size 48 of vocab_size 64 needs one",
+    ),
     "d2t too high": (
         lambda tensors: tensors["d2t"].index_fill_(0, torch.tensor(47), 17),
         "d2t of the EAGLE-3 head leads to the token 64; vocab_size is 64",
@@ -240,7 +273,9 @@ CHECKPOINT_ERRORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINT_ERRORS)
-def test_a_checkpoint_that_does_not_fit_is_named(name: str, target: CausalLM, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_named(
+    name: str, target: CausalLM, tmp_path: Path
+) -> None:
     folder = write_tiny_eagle3(tmp_path / "head")
     change, message = CHECKPOINT_ERRORS[name]
     rewrite(folder, change)
@@ -257,11 +292,15 @@ def test_an_output_layer_without_a_draft_vocabulary_is_refused_with_the_remedy(
         load_head(folder, target)
 
 
-def test_files_that_are_not_there_or_not_readable_are_named(target: CausalLM, tmp_path: Path) -> None:
+def test_files_that_are_not_there_or_not_readable_are_named(
+    target: CausalLM, tmp_path: Path
+) -> None:
     folder = write_tiny_eagle3(tmp_path / "head", file="pytorch_model.bin")
     file = folder / "pytorch_model.bin"
     torch.save({"model": {}}, file)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin must hold a dictionary of names to tensors"):
+    with pytest.raises(
+        ValueError, match=r"pytorch_model\.bin must hold a dictionary of names to tensors"
+    ):
         load_head(folder, target)
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is not a readable"):
@@ -284,7 +323,9 @@ class Planted:
         return Path.touch, (self.trace,)
 
 
-def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(target: CausalLM, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
+    target: CausalLM, tmp_path: Path
+) -> None:
     folder = write_tiny_eagle3(tmp_path / "head", file="pytorch_model.bin")
     trace = tmp_path / "trace"
     torch.save({"fc.weight": Planted(trace)}, folder / "pytorch_model.bin")
@@ -318,7 +359,11 @@ def test_a_published_config_is_read() -> None:
     }
     config = Eagle3Config.from_dict(raw)
     assert config.attention_geometry(Mapping()) == AttentionGeometry(1, 32, 8, 128, 128**-0.5)
-    assert (config.draft_vocab_size, config.target_hidden_size, config.rope.theta) == (32000, 4096, 10000.0)
+    assert (config.draft_vocab_size, config.target_hidden_size, config.rope.theta) == (
+        32000,
+        4096,
+        10000.0,
+    )
     assert config.capture_layers is None
     assert not (config.norm_output or config.fc_norm or config.bias)
 

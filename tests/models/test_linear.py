@@ -81,10 +81,10 @@ def test_a_float32_model_on_a_cpu_is_specialized_and_another_is_not(tmp_path: Pa
     assert all(norm.scaled_weight is None for norm in norms[1])
 
 
-@pytest.mark.parametrize("row_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @torch.inference_mode()
-def test_a_row_invariant_layer_asks_the_kernel_for_its_product(
-    row_invariant: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_batch_invariant_layer_asks_the_kernel_for_its_product(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
@@ -93,8 +93,8 @@ def test_a_row_invariant_layer_asks_the_kernel_for_its_product(
         asked.append(len(x))
         return F.linear(x, weight, bias)
 
-    monkeypatch.setattr(linear, "row_invariant_linear", spy)
-    placement = Placement(torch.float32, CPU, SINGLE_RANK, row_invariant)
+    monkeypatch.setattr(linear, "batch_invariant_linear", spy)
+    placement = Placement(torch.float32, CPU, SINGLE_RANK, batch_invariant)
     layer = ColumnLinear(192, {"part": 512}, bias=True, placement=placement)
     for parameter in layer.parameters():
         parameter.normal_()
@@ -103,4 +103,4 @@ def test_a_row_invariant_layer_asks_the_kernel_for_its_product(
         x = torch.randn(rows, 192)
         expected = F.linear(x, layer.weight, layer.bias)
         torch.testing.assert_close(layer.forward(x), expected, rtol=1e-4, atol=1e-4)
-    assert asked == ([1, 9] if row_invariant else [])
+    assert asked == ([1, 9] if batch_invariant else [])

@@ -30,7 +30,9 @@ def layer(in_features: int, out_features: int, **placed: Any) -> ColumnLinear:
 
 
 def sum_layer(in_features: int, out_features: int) -> RowLinear:
-    return RowLinear(in_features, out_features, bias=False, placement=Placement(BFLOAT16, CPU, SINGLE_RANK))
+    return RowLinear(
+        in_features, out_features, bias=False, placement=Placement(BFLOAT16, CPU, SINGLE_RANK)
+    )
 
 
 class FakeLt:
@@ -43,7 +45,9 @@ class FakeLt:
 class Tuned(list[tuple[list[Product], list[int]]]):
     """Products and numbers of rows of each call; stands in for `tune_missing`."""
 
-    def __call__(self, table: LinearTable, lt: FakeLt, products: list[Product], rows: Iterable[int]) -> int:
+    def __call__(
+        self, table: LinearTable, lt: FakeLt, products: list[Product], rows: Iterable[int]
+    ) -> int:
         self.append((products, list(rows)))
         missing = [
             key
@@ -67,13 +71,18 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tuned:
     return tuned
 
 
-def test_layers_of_all_models_are_grouped_by_shape_and_form_and_share_one_table(tuned: Tuned) -> None:
+def test_layers_of_all_models_are_grouped_by_shape_and_form_and_share_one_table(
+    tuned: Tuned,
+) -> None:
     model = nn.Sequential(layer(1024, 2048), layer(1024, 2048), layer(2048, 1024))
     head = nn.Sequential(layer(2048, 1024), sum_layer(2048, 1024))
     tune_linears([model, head], [32], CUDA)
     ((products, rows),) = tuned
     assert rows == [32]
-    groups = [(tuple(product.weights[0].shape), len(product.weights), product.adds) for product in products]
+    groups = [
+        (tuple(product.weights[0].shape), len(product.weights), product.adds)
+        for product in products
+    ]
     assert groups == [((2048, 1024), 2, False), ((1024, 2048), 2, False), ((1024, 2048), 1, True)]
     (table,) = {id(found.products) for part in (model, head) for found in part}
     assert table is not None and isinstance(head[0].products, TunedProducts)
@@ -129,7 +138,9 @@ def test_the_layers_of_a_stack_run_what_is_best_among_each_other_and_the_others_
     monkeypatch.setattr(linear_placing, "Search", Search)
 
     def start() -> tuple[FakeStack, Any]:
-        stack = FakeStack(*(nn.Sequential(layer(1024, 2048), sum_layer(2048, 1024)) for _ in range(2)))
+        stack = FakeStack(
+            *(nn.Sequential(layer(1024, 2048), sum_layer(2048, 1024)) for _ in range(2))
+        )
         head = nn.Sequential(layer(1024, 2048))
         tune_linears([stack.model, head], [32], CUDA, stack)
         assert len(tuned[-1][0]) == 2 and len(tuned[-1][0][0].weights) == 3
@@ -137,7 +148,9 @@ def test_the_layers_of_a_stack_run_what_is_best_among_each_other_and_the_others_
 
     stack, other = start()
     (products,) = {
-        id(found.products): found.products for found in stack.model.modules() if isinstance(found, Linear)
+        id(found.products): found.products
+        for found in stack.model.modules()
+        if isinstance(found, Linear)
     }.values()
     assert products.place == "1024x2048+2048x1024" and other.products.place == ""
     assert products.table is other.products.table and len(products.table.choices) == 4
@@ -147,7 +160,7 @@ def test_the_layers_of_a_stack_run_what_is_best_among_each_other_and_the_others_
 
 
 def test_layers_that_would_not_gain_are_left_alone(tuned: Tuned) -> None:
-    small, exact = layer(64, 64), layer(1024, 2048, row_invariant=True)
+    small, exact = layer(64, 64), layer(1024, 2048, batch_invariant=True)
     single = layer(1024, 2048, dtype=torch.float32)
     tune_linears([nn.Sequential(small, exact, single)], [32], CUDA)
     assert not tuned
@@ -168,10 +181,14 @@ def test_nothing_happens_on_a_cpu_nor_without_the_library(
 
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_a_layer_with_products_asks_them_for_every_form(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_products_asks_them_for_every_form(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[TunedProducts] = []
 
-    def spy(x: torch.Tensor, weight: torch.Tensor, products: TunedProducts, **forms: Any) -> torch.Tensor:
+    def spy(
+        x: torch.Tensor, weight: torch.Tensor, products: TunedProducts, **forms: Any
+    ) -> torch.Tensor:
         asked.append(products)
         output = torch.nn.functional.linear(x, weight, forms["bias"])
         return output if forms.get("add_to") is None else forms["add_to"].add_(output)

@@ -1,4 +1,5 @@
-"""Logits of every architecture and RoPE kind equal transformers, however tokens are cut into forwards."""
+"""Logits of every architecture and RoPE kind equal transformers, however tokens are cut into
+forwards."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "wide enough for packed weights": ("Llama", {"intermediate_size": 1024, "vocab_size": 1024}),
 }
 
-YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 ROPES: dict[str, dict[str, Any]] = {
     "theta": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -52,12 +58,16 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_prefill_chunks_single_tokens_and_windows_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_prefill_chunks_single_tokens_and_windows_equal_transformers(
+    name: str, tmp_path: Path
+) -> None:
     architecture, config = MODELS[name]
     expected = reference_logits(save_checkpoint(tmp_path, architecture, **config), TOKENS)
     runner = PagedRunner(load(tmp_path))
     assert_close(runner.step({0: TOKENS})[0], expected)
-    chunks = [runner.step({1: TOKENS[start:end]})[1] for start, end in ((0, 5), (5, 6), (6, 25), (25, 40))]
+    chunks = [
+        runner.step({1: TOKENS[start:end]})[1] for start, end in ((0, 5), (5, 6), (6, 25), (25, 40))
+    ]
     assert_close(torch.cat(chunks), expected)
     single = [runner.step(windows={2: [token]})[2] for token in TOKENS]
     assert_close(torch.cat(single), expected)
@@ -67,7 +77,9 @@ def test_prefill_chunks_single_tokens_and_windows_equal_transformers(name: str, 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_every_rope_kind_equals_transformers(name: str, tmp_path: Path) -> None:
-    expected = reference_logits(save_checkpoint(tmp_path, "Llama", rope_parameters=ROPES[name]), TOKENS)
+    expected = reference_logits(
+        save_checkpoint(tmp_path, "Llama", rope_parameters=ROPES[name]), TOKENS
+    )
     runner = PagedRunner(load(tmp_path))
     prefill = runner.step({0: TOKENS[:30]})[0]
     decode = [runner.step(windows={0: [token]})[0] for token in TOKENS[30:]]
@@ -75,7 +87,9 @@ def test_every_rope_kind_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_contexts_and_windows_share_a_batch_without_touching_each_other(window: int, tmp_path: Path) -> None:
+def test_contexts_and_windows_share_a_batch_without_touching_each_other(
+    window: int, tmp_path: Path
+) -> None:
     reference = save_checkpoint(tmp_path, "Qwen3", head_dim=32)
     runner = PagedRunner(load(tmp_path))
     texts = {request: random_tokens(40, seed=request) for request in range(5)}
@@ -114,7 +128,9 @@ def test_bfloat16_follows_transformers_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_gpu_computes_what_the_cpu_does(window: int, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Qwen3", head_dim=32)
-    runners = [PagedRunner(load(tmp_path, device=torch.device(device))) for device in ("cpu", "cuda")]
+    runners = [
+        PagedRunner(load(tmp_path, device=torch.device(device))) for device in ("cpu", "cuda")
+    ]
     steps = [
         ({0: TOKENS[:9], 1: TOKENS[:5]}, {}),
         ({1: TOKENS[5:30]}, {0: TOKENS[9 : 9 + window]}),

@@ -1,4 +1,5 @@
-"""Checkpoints of every form fill the parameters exactly, and a checkpoint that does not fit is named."""
+"""Checkpoints of every form fill the parameters exactly, and a checkpoint that does not fit is
+named."""
 
 import json
 from collections.abc import Callable
@@ -57,8 +58,13 @@ def test_weights_are_converted_to_the_asked_dtype(tmp_path: Path) -> None:
 
 def test_missing_and_surplus_tensors_are_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama")
-    rewrite(tmp_path, lambda tensors: tensors.update(other=tensors.pop("model.layers.0.mlp.up_proj.weight")))
-    with pytest.raises(ValueError, match=r"missing model\.layers\.0\.mlp\.up_proj\.weight; surplus other\."):
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update(other=tensors.pop("model.layers.0.mlp.up_proj.weight")),
+    )
+    with pytest.raises(
+        ValueError, match=r"missing model\.layers\.0\.mlp\.up_proj\.weight; surplus other\."
+    ):
         load(tmp_path)
     save_checkpoint(tmp_path, "Llama")
     rewrite(tmp_path, lambda tensors: tensors.update(other=torch.ones(1)))
@@ -120,7 +126,8 @@ def test_dummy_weights_need_only_the_config_and_are_the_same_each_time(tmp_path:
     assert first.state_dict()["model.layers.0.self_attn.qk_norm.weight"].eq(1).all()
     weights = first.state_dict()
     assert not torch.equal(
-        weights["model.layers.0.mlp.down_proj.weight"], weights["model.layers.1.mlp.down_proj.weight"]
+        weights["model.layers.0.mlp.down_proj.weight"],
+        weights["model.layers.1.mlp.down_proj.weight"],
     )
 
 
@@ -161,7 +168,9 @@ def test_tensor_parallel_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"tp_size is 2.*only tp_size 1"):
         load(tmp_path, mapping=Mapping(0, 2, 2))
     config = load(tmp_path).config
-    with pytest.raises(ValueError, match="num_key_value_heads is 2, which tp_size 4 does not divide"):
+    with pytest.raises(
+        ValueError, match="num_key_value_heads is 2, which tp_size 4 does not divide"
+    ):
         LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 4, 4)))
     with pytest.raises(ValueError, match="rank is 2; world_size 2"):
         Mapping(2, 2)

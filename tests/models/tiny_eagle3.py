@@ -36,10 +36,11 @@ def write_tiny_eagle3(
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
     **config: Any,
 ) -> Path:
-    """Fills `folder` with an untied head; equal arguments give equal weights, whatever the spelling and the file.
+    """Fills `folder` with an untied head; equal arguments give equal weights, whatever the spelling
+    and the file.
 
-    `config`: further keys of config.json. Like published heads it has `t2d` and an embedding, which no one needs.
-    """
+    `config`: further keys of config.json. Like published heads it has `t2d` and an embedding, which
+    no one needs."""
     sizes = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -92,9 +93,13 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def _shapes(sizes: dict[str, Any], num_captured: int, settings: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    sizes: dict[str, Any], num_captured: int, settings: dict[str, Any]
+) -> dict[str, tuple[int, ...]]:
     size, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    q_size, kv_size = (sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value"))
+    q_size, kv_size = (
+        sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value")
+    )
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (sizes["vocab_size"], size),
         "fc.weight": (size, num_captured * size),
@@ -131,7 +136,9 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     return noise * (2.0 if name == "lm_head.weight" else 1.0) * shape[-1] ** -0.5
 
 
-def _vocabulary(vocab_size: int, draft_vocab_size: int | None, generator: torch.Generator) -> Tensors:
+def _vocabulary(
+    vocab_size: int, draft_vocab_size: int | None, generator: torch.Generator
+) -> Tensors:
     """`d2t` holds target id - draft id of randomly chosen tokens; `t2d` marks them."""
     if draft_vocab_size is None:
         return {}

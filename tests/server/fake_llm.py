@@ -1,4 +1,5 @@
-"""An LLM without a model for the HTTP server: it answers every prompt with a known text, token by token."""
+"""An LLM without a model for the HTTP server: it answers every prompt with a known text, token by
+token."""
 
 import threading
 import time
@@ -24,7 +25,13 @@ STATE = {
         "generated_tokens": 11,
         "speculation": STATS.to_dict(),
         "by_draft_len": {
-            "2": {"rounds": 12, "request_rounds": 13, "emitted_tokens": 14, "seconds": 1.5, "timed_rounds": 9}
+            "2": {
+                "rounds": 12,
+                "request_rounds": 13,
+                "emitted_tokens": 14,
+                "seconds": 1.5,
+                "timed_rounds": 9,
+            }
         },
         "draft_len_changes": 15,
     },
@@ -40,7 +47,8 @@ def answer_text(index: int) -> str:
 
 
 class FakeLLM:
-    """`running` and `aborted` hold request ids. A slow prompt is answered only until it is aborted."""
+    """`running` and `aborted` hold request ids. A slow prompt is answered only until it is
+    aborted."""
 
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer("zoo:llama")
@@ -83,7 +91,9 @@ class FakeLLM:
     def _answer(self, handle: RequestHandle, params: SamplingParams, streaming: bool) -> None:
         def respond(index: int, tokens: list[int], **end: Any) -> None:
             logprobs = _logprobs(params, tokens)
-            handle.receive(Response(handle.request_id, tokens, index=index, logprobs=logprobs, **end))
+            handle.receive(
+                Response(handle.request_id, tokens, index=index, logprobs=logprobs, **end)
+            )
 
         if handle.prompt == FAILING_PROMPT:
             respond(0, [], finish_reason="error", error="the logits are not numbers")

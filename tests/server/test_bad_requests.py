@@ -1,4 +1,5 @@
-"""Bodies that cannot be served are answered with 400 in OpenAI's shape, by a sentence that names the field."""
+"""Bodies that cannot be served are answered with 400 in OpenAI's shape, by a sentence that names
+the field."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +16,12 @@ CHAT = [{"role": "user", "content": "hello"}]
 @pytest.mark.parametrize(
     ("path", "body", "param", "sentence"),
     [
-        ("/v1/completions", {"prompt": "a", "temprature": 1}, "temprature", "did you mean temperature"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "temprature": 1},
+            "temprature",
+            "did you mean temperature",
+        ),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "0 to"),
         (
             "/v1/completions",
@@ -25,8 +31,18 @@ CHAT = [{"role": "user", "content": "hello"}]
         ),
         ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not repeated"),
-        ("/v1/completions", {"prompt": "a", "speculation": {"x": 1}}, "speculation.x", "max_draft_len"),
-        ("/v1/completions", {"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "speculation": {"x": 1}},
+            "speculation.x",
+            "max_draft_len",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream_options": {}},
+            "stream_options",
+            "stream = true",
+        ),
         ("/v1/completions", {"prompt": [1, "a"]}, "prompt", "list of texts"),
         ("/v1/completions", {"prompt": [[]]}, None, "empty"),
         ("/v1/completions", {}, "prompt", "required"),
@@ -35,7 +51,12 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/completions", {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
         ("/v1/completions", {"prompt": "a", "stop": ["a"] * 65}, "stop", "at most 64 of 4096"),
         ("/v1/completions", {"prompt": "a", "stop": "a" * 4097}, "stop", "at most 64 of 4096"),
-        ("/v1/chat/completions", {"messages": CHAT, "bad": ["a"] * 65}, "bad", "at most 64 of 4096"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "bad": ["a"] * 65},
+            "bad",
+            "at most 64 of 4096",
+        ),
         (
             "/v1/completions",
             {"prompt": "a", "bad_token_ids": [5] * 1025},
@@ -48,13 +69,43 @@ CHAT = [{"role": "user", "content": "hello"}]
             "bad_token_ids",
             "1024 ids and 64 sequences",
         ),
-        ("/v1/completions", {"prompt": "a", "stop_token_ids": [5] * 1025}, "stop_token_ids", "at most 1024"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", "'-1' is no token id"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", "in it twice"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stop_token_ids": [5] * 1025},
+            "stop_token_ids",
+            "at most 1024",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": {"x": 1}},
+            "logit_bias",
+            "'x' is no token id",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": {"-1": 1}},
+            "logit_bias",
+            "'-1' is no token id",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": {"1": 1, "01": 2}},
+            "logit_bias",
+            "in it twice",
+        ),
         ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt", "a body may ask for 4096"),
-        ("/v1/completions", {"prompt": [[1]] * 33, "n": 128}, "prompt", "33 prompts with 128 choices"),
-        ("/v1/completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search", "no beam search"),
+        (
+            "/v1/completions",
+            {"prompt": [[1]] * 33, "n": 128},
+            "prompt",
+            "33 prompts with 128 choices",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "use_beam_search": True},
+            "use_beam_search",
+            "no beam search",
+        ),
         (
             "/v1/completions",
             {"prompt": "a", "length_penalty": 0.8},
@@ -83,11 +134,20 @@ CHAT = [{"role": "user", "content": "hello"}]
             "messages.0.content",
             "only text",
         ),
-        ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs = true"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "top_logprobs": 2},
+            "top_logprobs",
+            "logprobs = true",
+        ),
     ],
 )
 def test_a_bad_request_is_answered_with_400_in_openais_shape(
-    post: Callable[..., httpx.Response], path: str, body: dict[str, Any], param: str | None, sentence: str
+    post: Callable[..., httpx.Response],
+    path: str,
+    body: dict[str, Any],
+    param: str | None,
+    sentence: str,
 ) -> None:
     response = post(path, **body)
     assert response.status_code == 400
@@ -100,31 +160,44 @@ def test_a_bad_request_is_answered_with_400_in_openais_shape(
 
 
 def test_a_body_that_is_no_json_is_a_bad_request(url: str) -> None:
-    response = httpx.post(f"{url}/v1/completions", content="{", headers={"content-type": "application/json"})
+    response = httpx.post(
+        f"{url}/v1/completions", content="{", headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400
     assert "error" in response.json()
 
 
 def test_a_refusal_that_quotes_half_a_character_can_be_sent(url: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "a", "speculation": {"\ud800": 1}})
-    response = httpx.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    response = httpx.post(
+        f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400
     assert "speculation.? = 1 is not a known option" in response.json()["error"]["message"]
 
 
 def test_a_body_of_another_content_type_is_answered_with_what_is_wanted(url: str) -> None:
-    response = httpx.post(f"{url}/v1/completions", content=json.dumps({"model": MODEL, "prompt": "a"}))
+    response = httpx.post(
+        f"{url}/v1/completions", content=json.dumps({"model": MODEL, "prompt": "a"})
+    )
     assert response.status_code == 400
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("name", ["tokenize", "self", "conversations", "messages", "tokenizer_kwargs"])
+@pytest.mark.parametrize(
+    "name", ["tokenize", "self", "conversations", "messages", "tokenizer_kwargs"]
+)
 def test_what_rendering_a_chat_template_takes_itself_is_no_variable_of_it(
     post: Callable[..., httpx.Response], name: str
 ) -> None:
-    response = post("/v1/chat/completions", messages=CHAT, chat_template_kwargs={"word": 1, name: 1})
+    response = post(
+        "/v1/chat/completions", messages=CHAT, chat_template_kwargs={"word": 1, name: 1}
+    )
     assert response.status_code == 400
-    assert f"chat_template_kwargs = ['{name}'] are not variables" in response.json()["error"]["message"]
+    assert (
+        f"chat_template_kwargs = ['{name}'] are not variables"
+        in response.json()["error"]["message"]
+    )
 
 
 DEEPER = "{% macro deeper(x) %}{{ deeper(x) }}{% endmacro %}{{ deeper(word) }}"
@@ -134,7 +207,10 @@ DEEPER = "{% macro deeper(x) %}{{ deeper(x) }}{% endmacro %}{{ deeper(word) }}"
     "template", ["{{ word + 1 }}", "{{ 1 // (word | length) }}", "{{ word.a.b }}", DEEPER]
 )
 def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
-    post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, template: str
+    post: Callable[..., httpx.Response],
+    llm: FakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
 ) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     response = post("/v1/chat/completions", messages=CHAT, chat_template_kwargs={"word": ""})
@@ -152,5 +228,7 @@ def test_half_a_character_is_a_bad_request(url: str) -> None:
         ),
     ):
         body = f'{{"model": "{MODEL}", {prompt}}}'
-        response = httpx.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+        response = httpx.post(
+            f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"}
+        )
         assert (response.status_code, "surrogate" in response.text) == (400, True)

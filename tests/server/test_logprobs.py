@@ -1,4 +1,5 @@
-"""Tokens, offsets and log-probabilities of an answer: streamed as in the whole, and at home in its text."""
+"""Tokens, offsets and log-probabilities of an answer: streamed as in the whole, and at home in its
+text."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,9 +26,11 @@ def handle_of(tokenizer: Tokenizer, stops: list[str], num_best: int = 0) -> Requ
     return RequestHandle(1, None, [5], params, tokenizer, lambda: None)
 
 
-def responses(tokenizer: Tokenizer, token_ids: list[int], stops: list[str], run: int) -> list[Response]:
-    """As the executor gives them, `run` tokens at a time, up to the first stop string, whose last token comes with the
-    end."""
+def responses(
+    tokenizer: Tokenizer, token_ids: list[int], stops: list[str], run: int
+) -> list[Response]:
+    """As the executor gives them, `run` tokens at a time, up to the first stop string, whose last
+    token comes with the end."""
     checker = StopStringChecker(IncrementalDetokenizer(tokenizer), stops, include_stop=False)
     matches = map(checker.feed, token_ids)
     num_tokens, match = next(
@@ -36,7 +39,9 @@ def responses(tokenizer: Tokenizer, token_ids: list[int], stops: list[str], run:
     made = []
     for start in range(0, num_tokens, run):
         tokens = token_ids[start : min(start + run, num_tokens)]
-        made.append(Response(1, tokens, logprobs=[{token: Logprob(-token / 8)} for token in tokens]))
+        made.append(
+            Response(1, tokens, logprobs=[{token: Logprob(-token / 8)} for token in tokens])
+        )
     made[-1] = replace(made[-1], finish_reason="stop", stop_match=match)
     return made
 
@@ -67,12 +72,17 @@ def both_ways(
 
 
 def check_offsets(answer: Json) -> None:
-    """Every token that is whole characters stands where its offset says; a stop may cut the last one."""
+    """Every token that is whole characters stands where its offset says; a stop may cut the last
+    one."""
     text, offsets = answer["text"], answer["text_offset"]
     assert offsets == sorted(offsets) and all(offset <= len(text) for offset in offsets)
     for token, offset in zip(answer["tokens"], offsets, strict=True):
         rest = text[offset : offset + len(token)]
-        assert REPLACEMENT in token or rest == token or (offset == offsets[-1] and token.startswith(rest))
+        assert (
+            REPLACEMENT in token
+            or rest == token
+            or (offset == offsets[-1] and token.startswith(rest))
+        )
 
 
 @settings(max_examples=200, deadline=None)
@@ -112,7 +122,11 @@ def test_a_token_of_a_sentencepiece_tokenizer_has_its_space_where_the_text_has_i
 @pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
 def test_sentencepiece_tokens_join_to_the_text(kind: type[Answer]) -> None:
     whole, stream = both_ways(kind, sentencepiece_like(), [2, 1, 3, 2], [])
-    tokens = whole["tokens"] if kind is CompletionAnswer else [each["token"] for each in whole["content"]]
+    tokens = (
+        whole["tokens"]
+        if kind is CompletionAnswer
+        else [each["token"] for each in whole["content"]]
+    )
     assert tokens == ["the", " a", "ing", " the"]
     assert "".join(tokens) == whole["text"]
     assert stream == whole
@@ -125,7 +139,9 @@ def test_a_special_token_stands_between_its_neighbours_without_a_place_in_the_te
     assert whole["text_offset"] == stream["text_offset"] == [0, 1, 1]
 
 
-def best_of_one_token(kind: type[Answer], chosen: int, logprobs: dict[int, float], num_best: int) -> Json:
+def best_of_one_token(
+    kind: type[Answer], chosen: int, logprobs: dict[int, float], num_best: int
+) -> Json:
     """The answer to a request for the `num_best` most probable tokens."""
     handle = handle_of(sentencepiece_like(), [], num_best)
     at = {token: Logprob(value) for token, value in logprobs.items()}
@@ -135,7 +151,9 @@ def best_of_one_token(kind: type[Answer], chosen: int, logprobs: dict[int, float
     return logprobs_of
 
 
-@pytest.mark.parametrize(("num_best", "best"), [(0, {}), (1, {"the": -0.5}), (2, {"the": -0.5, "é": -1.0})])
+@pytest.mark.parametrize(
+    ("num_best", "best"), [(0, {}), (1, {"the": -0.5}), (2, {"the": -0.5, "é": -1.0})]
+)
 def test_the_best_tokens_of_a_completion_have_the_sampled_one_beside_them(
     num_best: int, best: dict[str, float]
 ) -> None:

@@ -34,7 +34,9 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 @pytest.mark.parametrize("path", ["/metrics", "/prometheus/metrics"])
 def test_every_figure_of_the_engine_is_under_its_name(client: TestClient, path: str) -> None:
     response = client.get(path)
-    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain; version=")
+    assert response.status_code == 200 and response.headers["content-type"].startswith(
+        "text/plain; version="
+    )
     assert samples(response.text) == {
         ("trtllm_num_requests_running",): 3,
         ("trtllm_num_requests_waiting",): 4,
@@ -82,7 +84,9 @@ def test_the_engine_is_asked_once_for_each_scrape_and_never_beforehand() -> None
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-def test_server_info_has_the_engines_state_and_the_served_name(client: TestClient, path: str) -> None:
+def test_server_info_has_the_engines_state_and_the_served_name(
+    client: TestClient, path: str
+) -> None:
     info = client.get(path).json()
     assert (info["served_model_name"], info["version"]) == ("fake", "9")
     assert info["internal_states"][0]["speculative_num_steps"] == 2

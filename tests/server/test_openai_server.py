@@ -1,4 +1,5 @@
-"""The HTTP server through the official `openai` client and plain HTTP, over an LLM with known answers."""
+"""The HTTP server through the official `openai` client and plain HTTP, over an LLM with known
+answers."""
 
 import asyncio
 import json
@@ -55,10 +56,15 @@ def test_a_completion_has_sixteen_tokens_by_default(client: openai.OpenAI) -> No
 @pytest.mark.parametrize(
     ("prompt", "num_prompts"), [("one", 1), (["one", "two"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)]
 )
-def test_prompts_are_taken_in_all_four_forms(client: openai.OpenAI, prompt: Any, num_prompts: int) -> None:
+def test_prompts_are_taken_in_all_four_forms(
+    client: openai.OpenAI, prompt: Any, num_prompts: int
+) -> None:
     answer = client.completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=FULL)
     assert [choice.index for choice in answer.choices] == list(range(2 * num_prompts))
-    assert [choice.text for choice in answer.choices] == [answer_text(0), answer_text(1)] * num_prompts
+    assert [choice.text for choice in answer.choices] == [
+        answer_text(0),
+        answer_text(1),
+    ] * num_prompts
 
 
 def test_token_ids_reach_the_llm_as_they_are(client: openai.OpenAI, llm: FakeLLM) -> None:
@@ -68,7 +74,9 @@ def test_token_ids_reach_the_llm_as_they_are(client: openai.OpenAI, llm: FakeLLM
 
 def test_a_streamed_completion_joins_to_the_whole_one(client: openai.OpenAI) -> None:
     texts, reasons = ["", ""], []
-    for chunk in client.completions.create(model=MODEL, prompt=["a"], n=2, stream=True, max_tokens=FULL):
+    for chunk in client.completions.create(
+        model=MODEL, prompt=["a"], n=2, stream=True, max_tokens=FULL
+    ):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             if choice.finish_reason:
@@ -91,7 +99,9 @@ def test_a_stream_ends_with_usage_only_when_asked(client: openai.OpenAI) -> None
     assert all(chunk.usage is None for chunk in plain)
 
 
-def test_a_stream_sends_whole_characters_and_one_ending_a_choice(post: Callable[..., httpx.Response]) -> None:
+def test_a_stream_sends_whole_characters_and_one_ending_a_choice(
+    post: Callable[..., httpx.Response],
+) -> None:
     *chunks, done = events_of(post("/v1/completions", prompt="a", stream=True, max_tokens=FULL))
     assert done == "[DONE]"
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
@@ -106,7 +116,9 @@ def test_a_stream_sends_whole_characters_and_one_ending_a_choice(post: Callable[
 
 def test_a_chat_answer_is_a_message_of_the_assistant(client: openai.OpenAI, llm: FakeLLM) -> None:
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
-    answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}])
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": parts}]
+    )
     message = answer.choices[0].message
     assert (message.role, message.content) == ("assistant", answer_text(0))
     assert llm.tokenizer.decode(llm.prompts[-1]) == "<|begin|><|user|>hello<|assistant|>"
@@ -117,18 +129,30 @@ def test_a_conversation_goes_on_with_the_clients_own_record_of_the_answer(
     client: openai.OpenAI, llm: FakeLLM
 ) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=CHAT)
-    messages: Any = [*CHAT, answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+    messages: Any = [
+        *CHAT,
+        answer.choices[0].message.model_dump(),
+        {"role": "user", "content": "more"},
+    ]
     client.chat.completions.create(model=MODEL, messages=messages)
     turns = f"<|user|>hello<|assistant|>{answer_text(0)}<|endoftext|><|user|>more<|assistant|>"
     assert turns in llm.tokenizer.decode(llm.prompts[-1])
 
 
 def test_message_fields_that_are_off_are_taken(post: Callable[..., httpx.Response]) -> None:
-    message = {"role": "assistant", "content": "a", "tool_calls": [], "annotations": [], "refusal": None}
+    message = {
+        "role": "assistant",
+        "content": "a",
+        "tool_calls": [],
+        "annotations": [],
+        "refusal": None,
+    }
     assert post("/v1/chat/completions", messages=[*CHAT, message]).status_code == 200
 
 
-def test_a_streamed_chat_joins_to_the_whole_one_and_names_its_role_once(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_joins_to_the_whole_one_and_names_its_role_once(
+    client: openai.OpenAI,
+) -> None:
     deltas = [
         chunk.choices[0].delta
         for chunk in client.chat.completions.create(model=MODEL, messages=CHAT, stream=True)
@@ -143,9 +167,16 @@ def test_completion_logprobs_have_tokens_offsets_and_the_best_alternatives(
 ) -> None:
     response = post("/v1/completions", prompt="a", logprobs=2, max_tokens=3, stream=stream)
     choices = (
-        [event["choices"][0] for event in events_of(response)[:-1]] if stream else response.json()["choices"]
+        [event["choices"][0] for event in events_of(response)[:-1]]
+        if stream
+        else response.json()["choices"]
     )
-    joined: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    joined: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
     for choice in choices:
         for name, values in joined.items():
             values += choice["logprobs"][name]
@@ -168,10 +199,14 @@ def test_chat_logprobs_have_as_many_alternatives_as_asked(
     }
     response = post("/v1/chat/completions", **body)
     choices = (
-        [event["choices"][0] for event in events_of(response)[:-1]] if stream else response.json()["choices"]
+        [event["choices"][0] for event in events_of(response)[:-1]]
+        if stream
+        else response.json()["choices"]
     )
     tokens = [token for choice in choices for token in choice["logprobs"]["content"]]
-    assert [bytes(token["bytes"]).decode() for token in tokens] == [token["token"] for token in tokens]
+    assert [bytes(token["bytes"]).decode() for token in tokens] == [
+        token["token"] for token in tokens
+    ]
     assert [len(token["top_logprobs"]) for token in tokens] == [1, 1]
     assert (
         "".join(token["token"] for token in tokens)
@@ -199,8 +234,18 @@ def test_sampling_options_and_extensions_reach_the_llm(
     }
     assert post("/v1/completions", prompt="a", **body, **ours).status_code == 200
     params = llm.sampling[-1]
-    assert (params.temperature, params.top_p, params.seed, params.stop_strings) == (0.5, 0.9, 7, ("x",))
-    assert (params.logit_bias, params.presence_penalty, params.top_k, params.min_p) == ({12: -3}, 1, 4, 0.1)
+    assert (params.temperature, params.top_p, params.seed, params.stop_strings) == (
+        0.5,
+        0.9,
+        7,
+        ("x",),
+    )
+    assert (params.logit_bias, params.presence_penalty, params.top_k, params.min_p) == (
+        {12: -3},
+        1,
+        4,
+        0.1,
+    )
     assert (params.ignore_eos, params.min_tokens, params.speculation.max_draft_len) == (True, 2, 2)
 
 
@@ -213,7 +258,9 @@ def test_an_absent_temperature_is_openais_one_not_greedy(
     assert llm.sampling[-1].is_greedy
 
 
-def test_options_that_are_off_are_taken_whether_served_or_not(post: Callable[..., httpx.Response]) -> None:
+def test_options_that_are_off_are_taken_whether_served_or_not(
+    post: Callable[..., httpx.Response],
+) -> None:
     off = {"response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": None}
     neutral = {"length_penalty": 1.0, "early_stopping": False, "top_p_min": 0, "priority": 0}
     for options in (off, neutral):
@@ -221,20 +268,51 @@ def test_options_that_are_off_are_taken_whether_served_or_not(post: Callable[...
 
 
 NULLABLE = (
-    *("frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed", "stop"),
+    *(
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "max_tokens",
+        "n",
+        "presence_penalty",
+        "seed",
+        "stop",
+    ),
     *("stream", "stream_options", "temperature", "top_p", "user"),
 )
 NULLABLE_IN_COMPLETIONS = ("best_of", "echo", "suffix", *NULLABLE)
 NULLABLE_IN_CHAT = (
-    *("audio", "function_call", "functions", "max_completion_tokens", "metadata", "modalities", "moderation"),
-    *("parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
+    *(
+        "audio",
+        "function_call",
+        "functions",
+        "max_completion_tokens",
+        "metadata",
+        "modalities",
+        "moderation",
+    ),
+    *(
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+    ),
     *("response_format", "safety_identifier", "service_tier", "store", "tool_choice", "tools"),
-    *("top_logprobs", "verbosity", "web_search_options", "add_generation_prompt", "chat_template_kwargs"),
+    *(
+        "top_logprobs",
+        "verbosity",
+        "web_search_options",
+        "add_generation_prompt",
+        "chat_template_kwargs",
+    ),
     *NULLABLE,
 )
 
 
-def test_null_is_the_default_of_every_option(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+def test_null_is_the_default_of_every_option(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
     for path, names, needed in (
         ("/v1/completions", NULLABLE_IN_COMPLETIONS, {"prompt": "a"}),
         ("/v1/chat/completions", NULLABLE_IN_CHAT, {"messages": CHAT}),
@@ -256,7 +334,11 @@ def test_each_chunk_has_the_usage_so_far_when_asked(post: Callable[..., httpx.Re
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_long_intake_holds_up_neither_answers_nor_short_prompts(
-    url: str, post: Callable[..., httpx.Response], llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, path: str
+    url: str,
+    post: Callable[..., httpx.Response],
+    llm: FakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
 ) -> None:
     begun, may_end, answers, text = threading.Event(), threading.Event(), [], "a" * (LONG_BODY + 1)
 
@@ -270,7 +352,9 @@ def test_a_long_intake_holds_up_neither_answers_nor_short_prompts(
     monkeypatch.setattr(llm.tokenizer, "apply_chat_template", slow)
     own = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     client = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{url}{path}", json={"model": MODEL} | own, timeout=60))
+        target=lambda: answers.append(
+            httpx.post(f"{url}{path}", json={"model": MODEL} | own, timeout=60)
+        )
     )
     client.start()
     assert begun.wait(30)
@@ -334,7 +418,9 @@ def test_a_stream_that_fails_ends_with_an_error_event(client: openai.OpenAI) -> 
 def test_a_client_that_stops_waiting_aborts_its_request(url: str, llm: FakeLLM) -> None:
     request_id = len(llm.prompts)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": SLOW_PROMPT}, timeout=0.1)
+        httpx.post(
+            f"{url}/v1/completions", json={"model": MODEL, "prompt": SLOW_PROMPT}, timeout=0.1
+        )
     wait_for(lambda: request_id in llm.aborted and request_id not in llm.running)
 
 
@@ -350,7 +436,9 @@ def test_a_client_that_leaves_a_stream_aborts_its_request(url: str, llm: FakeLLM
 def test_leaving_the_updates_between_two_of_them_aborts_all_requests() -> None:
     async def leave() -> set[int]:
         llm = FakeLLM()
-        handles = [llm.generate_async(SLOW_PROMPT, SamplingParams(), streaming=True) for _ in range(3)]
+        handles = [
+            llm.generate_async(SLOW_PROMPT, SamplingParams(), streaming=True) for _ in range(3)
+        ]
         async with aclosing(updates(handles)) as outputs:
             await anext(outputs)
         return llm.aborted

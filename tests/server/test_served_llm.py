@@ -1,4 +1,5 @@
-"""`tllm-serve` as a process of its own, with the real engine: it answers as `LLM` does in this process."""
+"""`tllm-serve` as a process of its own, with the real engine: it answers as `LLM` does in this
+process."""
 
 import re
 import signal
@@ -26,7 +27,8 @@ OPTIONS = {
         "max_draft_len": 3,
         "speculative_model": "zoo:llama-draft",
         "load_format": "dummy",
-        # Three drafts are given up unless nearly all are accepted, and tried again at once: a switch every 3 rounds.
+        # Three drafts are given up unless nearly all are accepted, and tried again at once: a
+        # switch every 3 rounds.
         "adaptive": {
             "strategy": "ema",
             "warmup_batches": 0,
@@ -92,7 +94,9 @@ def test_several_streams_of_samples_at_once_keep_apart(client: openai.OpenAI, ll
     prompts = ["import os", "class A:", "return x"]
     results = llm.generate(prompts, SamplingParams(**SAMPLED, n=2), use_tqdm=False)
     texts = [""] * 6
-    for chunk in client.completions.create(model=MODEL, prompt=prompts, **SAMPLED, n=2, stream=True):
+    for chunk in client.completions.create(
+        model=MODEL, prompt=prompts, **SAMPLED, n=2, stream=True
+    ):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [output.text for result in results for output in result.outputs]
@@ -100,7 +104,10 @@ def test_several_streams_of_samples_at_once_keep_apart(client: openai.OpenAI, ll
 
 def test_an_answer_tells_what_speculation_did(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_completion_tokens=20, temperature=0
+        model=MODEL,
+        messages=[{"role": "user", "content": "hello"}],
+        max_completion_tokens=20,
+        temperature=0,
     )
     figures: Any = answer.choices[0].model_extra["speculative_decoding"]
     assert answer.usage.completion_tokens <= 20
@@ -111,7 +118,9 @@ def test_an_answer_tells_what_speculation_did(client: openai.OpenAI) -> None:
 def test_logprobs_of_a_stop_string_end_with_the_text(client: openai.OpenAI) -> None:
     full = client.completions.create(model=MODEL, prompt="a", **SAMPLED).choices[0].text
     stop = full[len(full) // 2 :][:3]
-    choice = client.completions.create(model=MODEL, prompt="a", **SAMPLED, stop=stop, logprobs=1).choices[0]
+    choice = client.completions.create(
+        model=MODEL, prompt="a", **SAMPLED, stop=stop, logprobs=1
+    ).choices[0]
     assert choice.text == full[: full.index(stop)]
     assert (choice.finish_reason, choice.model_extra["stop_reason"]) == ("stop", stop)
     assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
@@ -132,23 +141,32 @@ def test_streamed_logprobs_are_those_of_the_whole_answer_up_to_a_stop_string(
     middle = len(full.logprobs.tokens) // 2
     stop = "".join(full.logprobs.tokens[middle : middle + 4])
     whole = client.completions.create(**request, stop=stop).choices[0]
-    streamed = [chunk.choices[0] for chunk in client.completions.create(**request, stop=stop, stream=True)]
+    streamed = [
+        chunk.choices[0] for chunk in client.completions.create(**request, stop=stop, stream=True)
+    ]
     assert whole.model_extra["stop_reason"] == stop
     assert [token for each in streamed for token in each.logprobs.tokens] == whole.logprobs.tokens
     logprobs = [logprob for each in streamed for logprob in each.logprobs.token_logprobs]
     assert logprobs == pytest.approx(whole.logprobs.token_logprobs, abs=1e-4)
 
 
-def test_a_prompt_that_is_too_long_is_refused_and_the_server_goes_on(client: openai.OpenAI, url: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_and_the_server_goes_on(
+    client: openai.OpenAI, url: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match="at most"):
         client.completions.create(model=MODEL, prompt=[5] * 100_000)
     assert httpx.get(f"{url}/health").status_code == 200
-    assert client.completions.create(model=MODEL, prompt="a", max_tokens=2).usage.completion_tokens == 2
+    assert (
+        client.completions.create(model=MODEL, prompt="a", max_tokens=2).usage.completion_tokens
+        == 2
+    )
 
 
 def test_server_info_and_metrics_tell_what_was_served(client: openai.OpenAI, url: str) -> None:
     before = httpx.get(f"{url}/server_info").json()["internal_states"][0]
-    client.completions.create(model=MODEL, prompt="def f(", max_tokens=60, extra_body={"ignore_eos": True})
+    client.completions.create(
+        model=MODEL, prompt="def f(", max_tokens=60, extra_body={"ignore_eos": True}
+    )
     info = httpx.get(f"{url}/get_server_info").json()
     state = info["internal_states"][0]
     assert (info["served_model_name"], info["max_batch_size"]) == (MODEL, 4)

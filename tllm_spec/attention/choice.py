@@ -1,4 +1,5 @@
-"""Which attention backend runs: what `attn_backend` means for a device and a dtype, and what is said about it."""
+"""Which attention backend runs: what `attn_backend` means for a device and a dtype, and what is
+said about it."""
 
 import logging
 from importlib import import_module
@@ -22,13 +23,16 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
-    """What `attn_backend` = `name` means here. Raises ValueError for a FLASHINFER that cannot be had."""
+    """What `attn_backend` = `name` means here. Raises ValueError for a FLASHINFER that cannot be
+    had."""
     if name == "auto" and device.type != "cuda":
         name = "VANILLA"
     elif name in ("auto", "FLASHINFER"):
         reason = _why_no_flashinfer(device, dtype)
         if reason is not None and name == "FLASHINFER":
-            raise ValueError(f"attn_backend = 'FLASHINFER': {reason}; use 'auto', 'TRITON' or 'VANILLA'")
+            raise ValueError(
+                f"attn_backend = 'FLASHINFER': {reason}; use 'auto', 'TRITON' or 'VANILLA'"
+            )
         name = "FLASHINFER" if reason is None else "TRITON"
         if reason is not None:
             logger.warning("attention: TRITON; prefill is slower than with FLASHINFER: %s", reason)
@@ -40,7 +44,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[
 def create_backend(
     kind: type[AttentionBackend], geometry: AttentionGeometry, pool: KVPool
 ) -> AttentionBackend:
-    """The backend of one pool; TRITON with a warning where FlashInfer has no kernels for its heads."""
+    """The backend of one pool; TRITON with a warning where FlashInfer has no kernels for its
+    heads."""
     if kind is not FlashInferAttention:
         return kind(geometry, pool)
     dtype = str(pool.data.dtype).removeprefix("torch.")
@@ -63,9 +68,7 @@ def _why_no_flashinfer(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"it needs a CUDA device, and device is {device.type!r}"
     if dtype not in DTYPES:
-        return (
-            f"it has bfloat16 and float16 kernels, and the model runs in {str(dtype).removeprefix('torch.')}"
-        )
+        return f"it has bfloat16 and float16 kernels, and the model runs in {str(dtype).removeprefix('torch.')}"
     try:
         import_module("flashinfer")
     except (ImportError, RuntimeError, OSError) as error:

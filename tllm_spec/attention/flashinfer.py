@@ -1,8 +1,9 @@
-"""FLASHINFER: context chunks through FlashInfer's paged prefill, generation windows as TRITON runs them.
+"""FLASHINFER: context chunks through FlashInfer's paged prefill, generation windows as TRITON runs
+them.
 
-A forward without chunks is TRITON's, so CUDA graphs hold the same kernels. Contexts are planned once per forward from
-lengths on the host; page numbers stay on the device. On Hopper a plan in place serves CUDA graphs of contexts.
-"""
+A forward without chunks is TRITON's, so CUDA graphs hold the same kernels. Contexts are planned
+once per forward from lengths on the host; page numbers stay on the device. On Hopper a plan in
+place serves CUDA graphs of contexts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Prefill(Protocol):
-    """`PagedPrefill`, or its twin in tests."""
+    """`PagedPrefill`, or its reference in tests."""
 
     def plan(self, rows: PrefillRows) -> Any: ...
     def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None: ...
@@ -36,7 +37,7 @@ class Prefill(Protocol):
 
 
 class InPlace(Protocol):
-    """`PrefillInPlace`, or its twin in tests."""
+    """`PrefillInPlace`, or its reference in tests."""
 
     def plan(self, rows: PrefillRows) -> Any: ...
 
@@ -66,9 +67,12 @@ class FlashInferContexts(ContextPlans):
 
 
 class FlashInferAttention(TritonAttention):
-    """Raises what `PagedPrefill` raises where its kernels cannot be had. `prefill`: in their place."""
+    """Raises what `PagedPrefill` raises where its kernels cannot be had. `prefill`: in their
+    place."""
 
-    def __init__(self, geometry: AttentionGeometry, pool: KVPool, prefill: Prefill | None = None) -> None:
+    def __init__(
+        self, geometry: AttentionGeometry, pool: KVPool, prefill: Prefill | None = None
+    ) -> None:
         super().__init__(geometry, pool)
         self._prefill = prefill or PagedPrefill(self._layers[0], geometry.num_heads, geometry.scale)
 
@@ -84,10 +88,15 @@ class FlashInferAttention(TritonAttention):
         if not metadata.context_lens:
             return super().plan(metadata)
         rows = PrefillRows.build(
-            metadata.context_lens, metadata.context_kv_lens, metadata.block_tables, self.pool.page_size
+            metadata.context_lens,
+            metadata.context_kv_lens,
+            metadata.block_tables,
+            self.pool.page_size,
         )
         windows = self._plan_windows(metadata)
-        return FlashInferPlan(metadata.kv_slots, (), None, windows, rows.num_rows, self._prefill.plan(rows))
+        return FlashInferPlan(
+            metadata.kv_slots, (), None, windows, rows.num_rows, self._prefill.plan(rows)
+        )
 
     def run(
         self,
@@ -101,7 +110,11 @@ class FlashInferAttention(TritonAttention):
             return super().run(layer, qkv, rotary, plan, norm)
         num_rows = plan.num_rows
         rotary_write(
-            qkv[:num_rows], rotary.first(num_rows), plan.kv_slots[:num_rows], self._layers[layer], norm
+            qkv[:num_rows],
+            rotary.first(num_rows),
+            plan.kv_slots[:num_rows],
+            self._layers[layer],
+            norm,
         )
         q, _ = self.split(qkv)
         output = q.new_empty(q.shape)

@@ -1,4 +1,5 @@
-"""What a model asks of attention. Models know only this file; backends implement it; the engine fills it in.
+"""What a model asks of attention. Models know only this file; backends implement it; the engine
+fills it in.
 
 Nothing here knows requests, the scheduler or sampling: rows, pages and lengths are all there is.
 """
@@ -21,12 +22,12 @@ from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 
 @dataclass
 class AttentionMetadata:
-    """The rows of one forward: first C context chunks one after another, then B generation windows of
-    `window` tokens each; T rows in all.
+    """The rows of one forward: first C context chunks one after another, then B generation windows
+    of `window` tokens each; T rows in all.
 
-    A request's rows are its last ones, up to `kv_lens`. Lengths of generation requests live on the device;
-    the host has only the bound `max_kv_len`. A row of `block_tables` may be padded with any valid page.
-    """
+    A request's rows are its last ones, up to `kv_lens`. Lengths of generation requests live on the
+    device; the host has only the bound `max_kv_len`. A row of `block_tables` may be padded with any
+    valid page."""
 
     context_lens: tuple[int, ...]
     """[C] query tokens of each chunk, host."""
@@ -53,22 +54,25 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What a backend prepares once per forward for all layers; each adds its own. Alone it serves `write`."""
+    """What a backend prepares once per forward for all layers; each adds its own. Alone it serves
+    `write`."""
 
     kv_slots: torch.Tensor
     """[T] int64, as in the metadata."""
 
 
 class ContextPlans(Protocol):
-    """Plans of context chunks in memory that stays where it is, so that a CUDA graph can hold their forward."""
+    """Plans of context chunks in memory that stays where it is, so that a CUDA graph can hold their
+    forward."""
 
     def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
-        """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows. kv_lens: as
-        `context_kv_lens`. pages: int32, on the device, those of the first chunk's request that its length reaches,
-        then those of the second's."""
+        """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows.
+        kv_lens: as `context_kv_lens`. pages: int32, on the device, those of the first chunk's
+        request that its length reaches, then those of the second's."""
 
     def for_graph(self, kv_slots: torch.Tensor) -> AttentionPlan:
-        """What a forward of so many rows captures; `kv_slots` `[T]` holds the slots of a replay's rows."""
+        """What a forward of so many rows captures; `kv_slots` `[T]` holds the slots of a replay's
+        rows."""
 
 
 class AttentionBackend(ABC):
@@ -87,7 +91,8 @@ class AttentionBackend(ABC):
         return 0
 
     def context_plans(self, limits: PrefillLimits) -> ContextPlans | None:
-        """For CUDA graphs of context chunks; None where a plan of chunks depends on lengths on the host."""
+        """For CUDA graphs of context chunks; None where a plan of chunks depends on lengths on the
+        host."""
         return None
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +114,8 @@ class AttentionBackend(ABC):
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
     ) -> torch.Tensor:
-        """Norm and rotate the rows' q and k, write their K and V into the pool, then attend causally to all that
-        their requests have there.
+        """Norm and rotate the rows' q and k, write their K and V into the pool, then attend
+        causally to all that their requests have there.
 
         Args:
             layer: index into the pool's layers.
@@ -131,8 +136,8 @@ class AttentionBackend(ABC):
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
     ) -> None:
-        """What `run` does before anything is attended to, with the same arguments: for rows whose results nobody
-        wants."""
+        """What `run` does before anything is attended to, with the same arguments: for rows whose
+        results nobody wants."""
         rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm)
 
 

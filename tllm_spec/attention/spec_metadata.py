@@ -1,7 +1,8 @@
-"""Hidden states of the target that a draft head reads: which layers, and the buffer they are copied into.
+"""Hidden states of the target that a draft head reads: which layers, and the buffer they are copied
+into.
 
-It does not know drafting; the engine hands it to the target's forward, and the drafter reads the buffer afterwards.
-"""
+It does not know drafting; the engine hands it to the target's forward, and the drafter reads the
+buffer afterwards."""
 
 import torch
 
@@ -9,21 +10,24 @@ from tllm_spec.kernels.row_copies import copy_rows
 
 
 def default_capture_layers(num_layers: int) -> tuple[int, ...]:
-    """The low, middle and high layer whose outputs an EAGLE-3 head reads unless it is told otherwise.
+    """The low, middle and high layer whose outputs an EAGLE-3 head reads unless it is told
+    otherwise.
 
     Raises ValueError for a model that is too shallow to have three different ones.
     """
     layers = (1, num_layers // 2 - 1, num_layers - 4)
     if num_layers < 7:
         raise ValueError(
-            f"a model of {num_layers} layers is too shallow for the default capture layers, which need 7; "
+            f"a model of {num_layers} layers is too shallow for the default capture layers, which "
+            "need 7; "
             "set eagle3_layers_to_capture"
         )
     return layers
 
 
 class SpecMetadata:
-    """`layers`: ids of the layers whose outputs (residual included) are captured, in the order of the head's input."""
+    """`layers`: ids of the layers whose outputs (residual included) are captured, in the order of
+    the head's input."""
 
     def __init__(
         self,
@@ -34,12 +38,17 @@ class SpecMetadata:
         device: torch.device,
     ) -> None:
         self.layers = layers
-        self._buffer = torch.zeros((max_num_tokens, len(layers) * hidden_size), dtype=dtype, device=device)
-        self._columns = dict[int, torch.Tensor]()  # of the layers, so many rows as the forward before had
+        self._buffer = torch.zeros(
+            (max_num_tokens, len(layers) * hidden_size), dtype=dtype, device=device
+        )
+        self._columns = dict[
+            int, torch.Tensor
+        ]()  # of the layers, so many rows as the forward before had
         self._num_rows = -1
 
     def maybe_capture_hidden_states(self, layer_id: int, hidden: torch.Tensor) -> None:
-        """Called after every layer with its output, `[T, H]`, residual included; it is kept for the wanted layers."""
+        """Called after every layer with its output, `[T, H]`, residual included; it is kept for the
+        wanted layers."""
         if layer_id not in self.layers:
             return
         if hidden.shape[0] != self._num_rows:

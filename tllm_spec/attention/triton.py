@@ -1,10 +1,11 @@
 """TRITON: generation windows through a kernel that takes lengths and block tables from the device.
 
-Nothing of a pure-generation plan depends on true lengths, so a forward over it can be captured in a CUDA graph and
-replayed. Context chunks run as VANILLA runs them. Where there is no Triton the kernels' plain-torch twins run.
+Nothing of a pure-generation plan depends on true lengths, so a forward over it can be captured in a
+CUDA graph and replayed. Context chunks run as VANILLA runs them. Where there is no Triton the
+kernels' plain-torch references run.
 
-A capture needs one run of the same shape before it: kernels are compiled when they are first launched.
-"""
+A capture needs one run of the same shape before it: kernels are compiled when they are first
+launched."""
 
 from dataclasses import dataclass, replace
 
@@ -66,7 +67,9 @@ class TritonAttention(VanillaAttention):
         windows = plan.windows
         if windows is None or windows.first:
             first = len(qkv) if windows is None else windows.first
-            rotary_write(qkv[:first], rotary.first(first), plan.kv_slots[:first], self._layers[layer], norm)
+            rotary_write(
+                qkv[:first], rotary.first(first), plan.kv_slots[:first], self._layers[layer], norm
+            )
         q, kv = self.split(qkv)
         outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
         if windows is not None:
@@ -87,7 +90,12 @@ class TritonAttention(VanillaAttention):
         return WindowPlan(first, batch, metadata.window, places)
 
     def _run_windows(
-        self, layer: int, qkv: torch.Tensor, rotary: Rotary, plan: WindowPlan, norm: HeadWeights | None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        plan: WindowPlan,
+        norm: HeadWeights | None,
     ) -> torch.Tensor:
         output = window_attention(
             qkv[plan.first :].view(plan.batch, plan.window, *qkv.shape[1:]),

@@ -1,9 +1,10 @@
-"""VANILLA: paged attention in plain torch, on any device. The CPU's default and the oracle of all kernels.
+"""VANILLA: paged attention in plain torch, on any device. The CPU's default and the oracle of all
+kernels.
 
-Generation windows cost three ops a layer: one index_copy_ writes K and V of all rows, one index_select
-gathers K and V of all requests, and one scaled_dot_product_attention runs with the query heads of a group
-folded into the query axis, so that K and V need no repeating. Context chunks run one after another.
-"""
+Generation windows cost three ops a layer: one index_copy_ writes K and V of all rows, one
+index_select gathers K and V of all requests, and one scaled_dot_product_attention runs with the
+query heads of a group folded into the query axis, so that K and V need no repeating. Context chunks
+run one after another."""
 
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """One context chunk of n rows. Without `kv_rows` nothing is cached and the chunk attends to itself."""
+    """One context chunk of n rows. Without `kv_rows` nothing is cached and the chunk attends to
+    itself."""
 
     rows: slice
     kv_rows: torch.Tensor | None = None
@@ -59,9 +61,9 @@ class VanillaPlan(AttentionPlan):
 
 
 class VanillaAttention(AttentionBackend):
-    """A request's result depends on its own tokens only: what lies beyond its length is replaced, not just
-    masked, since those pages may be another request's, whose values may be NaN, and zero times NaN is NaN.
-    """
+    """A request's result depends on its own tokens only: what lies beyond its length is replaced,
+    not just masked, since those pages may be another request's, whose values may be NaN, and zero
+    times NaN is NaN."""
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
@@ -117,7 +119,9 @@ class VanillaAttention(AttentionBackend):
         cached = gathered.view(2, batch, length, heads, head_dim).transpose(2, 3)
         queries = kv_lens + torch.arange(-window, 0, device=device)
         mask = self._additive_mask(keys > queries[:, :, None])[:, None, :, None]
-        mask = mask.expand(batch, 1, window, group, length).reshape(batch, 1, window * group, length)
+        mask = mask.expand(batch, 1, window, group, length).reshape(
+            batch, 1, window * group, length
+        )
         q_shape = (batch, window, heads, group, head_dim)
         return GenerationPlan(first, q_shape, kv_rows, gathered, cached[0], cached[1], mask)
 
@@ -134,7 +138,9 @@ class VanillaAttention(AttentionBackend):
     def _additive_mask(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(hidden, dtype=self.pool.data.dtype).masked_fill_(hidden, -torch.inf)
 
-    def _run_context(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
+    def _run_context(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: ContextPlan
+    ) -> torch.Tensor:
         q = q[plan.rows].transpose(0, 1)[None]
         if plan.kv_rows is None:
             kv = kv[plan.rows].transpose(0, 1)

@@ -1,17 +1,17 @@
-"""What the adaptive draft length would have done with recorded rounds: `tllm-bench adaptive-replay`.
+"""What the adaptive draft length would have done with recorded rounds: `tllm-bench
+adaptive-replay`.
 
 A trace is JSON lines, one a round, in order:
 
     {"batch_size": 4, "num_accepted": [3, 0, 1, 2], "num_steps": 3, "seconds": 0.0051}
 
-`num_accepted`: accepted drafts of each request that was drafted for. `num_steps`: the draft length that was verified;
-without it, the round counts as one of the length that the controller asked for. `seconds`: the round's time, if it
-is known. `sampled`: true where not all requests were greedy.
-The trace is what happened, so decisions do not change what comes after them.
+`num_accepted`: accepted drafts of each request that was drafted for. `num_steps`: the draft length
+that was verified; without it, the round counts as one of the length that the controller asked for.
+`seconds`: the round's time, if it is known. `sampled`: true where not all requests were greedy. The
+trace is what happened, so decisions do not change what comes after them.
 
-A file of LLM arguments gives the controller that an engine with these arguments has, limits included; one of the
-`adaptive` keys alone gives that policy without any limit.
-"""
+A file of LLM arguments gives the controller that an engine with these arguments has, limits
+included; one of the `adaptive` keys alone gives that policy without any limit."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,8 @@ class TraceRound(ConfigModel):
         number, most = len(self.num_accepted), max(self.num_accepted, default=0)
         if number > self.batch_size:
             raise ValueError(
-                f"num_accepted has {number} numbers, and batch_size = {self.batch_size} requests ran"
+                f"num_accepted has {number} numbers, and batch_size = {self.batch_size} requests "
+                "ran"
             )
         if self.num_steps is not None and most > self.num_steps:
             raise ValueError(
@@ -69,8 +70,9 @@ def read_controller(
     initial_steps: int | None = None,
     round_times: MeasuredRoundTimes | None = None,
 ) -> AdaptiveController:
-    """From a YAML or JSON file of LLM arguments, or of the adaptive keys. Raises ValueError for a file that says
-    nothing about adaptive draft lengths, and for a draft length to begin with that they do not have."""
+    """From a YAML or JSON file of LLM arguments, or of the adaptive keys. Raises ValueError for a
+    file that says nothing about adaptive draft lengths, and for a draft length to begin with that
+    they do not have."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -95,7 +97,9 @@ def read_controller(
         initial_steps=initial_steps,
         round_times=round_times,
         max_num_tokens=args.max_num_tokens,
-        max_batch_size=min(args.max_batch_size, args.max_num_tokens),  # an engine has no more slots than rows
+        max_batch_size=min(
+            args.max_batch_size, args.max_num_tokens
+        ),  # an engine has no more slots than rows
     )
 
 
@@ -107,14 +111,19 @@ def _is_llm_arguments(tree: object) -> bool:
 def _llm_args(tree: dict[Any, Any], path: Path) -> tuple[LlmArgs, AdaptiveConfig]:
     """Checked as an engine checks them, and their `adaptive`. No model is looked at."""
     if wrong := [key for key in tree if not isinstance(key, str)]:
-        raise ValueError(f"{path} has the key {wrong[0]!r} among LLM arguments; names of options are needed")
+        raise ValueError(
+            f"{path} has the key {wrong[0]!r} among LLM arguments; names of options are needed"
+        )
     args = LlmArgs(**{"model": "of no importance", **tree})
     spec = args.speculative_config
     if spec is None:
-        raise ValueError(f"{path}: speculative_config = None: nothing to replay, as no round has drafts")
+        raise ValueError(
+            f"{path}: speculative_config = None: nothing to replay, as no round has drafts"
+        )
     if spec.adaptive is None:
         raise ValueError(
-            f"{path}: speculative_config.adaptive = None: nothing to replay, as every round has max_draft_len = "
+            f"{path}: speculative_config.adaptive = None: nothing to replay, as every round has "
+            "max_draft_len = "
             f"{spec.max_draft_len} drafts or what the limits leave of them"
         )
     return args, spec.adaptive
@@ -123,7 +132,9 @@ def _llm_args(tree: dict[Any, Any], path: Path) -> tuple[LlmArgs, AdaptiveConfig
 def _check_initial_steps(steps: int | None, config: AdaptiveConfig) -> None:
     if steps is not None and steps not in config.draft_lens:
         ladder = ", ".join(map(str, config.draft_lens))
-        raise ValueError(f"initial_steps = {steps} is in no ladder of candidate_steps; accepted: {ladder}")
+        raise ValueError(
+            f"initial_steps = {steps} is in no ladder of candidate_steps; accepted: {ladder}"
+        )
 
 
 def read_round_times(path: Path) -> MeasuredRoundTimes:

@@ -1,9 +1,10 @@
-"""The throughput equation against the engine: a few round times predict speedups, and runs measure them.
+"""The throughput equation against the engine: a few round times predict speedups, and runs measure
+them.
 
-Drafts are accepted by chance, with the same probability at each position, so that texts mean nothing and the acceptance
-is known. Three numbers are measured beforehand, all from real rounds: a plain round, what the longest window adds to it
-(drafts that cost nothing), and what each draft adds to that.
-"""
+Drafts are accepted by chance, with the same probability at each position, so that texts mean
+nothing and the acceptance is known. Three numbers are measured beforehand, all from real rounds: a
+plain round, what the longest window adds to it (drafts that cost nothing), and what each draft adds
+to that."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,8 @@ class RoundSeconds:
     draft_len: int
 
     def model(self, draft_len: int) -> BreakEven:
-        """The equation's times: a draft costs the same anywhere, a window in proportion to its drafts."""
+        """The equation's times: a draft costs the same anywhere, a window in proportion to its
+        drafts."""
         draft_time = (self.drafted - self.free) / self.draft_len
         window = self.plain + (self.free - self.plain) * draft_len / self.draft_len
         return BreakEven(draft_time, window, self.plain)
@@ -101,7 +103,8 @@ class _TimedRun:
     def seconds_of(self, draft_len: int) -> float:
         if draft_len not in self.round_seconds:
             raise ValueError(
-                f"no round of a run had {draft_len} drafts: --output_len is too small, or the drafter found none"
+                f"no round of a run had {draft_len} drafts: --output_len is too small, or the "
+                "drafter found none"
             )
         return self.round_seconds[draft_len]
 
@@ -115,7 +118,8 @@ class BreakEvenRuns:
         """Raises ValueError for arguments without speculation."""
         if not arguments.get("speculative_config"):
             raise ValueError(
-                "speculative_config is missing: break-even needs the options of a drafter (--config x.yaml)"
+                "speculative_config is missing: break-even needs the options of a drafter "
+                "(--config x.yaml)"
             )
         self._make_llm, self._arguments, self._workload = make_llm, dict(arguments), workload
 
@@ -162,7 +166,9 @@ class BreakEvenRuns:
 
     def _in_turn(self, *llms: "LLM") -> list[list[_TimedRun]]:
         """Each engine's runs; a first one, which warms up, does not count."""
-        rounds = [[self._run(llm, number) for llm in llms] for number in range(1 + self._workload.repeat)]
+        rounds = [
+            [self._run(llm, number) for llm in llms] for number in range(1 + self._workload.repeat)
+        ]
         return [list(runs) for runs in zip(*rounds[1:], strict=True)]
 
     def _run(self, llm: "LLM", number: int) -> _TimedRun:
@@ -172,7 +178,9 @@ class BreakEvenRuns:
             LengthDistribution(length, 0) for length in (workload.input_len, workload.output_len)
         )
         vocab_size = llm.model_config.vocab_size
-        requests = list(synthetic_requests(workload.batch_size, inputs, outputs, vocab_size, seed=number))
+        requests = list(
+            synthetic_requests(workload.batch_size, inputs, outputs, vocab_size, seed=number)
+        )
         sampling = [
             replace(params, seed=number * workload.batch_size + index)
             for index, params in enumerate(sampling_for(requests))
@@ -180,5 +188,7 @@ class BreakEvenRuns:
         before = llm.server_info()
         run = run_requests(llm, requests, sampling)
         rows = difference(before, llm.server_info())
-        seconds = {key: row["seconds"] / row["timed_rounds"] for key, row in rows.items() if row["seconds"]}
+        seconds = {
+            key: row["seconds"] / row["timed_rounds"] for key, row in rows.items() if row["seconds"]
+        }
         return _TimedRun(run.output_tokens_per_s, total_stats(run.outputs), seconds)

@@ -1,8 +1,9 @@
-"""Runs the same requests through several engines in turn and sets their texts and speeds side by side.
+"""Runs the same requests through several engines in turn and sets their texts and speeds side by
+side.
 
-All engines stay alive, and each round visits all of them, every second round backwards, so that a slow minute
-of the machine meets every configuration. Knows nothing of files or of how the table is printed.
-"""
+All engines stay alive, and each round visits all of them, every second round backwards, so that a
+slow minute of the machine meets every configuration. Knows nothing of files or of how the table is
+printed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a text is not the first configuration's; None stands for the end of a text."""
+    """The first place where a text is not the first configuration's; None stands for the end of a
+    text."""
 
     name: str
     task_id: int
@@ -58,7 +60,8 @@ def run_in_turn(
     warmup: int,
     concurrency: int,
 ) -> None:
-    """Fills every contestant's `runs` with `repeat` runs, after `warmup` rounds that do not count."""
+    """Fills every contestant's `runs` with `repeat` runs, after `warmup` rounds that do not
+    count."""
     for number in range(warmup + repeat):
         for contestant in contestants[:: -1 if number % 2 else 1]:
             run = run_requests(contestant.llm, requests, sampling, concurrency)
@@ -66,8 +69,11 @@ def run_in_turn(
                 contestant.runs.append(run)
 
 
-def differences(contestants: Sequence[Contestant], requests: Sequence[BenchRequest]) -> list[Difference]:
-    """Where a run's text of a request is not that of the first configuration's first run; one entry each."""
+def differences(
+    contestants: Sequence[Contestant], requests: Sequence[BenchRequest]
+) -> list[Difference]:
+    """Where a run's text of a request is not that of the first configuration's first run; one entry
+    each."""
     expected = [token_ids(output) for output in contestants[0].runs[0].outputs]
     found: dict[tuple[str, int], Difference] = {}
     for contestant in contestants:
@@ -83,14 +89,17 @@ def token_ids(output: RequestOutput) -> list[int]:
     return [token for sample in output.outputs for token in sample.token_ids]
 
 
-def first_difference(expected: list[int], found: list[int]) -> tuple[int, int | None, int | None] | None:
+def first_difference(
+    expected: list[int], found: list[int]
+) -> tuple[int, int | None, int | None] | None:
     """(position, expected token, found token), or None for equal texts."""
     pairs = enumerate(zip_longest(expected, found))
     return next(((position, *pair) for position, pair in pairs if pair[0] != pair[1]), None)
 
 
 def comparison(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
-    """One row each: median, lowest and highest speed over the runs; speedup is the ratio of the medians."""
+    """One row each: median, lowest and highest speed over the runs; speedup is the ratio of the
+    medians."""
     baseline = median(contestants[0].output_tokens_per_s)
     rows = []
     for contestant in contestants:

@@ -1,8 +1,7 @@
 """The benchmark's data set: JSON lines in TensorRT-LLM's form, read and written.
 
-One request a line: {"task_id": 0, "input_ids": [..] or "prompt": "..", "output_tokens": 128}; `input_ids`
-wins over `prompt`. Knows nothing of engines or tokenizers.
-"""
+One request a line: {"task_id": 0, "input_ids": [..] or "prompt": "..", "output_tokens": 128};
+`input_ids` wins over `prompt`. Knows nothing of engines or tokenizers."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -24,11 +23,15 @@ class BenchRequest:
 
 def read_dataset(path: Path, num_requests: int = 0) -> list[BenchRequest]:
     """The first `num_requests` requests (0 = all); a ValueError names the file and the line."""
-    numbered = [(number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip()]
+    numbered = [
+        (number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip()
+    ]
     if not numbered:
         raise ValueError(f"{path} holds no request: one JSON object a line is expected")
     if num_requests > len(numbered):
-        raise ValueError(f"{path} holds {len(numbered)} requests, but num_requests is {num_requests}")
+        raise ValueError(
+            f"{path} holds {len(numbered)} requests, but num_requests is {num_requests}"
+        )
     chosen = numbered[: num_requests or None]
     return [parse_request(line, f"{path}, line {number}") for number, line in chosen]
 
@@ -50,12 +53,16 @@ def parse_request(line: str, where: str) -> BenchRequest:
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: a JSON object is expected, not {line.strip()[:40]!r}")
     if unknown := sorted(entry.keys() - KEYS):
-        raise ValueError(f"{where}: {', '.join(unknown)} not served; the keys are {', '.join(sorted(KEYS))}")
+        raise ValueError(
+            f"{where}: {', '.join(unknown)} not served; the keys are {', '.join(sorted(KEYS))}"
+        )
     task_id, output_tokens = entry.get("task_id"), entry.get("output_tokens")
     if not is_count(task_id):
         raise ValueError(f"{where}: task_id is {task_id!r}, an integer of 0 or more is expected")
     if not is_count(output_tokens) or not output_tokens:
-        raise ValueError(f"{where}: output_tokens is {output_tokens!r}, an integer above 0 is expected")
+        raise ValueError(
+            f"{where}: output_tokens is {output_tokens!r}, an integer above 0 is expected"
+        )
     return BenchRequest(task_id, parse_prompt(entry, where), output_tokens)
 
 
@@ -76,5 +83,9 @@ def is_count(value: object) -> TypeGuard[int]:
 def write_dataset(requests: Iterable[BenchRequest], file: IO[str]) -> None:
     for request in requests:
         key = "prompt" if isinstance(request.prompt, str) else "input_ids"
-        entry = {"task_id": request.task_id, key: request.prompt, "output_tokens": request.output_tokens}
+        entry = {
+            "task_id": request.task_id,
+            key: request.prompt,
+            "output_tokens": request.output_tokens,
+        }
         file.write(json.dumps(entry) + "\n")

@@ -15,9 +15,10 @@ def may_vary(config: DecodingBaseConfig | None) -> bool:
 
 
 def draft_lens_section(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """From two answers of `LLM.server_info`. A switch is a decision of the controller; a change, a round with another
-    draft length than the one before it: probes and limits make changes that are no switches. Shares of time leave out
-    rounds with prompts in them."""
+    """From two answers of `LLM.server_info`. A switch is a decision of the controller; a change, a
+    round with another
+    draft length than the one before it: probes and limits make changes that are no switches. Shares
+    of time leave out rounds with prompts in them."""
     old, new = _state(before), _state(after)
     rows = difference(before, after)
     rounds = sum(row["rounds"] for row in rows.values())
@@ -38,10 +39,13 @@ def draft_lens_section(before: Mapping[str, Any], after: Mapping[str, Any]) -> d
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The totals of the rounds between two answers of `LLM.server_info`, by draft length, where there were any."""
+    """The totals of the rounds between two answers of `LLM.server_info`, by draft length, where
+    there were any."""
     old, new = (_state(each)["totals"]["by_draft_len"] for each in (before, after))
     rows = {
-        int(draft_len): {key: value - old.get(draft_len, {}).get(key, 0) for key, value in row.items()}
+        int(draft_len): {
+            key: value - old.get(draft_len, {}).get(key, 0) for key, value in row.items()
+        }
         for draft_len, row in new.items()
     }
     return {draft_len: rows[draft_len] for draft_len in sorted(rows) if rows[draft_len]["rounds"]}

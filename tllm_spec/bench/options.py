@@ -1,4 +1,5 @@
-"""The options that the benchmark commands share, turned into an engine's arguments, requests and sampling.
+"""The options that the benchmark commands share, turned into an engine's arguments, requests and
+sampling.
 
 The names are trtllm-bench's. An option that is None was not given.
 """
@@ -30,17 +31,21 @@ class EngineOptions:
     )  # further options, named as LLM's arguments are
 
     def sharing_memory(self, num_engines: int) -> "EngineOptions":
-        """For several engines on one device: each takes its part of the cache memory that one would take."""
+        """For several engines on one device: each takes its part of the cache memory that one would
+        take."""
         if self.kv_cache_free_gpu_mem_fraction is not None:
             return self
         one = KvCacheConfig().free_gpu_memory_fraction
         return replace(self, kv_cache_free_gpu_mem_fraction=one / num_engines)
 
     def arguments(self, yaml_path: Path | None) -> dict[str, Any]:
-        """Keyword arguments of `LLM` beside the model: where an option and the file both speak, the file wins."""
+        """Keyword arguments of `LLM` beside the model: where an option and the file both speak, the
+        file wins."""
         file = read_yaml(yaml_path) if yaml_path else {}
         if "model" in file:
-            raise ValueError(f"model = {file['model']!r} in {yaml_path}: the command line names the model")
+            raise ValueError(
+                f"model = {file['model']!r} in {yaml_path}: the command line names the model"
+            )
         flags = {
             "max_batch_size": self.max_batch_size,
             "max_num_tokens": self.max_num_tokens,
@@ -75,7 +80,8 @@ class WorkloadOptions:
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[WorkloadOptions, EngineOptions]:
-    """The two groups out of one command's options; what has no field in them is an argument of `LLM`."""
+    """The two groups out of one command's options; what has no field in them is an argument of
+    `LLM`."""
     workload = {each.name: options[each.name] for each in fields(WorkloadOptions)}
     names = {each.name for each in fields(EngineOptions)}
     engine = {name: value for name, value in options.items() if name in names}

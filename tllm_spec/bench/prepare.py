@@ -26,7 +26,11 @@ class LengthDistribution:
 
 
 def synthetic_requests(
-    num_requests: int, inputs: LengthDistribution, outputs: LengthDistribution, vocab_size: int, seed: int
+    num_requests: int,
+    inputs: LengthDistribution,
+    outputs: LengthDistribution,
+    vocab_size: int,
+    seed: int,
 ) -> Iterator[BenchRequest]:
     """Requests of uniformly random token ids; the same seed gives the same requests."""
     generator = random.Random(seed)
@@ -36,18 +40,28 @@ def synthetic_requests(
 
 
 def text_requests(
-    files: Sequence[Path], encode: Encode, num_requests: int, input_len: int, output_len: int, seed: int
+    files: Sequence[Path],
+    encode: Encode,
+    num_requests: int,
+    input_len: int,
+    output_len: int,
+    seed: int,
 ) -> Iterator[BenchRequest]:
-    """Prompts of exactly `input_len` tokens that begin at random lines, spread evenly over the files.
+    """Prompts of exactly `input_len` tokens that begin at random lines, spread evenly over the
+    files.
 
     Files shorter than a prompt are passed over. Raises ValueError when that leaves none.
     """
     generator = random.Random(seed)
     shuffled = generator.sample(files, len(files))
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in shuffled)
-    long_enough = list(islice((text for text in texts if len(encode(text)) >= input_len), num_requests))
+    long_enough = list(
+        islice((text for text in texts if len(encode(text)) >= input_len), num_requests)
+    )
     if not long_enough:
-        raise ValueError(f"none of the {len(files)} files has {input_len} tokens: lower --input_len")
+        raise ValueError(
+            f"none of the {len(files)} files has {input_len} tokens: lower --input_len"
+        )
     for task_id in range(num_requests):
         text = long_enough[task_id % len(long_enough)]
         yield BenchRequest(task_id, _cut(text, encode, input_len, generator), output_len)

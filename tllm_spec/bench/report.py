@@ -1,8 +1,7 @@
 """The figures of a run as a dict with trtllm-bench's keys. Knows nothing of how they are printed.
 
-Two definitions differ from trtllm-bench's on purpose: drafted tokens are those really proposed (not draft
-length times iterations), and the prefill is no decoding round.
-"""
+Two definitions differ from trtllm-bench's on purpose: drafted tokens are those really proposed (not
+draft length times iterations), and the prefill is no decoding round."""
 
 import os
 import platform
@@ -28,8 +27,8 @@ def build_report(
     streaming: bool,
     infos: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Everything known about a run; `streaming_metrics`, `speculation`, `decoding_stats` and `draft_lens` only where
-    they apply. `infos`: of `LLM.server_info`, before and after the run."""
+    """Everything known about a run; `streaming_metrics`, `speculation`, `decoding_stats` and
+    `draft_lens` only where they apply. `infos`: of `LLM.server_info`, before and after the run."""
     report: dict[str, Any] = {
         "engine": engine_section(model_name, args),
         "machine": machine_section(args.device),
@@ -41,14 +40,17 @@ def build_report(
         report["streaming_metrics"] = streaming_section(run.outputs)
     if args.speculative_config is not None:
         report["speculation"] = speculation_section(args.speculative_config)
-        report["decoding_stats"] = decoding_section(args.speculative_config.decoding_type, run.outputs)
+        report["decoding_stats"] = decoding_section(
+            args.speculative_config.decoding_type, run.outputs
+        )
     if infos is not None and may_vary(args.speculative_config):
         report["draft_lens"] = draft_lens_section(*infos)
     return report | {"dataset": dataset_section(run.outputs)}
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, maximum, average, and percentiles interpolated between neighbours; all 0 without values."""
+    """Minimum, maximum, average, and percentiles interpolated between neighbours; all 0 without
+    values."""
     data = numpy.asarray(values or [0.0], dtype=numpy.float64)
     ranks = {f"p{rank}": float(numpy.percentile(data, rank)) for rank in (50, 90, 95, 99)}
     return {
@@ -106,11 +108,15 @@ def streaming_section(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def total_stats(outputs: Sequence[RequestOutput]) -> SpeculativeStats:
-    return sum((output.speculative_decoding or SpeculativeStats() for output in outputs), SpeculativeStats())
+    return sum(
+        (output.speculative_decoding or SpeculativeStats() for output in outputs),
+        SpeculativeStats(),
+    )
 
 
 def speculation_section(config: DecodingBaseConfig) -> dict[str, Any]:
-    """Every option that has a value: the decoding type alone tells neither the path nor synthetic rates."""
+    """Every option that has a value: the decoding type alone tells neither the path nor synthetic
+    rates."""
     options = {name: getattr(config, name) for name in type(config).model_fields}
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)
@@ -120,15 +126,20 @@ def speculation_section(config: DecodingBaseConfig) -> dict[str, Any]:
 
 
 def decoding_section(mode: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Percentiles are over requests; the four last entries weigh every round and every draft alike."""
+    """Percentiles are over requests; the four last entries weigh every round and every draft
+    alike."""
     each = [output.speculative_decoding for output in outputs]
     stats = [one for one in each if one is not None and one.rounds]
     total = total_stats(outputs)
     return {
         "mode": mode,
         "num_draft_tokens_percentiles": percentiles([one.num_drafted_tokens for one in stats]),
-        "num_accepted_draft_tokens_percentiles": percentiles([one.num_accepted_tokens for one in stats]),
-        "draft_acceptance_rate_percentiles": percentiles([one.draft_acceptance_rate for one in stats]),
+        "num_accepted_draft_tokens_percentiles": percentiles(
+            [one.num_accepted_tokens for one in stats]
+        ),
+        "draft_acceptance_rate_percentiles": percentiles(
+            [one.draft_acceptance_rate for one in stats]
+        ),
         "acceptance_length_percentiles": percentiles([one.acceptance_length for one in stats]),
         "rounds": total.rounds,
         "acceptance_length": total.acceptance_length,
@@ -160,8 +171,17 @@ def dataset_section(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def engine_section(model_name: str, args: LlmArgs) -> dict[str, Any]:
-    names = {"model": model_name, "model_path": args.model, "backend": "pytorch", "version": __version__}
-    return names | {"dtype": args.dtype, "attn_backend": args.attn_backend, "load_format": args.load_format}
+    names = {
+        "model": model_name,
+        "model_path": args.model,
+        "backend": "pytorch",
+        "version": __version__,
+    }
+    return names | {
+        "dtype": args.dtype,
+        "attn_backend": args.attn_backend,
+        "load_format": args.load_format,
+    }
 
 
 def world_section(args: LlmArgs) -> dict[str, Any]:
@@ -181,7 +201,11 @@ def machine_section(device: str) -> dict[str, Any]:
     import torch
 
     if device == "cpu" or not torch.cuda.is_available():
-        return {"name": platform.machine(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads()}
+        return {
+            "name": platform.machine(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        }
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {"name": properties.name, "memory_gib": properties.total_memory / 2**30}
 
@@ -207,7 +231,9 @@ def output_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
     return [
         {
             "request_id": output.request_id,
-            "outputs": [{"text": sample.text, "token_ids": sample.token_ids} for sample in output.outputs],
+            "outputs": [
+                {"text": sample.text, "token_ids": sample.token_ids} for sample in output.outputs
+            ],
         }
         for output in outputs
     ]

@@ -1,4 +1,5 @@
-"""Runs a data set through an engine and takes the time. Knows the public interface of `LLM` only."""
+"""Runs a data set through an engine and takes the time. Knows the public interface of `LLM`
+only."""
 
 import asyncio
 import time
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One pass over the data set: its answers in order, and the seconds from first submission to last end."""
+    """One pass over the data set: its answers in order, and the seconds from first submission to
+    last end."""
 
     outputs: list[RequestOutput]
     elapsed_s: float
@@ -38,18 +40,21 @@ def num_output_tokens(output: RequestOutput) -> int:
 
 
 def sampling_for(
-    requests: Sequence[BenchRequest], sampler_options: Mapping[str, Any] | None = None, eos_id: int = -1
+    requests: Sequence[BenchRequest],
+    sampler_options: Mapping[str, Any] | None = None,
+    eos_id: int = -1,
 ) -> list[SamplingParams]:
     """One SamplingParams a request, for exactly its output length where EOS is ignored.
 
-    As in TensorRT-LLM, without sampler options decoding is greedy and EOS ignored; `eos_id` >= 0 ends a text.
-    Without a seed of its own a request has its task_id, so that a run can be repeated.
-    Raises ValueError for unknown or illegal sampler options, and for `max_tokens`, which the requests say.
-    """
+    As in TensorRT-LLM, without sampler options decoding is greedy and EOS ignored; `eos_id` >= 0
+    ends a text. Without a seed of its own a request has its task_id, so that a run can be repeated.
+    Raises ValueError for unknown or illegal sampler options, and for `max_tokens`, which the
+    requests say."""
     options = {"ignore_eos": True} if sampler_options is None else dict(sampler_options)
     if "max_tokens" in options:
         raise ValueError(
-            f"max_tokens = {shown(options['max_tokens'])} is refused in sampler options: how many tokens a request "
+            f"max_tokens = {shown(options['max_tokens'])} is refused in sampler options: how many "
+            "tokens a request "
             "gets is said by output_tokens of the data set, or by --target_output_len for all"
         )
     if eos_id >= 0:
@@ -75,7 +80,8 @@ def run_requests(
 ) -> Run:
     """All requests, at most `concurrency` at a time (-1 = all at once).
 
-    Raises ValueError when one fails, and for one that the engine would cut short, before any runs if prompts are token
+    Raises ValueError when one fails, and for one that the engine would cut short, before any runs
+    if prompts are token
     ids: a figure for fewer tokens than were asked for would look like one for all of them.
     """
     for request, params in zip(requests, sampling, strict=True):
@@ -99,15 +105,20 @@ def warm_up(
 ) -> None:
     """Runs `count` requests from the top of the data set, which begins anew when it is shorter."""
     chosen = list(islice(cycle(zip(requests, sampling, strict=True)), count))
-    run_requests(llm, [request for request, _ in chosen], [params for _, params in chosen], concurrency)
+    run_requests(
+        llm, [request for request, _ in chosen], [params for _, params in chosen], concurrency
+    )
 
 
-def _check_fits(llm: "LLM", request: BenchRequest, params: SamplingParams, num_prompt_tokens: int) -> None:
+def _check_fits(
+    llm: "LLM", request: BenchRequest, params: SamplingParams, num_prompt_tokens: int
+) -> None:
     """Raises ValueError where the model's length would end the text before its output_tokens."""
     num_kept = min(num_prompt_tokens, params.truncate_prompt_tokens or num_prompt_tokens)
     if num_kept + request.output_tokens > llm.max_seq_len:
         raise ValueError(
-            f"task_id {request.task_id} is refused: its {num_kept} prompt tokens and {request.output_tokens} output "
+            f"task_id {request.task_id} is refused: its {num_kept} prompt tokens and "
+            f"{request.output_tokens} output "
             f"tokens exceed max_seq_len = {llm.max_seq_len}, where the text would be cut"
         )
 
@@ -133,7 +144,8 @@ async def _answer(
     streaming: bool,
     gate: AbstractAsyncContextManager[Any],
 ) -> RequestOutput:
-    """The finished output. With streaming every increment is taken, as by a client: its cost is measured."""
+    """The finished output. With streaming every increment is taken, as by a client: its cost is
+    measured."""
     async with gate:
         try:
             handle = llm.generate_async(request.prompt, params, streaming=streaming)

@@ -31,13 +31,18 @@ TITLES = {
 
 
 def format_report(report: dict[str, dict[str, Any]]) -> str:
-    """A block for each section: plain figures first, then one table of those that have several values each."""
+    """A block for each section: plain figures first, then one table of those that have several
+    values each."""
     return "\n\n".join(_format_section(TITLES[name], section) for name, section in report.items())
 
 
 def _format_section(title: str, section: dict[str, Any]) -> str:
     width = max(map(len, section)) + 2
-    plain = [f"{key:<{width}}{_text(value)}" for key, value in section.items() if not isinstance(value, dict)]
+    plain = [
+        f"{key:<{width}}{_text(value)}"
+        for key, value in section.items()
+        if not isinstance(value, dict)
+    ]
     spread = {key: value for key, value in section.items() if isinstance(value, dict)}
     rows = [[key, *map(_text, value.values())] for key, value in spread.items()]
     columns = [RANKS.get(name, str(name)) for name in next(iter(spread.values()), {})]
@@ -46,7 +51,14 @@ def _format_section(title: str, section: dict[str, Any]) -> str:
 
 
 def format_comparison(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["configuration", "tokens/s", "(range)", "speedup", "acceptance length", "acceptance rate"]
+    header = [
+        "configuration",
+        "tokens/s",
+        "(range)",
+        "speedup",
+        "acceptance length",
+        "acceptance rate",
+    ]
     return format_table([*header, "per position"], map(_comparison_row, rows))
 
 
@@ -64,7 +76,8 @@ def _comparison_row(row: dict[str, Any]) -> list[str]:
 
 
 def format_speedups(times: dict[str, float], rows: Sequence[dict[str, Any]]) -> str:
-    """`times`: seconds of a plain round, one with `draft_len` free drafts, and one with the drafter's."""
+    """`times`: seconds of a plain round, one with `draft_len` free drafts, and one with the
+    drafter's."""
     plain, free, drafted = (f"{1e3 * times[name]:.2f} ms" for name in ("plain", "free", "drafted"))
     draft_len = times["draft_len"]
     first = f"a round: plain {plain}, with {draft_len} free drafts {free}, with {draft_len} of the drafter's {drafted}"
@@ -95,7 +108,8 @@ def _speedup_row(row: dict[str, Any]) -> list[str]:
 
 
 def format_texts(outputs: Iterable[RequestOutput], tokenizer: Tokenizer | None) -> Iterator[str]:
-    """The last lines of each prompt, and what was generated behind them; token ids without a tokenizer."""
+    """The last lines of each prompt, and what was generated behind them; token ids without a
+    tokenizer."""
     for number, output in enumerate(outputs):
         prompt, generated = (
             tokenizer.decode(token_ids) if tokenizer else str(token_ids)

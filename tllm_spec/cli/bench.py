@@ -14,14 +14,22 @@ from tllm_spec.cli import bench_options
 from tllm_spec.cli.bench_adaptive import adaptive_replay
 from tllm_spec.cli.bench_break_even import break_even
 from tllm_spec.cli.bench_dataset import prepare_dataset
-from tllm_spec.cli.bench_options import EXISTING_FILE, NOT_NEGATIVE, POSITIVE, Model, ModelCommand, write_json
+from tllm_spec.cli.bench_options import (
+    EXISTING_FILE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Model,
+    ModelCommand,
+    write_json,
+)
 
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
 LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
 
 
 class FriendlyGroup(click.Group):
-    """Ends a user's mistake (ValueError) as one sentence; `--log_level debug` shows where it was found."""
+    """Ends a user's mistake (ValueError) as one sentence; `--log_level debug` shows where it was
+    found."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -54,8 +62,12 @@ main.add_command(break_even)
 @bench_options.engine_options
 @bench_options.yaml_option
 @bench_options.warmup_option
-@click.option("--concurrency", type=CONCURRENCY, default=-1, help="Requests under way at a time; -1 = all.")
-@click.option("--streaming", is_flag=True, help="Take the tokens as they come, and report their times.")
+@click.option(
+    "--concurrency", type=CONCURRENCY, default=-1, help="Requests under way at a time; -1 = all."
+)
+@click.option(
+    "--streaming", is_flag=True, help="Take the tokens as they come, and report their times."
+)
 @bench_options.record_options
 @click.pass_obj
 def throughput(model: Model, /, **options: Any) -> None:
@@ -100,7 +112,9 @@ def measure(
         warm_up(llm, requests, sampling, concurrency, warmup)
         before = llm.server_info()
         run = run_requests(llm, requests, sampling, concurrency, streaming)
-        report = reports.build_report(model.name, llm.args, run, streaming, (before, llm.server_info()))
+        report = reports.build_report(
+            model.name, llm.args, run, streaming, (before, llm.server_info())
+        )
     click.echo(format_report(report))
     write_json(report_json, report)
     write_json(output_json, reports.output_records(run.outputs))
@@ -112,10 +126,18 @@ def measure(
 @bench_options.workload_options
 @bench_options.max_batch_size_option
 @bench_options.engine_options
-@click.option("--concurrency", type=CONCURRENCY, default=1, help="Requests under way at a time; -1 = all.")
-@click.option("--repeat", type=POSITIVE, default=3, help="Runs of each configuration; medians are shown.")
-@click.option("--warmup", type=NOT_NEGATIVE, default=1, help="Runs of each configuration that do not count.")
-@click.option("--show_text", type=NOT_NEGATIVE, default=0, help="How many of the generated texts to print.")
+@click.option(
+    "--concurrency", type=CONCURRENCY, default=1, help="Requests under way at a time; -1 = all."
+)
+@click.option(
+    "--repeat", type=POSITIVE, default=3, help="Runs of each configuration; medians are shown."
+)
+@click.option(
+    "--warmup", type=NOT_NEGATIVE, default=1, help="Runs of each configuration that do not count."
+)
+@click.option(
+    "--show_text", type=NOT_NEGATIVE, default=0, help="How many of the generated texts to print."
+)
 @click.option("--allow_differences", is_flag=True, help="Exit with 0 although texts differ.")
 @bench_options.report_json_option
 @click.pass_obj
@@ -131,12 +153,13 @@ def compare(
     report_json: Path | None,
     **options: Any,
 ) -> None:
-    """Run the same requests through several YAML files of LLM arguments, the first being the baseline.
+    """Run the same requests through several YAML files of LLM arguments, the first being the
+    baseline.
 
-    All engines are in memory together and run in turn. A prompt's pages stay in the cache from run to run
-    unless a file says `enable_block_reuse: false`, so that mostly decoding is compared. Exits with 1 when a
-    text is not the baseline's.
-    """
+    All engines are in memory together and run in turn. A prompt's pages stay in the cache from run
+    to run
+    unless a file says `enable_block_reuse: false`, so that mostly decoding is compared. Exits with
+    1 when a text is not the baseline's."""
     from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
     from tllm_spec.bench.options import split_options
     from tllm_spec.bench.table import format_comparison, format_texts
@@ -152,14 +175,18 @@ def compare(
             llm = stack.enter_context(LLM(model.path, **engine.arguments(path)))
             contestants.append(Contestant(path.stem, llm))
         run_in_turn(contestants, requests, sampling, repeat, warmup, concurrency)
-        texts = format_texts(contestants[0].runs[0].outputs[:show_text], contestants[0].llm.tokenizer)
+        texts = format_texts(
+            contestants[0].runs[0].outputs[:show_text], contestants[0].llm.tokenizer
+        )
     rows, found = comparison(contestants), differences(contestants, requests)
     click.echo("\n".join([*texts, format_comparison(rows), *map(str, found)]))
     write_json(report_json, {"configurations": rows, "differences": [vars(each) for each in found]})
     if found and not allow_differences:
         raise SystemExit(1)
     if not found:
-        click.echo(f"All {len(configs)} configurations gave the same {len(requests)} texts in every run.")
+        click.echo(
+            f"All {len(configs)} configurations gave the same {len(requests)} texts in every run."
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`tllm-bench adaptive-replay`: the decisions of the adaptive draft length on recorded rounds, without any model."""
+"""`tllm-bench adaptive-replay`: the decisions of the adaptive draft length on recorded rounds,
+without any model."""
 
 import json
 from pathlib import Path
@@ -25,10 +26,16 @@ def sizes(context: click.Context, option: click.Parameter, value: str | None) ->
     required=True,
     help="YAML of LLM arguments, or of the keys of `adaptive`.",
 )
-@click.option("--round_times", type=EXISTING_FILE, help="JSON of measured round times, for the cost model.")
-@click.option("--graph_batch_sizes", callback=sizes, help="Batches are padded to these, e.g. 1,2,4,8.")
+@click.option(
+    "--round_times", type=EXISTING_FILE, help="JSON of measured round times, for the cost model."
+)
+@click.option(
+    "--graph_batch_sizes", callback=sizes, help="Batches are padded to these, e.g. 1,2,4,8."
+)
 @click.option("--initial_steps", type=NOT_NEGATIVE, help="The draft length to begin with.")
-@click.option("--every_round", is_flag=True, help="Print every round, not only those after a change.")
+@click.option(
+    "--every_round", is_flag=True, help="Print every round, not only those after a change."
+)
 def adaptive_replay(
     trace: Path,
     config: Path,
@@ -39,10 +46,10 @@ def adaptive_replay(
 ) -> None:
     """Show which draft lengths would have been chosen for the rounds in TRACE.
 
-    TRACE has one JSON object a line: batch_size, num_accepted (a list, one number a request), and optionally
-    num_steps (the draft length that was verified), seconds (the round's time) and sampled (true where not all requests
-    were greedy). LLM arguments are replayed with all their limits on the draft length, as an engine has them.
-    """
+    TRACE has one JSON object a line: batch_size, num_accepted (a list, one number a request), and
+    optionally num_steps (the draft length that was verified), seconds (the round's time) and
+    sampled (true where not all requests were greedy). LLM arguments are replayed with all their
+    limits on the draft length, as an engine has them."""
     from tllm_spec.bench import adaptive_replay as replays
     from tllm_spec.bench.dataset import read_lines
 

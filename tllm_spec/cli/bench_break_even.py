@@ -1,4 +1,5 @@
-"""`tllm-bench break-even`: predicted and measured speedups of drafting, by acceptance and draft length."""
+"""`tllm-bench break-even`: predicted and measured speedups of drafting, by acceptance and draft
+length."""
 
 from functools import partial
 from pathlib import Path
@@ -18,21 +19,30 @@ from tllm_spec.cli.bench_options import (
 USUAL = ",".join(f"{acceptance}:{draft_len}" for acceptance, draft_len in USUAL_PAIRS)
 
 
-def pairs_of(context: click.Context, option: click.Parameter, value: str) -> list[tuple[float, int]]:
+def pairs_of(
+    context: click.Context, option: click.Parameter, value: str
+) -> list[tuple[float, int]]:
     try:
         parts = [part.split(":") for part in value.split(",")]
         pairs = [(float(acceptance), int(draft_len)) for acceptance, draft_len in parts]
     except ValueError:
         pairs = []
-    if not pairs or not all(0 <= acceptance <= 1 and draft_len > 0 for acceptance, draft_len in pairs):
-        raise click.BadParameter(f"{value!r} is no list of acceptances and draft lengths such as 0.3:2,0.7:4")
+    if not pairs or not all(
+        0 <= acceptance <= 1 and draft_len > 0 for acceptance, draft_len in pairs
+    ):
+        raise click.BadParameter(
+            f"{value!r} is no list of acceptances and draft lengths such as 0.3:2,0.7:4"
+        )
     return pairs
 
 
 @click.command(name="break-even", cls=ModelCommand)
 @yaml_option
 @click.option(
-    "--pairs", callback=pairs_of, default=USUAL, help="acceptance:draft length, separated by commas."
+    "--pairs",
+    callback=pairs_of,
+    default=USUAL,
+    help="acceptance:draft length, separated by commas.",
 )
 @click.option("--batch_size", type=POSITIVE, default=1, help="Requests that decode together.")
 @click.option("--input_len", type=POSITIVE, default=16, help="Tokens of a prompt.")
@@ -50,18 +60,21 @@ def break_even(
     report_json: Path | None,
     **workload: int,
 ) -> None:
-    """Set the speedup that n = (1 - a^(K+1)) / (1 - a) tokens in K t_draft + t_target predict beside what is measured.
+    """Set the speedup that n = (1 - a^(K+1)) / (1 - a) tokens in K t_draft + t_target predict
+    beside what is measured.
 
-    The drafter is the YAML file's; its drafts are accepted by chance, each with probability a given the one before, so
-    the texts mean nothing. Round times are measured with the longest K and without drafts.
-    """
+    The drafter is the YAML file's; its drafts are accepted by chance, each with probability a given
+    the one before, so the texts mean nothing. Round times are measured with the longest K and
+    without drafts."""
     from tllm_spec.bench.break_even_runs import BreakEvenRuns, Workload
     from tllm_spec.bench.options import EngineOptions
     from tllm_spec.bench.table import format_speedups
     from tllm_spec.llm import LLM
 
     options = EngineOptions(max_batch_size=workload["batch_size"]).sharing_memory(num_engines=3)
-    runs = BreakEvenRuns(partial(LLM, model.path), options.arguments(yaml_path), Workload(**workload))
+    runs = BreakEvenRuns(
+        partial(LLM, model.path), options.arguments(yaml_path), Workload(**workload)
+    )
     with runs.plain() as plain:
         times = runs.round_seconds(plain, max(draft_len for _, draft_len in pairs))
         rows = [row.to_dict() for row in runs.speedups(plain, pairs, times)]

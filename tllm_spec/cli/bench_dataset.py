@@ -64,10 +64,16 @@ def token_norm_dist(
 @prepare_dataset.command("text", cls=ModelCommand)
 @click.option("--folder", type=EXISTING_FOLDER, help="Where the files are, at any depth.")
 @click.option("--glob", "pattern", default="*", help="Only files of this name, as in '*.py'.")
-@click.option("--heldout", is_flag=True, help="Instead of a folder: the files no zoo model was trained on.")
+@click.option(
+    "--heldout", is_flag=True, help="Instead of a folder: the files no zoo model was trained on."
+)
 @click.option("--num-requests", "--num_requests", type=POSITIVE, required=True)
-@click.option("--input-len", "--input_len", type=POSITIVE, required=True, help="Tokens of every prompt.")
-@click.option("--output-len", "--output_len", type=POSITIVE, required=True, help="Tokens to generate.")
+@click.option(
+    "--input-len", "--input_len", type=POSITIVE, required=True, help="Tokens of every prompt."
+)
+@click.option(
+    "--output-len", "--output_len", type=POSITIVE, required=True, help="Tokens to generate."
+)
 @click.pass_obj
 def text(
     target: Target,
@@ -85,7 +91,11 @@ def text(
 
     if (folder is None) != heldout:
         raise ValueError("prepare-dataset text reads either --folder FOLDER or --heldout")
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file()) if folder else heldout_files()
+    found = (
+        (path for path in sorted(folder.rglob("*")) if path.is_file())
+        if folder
+        else heldout_files()
+    )
     files = [path for path in found if path.match(pattern)]
     # It warns of texts longer than the model's context; ours are cut afterwards.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)

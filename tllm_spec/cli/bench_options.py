@@ -17,7 +17,8 @@ Decorator = Callable[[Command], Command]
 
 
 class OutputFile(click.Path):
-    """A file that can be written once the work is done: where that cannot be, it is known before."""
+    """A file that can be written once the work is done: where that cannot be, it is known
+    before."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -42,7 +43,8 @@ class Model:
 
 
 class ModelCommand(click.Command):
-    """A command that needs `--model` of the command line before it. Its `--help` ends before anybody asks for one."""
+    """A command that needs `--model` of the command line before it. Its `--help` ends before
+    anybody asks for one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -77,13 +79,23 @@ def write_json(path: Path | None, content: object) -> None:
 
 workload_options = together(
     click.option(
-        "--dataset", type=EXISTING_FILE, required=True, help="JSON lines, as prepare-dataset writes."
+        "--dataset",
+        type=EXISTING_FILE,
+        required=True,
+        help="JSON lines, as prepare-dataset writes.",
     ),
     click.option(
-        "--num_requests", type=NOT_NEGATIVE, default=0, help="How many of them, from the top; 0 = all."
+        "--num_requests",
+        type=NOT_NEGATIVE,
+        default=0,
+        help="How many of them, from the top; 0 = all.",
     ),
-    click.option("--target_output_len", type=POSITIVE, help="Replaces the data set's output_tokens."),
-    click.option("--eos_id", type=int, default=-1, help="The token that ends a text; -1 = none does."),
+    click.option(
+        "--target_output_len", type=POSITIVE, help="Replaces the data set's output_tokens."
+    ),
+    click.option(
+        "--eos_id", type=int, default=-1, help="The token that ends a text; -1 = none does."
+    ),
     click.option(
         "--sampler_options",
         type=EXISTING_FILE,
@@ -96,7 +108,9 @@ engine_options = together(
     click.option("--max_seq_len", type=POSITIVE, help="Prompt and output of one request together."),
     click.option("--max_input_len", type=POSITIVE, help="Longer prompts are refused."),
     click.option(
-        "--kv_cache_free_gpu_mem_fraction", type=SHARE, help="Of the memory that is free at the start."
+        "--kv_cache_free_gpu_mem_fraction",
+        type=SHARE,
+        help="Of the memory that is free at the start.",
     ),
     click.option("--enable_chunked_context", is_flag=True, help="Prefill long prompts in pieces."),
     click.option(
@@ -105,7 +119,9 @@ engine_options = together(
         callback=upper_case,
     ),
 )
-max_batch_size_option = click.option("--max_batch_size", type=POSITIVE, help="Requests that decode together.")
+max_batch_size_option = click.option(
+    "--max_batch_size", type=POSITIVE, help="Requests that decode together."
+)
 yaml_option = click.option(
     "--extra_llm_api_options",
     "--config",
@@ -119,11 +135,17 @@ warmup_option = click.option(
     default=2,
     help="Requests, from the top, that run beforehand; their prompts may then be in the prefix cache.",
 )
-report_json_option = click.option("--report_json", type=OUTPUT_FILE, help="Receives the report's figures.")
+report_json_option = click.option(
+    "--report_json", type=OUTPUT_FILE, help="Receives the report's figures."
+)
 record_options = together(
     report_json_option,
-    click.option("--output_json", type=OUTPUT_FILE, help="Receives every request's text and tokens."),
     click.option(
-        "--request_json", type=OUTPUT_FILE, help="Receives every request's lengths, times and drafts."
+        "--output_json", type=OUTPUT_FILE, help="Receives every request's text and tokens."
+    ),
+    click.option(
+        "--request_json",
+        type=OUTPUT_FILE,
+        help="Receives every request's lengths, times and drafts.",
     ),
 )

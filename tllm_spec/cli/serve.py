@@ -29,7 +29,9 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
 @click.option("--tokenizer", help="Folder of the tokenizer, if it is not the model's.")
 @click.option("--host", default="localhost", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free port.")
-@click.option("--served_model_name", help="Name in requests. [default: MODEL, or its folder's name]")
+@click.option(
+    "--served_model_name", help="Name in requests. [default: MODEL, or its folder's name]"
+)
 @click.option("--max_batch_size", type=int, help="Requests decoded together.")
 @click.option("--max_num_tokens", type=int, help="Tokens computed in one round.")
 @click.option("--max_seq_len", type=int, help="Longest prompt and answer together.")
@@ -39,7 +41,9 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     type=float,
     help="Share of the free device memory for the KV cache.",
 )
-@click.option("--enable_chunked_prefill", is_flag=True, help="Spread long prompts over several rounds.")
+@click.option(
+    "--enable_chunked_prefill", is_flag=True, help="Spread long prompts over several rounds."
+)
 @click.option(
     "--extra_llm_api_options",
     "--config",
@@ -48,7 +52,9 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
 )
 @trtllm_options
 @click.option(
-    "--log_level", type=click.Choice(["debug", "info", "warning", "error", "critical"]), default="info"
+    "--log_level",
+    type=click.Choice(["debug", "info", "warning", "error", "critical"]),
+    default="info",
 )
 def main(
     model: str,
@@ -59,8 +65,11 @@ def main(
     log_level: str,
     **options: Any,
 ) -> None:
-    """Serve MODEL (a local folder, or a zoo name such as zoo:llama) over OpenAI's HTTP interface."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    """Serve MODEL (a local folder, or a zoo name such as zoo:llama) over OpenAI's HTTP
+    interface."""
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         args = read_args(model, options, extra_llm_api_options)
         with _listen(host, port) as listener:
@@ -70,7 +79,8 @@ def main(
 
 
 def serve(args: LlmArgs, listener: socket.socket, served_model_name: str, log_level: str) -> None:
-    """Loads the model and serves it until interrupted. Raises ValueError for one that cannot be served."""
+    """Loads the model and serves it until interrupted. Raises ValueError for one that cannot be
+    served."""
     import uvicorn  # heavy imports only where a server really starts
 
     from tllm_spec.llm import LLM
@@ -79,14 +89,18 @@ def serve(args: LlmArgs, listener: socket.socket, served_model_name: str, log_le
     app = OpenAIServer(LLM.from_args(args), served_model_name).app()
     host, port = listener.getsockname()[:2]
     logging.getLogger(__name__).info("serving %s on http://%s:%d", served_model_name, host, port)
-    with _settled_heap(), suppress(KeyboardInterrupt):  # uvicorn ends in good order, then raises it once more
+    with (
+        _settled_heap(),
+        suppress(KeyboardInterrupt),
+    ):  # uvicorn ends in good order, then raises it once more
         uvicorn.Server(uvicorn.Config(app, log_level=log_level)).run(sockets=[listener])
 
 
 @contextmanager
 def _settled_heap() -> Iterator[None]:
-    """What lives now lives as long as the server. Python's collector would look through all of these hundreds of
-    thousands of objects whenever requests have left enough behind, and every request would wait for that."""
+    """What lives now lives as long as the server. Python's collector would look through all of
+    these hundreds of thousands of objects whenever requests have left enough behind, and every
+    request would wait for that."""
     gc.collect()
     gc.freeze()
     try:
@@ -96,16 +110,21 @@ def _settled_heap() -> Iterator[None]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The server's socket: taken before the model is loaded, so that a taken port is known at once."""
+    """The server's socket: taken before the model is loaded, so that a taken port is known at
+    once."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
         raise ValueError(f"cannot listen on --host {host} --port {port}: {error}") from error
 
 
 def read_args(model: str, flags: dict[str, Any], yaml_path: str | None) -> LlmArgs:
     """LLM's arguments; what is in the YAML file wins over the flags."""
-    given = {name: value for name, value in flags.items() if value is not None and value is not False}
+    given = {
+        name: value for name, value in flags.items() if value is not None and value is not False
+    }
     fraction = given.pop("kv_cache_free_gpu_memory_fraction", None)
     if fraction is not None:
         given["kv_cache_config"] = {"free_gpu_memory_fraction": fraction}

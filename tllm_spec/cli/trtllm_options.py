@@ -1,7 +1,8 @@
-"""Options of TensorRT-LLM's command lines that have one served value: whoever brings a command line along reads why.
+"""Options of TensorRT-LLM's command lines that have one served value: whoever brings a command line
+along reads why.
 
-They only carry names of LLM's arguments; what is served, and why not more, stands in `tllm_spec.config`.
-"""
+They only carry names of LLM's arguments; what is served, and why not more, stands in
+`tllm_spec.config`."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ TEXTS = ("backend", "reasoning_parser", "revision")
 
 
 def trtllm_options(command: Command) -> Command:
-    """Adds the options to a command, each under its argument's name; `--help` does not show them."""
+    """Adds the options to a command, each under its argument's name; `--help` does not show
+    them."""
     numbers = [
-        click.option(f"--{name}", *others, name, type=int, hidden=True) for name, others in NUMBERS.items()
+        click.option(f"--{name}", *others, name, type=int, hidden=True)
+        for name, others in NUMBERS.items()
     ]
     texts = [click.option(f"--{name}", hidden=True) for name in TEXTS]
     trust = click.option("--trust_remote_code", is_flag=True, default=None, hidden=True)

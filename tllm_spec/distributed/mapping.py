@@ -1,4 +1,5 @@
-"""Where one rank stands in the parallel layout. It knows numbers only, no process group and no device."""
+"""Where one rank stands in the parallel layout. It knows numbers only, no process group and no
+device."""
 
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ class Mapping:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"rank is {self.rank}; world_size {self.world_size} has ranks 0 to {self.world_size - 1}."
+                f"rank is {self.rank}; world_size {self.world_size} has ranks 0 to "
+                f"{self.world_size - 1}."
             )
         if self.tp_size < 1 or self.world_size % self.tp_size:
             raise ValueError(

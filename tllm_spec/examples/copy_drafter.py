@@ -1,6 +1,6 @@
-"""An example of a user-provided drafter (yaml_examples/user_provided.yaml): copies what stood behind the last few
-tokens before. It shows the whole interface; for real use NGram does the same with an index.
-"""
+"""An example of a user-provided drafter (yaml_examples/user_provided.yaml): copies what stood
+behind the last few tokens before. It shows the whole interface; for real use NGram does the same
+with an index."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
@@ -39,10 +39,13 @@ class CopyDrafter(Drafter):
             )
 
     def _find(self, tokens: list[int], hint: int) -> int:
-        """The place behind the latest earlier occurrence of the last `size` tokens, 0 if there is none. A copy usually
-        goes on where it was (`hint`), so that is looked at first."""
+        """The place behind the latest earlier occurrence of the last `size` tokens, 0 if there is
+        none. A copy usually goes on where it was (`hint`), so that is looked at first."""
         suffix = tokens[-self.size :]
-        nearby, backwards = range(hint, min(hint + 8, len(tokens))), range(len(tokens) - 1, self.size - 1, -1)
+        nearby, backwards = (
+            range(hint, min(hint + 8, len(tokens))),
+            range(len(tokens) - 1, self.size - 1, -1),
+        )
         for places in (nearby, backwards):
             for place in places:
                 if place >= self.size and tokens[place - self.size : place] == suffix:

@@ -1,4 +1,5 @@
-"""What the engine asks of a model: tokens in, hidden states out, logits for the rows that it chooses."""
+"""What the engine asks of a model: tokens in, hidden states out, logits for the rows that it
+chooses."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -30,12 +31,13 @@ class CausalLM(Module, ABC):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T]` tokens at `[T]` positions to `[T, H]` hidden states after the final norm; `[R, H]` where the context
-        wants only some rows."""
+        """`[T]` tokens at `[T]` positions to `[T, H]` hidden states after the final norm; `[R, H]`
+        where the context wants only some rows."""
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` to `[R, vocab_size]`, in the model's dtype: who computes with them makes them float32."""
+        """`[R, H]` to `[R, vocab_size]`, in the model's dtype: who computes with them makes them
+        float32."""
 
 
 def layers_of(model: CausalLM) -> nn.ModuleList:
@@ -47,7 +49,8 @@ def layers_of(model: CausalLM) -> nn.ModuleList:
 
 @contextmanager
 def first_layers(model: CausalLM, number: int) -> Iterator[None]:
-    """Inside, the model has only its first layers: what it computes is not its answer, but takes their time."""
+    """Inside, the model has only its first layers: what it computes is not its answer, but takes
+    their time."""
     decoder, layers = model.get_submodule("model"), layers_of(model)
     decoder.layers = layers[:number]
     try:

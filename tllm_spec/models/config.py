@@ -1,9 +1,8 @@
 """The shape of a model, read from a Hugging Face `config.json`.
 
 Both spellings are taken: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x
-(`rope_parameters`, `dtype`). A missing key means what it means to transformers. Weights and devices are
-unknown here.
-"""
+(`rope_parameters`, `dtype`). A missing key means what it means to transformers. Weights and devices
+are unknown here."""
 
 import json
 from dataclasses import dataclass
@@ -15,8 +14,14 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.distributed.mapping import Mapping
 
-# What transformers' configuration class of each architecture assumes when config.json leaves a key out.
-_COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0}
+# What transformers' configuration class of each architecture assumes when config.json leaves a key
+# out.
+_COMMON = {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": _COMMON | {"eos_token_id": 2, "max_position_embeddings": 2048},
     "MistralForCausalLM": _COMMON
@@ -30,7 +35,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": _COMMON
     | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
-# Keys without which a rope_type has no meaning; yarn without a factor takes the ratio of the two lengths.
+# Keys without which a rope_type has no meaning; yarn without a factor takes the ratio of the two
+# lengths.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -85,7 +91,8 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
-        """Read `path/config.json`, and the end tokens from `generation_config.json` where that names them.
+        """Read `path/config.json`, and the end tokens from `generation_config.json` where that
+        names them.
 
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
@@ -120,7 +127,8 @@ class ModelConfig:
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=_sliding_window(raw, architecture),
             tie_word_embeddings=bool(raw["tie_word_embeddings"]),
-            qkv_bias=architecture == "Qwen2ForCausalLM" or (bias and architecture != "MistralForCausalLM"),
+            qkv_bias=architecture == "Qwen2ForCausalLM"
+            or (bias and architecture != "MistralForCausalLM"),
             o_bias=bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
             qk_norm=architecture == "Qwen3ForCausalLM",
@@ -168,13 +176,17 @@ def _required(raw: dict[str, Any], key: str) -> Any:
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in _DEFAULTS:
-        raise ValueError(f"architectures is {names}; served are {', '.join(_DEFAULTS)}, one a model.")
+        raise ValueError(
+            f"architectures is {names}; served are {', '.join(_DEFAULTS)}, one a model."
+        )
     return str(names[0])
 
 
 def _refuse_unserved(raw: dict[str, Any]) -> None:
     if raw.get("quantization_config"):
-        raise ValueError("config.json has a quantization_config; quantized checkpoints are not served.")
+        raise ValueError(
+            "config.json has a quantization_config; quantized checkpoints are not served."
+        )
     if raw["hidden_act"] != "silu":
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")
     unknown = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
@@ -216,7 +228,9 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     if partial not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
     if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
-        raise ValueError("rope_parameters differ by layer type or section; one set for all layers is served.")
+        raise ValueError(
+            "rope_parameters differ by layer type or section; one set for all layers is served."
+        )
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in _ROPE_NEEDS:
         raise ValueError(f"rope_type is {kind!r}; served are {', '.join(_ROPE_NEEDS)}.")
@@ -224,7 +238,9 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     if absent:
         raise ValueError(f"rope_type is {kind!r}, which needs {' and '.join(absent)}.")
     max_positions = int(raw["max_position_embeddings"])
-    original = raw.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+    original = raw.get("original_max_position_embeddings") or fields.get(
+        "original_max_position_embeddings"
+    )
     original = int(original or max_positions)
     return RopeConfig(
         kind=kind,

@@ -1,8 +1,9 @@
-"""The EAGLE-3 draft head (arXiv 2503.01840): a one-layer decoder that reads a token and a hidden state.
+"""The EAGLE-3 draft head (arXiv 2503.01840): a one-layer decoder that reads a token and a hidden
+state.
 
-The state comes from the target (`fuse`) or from the head's own previous step. Embedding, and without a draft
-vocabulary the output layer too, are the target's. It knows no requests, pages or drafting loop.
-"""
+The state comes from the target (`fuse`) or from the head's own previous step. Embedding, and
+without a draft vocabulary the output layer too, are the target's. It knows no requests, pages or
+drafting loop."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,24 +30,32 @@ from tllm_spec.models.weights import fill, fill_random
 
 @dataclass(frozen=True)
 class BorrowedModules:
-    """The target's. Not registered in the head, so that no one fills them or counts them a second time."""
+    """The target's. Not registered in the head, so that no one fills them or counts them a second
+    time."""
 
     embed_tokens: Embedding
     lm_head: Linear
 
     @classmethod
     def of(cls, target: CausalLM, *, tied: bool, placement: Placement) -> "BorrowedModules":
-        """`tied`: the output layer has the embedding's weight, also where the target's own has another."""
-        embed_tokens, lm_head = target.get_submodule("model.embed_tokens"), target.get_submodule("lm_head")
+        """`tied`: the output layer has the embedding's weight, also where the target's own has
+        another."""
+        embed_tokens, lm_head = (
+            target.get_submodule("model.embed_tokens"),
+            target.get_submodule("lm_head"),
+        )
         assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, Linear)
         if tied and lm_head.weight is not embed_tokens.weight:
             rows, columns = embed_tokens.weight.shape
-            lm_head = Linear(columns, rows, bias=False, placement=placement, weight=embed_tokens.weight)
+            lm_head = Linear(
+                columns, rows, bias=False, placement=placement, weight=embed_tokens.weight
+            )
         return cls(embed_tokens, lm_head)
 
 
 class Eagle3Layer(Module):
-    """The first layer: its attention reads the embedding beside the hidden state, which alone is carried on."""
+    """The first layer: its attention reads the embedding beside the hidden state, which alone is
+    carried on."""
 
     def __init__(self, config: Eagle3Config, placement: Placement) -> None:
         super().__init__()
@@ -67,7 +76,8 @@ class Eagle3Layer(Module):
         context: ForwardContext,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The running sum behind the block, `[T, H]`; of the rows `wanted` only, `[R, H]`. `hidden` is not changed."""
+        """The running sum behind the block, `[T, H]`; of the rows `wanted` only, `[R, H]`. `hidden`
+        is not changed."""
         given = self._input(input_ids, embedding, hidden, rotary, wanted)
         if not len(given.total):
             self.self_attn.write(given.both, None, given.rotary, context)
@@ -87,16 +97,20 @@ class Eagle3Layer(Module):
         rotary: Rotary,
         wanted: torch.Tensor | None,
     ) -> DraftInput:
-        """See `draft_input`. Norms that are specialised for a CPU are faster there than its twin's."""
+        """See `draft_input`. Norms that are specialised for a CPU are faster there than its
+        reference's."""
         if self.hidden_norm.scaled_weight is None:
             return draft_input(input_ids, embedding.weight, hidden, self._norms, rotary, wanted)
         embedded = self.input_layernorm.forward(embedding.forward(input_ids))
         both = torch.cat((embedded, self.hidden_norm.forward(hidden)), -1)
-        return DraftInput(both, hidden.clone() if wanted is None else hidden.index_select(0, wanted), rotary)
+        return DraftInput(
+            both, hidden.clone() if wanted is None else hidden.index_select(0, wanted), rotary
+        )
 
 
 class Eagle3Head(Module):
-    """Module paths are the checkpoint's names (`eagle3_checkpoint.py`), with q/k/v and gate/up fused."""
+    """Module paths are the checkpoint's names (`eagle3_checkpoint.py`), with q/k/v and gate/up
+    fused."""
 
     draft_to_target: torch.Tensor | None
     """`[V_draft]` int64: the target's id of each of the head's tokens; None: they are the same."""
@@ -119,14 +133,20 @@ class Eagle3Head(Module):
         later = (DecoderLayer(config, layer, placement) for layer in range(1, config.num_layers))
         self.layers = nn.ModuleList([Eagle3Layer(config, placement), *later])
         self.norm = RMSNorm(size, eps, placement)
-        self.borrowed = BorrowedModules.of(target, tied=config.tie_word_embeddings, placement=placement)
+        self.borrowed = BorrowedModules.of(
+            target, tied=config.tie_word_embeddings, placement=placement
+        )
         self.lm_head = (
             ColumnLinear(size, {"lm_head": config.output_size}, bias=False, placement=placement)
             if config.has_own_lm_head
             else None
         )
         self.rotary = rotary_table(
-            config.rope, config.head_dim, max_positions, dtype=placement.dtype, device=placement.device
+            config.rope,
+            config.head_dim,
+            max_positions,
+            dtype=placement.dtype,
+            device=placement.device,
         )
         self.draft_to_target = None
 
@@ -140,7 +160,8 @@ class Eagle3Head(Module):
         return self.fc.weight.device
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states never pass here."""
+        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
+        never pass here."""
         if self.config.fc_norm:
             states = captured.chunk(self.num_captured, -1)
             captured = torch.cat(
@@ -149,25 +170,36 @@ class Eagle3Head(Module):
         return self.fc.forward(captured)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
     ) -> torch.Tensor:
         """One step. `hidden` is not changed.
 
         Args:
-            input_ids: `[T]`; each is the token after the one that its hidden state was computed from.
+            input_ids: `[T]`; each is the token after the one that its hidden state was computed
+            from.
             positions: `[T]`.
             hidden: `[T, H]`, from `fuse` or from the previous step.
             context: of the head's own KV pool.
 
         Returns:
-            `[T, H]`, or `[R, H]` of the rows that the context wants: for `compute_logits` and for the next step. With
-            `norm_output` it is normed, otherwise only the output layer reads it through the norm.
+            `[T, H]`, or `[R, H]` of the rows that the context wants: for `compute_logits` and for
+            the next step. With `norm_output` it is normed, otherwise only the output layer reads it
+            through the norm.
         """
         rotary = Rotary(self.rotary, positions)
         first, *later = self.layers
         wanted = context.wanted
         total = first.forward(
-            input_ids, self.borrowed.embed_tokens, hidden, rotary, context, None if later else wanted
+            input_ids,
+            self.borrowed.embed_tokens,
+            hidden,
+            rotary,
+            context,
+            None if later else wanted,
         )
         for layer in later:
             total = layer.forward(total, rotary, context, wanted if layer is later[-1] else None)
@@ -188,23 +220,28 @@ def load_eagle3_head(
     max_positions: int,
     mapping: Mapping = SINGLE_RANK,
 ) -> Eagle3Head:
-    """Build the head that `path/config.json` describes, of the target's dtype and on its device, and fill it.
+    """Build the head that `path/config.json` describes, of the target's dtype and on its device,
+    and fill it.
 
     Args:
         path: folder in Hugging Face's format; `dummy` needs its config.json only.
         target: the model that it drafts for.
         num_captured: layers of the target whose outputs `fuse` gets.
         load_format: `auto` reads safetensors or pytorch_model.bin, `dummy` fills random weights.
-        max_positions: rows of the rotary table: no request may be longer, whatever length the head was trained on.
+        max_positions: rows of the rotary table: no request may be longer, whatever length the head
+        was trained on.
         mapping: this rank's place.
 
     Raises:
-        ValueError: the config or the checkpoint is not served or does not fit the target; the message says why.
+        ValueError: the config or the checkpoint is not served or does not fit the target; the
+        message says why.
     """
     config = Eagle3Config.from_pretrained(path)
     config.check_target(target.config, num_captured)
     if mapping.tp_size > 1:
-        raise ValueError(f"tp_size is {mapping.tp_size}; an EAGLE-3 head is served with tp_size 1 only.")
+        raise ValueError(
+            f"tp_size is {mapping.tp_size}; an EAGLE-3 head is served with tp_size 1 only."
+        )
     placement = Placement(target.dtype, target.device, mapping)
     head = Eagle3Head(config, target, num_captured, max_positions, placement)
     if load_format == "dummy":
@@ -228,7 +265,8 @@ def _fill_from_checkpoint(head: Eagle3Head, path: Path) -> None:
     fill(
         head,
         tensors.items(),
-        f"The checkpoint in {path} does not fit its config.json (layers.0 is the layer that some spell midlayer)",
+        f"The checkpoint in {path} does not fit its config.json (layers.0 is the layer that some "
+        "spell midlayer)",
     )
 
 

@@ -1,4 +1,5 @@
-"""The tensors of a published EAGLE-3 head under one set of names, whatever the file and the spelling.
+"""The tensors of a published EAGLE-3 head under one set of names, whatever the file and the
+spelling.
 
 It knows names, files and what the config asks of them, not the module that they fill.
 """
@@ -20,7 +21,8 @@ _RENAMED = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-# The embedding is the target's, `t2d` is `d2t` seen from the other side, and the rotary table is computed.
+# The embedding is the target's, `t2d` is `d2t` seen from the other side, and the rotary table is
+# computed.
 _UNUSED = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq")
 
 
@@ -42,54 +44,65 @@ def head_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_captured: int) -> None:
-    """Raises ValueError where the checkpoint contradicts the number of captured layers or the draft vocabulary."""
+    """Raises ValueError where the checkpoint contradicts the number of captured layers or the draft
+    vocabulary."""
     if "fc.weight" not in tensors:
         raise ValueError(
-            "The checkpoint has no fc.weight; an EAGLE-3 head fuses captured states of the target with it, "
+            "The checkpoint has no fc.weight; an EAGLE-3 head fuses captured states of the target "
+            "with it, "
             "and heads without it are not served."
         )
     in_features = tensors["fc.weight"].shape[-1]
     if in_features != num_captured * config.target_hidden_size:
         raise ValueError(
-            f"fc.weight of the EAGLE-3 head takes {in_features} inputs; {num_captured} captured layers of "
-            f"{config.target_hidden_size} each give {num_captured * config.target_hidden_size}. Set "
+            f"fc.weight of the EAGLE-3 head takes {in_features} inputs; {num_captured} captured "
+            "layers of "
+            f"{config.target_hidden_size} each give {num_captured * config.target_hidden_size}. "
+            "Set "
             "eagle3_layers_to_capture to as many layers as the head was trained on."
         )
     rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else None
     if rows is not None and config.draft_vocab_size is None:
         raise ValueError(
-            f"The EAGLE-3 head has an lm_head.weight of {rows} rows and draft_vocab_size is null, which means "
+            f"The EAGLE-3 head has an lm_head.weight of {rows} rows and draft_vocab_size is null, "
+            "which means "
             f"the target's output layer; set draft_vocab_size to {rows} in the head's config.json."
         )
     if rows not in (None, config.draft_vocab_size):
         raise ValueError(
-            f"lm_head.weight of the EAGLE-3 head has {rows} rows; draft_vocab_size is {config.draft_vocab_size}."
+            f"lm_head.weight of the EAGLE-3 head has {rows} rows; draft_vocab_size is "
+            f"{config.draft_vocab_size}."
         )
 
 
 def target_ids(offsets: torch.Tensor | None, config: Eagle3Config) -> torch.Tensor | None:
-    """`[V_draft]` ids of the target from `d2t`, which holds target id - draft id; None: the ids are the same.
+    """`[V_draft]` ids of the target from `d2t`, which holds target id - draft id; None: the ids are
+    the same.
 
     Raises:
-        ValueError: `d2t` is missing where it is needed, misshapen, or leads out of the target's vocabulary.
+        ValueError: `d2t` is missing where it is needed, misshapen, or leads out of the target's
+        vocabulary.
     """
     size, vocab_size = config.output_size, config.vocab_size
     if offsets is None:
         if size < vocab_size:
             raise ValueError(
-                f"The checkpoint has no d2t; draft_vocab_size {size} of vocab_size {vocab_size} needs one."
+                f"The checkpoint has no d2t; draft_vocab_size {size} of vocab_size {vocab_size} "
+                "needs one."
             )
         return None
     if tuple(offsets.shape) != (size,) or offsets.is_floating_point():
         raise ValueError(
-            f"d2t has the shape {list(offsets.shape)} and the type {offsets.dtype}; it must be {size} integers."
+            f"d2t has the shape {list(offsets.shape)} and the type {offsets.dtype}; it must be "
+            f"{size} integers."
         )
     own_ids = torch.arange(size)
     ids = own_ids + offsets.long()
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise ValueError(
-            f"d2t of the EAGLE-3 head leads to the token {outside[0].item()}; vocab_size is {vocab_size}."
+            f"d2t of the EAGLE-3 head leads to the token {outside[0].item()}; vocab_size is "
+            f"{vocab_size}."
         )
     return None if size == vocab_size and ids.equal(own_ids) else ids
 
@@ -107,7 +120,9 @@ def _stored(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
         return checkpoint_tensors(path)
     if (path / BIN).is_file():
         return _bin_tensors(path / BIN)
-    raise ValueError(f"{path} has neither model.safetensors nor {BIN}; other weight formats are not read.")
+    raise ValueError(
+        f"{path} has neither model.safetensors nor {BIN}; other weight formats are not read."
+    )
 
 
 def _bin_tensors(file: Path) -> list[tuple[str, torch.Tensor]]:
@@ -116,6 +131,8 @@ def _bin_tensors(file: Path) -> list[tuple[str, torch.Tensor]]:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{file} is not a readable file of tensors: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(value, torch.Tensor) for value in state.values()
+    ):
         raise ValueError(f"{file} must hold a dictionary of names to tensors.")
     return list(state.items())

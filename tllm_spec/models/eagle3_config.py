@@ -1,8 +1,7 @@
 """The shape of an EAGLE-3 draft head, read from its `config.json`.
 
-A head is one Llama layer and a little more, so its configuration is a Llama's and a little more. Which layers of the
-target are captured in the end, weights and devices are unknown here.
-"""
+A head is one Llama layer and a little more, so its configuration is a Llama's and a little more.
+Which layers of the target are captured in the end, weights and devices are unknown here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 from tllm_spec.models.config import ModelConfig, read_json
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
-# Variants that compute something else, each with the one value that is served; a missing key means that value.
+# Variants that compute something else, each with the one value that is served; a missing key means
+# that value.
 _SERVED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -81,7 +81,8 @@ class Eagle3Config(ModelConfig):
         return config
 
     def check_target(self, target: ModelConfig, num_captured: int) -> None:
-        """Raises ValueError unless the head was trained for such a target with so many captured layers."""
+        """Raises ValueError unless the head was trained for such a target with so many captured
+        layers."""
         for key, own, wanted in (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -89,7 +90,8 @@ class Eagle3Config(ModelConfig):
         ):
             if own != wanted:
                 raise ValueError(
-                    f"{key} of the EAGLE-3 head is {own}, the target's is {wanted}; the head reads the target's "
+                    f"{key} of the EAGLE-3 head is {own}, the target's is {wanted}; the head reads "
+                    "the target's "
                     "embeddings and hidden states, so it must be the same."
                 )
         from_layers = None if self.capture_layers is None else len(self.capture_layers)
@@ -99,7 +101,8 @@ class Eagle3Config(ModelConfig):
         ):
             if trained not in (None, num_captured):
                 raise ValueError(
-                    f"{num_captured} layers of the target are captured; the EAGLE-3 head reads {trained} "
+                    f"{num_captured} layers of the target are captured; the EAGLE-3 head reads "
+                    f"{trained} "
                     f"({key} of its config.json). Set eagle3_layers_to_capture to so many layers."
                 )
 
@@ -108,7 +111,8 @@ def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         raise ValueError(
-            f"architectures of the EAGLE-3 head is {names}; served is one of {', '.join(ARCHITECTURES)}."
+            f"architectures of the EAGLE-3 head is {names}; served is one of "
+            f"{', '.join(ARCHITECTURES)}."
         )
     return str(names[0])
 
@@ -120,7 +124,8 @@ def _refuse_unserved(raw: dict[str, Any], llama: ModelConfig) -> None:
             raise ValueError(f"{key} of the EAGLE-3 head is {value!r}; only {served} is served.")
     if llama.sliding_window is not None:
         raise ValueError(
-            f"sliding_window of the EAGLE-3 head is {llama.sliding_window}; its attention is served over the "
+            f"sliding_window of the EAGLE-3 head is {llama.sliding_window}; its attention is "
+            "served over the "
             "whole text only."
         )
 
@@ -133,6 +138,7 @@ def _check_vocabulary(config: Eagle3Config) -> None:
         )
     if config.tie_word_embeddings and config.output_size != config.vocab_size:
         raise ValueError(
-            f"tie_word_embeddings is true and draft_vocab_size is {config.draft_vocab_size}; embeddings of all "
+            f"tie_word_embeddings is true and draft_vocab_size is {config.draft_vocab_size}; "
+            "embeddings of all "
             f"{config.vocab_size} tokens cannot be the output layer of fewer."
         )

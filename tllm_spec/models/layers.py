@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
-from tllm_spec.kernels.few_row_linear import NormWeight
 from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import HeadWeights
 from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.small_m_gemm import NormWeight
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
 
@@ -40,14 +40,15 @@ class RMSNorm(Module):
         return torch.mul(x, self.scaled_weight).div_(root)
 
     def specialize_for_cpu(self) -> None:
-        """F.rms_norm is a chain of eight ops there; with n = size these four do it in half the time:
-        `x * (weight * sqrt(n)) / hypot(|x|, sqrt(n * eps))`."""
+        """F.rms_norm is a chain of eight ops there; with n = size these four do it in half the
+        time: `x * (weight * sqrt(n)) / hypot(|x|, sqrt(n * eps))`."""
         self.scaled_weight = self.weight * self.size**0.5
         self.root_eps = torch.tensor((self.size * self.eps) ** 0.5)
 
 
 class HeadNorm(Module):
-    """RMSNorm over each head of q and k, which attention applies; q's and k's weights side by side."""
+    """RMSNorm over each head of q and k, which attention applies; q's and k's weights side by
+    side."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tllm_spec.kernels.few_row_linear import few_row_linear, serves
-from tllm_spec.kernels.row_invariant_linear import row_invariant_linear
+from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
+from tllm_spec.kernels.small_m_gemm import serves, small_m_gemm
 from tllm_spec.kernels.tuned_linear import TunedProducts, tuned_linear
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
@@ -24,11 +24,10 @@ PACKED_ROWS_HINT = 8
 class Linear(Module):
     """`y = x W^T + b`, and its forms fused with what stands around it in a decoder.
 
-    On a CPU a wide weight is stored column by column, which streams up to twice as fast for a single row, and so is
-    a small one of any shape, which is faster for the few rows of a verified window. To a large weight
-    `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is faster than the BLAS for such windows and for
-    a long prompt. It doubles the memory.
-    """
+    On a CPU a wide weight is stored column by column, which streams up to twice as fast for a
+    single row, and so is a small one of any shape, which is faster for the few rows of a verified
+    window. To a large weight `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is
+    faster than the BLAS for such windows and for a long prompt. It doubles the memory."""
 
     def __init__(
         self,
@@ -41,11 +40,13 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         self.mapping = placement.mapping
-        self.row_invariant = placement.row_invariant
+        self.batch_invariant = placement.batch_invariant
         if weight is None:
-            by_columns = placement.device.type == "cpu" and not placement.row_invariant
+            by_columns = placement.device.type == "cpu" and not placement.batch_invariant
             fits = out_features >= in_features or out_features * in_features < MIN_PACKED_ELEMENTS
-            weight = placement.parameter(out_features, in_features, column_major=by_columns and fits)
+            weight = placement.parameter(
+                out_features, in_features, column_major=by_columns and fits
+            )
         self.weight = weight
         self.bias = placement.parameter(out_features) if bias else None
         self.matrix = self.weight.t()
@@ -58,32 +59,33 @@ class Linear(Module):
         """Of `norm(x)`, where there is a norm. `[T, K]` -> `[T, N]`."""
         if self._is_fused(x):
             weight = None if norm is None else norm.kernel_weight
-            return few_row_linear(x, self.weight, bias=self.bias, norm=weight)
+            return small_m_gemm(x, self.weight, bias=self.bias, norm=weight)
         return self._product(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """SwiGLU of `norm(x)`: the SiLU of the first half of the outputs times the second. `[T, K]` -> `[T, N / 2]`."""
+        """SwiGLU of `norm(x)`: the SiLU of the first half of the outputs times the second. `[T, K]`
+        -> `[T, N / 2]`."""
         if self._is_fused(x):
-            return few_row_linear(x, self.weight, bias=self.bias, norm=norm.kernel_weight, gated=True)
+            return small_m_gemm(x, self.weight, bias=self.bias, norm=norm.kernel_weight, gated=True)
         return silu_and_mul(self._product(norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x to `total` `[T, N]` in place, rounded once on CUDA."""
         if self._is_fused(x):
-            few_row_linear(x, self.weight, bias=self.bias, add_to=total)
+            small_m_gemm(x, self.weight, bias=self.bias, add_to=total)
         elif self.products is not None:
             tuned_linear(x, self.weight, self.products, bias=self.bias, add_to=total)
-        elif total.is_cuda and self.bias is None and not self.row_invariant:
+        elif total.is_cuda and self.bias is None and not self.batch_invariant:
             total.addmm_(x, self.matrix)
         else:
             total.add_(self._product(x))
 
     def _is_fused(self, x: torch.Tensor) -> bool:
-        return not self.row_invariant and serves(x, self.weight)
+        return not self.batch_invariant and serves(x, self.weight)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self.row_invariant:
-            return row_invariant_linear(x, self.weight, self.bias)
+        if self.batch_invariant:
+            return batch_invariant_linear(x, self.weight, self.bias)
         if self.products is not None:
             return tuned_linear(x, self.weight, self.products, bias=self.bias)
         if self.packed is not None and x.shape[0] > 1:
@@ -94,19 +96,24 @@ class Linear(Module):
         return x.mm(self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
 
     def specialize_for_cpu(self) -> None:
-        if self.row_invariant:
+        if self.batch_invariant:
             return  # its kernel reads the weight as it is
         weight = self.weight.detach()
         if weight.is_contiguous() and weight.shape[0] > weight.shape[1]:
-            self.matrix = weight.t().contiguous()  # shared with an embedding, so not stored by columns
+            self.matrix = (
+                weight.t().contiguous()
+            )  # shared with an embedding, so not stored by columns
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         if has_onednn and weight.numel() >= MIN_PACKED_ELEMENTS:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS_HINT)
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(
+                weight.contiguous(), PACKED_ROWS_HINT
+            )
 
 
 class ColumnLinear(Linear):
-    """Each rank has a run of the outputs. `parts`: the checkpoint tensors fused here, with full sizes.
+    """Each rank has a run of the outputs. `parts`: the checkpoint tensors fused here, with full
+    sizes.
     `weight`: another module's parameter, to be shared."""
 
     def __init__(
@@ -118,8 +125,13 @@ class ColumnLinear(Linear):
         placement: Placement,
         weight: nn.Parameter | None = None,
     ) -> None:
-        local = {name: placement.mapping.shard(size, f"the output of {name}") for name, size in parts.items()}
-        super().__init__(in_features, sum(local.values()), bias=bias, placement=placement, weight=weight)
+        local = {
+            name: placement.mapping.shard(size, f"the output of {name}")
+            for name, size in parts.items()
+        }
+        super().__init__(
+            in_features, sum(local.values()), bias=bias, placement=placement, weight=weight
+        )
         self.parts = local
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
@@ -128,14 +140,20 @@ class ColumnLinear(Linear):
             for kind, parameter in self.named_parameters():
                 rows = parameter[first : first + size]
                 shape = (size * self.mapping.tp_size, *rows.shape[1:])
-                yield f"{sibling(path, name)}.{kind}", WeightSlot(rows, shape, 0, size * self.mapping.tp_rank)
+                yield (
+                    f"{sibling(path, name)}.{kind}",
+                    WeightSlot(rows, shape, 0, size * self.mapping.tp_rank),
+                )
             first += size
 
 
 class RowLinear(Linear):
-    """Each rank has a run of the inputs. The ranks' outputs are to be summed; the first has the bias."""
+    """Each rank has a run of the inputs. The ranks' outputs are to be summed; the first has the
+    bias."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, placement: Placement
+    ) -> None:
         local = placement.mapping.shard(in_features, "the input of a row-parallel layer")
         first_rank = placement.mapping.tp_rank == 0
         super().__init__(local, out_features, bias=bias and first_rank, placement=placement)

@@ -1,8 +1,8 @@
-"""Gives the linear layers of loaded models the fastest product for the numbers of rows that they will see: out of the
-table that an earlier start left, else by measuring now.
+"""Gives the linear layers of loaded models the fastest product for the numbers of rows that they
+will see: out of the table that an earlier start left, else by measuring now.
 
-It knows which layers there are; not how a product is measured (kernels/linear_tuner.py), nor how it is run.
-"""
+It knows which layers there are; not how a product is measured (kernels/linear_tuner.py), nor how it
+is run."""
 
 import logging
 from collections import defaultdict
@@ -44,18 +44,23 @@ def tune_linears(
     device: torch.device,
     stack: Stack | None = None,
 ) -> None:
-    """On CUDA; elsewhere nothing happens. Row-invariant layers keep their kernel. Waits for the device. `stack`: its
-    layers are also compared where they run."""
+    """On CUDA; elsewhere nothing happens. Batch-invariant layers keep their kernel. Waits for the
+    device. `stack`: its layers are also compared where they run."""
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]
     layers = [layer for layer in layers if _is_worth_it(layer)]
     if device.type != "cuda" or not layers:
         return
     library = shared_library()
     if library is None:
-        logger.info("linear layers run torch's choice of algorithm, which is slower: there is no libcublasLt")
+        logger.info(
+            "linear layers run torch's choice of algorithm, which is slower: there is no "
+            "libcublasLt"
+        )
         return
     start, lt = monotonic(), CublasLt(library, device)
-    path = table_path(cache_folder(), torch.cuda.get_device_name(device), lt.version, torch.__version__)
+    path = table_path(
+        cache_folder(), torch.cuda.get_device_name(device), lt.version, torch.__version__
+    )
     table = read_table(path, ALGORITHM_BYTES)
     measured = tune_missing(table, lt, _by_shape(layers), row_counts)
     products = TunedProducts(lt, table)
@@ -67,16 +72,25 @@ def tune_linears(
         torch.cuda.empty_cache()
         write_table(path, table)
         logger.info(
-            "measured %d products of linear layers in %.1f s; see %s", measured, monotonic() - start, path
+            "measured %d products of linear layers in %.1f s; see %s",
+            measured,
+            monotonic() - start,
+            path,
         )
 
 
 def _place(stack: Stack, products: TunedProducts) -> int:
-    """Of the stack's model, every layer from now on runs what is best in its place. How much was measured."""
+    """Of the stack's model, every layer from now on runs what is best in its place. How much was
+    measured."""
     modules = layers_of(stack.model).modules()
-    layers = [layer for layer in modules if isinstance(layer, Linear) and layer.products is products]
+    layers = [
+        layer for layer in modules if isinstance(layer, Linear) and layer.products is products
+    ]
     of_a_layer = _by_shape(layers)
-    names = [f"{weight.shape[1]}x{weight.shape[0]}" for weight in (each.weights[0] for each in of_a_layer)]
+    names = [
+        f"{weight.shape[1]}x{weight.shape[0]}"
+        for weight in (each.weights[0] for each in of_a_layer)
+    ]
     placed = TunedProducts(products.lt, products.table, "+".join(names))
     for layer in layers:
         layer.products = placed
@@ -86,7 +100,7 @@ def _place(stack: Stack, products: TunedProducts) -> int:
 def _is_worth_it(layer: Linear) -> bool:
     weight = layer.weight
     return (
-        not layer.row_invariant
+        not layer.batch_invariant
         and weight.dtype in DATA_TYPES
         and weight.numel() * weight.element_size() >= MIN_WEIGHT_BYTES
     )
@@ -96,5 +110,7 @@ def _by_shape(layers: Iterable[Linear]) -> list[Product]:
     """The outputs of a row-parallel layer go to the running sum."""
     found: dict[tuple[torch.Size, torch.dtype, bool], list[torch.Tensor]] = defaultdict(list)
     for layer in layers:
-        found[layer.weight.shape, layer.weight.dtype, isinstance(layer, RowLinear)].append(layer.weight)
+        found[layer.weight.shape, layer.weight.dtype, isinstance(layer, RowLinear)].append(
+            layer.weight
+        )
     return [Product(weights, adds) for (_, _, adds), weights in found.items()]

@@ -1,7 +1,8 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3 dense): architecture only, driven by `ModelConfig`.
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3 dense): architecture only, driven by
+`ModelConfig`.
 
-Module paths are the checkpoint's names, with q/k/v and gate/up fused. It knows no requests, pages or files.
-"""
+Module paths are the checkpoint's names, with q/k/v and gate/up fused. It knows no requests, pages
+or files."""
 
 import torch
 from torch import nn
@@ -18,8 +19,8 @@ from tllm_spec.models.rotary import rotary_table
 
 
 class Attention(Module):
-    """q/k/v projection, optional q/k norm, rotary and attention. The output projection is applied by the layer, which
-    has the running sum. `input_size`: where it is not the hidden size."""
+    """q/k/v projection, optional q/k norm, rotary and attention. The output projection is applied
+    by the layer, which has the running sum. `input_size`: where it is not the hidden size."""
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -35,7 +36,9 @@ class Attention(Module):
             input_size or config.hidden_size, parts, bias=config.qkv_bias, placement=placement
         )
         self.qk_norm = (
-            HeadNorm(self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, placement)
+            HeadNorm(
+                self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, placement
+            )
             if config.qk_norm
             else None
         )
@@ -44,7 +47,8 @@ class Attention(Module):
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
-        """What `o_proj` reads, `[T, Hq * D]`; hidden `[T, input_size]`, to be normed first where there is a norm."""
+        """What `o_proj` reads, `[T, Hq * D]`; hidden `[T, input_size]`, to be normed first where
+        there is a norm."""
         heads, head_weights = self._heads(hidden, norm)
         return context.backend.run(self.layer, heads, rotary, context.plan, head_weights)
 
@@ -55,7 +59,9 @@ class Attention(Module):
         heads, head_weights = self._heads(hidden, norm)
         context.backend.write(self.layer, heads, rotary, context.plan, head_weights)
 
-    def _heads(self, hidden: torch.Tensor, norm: RMSNorm | None) -> tuple[torch.Tensor, HeadWeights | None]:
+    def _heads(
+        self, hidden: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, HeadWeights | None]:
         qkv = self.qkv_proj.forward(hidden, norm)
         heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         return heads, None if self.qk_norm is None else self.qk_norm.head_weights
@@ -93,7 +99,8 @@ class DecoderLayer(Module):
         context: ForwardContext,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden: `[T, H]`, all that was added so far; the block adds its own. Of the rows `wanted` only, `[R, H]`."""
+        """hidden: `[T, H]`, all that was added so far; the block adds its own. Of the rows `wanted`
+        only, `[R, H]`."""
         if wanted is not None and not len(wanted):
             self.self_attn.write(hidden, self.input_layernorm, rotary, context)
             return hidden[:0]
@@ -116,7 +123,11 @@ class LlamaModel(Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.rotary = rotary_table(
-            config.rope, config.head_dim, max_positions, dtype=placement.dtype, device=placement.device
+            config.rope,
+            config.head_dim,
+            max_positions,
+            dtype=placement.dtype,
+            device=placement.device,
         )
 
     def forward(

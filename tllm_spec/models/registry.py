@@ -1,4 +1,5 @@
-"""From a model's folder to a loaded model: which class serves which architecture, and what is refused."""
+"""From a model's folder to a loaded model: which class serves which architecture, and what is
+refused."""
 
 from pathlib import Path
 from typing import Literal
@@ -30,7 +31,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     max_positions: int,
     mapping: Mapping = SINGLE_RANK,
-    row_invariant: bool = False,
+    batch_invariant: bool = False,
 ) -> CausalLM:
     """Build the model that `path/config.json` describes and fill it.
 
@@ -41,7 +42,8 @@ def load_model(
         load_format: `auto` reads safetensors, `dummy` fills random weights.
         max_positions: rows of the rotary table: no request may be longer.
         mapping: this rank's place.
-        row_invariant: whether a row's logits have the same bits whatever other rows run beside it; slower.
+        batch_invariant: whether a row's logits have the same bits whatever other rows run beside
+        it; slower.
 
     Raises:
         ValueError: the config or the checkpoint is not served; the message says why.
@@ -53,11 +55,12 @@ def load_model(
         )
     if config.sliding_window is not None and config.sliding_window < max_positions:
         raise ValueError(
-            f"sliding_window is {config.sliding_window}, less than the {max_positions} positions asked for; "
+            f"sliding_window is {config.sliding_window}, less than the {max_positions} positions "
+            "asked for; "
             "sliding-window attention is not served, so lower max_seq_len to the window or below."
         )
     model = MODELS[config.architecture](
-        config, max_positions, Placement(dtype, device, mapping, row_invariant)
+        config, max_positions, Placement(dtype, device, mapping, batch_invariant)
     )
     if load_format == "dummy":
         fill_random(model)

@@ -1,8 +1,8 @@
 """The table of the rotary position embedding, made once. `kernels/rotary_write.py` applies it.
 
-Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv 2306.15595),
-YaRN (arXiv 2309.00071) and Meta's Llama 3.1 scaling; each as transformers reads its configuration.
-"""
+Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv
+2306.15595), YaRN (arXiv 2309.00071) and Meta's Llama 3.1 scaling; each as transformers reads its
+configuration."""
 
 import math
 
@@ -16,8 +16,8 @@ def rotary_table(
 ) -> torch.Tensor:
     """Cosines and signed sines, `[max_positions, 2, 1, D]`, computed in float32 and rounded once.
 
-    The sine of the first half carries the minus of `rotate_half`: applying needs a roll and no negation.
-    """
+    The sine of the first half carries the minus of `rotate_half`: applying needs a roll and no
+    negation."""
     inverse_frequencies, amplitude = _frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies)
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
@@ -45,7 +45,8 @@ def _llama3(rope: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, inverse: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """YaRN's "NTK-by-parts": the blend is linear in the dimension's index between two rotation counts."""
+    """YaRN's "NTK-by-parts": the blend is linear in the dimension's index between two rotation
+    counts."""
 
     def dimension(rotations: float) -> float:
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)

@@ -1,8 +1,8 @@
 """Fill a model's parameters, from safetensors files or with random numbers.
 
-Tensors go one at a time from the memory-mapped file into their place in the (fused, sharded) parameter: the
-host holds no second copy. Which tensor goes where the modules know (`Module.slots`); this file matches names.
-"""
+Tensors go one at a time from the memory-mapped file into their place in the (fused, sharded)
+parameter: the host holds no second copy. Which tensor goes where the modules know (`Module.slots`);
+this file matches names."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,10 +22,13 @@ def load_weights(model: CausalLM, path: Path) -> None:
     """Fill `model` from the checkpoint in the folder `path`.
 
     Raises:
-        ValueError: no checkpoint, or one whose tensors are not exactly the model's; the message names them.
+        ValueError: no checkpoint, or one whose tensors are not exactly the model's; the message
+        names them.
     """
     tied = model.config.tie_word_embeddings
-    stored = ((name, tensor) for name, tensor in checkpoint_tensors(path) if not _is_derived(name, tied))
+    stored = (
+        (name, tensor) for name, tensor in checkpoint_tensors(path) if not _is_derived(name, tied)
+    )
     fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
 
 
@@ -47,7 +50,8 @@ def fill(model: Module, tensors: Iterable[tuple[str, torch.Tensor]], misfit: str
 
 
 def fill_random(model: Module, seed: int = 0) -> None:
-    """Norms 1, the rest normal, scaled so that activations keep their size; the same numbers for a seed."""
+    """Norms 1, the rest normal, scaled so that activations keep their size; the same numbers for a
+    seed."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if isinstance(module, (RMSNorm, HeadNorm)):

@@ -1,7 +1,8 @@
-"""The HTTP server's routes: each checks a request, starts it on the LLM and answers in OpenAI's form.
+"""The HTTP server's routes: each checks a request, starts it on the LLM and answers in OpenAI's
+form.
 
-What a body may hold is in `protocol`, what an answer looks like in `responses`, its way in `streaming`.
-"""
+What a body may hold is in `protocol`, what an answer looks like in `responses`, its way in
+`streaming`."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it
 LONG_BODY = 1 << 16  # bytes; so much text takes some tens of milliseconds to become tokens
 ENGINE_DOWN = "the engine is down"
-# Names that a chat template's rendering fills itself, beside the options of a tokenizer's `apply_chat_template`.
+# Names that a chat template's rendering fills itself, beside the options of a tokenizer's
+# `apply_chat_template`.
 RENDERED_NAMES = {"self", "conversations", "messages"}
 
 
@@ -58,18 +60,21 @@ class RequestRefused(Exception):
 
 
 class OpenAIServer:
-    """The routes over one LLM, which ends with the server. Raises ValueError if it has no tokenizer."""
+    """The routes over one LLM, which ends with the server. Raises ValueError if it has no
+    tokenizer."""
 
     def __init__(self, llm: LLM, served_model_name: str) -> None:
         if llm.tokenizer is None:
-            raise ValueError("skip_tokenizer_init = True cannot be served over HTTP: answers are text")
+            raise ValueError(
+                "skip_tokenizer_init = True cannot be served over HTTP: answers are text"
+            )
         self._llm = llm
         self._tokenizer = llm.tokenizer
         self._model = served_model_name
         self._created = int(time.time())
         self._metrics = EngineMetrics(llm.server_info)
-        # Turning a long prompt into tokens takes seconds, in which everybody else's answers and short prompts must go
-        # on. Of tokenizers only those in Rust are for two threads.
+        # Turning a long prompt into tokens takes seconds, in which everybody else's answers and
+        # short prompts must go on. Of tokenizers only those in Rust are for two threads.
         self._intake = self._long_intake = _one_thread("tllm-intake")
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
@@ -85,7 +90,9 @@ class OpenAIServer:
             app.add_api_route(path, self.metrics, response_model=None)
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/models/{model:path}", self.model)
-        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        app.add_api_route(
+            "/v1/completions", self.completions, methods=["POST"], response_model=None
+        )
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_exception_handler(RequestRefused, _refused)
         app.add_exception_handler(EngineError, _engine_error)
@@ -110,7 +117,8 @@ class OpenAIServer:
         return {"version": __version__}
 
     def server_info(self) -> dict[str, Any]:
-        """Options and state of the engine, in a thread of its own: the answer waits for a round's end."""
+        """Options and state of the engine, in a thread of its own: the answer waits for a round's
+        end."""
         with engine_running():
             return {"served_model_name": self._model, **self._llm.server_info()}
 
@@ -157,12 +165,15 @@ class OpenAIServer:
             raise RequestRefused(404, message, "invalid_request_error", code="model_not_found")
 
     def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
-        """Token ids of the conversation. Raises ValueError when the model's template cannot express it."""
+        """Token ids of the conversation. Raises ValueError when the model's template cannot express
+        it."""
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         variables = body.chat_template_kwargs or {}
         options = signature(self._tokenizer.apply_chat_template).parameters.keys()
         if taken := variables.keys() & (options | RENDERED_NAMES):
-            raise ValueError(f"chat_template_kwargs = {sorted(taken)} are not variables of a template")
+            raise ValueError(
+                f"chat_template_kwargs = {sorted(taken)} are not variables of a template"
+            )
         try:
             given = json.dumps([messages, variables], ensure_ascii=False)
             check_text(given, "messages and chat_template_kwargs as JSON")
@@ -173,7 +184,12 @@ class OpenAIServer:
                 add_generation_prompt=body.add_generation_prompt,
                 **variables,
             )
-        except (TemplateError, TypeError, ArithmeticError, RecursionError) as error:  # templates are programs
+        except (
+            TemplateError,
+            TypeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:  # templates are programs
             raise ValueError(f"messages do not fit the model's chat template: {error}") from error
         return token_ids
 
@@ -184,7 +200,8 @@ class OpenAIServer:
         params: SamplingParams,
         streaming: bool,
     ) -> list[RequestHandle]:
-        """Starts a request for each prompt, or none. Raises RequestRefused for a prompt that cannot be served."""
+        """Starts a request for each prompt, or none. Raises RequestRefused for a prompt that cannot
+        be served."""
 
         def start() -> list[RequestHandle]:
             handles: list[RequestHandle] = []
@@ -249,7 +266,8 @@ async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
     causes = [detail.get("ctx", {}).get("error") or detail["msg"] for detail in invalid.errors()]
     message = "\n".join(map(str, causes))
     if any(
-        detail["loc"] == ("body",) and "error" not in detail.get("ctx", {}) for detail in invalid.errors()
+        detail["loc"] == ("body",) and "error" not in detail.get("ctx", {})
+        for detail in invalid.errors()
     ):
         message = "the body must be a JSON object, sent with Content-Type: application/json"
     return JSONResponse(error_body(message, "invalid_request_error", param=param_of(message)), 400)

@@ -1,6 +1,7 @@
 """`/metrics` in Prometheus' text format, from what `LLM.server_info` says.
 
-Names with `trtllm_` mean what they mean in TensorRT-LLM; those with `tllm_spec_` have no counterpart there. Counters
+Names with `trtllm_` mean what they mean in TensorRT-LLM; those with `tllm_spec_` have no
+counterpart there. Counters
 count since the start: rates over time are the reader's to take.
 """
 
@@ -13,17 +14,28 @@ from prometheus_client.registry import Collector
 
 SUCCESSES = ("stop", "length")
 
-Described = Mapping[str, tuple[str, tuple[str, ...]]]  # by name: a sentence, and where the state has it
+Described = Mapping[
+    str, tuple[str, tuple[str, ...]]
+]  # by name: a sentence, and where the state has it
 
 GAUGES: Described = {
     "trtllm_num_requests_running": ("Requests that have a slot", ("num_requests_running",)),
-    "trtllm_num_requests_waiting": ("Requests that wait for a slot or pages", ("num_requests_waiting",)),
-    "tllm_spec_draft_len": ("Draft length now for a batch of the latest size", ("speculative_num_steps",)),
+    "trtllm_num_requests_waiting": (
+        "Requests that wait for a slot or pages",
+        ("num_requests_waiting",),
+    ),
+    "tllm_spec_draft_len": (
+        "Draft length now for a batch of the latest size",
+        ("speculative_num_steps",),
+    ),
 }
 COUNTERS: Described = {
     "tllm_spec_preemptions": ("Running requests that were put back", ("num_preemptions",)),
     "tllm_spec_prompt_tokens": ("Tokens of prompts", ("totals", "prompt_tokens")),
-    "tllm_spec_prefix_hit_tokens": ("Prompt tokens found in the cache", ("totals", "cached_prompt_tokens")),
+    "tllm_spec_prefix_hit_tokens": (
+        "Prompt tokens found in the cache",
+        ("totals", "cached_prompt_tokens"),
+    ),
     "tllm_spec_generated_tokens": ("Tokens of outputs", ("totals", "generated_tokens")),
     "tllm_spec_draft_len_changes": (
         "Rounds with another draft length than the round before",
@@ -43,12 +55,21 @@ COUNTERS: Described = {
     ),
 }
 BY_POSITION = {
-    "trtllm_spec_decode_drafted_tokens": ("Drafts proposed at a position from 0", "per_position_drafted"),
-    "trtllm_spec_decode_accepted_tokens": ("Drafts accepted at a position from 0", "per_position_accepted"),
+    "trtllm_spec_decode_drafted_tokens": (
+        "Drafts proposed at a position from 0",
+        "per_position_drafted",
+    ),
+    "trtllm_spec_decode_accepted_tokens": (
+        "Drafts accepted at a position from 0",
+        "per_position_accepted",
+    ),
 }
 BY_DRAFT_LEN = {
     "tllm_spec_rounds": ("Generation rounds", "rounds"),
-    "tllm_spec_request_rounds": ("Generation rounds, once for each request in them", "request_rounds"),
+    "tllm_spec_request_rounds": (
+        "Generation rounds, once for each request in them",
+        "request_rounds",
+    ),
     "tllm_spec_emitted_tokens": ("Tokens of generation rounds", "emitted_tokens"),
     "tllm_spec_round_seconds": ("Time of generation rounds without prompts", "seconds"),
 }
@@ -92,7 +113,9 @@ def _requests(by_reason: Mapping[str, int]) -> Iterator[Metric]:
         "trtllm_request_success", "Requests that were completed", labels=["finished_reason"]
     )
     failed = CounterMetricFamily(
-        "tllm_spec_request_failure", "Requests that failed or were cancelled", labels=["finished_reason"]
+        "tllm_spec_request_failure",
+        "Requests that failed or were cancelled",
+        labels=["finished_reason"],
     )
     for reason in (*SUCCESSES, *sorted(by_reason.keys() - set(SUCCESSES))):
         (done if reason in SUCCESSES else failed).add_metric([reason], by_reason.get(reason, 0))
@@ -107,7 +130,9 @@ def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
             metric.add_metric([str(position)], number)
         yield metric
     if stats["rounds"]:
-        help_text = "Tokens emitted per round of a request since the start, the target's own included"
+        help_text = (
+            "Tokens emitted per round of a request since the start, the target's own included"
+        )
         yield GaugeMetricFamily(
             "trtllm_spec_decode_acceptance_length", help_text, value=stats["acceptance_length"]
         )
@@ -119,12 +144,18 @@ def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _pages(cache: Mapping[str, Any], totals: Mapping[str, Any]) -> Iterator[Metric]:
-    pages = GaugeMetricFamily("tllm_spec_kv_cache_pages", "KV pages by where they are", labels=["place"])
+    pages = GaugeMetricFamily(
+        "tllm_spec_kv_cache_pages", "KV pages by where they are", labels=["place"]
+    )
     for place in ("free", "used", "cached"):
         pages.add_metric([place], cache[place])
     yield pages
     share = "Share of the KV pages that requests hold"
-    yield GaugeMetricFamily("trtllm_kv_cache_utilization", share, value=cache["used"] / cache["num_pages"])
+    yield GaugeMetricFamily(
+        "trtllm_kv_cache_utilization", share, value=cache["used"] / cache["num_pages"]
+    )
     hits, prompts = totals["cached_prompt_tokens"], totals["prompt_tokens"]
     hit_rate = "Prompt tokens found in the cache / prompt tokens, since the start"
-    yield GaugeMetricFamily("trtllm_kv_cache_hit_rate", hit_rate, value=hits / prompts if prompts else 0.0)
+    yield GaugeMetricFamily(
+        "trtllm_kv_cache_hit_rate", hit_rate, value=hits / prompts if prompts else 0.0
+    )

@@ -1,8 +1,8 @@
-"""Bodies of OpenAI's completion and chat requests, with our extensions, and the shape of its errors.
+"""Bodies of OpenAI's completion and chat requests, with our extensions, and the shape of its
+errors.
 
-A body is turned into prompts and `SamplingParams` here; ranges are checked there, once. Fields of OpenAI
-that are not served are refused unless they say "off".
-"""
+A body is turned into prompts and `SamplingParams` here; ranges are checked there, once. Fields of
+OpenAI that are not served are refused unless they say "off"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128  # both as at OpenAI
-# All of a body's prompts, n times each, are requests at once: a few KB of it could fill the host's memory.
+# All of a body's prompts, n times each, are requests at once: a few KB of it could fill the host's
+# memory.
 MAX_CHOICES = 4096
 # Each round looks for them in everybody's thread; OpenAI takes 4 stop strings.
 MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
@@ -89,8 +90,12 @@ MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
 def error_body(
     message: str, kind: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's error object. Half a character that the message quotes is written as '?': it could not be sent."""
-    texts = [None if text is None else text.encode(errors="replace").decode() for text in (message, param)]
+    """OpenAI's error object. Half a character that the message quotes is written as '?': it could
+    not be sent."""
+    texts = [
+        None if text is None else text.encode(errors="replace").decode()
+        for text in (message, param)
+    ]
     return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
 
 
@@ -101,7 +106,8 @@ def param_of(message: str) -> str | None:
 
 
 def _token_ids_as_integers(bias: object) -> object:
-    """JSON has only strings as keys. Raises ValueError for one that is no token id, and for two that are the same."""
+    """JSON has only strings as keys. Raises ValueError for one that is no token id, and for two
+    that are the same."""
     if not isinstance(bias, Mapping):
         return bias
     if wrong := [key for key in bias if not str(key).isdecimal()]:
@@ -112,7 +118,8 @@ def _token_ids_as_integers(bias: object) -> object:
 
 
 def _check_words(words: object) -> object:
-    """Raises ValueError for more text than every round can look for. Of what kind it is `SamplingParams` checks."""
+    """Raises ValueError for more text than every round can look for. Of what kind it is
+    `SamplingParams` checks."""
     listed = [words] if isinstance(words, str) else words
     if isinstance(listed, list):
         num_chars = sum(len(word) for word in listed if isinstance(word, str))
@@ -131,7 +138,8 @@ def _check_token_ids(token_ids: object) -> object:
         number = len(token_ids) - len(lengths) + sum(lengths)
         if len(lengths) > MAX_WORDS or number > MAX_TOKEN_IDS:
             raise ValueError(
-                f"{number} token ids, {len(lengths)} sequences; at most {MAX_TOKEN_IDS} ids and {MAX_WORDS} sequences "
+                f"{number} token ids, {len(lengths)} sequences; at most {MAX_TOKEN_IDS} ids and "
+                f"{MAX_WORDS} sequences "
                 "are accepted"
             )
     return token_ids
@@ -141,7 +149,8 @@ Words = Annotated[str | list[str] | None, SkipValidation, BeforeValidator(_check
 
 
 class StreamOptions(ConfigModel):
-    """`include_usage`: a last chunk with the token counts. `continuous_usage_stats`: every chunk has them so far."""
+    """`include_usage`: a last chunk with the token counts. `continuous_usage_stats`: every chunk
+    has them so far."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -157,7 +166,9 @@ class GenerationRequest(ConfigModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # this and the next two are for the caller's own records: they have no effect
+    user: str | None = (
+        None  # this and the next two are for the caller's own records: they have no effect
+    )
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
@@ -190,7 +201,11 @@ class GenerationRequest(ConfigModel):
     def __init__(self, **options: Any) -> None:
         known = type(self).model_fields
         super().__init__(
-            **{name: value for name, value in options.items() if value is not None or name not in known}
+            **{
+                name: value
+                for name, value in options.items()
+                if value is not None or name not in known
+            }
         )
 
     @model_validator(mode="after")
@@ -200,10 +215,13 @@ class GenerationRequest(ConfigModel):
         return self
 
     def sampling_params(self, **own: object) -> SamplingParams:
-        """The sampling options of the body and `own`. Raises ValueError for a value out of range."""
+        """The sampling options of the body and `own`. Raises ValueError for a value out of
+        range."""
         given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_NAMES}
         if given.get("temperature") is None:
-            given["temperature"] = 1.0  # OpenAI's default; without it an unset request would be greedy
+            given["temperature"] = (
+                1.0  # OpenAI's default; without it an unset request would be greedy
+            )
         return SamplingParams.from_dict(given | own)
 
 
@@ -216,7 +234,9 @@ def _as_prompts(prompt: object) -> object:
             return [prompt]
         if all(isinstance(item, str) for item in prompt):
             return prompt
-        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt):
+        if all(
+            isinstance(item, list) and all(type(token) is int for token in item) for item in prompt
+        ):
             return prompt
     raise ValueError("a text, a list of texts, token ids or a list of token id lists is needed")
 
@@ -236,7 +256,8 @@ class CompletionRequest(GenerationRequest):
         number, samples = len(self.prompt), self.n or 1
         if number * samples > MAX_CHOICES:
             raise ValueError(
-                f"prompt = [...] has {number} prompts with {samples} choices each; a body may ask for "
+                f"prompt = [...] has {number} prompts with {samples} choices each; a body may ask "
+                "for "
                 f"{MAX_CHOICES} choices, so send several"
             )
         return self
@@ -251,9 +272,13 @@ def _join_text_parts(content: object) -> object:
     if not isinstance(content, list):
         return content
     for part in content:
-        is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+        is_text = (
+            isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+        )
         if not (is_text and isinstance(part["text"], str)):
-            raise ValueError('parts have the form {"type": "text", "text": "..."}; only text is served')
+            raise ValueError(
+                'parts have the form {"type": "text", "text": "..."}; only text is served'
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -268,7 +293,8 @@ class ChatMessage(ConfigModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """Body of `/v1/chat/completions`. `chat_template_kwargs` are variables for the model's chat template."""
+    """Body of `/v1/chat/completions`. `chat_template_kwargs` are variables for the model's chat
+    template."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
@@ -285,12 +311,17 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError(f"top_logprobs = {self.top_logprobs} needs logprobs = true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError(f"max_tokens = {self.max_tokens} is max_completion_tokens under its older name")
+            raise ValueError(
+                f"max_tokens = {self.max_tokens} is max_completion_tokens under its older name"
+            )
         return self
 
     def to_sampling_params(self) -> SamplingParams:
-        """Without a limit the answer may fill the model's length. Raises ValueError as `sampling_params`."""
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """Without a limit the answer may fill the model's length. Raises ValueError as
+        `sampling_params`."""
+        limit = (
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
         return self.sampling_params(
             max_tokens=limit, logprobs=self.top_logprobs or 0 if self.logprobs else None
         )

@@ -1,7 +1,7 @@
 """OpenAI's response objects, made of our outputs: whole answers and the chunks of a stream.
 
-Two extensions stand in each choice: `stop_reason`, and `speculative_decoding` once the sample is finished.
-"""
+Two extensions stand in each choice: `stop_reason`, and `speculative_decoding` once the sample is
+finished."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Answer(ABC):
     chunk_kind: str
     id_prefix: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, num_samples: int, top_logprobs: int | None) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, num_samples: int, top_logprobs: int | None
+    ) -> None:
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -91,10 +93,12 @@ class Answer(ABC):
         return prompt_index * self._num_samples + output.index
 
     def _token_text(self, token_id: int, offset: int) -> str:
-        """A token's text at `offset`. A decoder may drop the space that a text begins with, so elsewhere it is the
-        second half of the text of two such tokens."""
+        """A token's text at `offset`. A decoder may drop the space that a text begins with, so
+        elsewhere it is the second half of the text of two such tokens."""
         text = self._tokenizer.decode(
-            [token_id] * (2 if offset else 1), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            [token_id] * (2 if offset else 1),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
         )
         return text[len(text) // 2 :] if offset else text
 
@@ -115,7 +119,9 @@ class CompletionAnswer(Answer):
         return {"text": output.text, "logprobs": logprobs}
 
     def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
-        logprobs = self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
+        logprobs = self._logprobs(
+            output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff
+        )
         return {"text": output.text_diff, "logprobs": logprobs}
 
     def _logprobs(
@@ -125,13 +131,16 @@ class CompletionAnswer(Answer):
             return None
         return {
             "tokens": list(map(self._token_text, token_ids, offsets)),
-            "token_logprobs": [_number(at[token]) for token, at in zip(token_ids, logprobs, strict=True)],
+            "token_logprobs": [
+                _number(at[token]) for token, at in zip(token_ids, logprobs, strict=True)
+            ],
             "top_logprobs": list(map(self._top, token_ids, logprobs, offsets)),
             "text_offset": offsets,
         }
 
     def _top(self, chosen: int, logprobs: Mapping[int, Logprob], offset: int) -> Json:
-        """The best tokens and the chosen one by their texts; a text that several have is the most probable one's."""
+        """The best tokens and the chosen one by their texts; a text that several have is the most
+        probable one's."""
         top: Json = {}
         for token, logprob in [*self._best(logprobs), (chosen, logprobs[chosen])]:
             top.setdefault(self._token_text(token, offset), _number(logprob))
@@ -152,7 +161,9 @@ class ChatAnswer(Answer):
 
     def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
         role = {"role": "assistant"} if is_first else {}
-        logprobs = self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
+        logprobs = self._logprobs(
+            output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff
+        )
         return {"delta": {**role, "content": output.text_diff}, "logprobs": logprobs}
 
     def _logprobs(

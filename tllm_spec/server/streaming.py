@@ -1,8 +1,7 @@
 """From running requests to one HTTP answer; streamed or whole, it is the same generator of updates.
 
-It knows neither prompts nor sampling. Whoever stops listening ends the requests: leaving the generator aborts
-them.
-"""
+It knows neither prompts nor sampling. Whoever stops listening ends the requests: leaving the
+generator aborts them."""
 
 from __future__ import annotations
 
@@ -28,11 +27,14 @@ class EngineError(Exception):
     """A request was taken and could not be finished."""
 
 
-async def updates(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """`(index of the handle, its output so far)` as they come. Each is used before its handle goes on.
+async def updates(
+    handles: Sequence[RequestHandle],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """`(index of the handle, its output so far)` as they come. Each is used before its handle goes
+    on.
 
-    Raises EngineError when a request fails. Whatever still runs when the generator is left is aborted.
-    """
+    Raises EngineError when a request fails. Whatever still runs when the generator is left is
+    aborted."""
     streams = [aiter(handle) for handle in handles]
     waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
@@ -65,13 +67,15 @@ async def whole_answer(answer: Answer, handles: Sequence[RequestHandle]) -> Json
 async def event_stream(
     answer: Answer, handles: Sequence[RequestHandle], options: StreamOptions
 ) -> AsyncGenerator[str, None]:
-    """The answer as server-sent events. A request that fails ends the stream with an error event."""
+    """The answer as server-sent events. A request that fails ends the stream with an error
+    event."""
     async with aclosing(updates(handles)) as outputs:
         try:
             async for i, result in outputs:
                 for chunk in answer.chunks(i, result):
                     yield _event(
-                        chunk | ({"usage": usage_of(handles)} if options.continuous_usage_stats else {})
+                        chunk
+                        | ({"usage": usage_of(handles)} if options.continuous_usage_stats else {})
                     )
         except EngineError as error:
             yield _event(error_body(str(error), "internal_error"))

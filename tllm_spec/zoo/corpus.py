@@ -1,7 +1,8 @@
-"""The zoo's text: Python sources of a CPython standard library, split into training and held-out files.
+"""The zoo's text: Python sources of a CPython standard library, split into training and held-out
+files.
 
-A file is held out by the hash of its path below the library's root, so every CPython holds out (nearly) the
-same files. Knows nothing of tokens or models; needs neither torch nor transformers.
+A file is held out by the hash of its path below the library's root, so every CPython holds out
+(nearly) the same files. Knows nothing of tokens or models; needs neither torch nor transformers.
 """
 
 import hashlib
@@ -12,16 +13,20 @@ from pathlib import Path, PurePosixPath
 HELD_OUT_ONE_IN = 20
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 # encodings and pydoc_data are generated tables: easy to predict, they would flatter every figure.
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"})
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
 
 
 def training_files(root: Path | None = None, tests: bool = False) -> list[Path]:
-    """Sorted files that a zoo model may be trained on; `tests` adds CPython's test suite where installed."""
+    """Sorted files that a zoo model may be trained on; `tests` adds CPython's test suite where
+    installed."""
     return [path for path, relative in _sources(root, tests) if not is_held_out(relative)]
 
 
 def heldout_files(root: Path | None = None) -> list[Path]:
-    """Sorted files that no zoo model or tokenizer was trained on; the test suite is not among them."""
+    """Sorted files that no zoo model or tokenizer was trained on; the test suite is not among
+    them."""
     return [path for path, relative in _sources(root, tests=False) if is_held_out(relative)]
 
 

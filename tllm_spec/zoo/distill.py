@@ -1,4 +1,5 @@
-"""Losses of the two trainings: next-token cross entropy for the target, agreement with it for the draft."""
+"""Losses of the two trainings: next-token cross entropy for the target, agreement with it for the
+draft."""
 
 import math
 from collections.abc import Callable
@@ -62,7 +63,9 @@ def draft_validation(draft: Any, target: Any, heldout: TokenData) -> Callable[[]
             draft_logits, target_logits = logits_of(draft, tokens), logits_of(target, tokens)
             agreement = (draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
             nats = cross_entropy(draft_logits[:, :-1], tokens[:, 1:])
-            figures.append(torch.stack([distillation_loss(draft_logits, target_logits), agreement, nats]))
+            figures.append(
+                torch.stack([distillation_loss(draft_logits, target_logits), agreement, nats])
+            )
         loss, agreement_rate, nats_per_token = torch.stack(figures).mean(0).tolist()
         return {"loss": loss, "agreement": agreement_rate, "nats_per_token": nats_per_token}
 
@@ -70,8 +73,8 @@ def draft_validation(draft: Any, target: Any, heldout: TokenData) -> Callable[[]
 
 
 def distillation_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Both `[B, T, V]`. Forward KL(target || draft), which is what acceptance at T > 0 asks for, and cross
-    entropy on the target's best token, which is what greedy acceptance asks for."""
+    """Both `[B, T, V]`. Forward KL(target || draft), which is what acceptance at T > 0 asks for,
+    and cross entropy on the target's best token, which is what greedy acceptance asks for."""
     draft = F.log_softmax(draft_logits.float(), -1).flatten(0, 1)
     target = F.log_softmax(target_logits.float(), -1).flatten(0, 1)
     divergence = F.kl_div(draft, target, reduction="batchmean", log_target=True)

@@ -1,13 +1,15 @@
-"""An EAGLE-3 head (arXiv 2503.01840) in plain torch with gradients, under the names of public checkpoints.
+"""An EAGLE-3 head (arXiv 2503.01840) in plain torch with gradients, under the names of public
+checkpoints.
 
-Entry `j` of the head reads (hidden states of the target at token j, embedding of token j+1) at rotary position j and
-predicts token j+2. Where the target has not been yet, the head's own output of the entry before takes the place of the
-target's states. It knows neither losses nor text; the engine has a head of its own for inference.
+Entry `j` of the head reads (hidden states of the target at token j, embedding of token j+1) at
+rotary position j and predicts token j+2. Where the target has not been yet, the head's own output
+of the entry before takes the place of the target's states. It knows neither losses nor text; the
+engine has a head of its own for inference.
 
-All chains of a text run at once. Chain `s` starts with the target's states of the tokens up to s; its entry at step k
-lies at position s+k. So it attends to the entries j <= s made from the target's states, the same for every step, and to
-its own entries of the steps 1..k, which no other chain sees.
-"""
+All chains of a text run at once. Chain `s` starts with the target's states of the tokens up to s;
+its entry at step k lies at position s+k. So it attends to the entries j <= s made from the target's
+states, the same for every step, and to its own entries of the steps 1..k, which no other chain
+sees."""
 
 import json
 import shutil
@@ -24,7 +26,8 @@ from tllm_spec.attention.spec_metadata import default_capture_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NUM_CAPTURED = 3
-# What the head here computes; a config.json that asks for something else is refused. A missing key means this.
+# What the head here computes; a config.json that asks for something else is refused. A missing key
+# means this.
 _FIXED = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
@@ -53,7 +56,8 @@ class Eagle3Shape:
 
     @classmethod
     def read(cls, folder: Path) -> "Eagle3Shape":
-        """Raises ValueError for a model that is not an EAGLE-3 head, or one that the zoo cannot train."""
+        """Raises ValueError for a model that is not an EAGLE-3 head, or one that the zoo cannot
+        train."""
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not is_eagle3(folder):
             raise ValueError(
@@ -61,7 +65,9 @@ class Eagle3Shape:
             )
         for key, only in _FIXED.items():
             if raw.get(key, only) != only:
-                raise ValueError(f"{key} in {folder} is {raw[key]!r}; the zoo's EAGLE-3 heads have {only!r}")
+                raise ValueError(
+                    f"{key} in {folder} is {raw[key]!r}; the zoo's EAGLE-3 heads have {only!r}"
+                )
         missing = [field.name for field in fields(cls) if field.name not in raw]
         if missing:
             raise ValueError(f"config.json in {folder} lacks {', '.join(missing)}")
@@ -72,7 +78,9 @@ class Eagle3Shape:
         for key in ("hidden_size", "vocab_size"):
             ours, theirs = getattr(self, key), getattr(target, key)
             if ours != theirs:
-                raise ValueError(f"{key} of the EAGLE-3 head is {ours}; it must be the target's, {theirs}")
+                raise ValueError(
+                    f"{key} of the EAGLE-3 head is {ours}; it must be the target's, {theirs}"
+                )
 
 
 def is_eagle3(folder: Path) -> bool:
@@ -81,7 +89,8 @@ def is_eagle3(folder: Path) -> bool:
 
 
 class Cache(NamedTuple):
-    """Keys and values that the chains have so far; `S` chains, `k` steps behind them without the first."""
+    """Keys and values that the chains have so far; `S` chains, `k` steps behind them without the
+    first."""
 
     keys: Tensor
     """`[B, KV, S, D]`: entry j is made from the target's states of token j."""
@@ -108,7 +117,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         width, kv_width = (
-            count * shape.head_dim for count in (shape.num_attention_heads, shape.num_key_value_heads)
+            count * shape.head_dim
+            for count in (shape.num_attention_heads, shape.num_key_value_heads)
         )
         self.q_proj = nn.Linear(2 * shape.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
@@ -125,7 +135,9 @@ class Attention(nn.Module):
         if cache is None:
             none = key.unsqueeze(-2)[..., :0, :]
             cache = Cache(key, value, none, none)
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
         else:
             own_keys = torch.cat((cache.own_keys, key.unsqueeze(-2)), -2)
             own_values = torch.cat((cache.own_values, value.unsqueeze(-2)), -2)
@@ -167,13 +179,15 @@ class Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """Its `state_dict` is the checkpoint: `d2t` holds offsets, the target's id is `draft id + d2t[draft id]`."""
+    """Its `state_dict` is the checkpoint: `d2t` holds offsets, the target's id is `draft id +
+    d2t[draft id]`."""
 
     d2t: Tensor
     t2d: Tensor
 
     def __init__(self, shape: Eagle3Shape, draft_ids: Tensor) -> None:
-        """`draft_ids`: `[draft_vocab_size]`, the target's id of each token of the head, ascending."""
+        """`draft_ids`: `[draft_vocab_size]`, the target's id of each token of the head,
+        ascending."""
         super().__init__()
         self.config = shape
         self.fc = nn.Linear(NUM_CAPTURED * shape.hidden_size, shape.hidden_size, bias=False)
@@ -198,15 +212,19 @@ class Eagle3Head(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """`[..., 3H]` of the target -> `[..., H]`; fp32 also under autocast, as all hidden states here."""
+        """`[..., 3H]` of the target -> `[..., H]`; fp32 also under autocast, as all hidden states
+        here."""
         hidden: Tensor = self.fc(features).float()
         return hidden
 
-    def forward(self, hidden: Tensor, embeddings: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor, cache: Cache | None = None
+    ) -> tuple[Tensor, Cache]:
         """The next step of all chains.
 
         Args:
-            hidden: `[B, S, H]`, `fuse` of the target's states at first, then this function's own output.
+            hidden: `[B, S, H]`, `fuse` of the target's states at first, then this function's own
+            output.
             embeddings: `[B, S, H]` of the token at `s + k + 1`, for chain s at step k.
             cache: what the step before returned.
 
@@ -227,7 +245,8 @@ class Eagle3Head(nn.Module):
 
 
 def attend(query: Tensor, cache: Cache) -> Tensor:
-    """`[B, heads, S, D]`: chain s over the entries j <= s and its own. No fused kernel knows this pattern."""
+    """`[B, heads, S, D]`: chain s over the entries j <= s and its own. No fused kernel knows this
+    pattern."""
     batch, heads, chains, head_dim = query.shape
     kv_heads = cache.keys.shape[1]
     grouped = (batch, kv_heads, heads // kv_heads, chains, -1)
@@ -237,7 +256,8 @@ def attend(query: Tensor, cache: Cache) -> Tensor:
     shared = (rows @ cache.keys.mT).view(grouped).masked_fill(future, -torch.inf)
     own = torch.einsum("bngsd,bnskd->bngsk", rows.view(grouped), cache.own_keys)
     weights = torch.cat((shared, own), -1).softmax(-1)
-    # Converted after the cut, which packs the rows: a product over rows of S + k would be unaligned.
+    # Converted after the cut, which packs the rows: a product over rows of S + k would be
+    # unaligned.
     on_shared, on_own = weights[..., :chains].to(query.dtype), weights[..., chains:].to(query.dtype)
     mixed = (on_shared.flatten(2, 3) @ cache.values).view(grouped)
     mixed = mixed + torch.einsum("bngsk,bnskd->bngsd", on_own, cache.own_values)
@@ -258,9 +278,12 @@ def rotate(heads: Tensor, rotary: Tensor) -> Tensor:
 
 
 def save_head(head: Eagle3Head, shape: Path, output: Path) -> None:
-    """bf16 weights and the draft vocabulary (int64 offsets, bool) beside the config.json of the folder `shape`."""
+    """bf16 weights and the draft vocabulary (int64 offsets, bool) beside the config.json of the
+    folder `shape`."""
     tensors = {
-        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
+        .cpu()
+        .contiguous()
         for name, tensor in head.state_dict().items()
     }
     output.mkdir(parents=True, exist_ok=True)
@@ -269,7 +292,8 @@ def save_head(head: Eagle3Head, shape: Path, output: Path) -> None:
 
 
 def target_states(target: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B, T]` -> what the head reads, `[B, T, 3H]`, and the target's logits `[B, T, V]`, from one forward."""
+    """`[B, T]` -> what the head reads, `[B, T, 3H]`, and the target's logits `[B, T, V]`, from one
+    forward."""
     output = target(input_ids=tokens, output_hidden_states=True, use_cache=False)
     layers = default_capture_layers(target.config.num_hidden_layers)
     # `hidden_states[0]` is the embedding: the output of layer i is `hidden_states[i + 1]`.

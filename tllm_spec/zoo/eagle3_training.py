@@ -1,8 +1,9 @@
-"""Loss and validation of an EAGLE-3 head: its chains of drafts against the target's distribution, step by step.
+"""Loss and validation of an EAGLE-3 head: its chains of drafts against the target's distribution,
+step by step.
 
-The head learns on its own outputs as it will draft from them ("training-time test" of the EAGLE-3 paper, arXiv
-2503.01840): every position of a text starts a chain of `unroll` steps, along the tokens of the text.
-"""
+The head learns on its own outputs as it will draft from them ("training-time test" of the EAGLE-3
+paper, arXiv 2503.01840): every position of a text starts a chain of `unroll` steps, along the
+tokens of the text."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tllm_spec.zoo.distill import ARGMAX_SHARE, SELF_TEXT_SHARE, VALIDATION_LENGTH, VALIDATION_WINDOWS
+from tllm_spec.zoo.distill import (
+    ARGMAX_SHARE,
+    SELF_TEXT_SHARE,
+    VALIDATION_LENGTH,
+    VALIDATION_WINDOWS,
+)
 from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, target_states
 from tllm_spec.zoo.token_data import TokenData
 from tllm_spec.zoo.trainer import Settings, add_dropout
@@ -23,8 +29,11 @@ ALIGNMENT = 8
 
 
 def draft_vocabulary(texts: list[TokenData], shape: Eagle3Shape) -> Tensor:
-    """`[draft_vocab_size]`: the most frequent token ids, ascending. Every text counts the same, whatever its size."""
-    counts = [torch.bincount(text.tokens.int(), minlength=shape.vocab_size).double() for text in texts]
+    """`[draft_vocab_size]`: the most frequent token ids, ascending. Every text counts the same,
+    whatever its size."""
+    counts = [
+        torch.bincount(text.tokens.int(), minlength=shape.vocab_size).double() for text in texts
+    ]
     shares = torch.stack([count / count.sum() for count in counts]).mean(0)
     ids = shares.argsort(descending=True, stable=True)[: shape.draft_vocab_size].sort().values
     print(f"the draft vocabulary covers {shares[ids].sum().item():.1%} of the texts", flush=True)
@@ -40,7 +49,9 @@ def build_head(shape: Eagle3Shape, target: Any, draft_ids: Tensor, run: Settings
         head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
         head.norm.weight.copy_(target.model.norm.weight)
     add_dropout(head.midlayer, run.dropout)
-    if run.compile:  # dynamic: else every step, and every length of windows, is a compilation of its own
+    if (
+        run.compile
+    ):  # dynamic: else every step, and every length of windows, is a compilation of its own
         head.midlayer.compile(dynamic=True)
     return head.to(draft_ids.device)
 
@@ -57,13 +68,15 @@ class Labels(NamedTuple):
 
 
 def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
-    """From `[B, T, V]`. With p the target's distribution and D the draft vocabulary, a position's loss is
+    """From `[B, T, V]`. With p the target's distribution and D the draft vocabulary, a position's
+    loss is
 
-        (1 - a) * sum over D of p(v) * (log p(v)/p(D) - log draft(v))  +  a * (-log draft(best)),  a = ARGMAX_SHARE
+        (1 - a) * sum over D of p(v) * (log p(v)/p(D) - log draft(v))  +  a * (-log draft(best)),  a
+        = ARGMAX_SHARE
 
-    The first part is the KL of the renormalised p, weighted by p(D): a token that the head cannot say costs nothing
-    and teaches nothing. The second part is left out where the target's best token is such a one.
-    """
+    The first part is the KL of the renormalised p, weighted by p(D): a token that the head cannot
+    say costs nothing and teaches nothing. The second part is left out where the target's best token
+    is such a one."""
     logits = target_logits.float()
     best, restricted = logits.argmax(-1), logits[..., draft_ids]
     probabilities = (restricted - logits.logsumexp(-1, keepdim=True)).exp()
@@ -73,12 +86,14 @@ def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
     return Labels(wanted, (1 - ARGMAX_SHARE) * floor, best)
 
 
-def chain_logits(head: Eagle3Head, features: Tensor, embeddings: Tensor, unroll: int) -> Iterator[Tensor]:
+def chain_logits(
+    head: Eagle3Head, features: Tensor, embeddings: Tensor, unroll: int
+) -> Iterator[Tensor]:
     """The head's logits at steps 0..unroll-1 along the text, for all chains that end within it.
 
-    `features` `[B, T, 3H]` and `embeddings` `[B, T, H]` of the same tokens; each result is `[B, T - unroll, D]`. Row s
-    of step k speaks of the token at `s + k + 2`, as the target's logits at `s + k + 1` do.
-    """
+    `features` `[B, T, 3H]` and `embeddings` `[B, T, H]` of the same tokens; each result is `[B, T -
+    unroll, D]`. Row s of step k speaks of the token at `s + k + 2`, as the target's logits at `s +
+    k + 1` do."""
     chains = features.shape[1] - unroll
     hidden, cache = head.fuse(features[:, :chains]), None
     for step in range(unroll):

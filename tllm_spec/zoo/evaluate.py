@@ -1,11 +1,13 @@
-"""Acceptance of a draft model or an EAGLE-3 head on held-out text, computed exactly without a speculative engine.
+"""Acceptance of a draft model or an EAGLE-3 head on held-out text, computed exactly without a
+speculative engine.
 
-While a draft model agrees with the target's greedy text, what it reads is that text itself. So its best tokens over
-the finished text, all positions in one forward pass, tell how far every chain of drafts would have come.
+While a draft model agrees with the target's greedy text, what it reads is that text itself. So its
+best tokens over the finished text, all positions in one forward pass, tell how far every chain of
+drafts would have come.
 
-What an EAGLE-3 head says of a token depends on where its chain started, too: from there on it reads its own outputs
-instead of the target's hidden states. So it drafts the chain of every position, all of them side by side.
-"""
+What an EAGLE-3 head says of a token depends on where its chain started, too: from there on it reads
+its own outputs instead of the target's hidden states. So it drafts the chain of every position, all
+of them side by side."""
 
 from typing import Any
 
@@ -24,10 +26,13 @@ BATCH = 64
 def evaluate(
     target: Any, draft: Any, heldout: TokenData, prompts: int, new_tokens: int, draft_len: int
 ) -> dict[str, Any]:
-    """Greedy continuations of `prompts` held-out prompts of 256 tokens each. `draft`: a model or an `Eagle3Head`."""
+    """Greedy continuations of `prompts` held-out prompts of 256 tokens each. `draft`: a model or an
+    `Eagle3Head`."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
-    all_prompts = torch.stack([heldout.tokens[start : start + prompt_len] for start in starts]).long()
+    all_prompts = torch.stack(
+        [heldout.tokens[start : start + prompt_len] for start in starts]
+    ).long()
     accepted: list[int] = []
     for batch in torch.split(all_prompts, BATCH):
         text = continuations(target, batch, new_tokens, do_sample=False)
@@ -44,8 +49,9 @@ def evaluate(
 
 
 def head_matches(target: Any, head: Eagle3Head, text: Tensor, draft_len: int) -> Tensor:
-    """`[B, T]` -> `[B, T]`: accepted drafts of the chain whose first draft stands for token i; 0 where the text is too
-    short for a whole chain, and for the first two tokens, of which a head never speaks.
+    """`[B, T]` -> `[B, T]`: accepted drafts of the chain whose first draft stands for token i; 0
+    where the text is too short for a whole chain, and for the first two tokens, of which a head
+    never speaks.
 
     Step k reads the head's own draft of step k-1, as it would with an engine.
     """
@@ -73,9 +79,8 @@ def rounds(matches: list[bool], draft_len: int) -> list[int]:
 def chain_rounds(num_matches: list[int], draft_len: int) -> list[int]:
     """Accepted drafts of every whole round of one text.
 
-    `num_matches[i]`: accepted drafts of a chain whose first draft stands for token i. Token 0 comes with the prompt; a
-    round with `a` accepted drafts emits `a + 1` tokens.
-    """
+    `num_matches[i]`: accepted drafts of a chain whose first draft stands for token i. Token 0 comes
+    with the prompt; a round with `a` accepted drafts emits `a + 1` tokens."""
     accepted, position = [], 1
     while position + draft_len < len(num_matches):
         accepted.append(num_matches[position])

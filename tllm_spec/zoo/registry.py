@@ -8,7 +8,8 @@ _FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in ("llama", "llama-draf
 
 
 def resolve_model(path_or_name: str | Path) -> Path:
-    """The local folder of a model: a zoo name such as `zoo:llama`, or an existing folder, returned as it is.
+    """The local folder of a model: a zoo name such as `zoo:llama`, or an existing folder, returned
+    as it is.
 
     Raises ValueError for anything else.
     """
@@ -19,5 +20,6 @@ def resolve_model(path_or_name: str | Path) -> Path:
         return folder
     raise ValueError(
         f"model {str(path_or_name)!r} is neither an existing local folder nor a model of the zoo; "
-        f"the zoo has {', '.join(_FOLDERS)} (models are not downloaded: pass the folder of a checkpoint)"
+        f"the zoo has {', '.join(_FOLDERS)} (models are not downloaded: pass the folder of a "
+        "checkpoint)"
     )

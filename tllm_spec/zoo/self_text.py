@@ -1,4 +1,5 @@
-"""Text that a model writes itself, by transformers' `generate`: half of it greedy, half sampled at T=1."""
+"""Text that a model writes itself, by transformers' `generate`: half of it greedy, half sampled at
+T=1."""
 
 import time
 from typing import Any
@@ -13,7 +14,8 @@ PROMPT_LEN = 128
 
 @torch.inference_mode()
 def continuations(model: Any, prompts: Tensor, new_tokens: int, do_sample: bool) -> Tensor:
-    """`[B, P]` prompts -> `[B, P + new_tokens]`; the end token ends nothing, so that all have one length."""
+    """`[B, P]` prompts -> `[B, P + new_tokens]`; the end token ends nothing, so that all have one
+    length."""
     with torch.autocast("cuda", torch.bfloat16, enabled=prompts.is_cuda):
         text: Tensor = model.generate(
             prompts,
@@ -27,18 +29,21 @@ def continuations(model: Any, prompts: Tensor, new_tokens: int, do_sample: bool)
     return text
 
 
-def write_self_text(model: Any, data: TokenData, minutes: float, batch: int, new_tokens: int) -> TokenData:
+def write_self_text(
+    model: Any, data: TokenData, minutes: float, batch: int, new_tokens: int
+) -> TokenData:
     """At least one greedy and one sampled batch, more until `minutes` are spent.
 
-    Prompts are cut from `data`. A text is its prompt and the continuation: the draft sees how the target goes
-    on from real text.
-    """
+    Prompts are cut from `data`. A text is its prompt and the continuation: the draft sees how the
+    target goes on from real text."""
     deadline = time.monotonic() + 60 * minutes
     texts: list[Tensor] = []
     while len(texts) < 2 or time.monotonic() < deadline:
         prompts = data.sample(batch, PROMPT_LEN)
         texts.append(
-            continuations(model, prompts, new_tokens, do_sample=len(texts) % 2 == 1).flatten().short()
+            continuations(model, prompts, new_tokens, do_sample=len(texts) % 2 == 1)
+            .flatten()
+            .short()
         )
     tokens = torch.cat(texts).clone()
     print(f"the target wrote {len(texts) * batch * new_tokens} tokens", flush=True)

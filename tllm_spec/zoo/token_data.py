@@ -1,4 +1,5 @@
-"""Token arrays on the training device: random windows for training, all windows in order for validation."""
+"""Token arrays on the training device: random windows for training, all windows in order for
+validation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class TokenData:
         return self.tokens[offsets + torch.arange(length, device=device)].long()
 
     def windows(self, length: int, num_windows: int) -> Iterator[Tensor]:
-        """Batches `[<= num_windows, length]` that cover all tokens but a tail shorter than one window."""
+        """Batches `[<= num_windows, length]` that cover all tokens but a tail shorter than one
+        window."""
         whole = self.tokens[: len(self.tokens) // length * length].view(-1, length)
         for batch in torch.split(whole, num_windows):
             yield batch.long()

@@ -1,9 +1,10 @@
-"""Train and measure the zoo's models: `python -m tllm_spec.zoo.train target|draft|eagle3|evaluate --help`.
+"""Train and measure the zoo's models: `python -m tllm_spec.zoo.train target|draft|eagle3|evaluate
+--help`.
 
-Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, no corpus. A GPU takes minutes; a CPU works, too.
-The shape of a model is the config.json that the zoo ships for it, or that of `--shape FOLDER`. The defaults
-and `--compile` made the shipped weights on one H200; a CPU wants smaller batches (`--self-text-batch`, `--windows`).
-"""
+Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, no corpus. A GPU takes minutes; a CPU
+works, too. The shape of a model is the config.json that the zoo ships for it, or that of `--shape
+FOLDER`. The defaults and `--compile` made the shipped weights on one H200; a CPU wants smaller
+batches (`--self-text-batch`, `--windows`)."""
 
 import json
 from collections.abc import Callable
@@ -39,9 +40,15 @@ def training_options(
 ) -> Decorator:
     """The options of every training run, as `Settings` names them."""
     return all_of(
-        click.option("--data", type=FOLDER, required=True, help="Folder with training.npz and heldout.npz."),
-        click.option("--output", type=FOLDER, required=True, help="Folder for the best weights so far."),
-        click.option("--shape", default=shape, show_default=True, help="Model whose config.json to use."),
+        click.option(
+            "--data", type=FOLDER, required=True, help="Folder with training.npz and heldout.npz."
+        ),
+        click.option(
+            "--output", type=FOLDER, required=True, help="Folder for the best weights so far."
+        ),
+        click.option(
+            "--shape", default=shape, show_default=True, help="Model whose config.json to use."
+        ),
         click.option("--device", default=DEVICE, show_default=True),
         click.option("--seed", default=0, show_default=True),
         click.option("--minutes", default=minutes, show_default=True, help="Budget of time."),
@@ -60,13 +67,22 @@ def teacher_options() -> Decorator:
     """The trained target, and the text that it writes for the draft."""
     return all_of(
         click.option(
-            "--target", "target_name", default="zoo:llama", show_default=True, help="The trained target."
+            "--target",
+            "target_name",
+            default="zoo:llama",
+            show_default=True,
+            help="The trained target.",
         ),
         click.option(
-            "--self-text-minutes", default=0.8, show_default=True, help="How long the target writes text."
+            "--self-text-minutes",
+            default=0.8,
+            show_default=True,
+            help="How long the target writes text.",
         ),
         click.option("--self-text-batch", default=4096, show_default=True),
-        click.option("--self-text-tokens", default=384, show_default=True, help="New tokens a text."),
+        click.option(
+            "--self-text-tokens", default=384, show_default=True, help="New tokens a text."
+        ),
     )
 
 
@@ -91,8 +107,12 @@ def target(data: Path, output: Path, shape: str, device: str, seed: int, **setti
     torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
     model = build_model(folder, run, on)
-    training, heldout = (TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout"))
-    train(model, target_loss(model, training), target_validation(model, heldout), run, folder, output)
+    training, heldout = (
+        TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
+    )
+    train(
+        model, target_loss(model, training), target_validation(model, heldout), run, folder, output
+    )
 
 
 @main.command()
@@ -113,10 +133,15 @@ def draft(
     """Distillation from the target on the training files and on text of the target's own."""
     torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
-    training, heldout = (TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout"))
+    training, heldout = (
+        TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
+    )
     teacher, model = load_model(target_name, on), build_model(folder, run, on)
     own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
-    loss, validation = draft_loss(model, teacher, training, own), draft_validation(model, teacher, heldout)
+    loss, validation = (
+        draft_loss(model, teacher, training, own),
+        draft_validation(model, teacher, heldout),
+    )
     train(model, loss, validation, run, folder, output)
 
 
@@ -140,7 +165,9 @@ def eagle3(
     """An EAGLE-3 head on the target's hidden states, from the same two kinds of text."""
     torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
-    training, heldout = (TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout"))
+    training, heldout = (
+        TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
+    )
     teacher = load_model(target_name, on)
     head_shape = Eagle3Shape.read(folder)
     head_shape.check_target(teacher.config)
@@ -148,7 +175,15 @@ def eagle3(
     own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
     head = build_head(head_shape, teacher, draft_vocabulary([training, own], head_shape), run)
     loss = eagle3_loss(head, teacher, training, own, unroll)
-    train(head, loss, eagle3_validation(head, teacher, heldout, unroll), run, folder, output, save_head)
+    train(
+        head,
+        loss,
+        eagle3_validation(head, teacher, heldout, unroll),
+        run,
+        folder,
+        output,
+        save_head,
+    )
 
 
 @main.command()
@@ -170,12 +205,15 @@ def evaluate(
     new_tokens: int,
     draft_len: int,
 ) -> None:
-    """Greedy acceptance length of the draft model or EAGLE-3 head on continuations of held-out text."""
+    """Greedy acceptance length of the draft model or EAGLE-3 head on continuations of held-out
+    text."""
     on = torch.device(device)
     heldout = TokenData.load(data / "heldout.npz", on)
     teacher = load_model(target_name, on)
     figures = json.dumps(
-        acceptance(teacher, load_draft(draft_name, teacher, on), heldout, prompts, new_tokens, draft_len)
+        acceptance(
+            teacher, load_draft(draft_name, teacher, on), heldout, prompts, new_tokens, draft_len
+        )
     )
     print(figures)
     if output is not None:
@@ -184,7 +222,9 @@ def evaluate(
 
 def load_model(name: str, device: torch.device) -> Any:
     """A trained model in fp32, for reading only."""
-    model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32).to(
+        device
+    )
     return model.eval().requires_grad_(False)
 
 

@@ -1,9 +1,9 @@
 """Train the zoo's tokenizer and write the corpus as token arrays.
 
-`python -m tllm_spec.zoo.train_tokenizer --data FOLDER` writes tokenizer.json and tokenizer_config.json into
-the model folders, and training.npz and heldout.npz into FOLDER (uint16 tokens; a document is `<|begin|>`, its
-text, `<|endoftext|>`), so that the machine that trains the models needs no corpus.
-"""
+`python -m tllm_spec.zoo.train_tokenizer --data FOLDER` writes tokenizer.json and
+tokenizer_config.json into the model folders, and training.npz and heldout.npz into FOLDER (uint16
+tokens; a document is `<|begin|>`, its text, `<|endoftext|>`), so that the machine that trains the
+models needs no corpus."""
 
 import json
 import random
@@ -18,12 +18,17 @@ from tllm_spec.zoo.corpus import heldout_files, read_source, training_files
 from tllm_spec.zoo.registry import resolve_model
 
 VOCAB_SIZE = 2048
-BEGIN, END, USER, ASSISTANT = SPECIAL_TOKENS = ("<|begin|>", "<|endoftext|>", "<|user|>", "<|assistant|>")
+BEGIN, END, USER, ASSISTANT = SPECIAL_TOKENS = (
+    "<|begin|>",
+    "<|endoftext|>",
+    "<|user|>",
+    "<|assistant|>",
+)
 MODEL_FOLDERS = tuple(resolve_model(name) for name in ("zoo:llama", "zoo:llama-draft"))
 
-# In order: line breaks with the indentation after them; a word with one sign before it (` self`, `.name`);
-# digits; signs; spaces but the one that belongs to the next word. Line breaks go first, so that one and the
-# indentation after it can become one token.
+# In order: line breaks with the indentation after them; a word with one sign before it (` self`,
+# `.name`); digits; signs; spaces but the one that belongs to the next word. Line breaks go first,
+# so that one and the indentation after it can become one token.
 PIECES = r"\s*[\r\n]+[ \t]*|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -65,7 +70,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the configuration by hand: transformers 5 would name a class that transformers 4 lacks."""
+    """Writes the configuration by hand: transformers 5 would name a class that transformers 4
+    lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     text = json.dumps(TOKENIZER_CONFIG, indent=2)
@@ -77,17 +83,21 @@ def as_document(text: str) -> str:
 
 
 def as_conversation(text: str, rng: random.Random) -> str:
-    """`text` cut at a line: the user starts it, the assistant continues. Teaches the chat markers."""
+    """`text` cut at a line: the user starts it, the assistant continues. Teaches the chat
+    markers."""
     lines = text.splitlines(keepends=True)
     cut = rng.randrange(1, max(2, min(len(lines), 40)))
     return f"{BEGIN}{USER}{''.join(lines[:cut])}{ASSISTANT}{''.join(lines[cut:])}{END}"
 
 
 def training_documents(texts: list[str], conversation_one_in: int = 8) -> list[str]:
-    """Every text as a document, and one in `conversation_one_in` as a conversation, too; shuffled."""
+    """Every text as a document, and one in `conversation_one_in` as a conversation, too;
+    shuffled."""
     rng = random.Random(0)
     documents = [as_document(text) for text in texts]
-    documents += [as_conversation(text, rng) for text in texts if rng.randrange(conversation_one_in) == 0]
+    documents += [
+        as_conversation(text, rng) for text in texts if rng.randrange(conversation_one_in) == 0
+    ]
     rng.shuffle(documents)
     return documents
 
@@ -102,9 +112,15 @@ def save_tokens(file: Path, tokenizer: Tokenizer, documents: list[str], num_byte
 
 
 @click.command()
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="Folder for the token arrays.")
-@click.option("--stdlib", type=click.Path(path_type=Path, exists=True), help="Default: this interpreter's.")
-@click.option("--tests/--no-tests", default=True, help="Train the models on CPython's test suite, too.")
+@click.option(
+    "--data", type=click.Path(path_type=Path), required=True, help="Folder for the token arrays."
+)
+@click.option(
+    "--stdlib", type=click.Path(path_type=Path, exists=True), help="Default: this interpreter's."
+)
+@click.option(
+    "--tests/--no-tests", default=True, help="Train the models on CPython's test suite, too."
+)
 def main(data: Path, stdlib: Path | None, tests: bool) -> None:
     # The test suite is full of odd texts (other scripts, broken code): not for the vocabulary.
     tokenizer = train_tokenizer(read_source(path) for path in training_files(stdlib))

@@ -1,8 +1,8 @@
-"""The training loop that all models of the zoo share: AdamW, a cosine schedule over a budget, best weights saved.
+"""The training loop that all models of the zoo share: AdamW, a cosine schedule over a budget, best
+weights saved.
 
-Knows neither the loss nor the data: the caller passes both as functions, and a third one that saves the weights if
-they are no model of transformers.
-"""
+Knows neither the loss nor the data: the caller passes both as functions, and a third one that saves
+the weights if they are no model of transformers."""
 
 import json
 import math
@@ -63,9 +63,12 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def save(model: Any, shape: Path, output: Path) -> None:
-    """bf16 weights as transformers writes them, beside the configuration files of `shape` as they are."""
+    """bf16 weights as transformers writes them, beside the configuration files of `shape` as they
+    are."""
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    del weights["lm_head.weight"]  # tied to the embedding, and no longer the same tensor once converted
+    del weights[
+        "lm_head.weight"
+    ]  # tied to the embedding, and no longer the same tensor once converted
     model.save_pretrained(output, state_dict=weights)
     # In place of those just written, which have the spelling of the installed version.
     for name in ("config.json", "generation_config.json"):
@@ -81,7 +84,8 @@ def train(
     output: Path,
     save_weights: Callable[[Any, Path, Path], None] = save,
 ) -> None:
-    """`loss_of(windows, length)` samples a batch; `loss` of `validate()` decides which weights are kept.
+    """`loss_of(windows, length)` samples a batch; `loss` of `validate()` decides which weights are
+    kept.
 
     `save_weights(model, shape, output)` keeps them.
     """
@@ -90,7 +94,10 @@ def train(
     best, history, step, done = math.inf, [], 0, 0.0
     while done < 1.0:
         _set_learning_rate(optimizer, settings, step, done)
-        is_long = done >= LONG_WINDOWS_FROM and model.config.max_position_embeddings >= 2 * settings.length
+        is_long = (
+            done >= LONG_WINDOWS_FROM
+            and model.config.max_position_embeddings >= 2 * settings.length
+        )
         scale = 2 if is_long else 1
         loss = loss_of(max(1, settings.windows // scale), settings.length * scale)
         torch.autograd.backward(loss)
@@ -105,7 +112,9 @@ def train(
         if done >= 1.0 or now - last_validation >= VALIDATE_EVERY_SECONDS:
             figures = _validation(model, validate)
             seconds, tokens = time.monotonic() - start, step * settings.windows * settings.length
-            history.append({"step": step, "tokens": tokens, "seconds": round(seconds, 1), **figures})
+            history.append(
+                {"step": step, "tokens": tokens, "seconds": round(seconds, 1), **figures}
+            )
             print({"train_loss": round(loss.item(), 4), **history[-1]}, flush=True)
             if figures["loss"] < best:
                 best = figures["loss"]
@@ -129,10 +138,14 @@ def _optimizer(model: Any, settings: Settings) -> torch.optim.AdamW:
     norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     decay = settings.weight_decay
     groups = [{"params": matrices, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].is_cuda
+    )
 
 
-def _set_learning_rate(optimizer: torch.optim.Optimizer, settings: Settings, step: int, done: float) -> None:
+def _set_learning_rate(
+    optimizer: torch.optim.Optimizer, settings: Settings, step: int, done: float
+) -> None:
     """Linear warm-up by steps, cosine to 2% of the peak by the part of the budget that is spent."""
     warmup = min(1.0, (step + 1) / settings.warmup_steps)
     cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

@@ -11,7 +11,9 @@ from tllm_spec.kernels.filter_cut import filter_cut
 INF = float("inf")
 
 
-def penalise(logits: list[float], counts: list[int], in_prompt: list[bool], *penalties: float) -> list[float]:
+def penalise(
+    logits: list[float], counts: list[int], in_prompt: list[bool], *penalties: float
+) -> list[float]:
     columns = (torch.tensor([[penalty]]) for penalty in penalties)
     return apply_penalties(
         torch.tensor([logits]), torch.tensor([counts]), torch.tensor([in_prompt]), *columns
@@ -20,7 +22,12 @@ def penalise(logits: list[float], counts: list[int], in_prompt: list[bool], *pen
 
 def test_repetition_shrinks_positive_and_deepens_negative_logits_of_prompt_and_output() -> None:
     found = penalise(
-        [2.0, -2.0, 2.0, -2.0, 3.0], [1, 3, 0, 0, 0], [False, False, True, True, False], 2.0, 0.0, 0.0
+        [2.0, -2.0, 2.0, -2.0, 3.0],
+        [1, 3, 0, 0, 0],
+        [False, False, True, True, False],
+        2.0,
+        0.0,
+        0.0,
     )
     assert found == [1.0, -4.0, 1.0, -4.0, 3.0]
 
@@ -44,7 +51,13 @@ def test_stop_ids_are_masked_in_early_rows_only() -> None:
 
 def test_choose_takes_the_best_and_says_minus_one_where_there_is_none() -> None:
     rows = torch.tensor(
-        [[0.0, 2.0, 1.0], [0.0, torch.nan, 9.0], [-INF, -INF, -INF], [-INF, -5.0, -INF], [0, INF, 0]]
+        [
+            [0.0, 2.0, 1.0],
+            [0.0, torch.nan, 9.0],
+            [-INF, -INF, -INF],
+            [-INF, -5.0, -INF],
+            [0, INF, 0],
+        ]
     )
     assert choose_best(rows).tolist() == [1, -1, -1, 1, 1]
 
@@ -107,7 +120,9 @@ def test_each_row_has_its_own_filters_and_off_means_untouched() -> None:
     assert torch.equal(together[0], logits[0])
     for row in range(4):
         one = slice(row, row + 1)
-        assert torch.equal(together[one], filter_logits(logits[one], top_k[one], top_p[one], min_p[one]))
+        assert torch.equal(
+            together[one], filter_logits(logits[one], top_k[one], top_p[one], min_p[one])
+        )
     assert (together > -INF).sum(1).tolist()[1] == 3
 
 
@@ -127,7 +142,9 @@ def test_tokens_excluded_before_stay_excluded() -> None:
 def test_a_nucleus_of_very_many_tokens_ends_where_exact_sums_end_it() -> None:
     logits = torch.linspace(0, 1, 100_000)[None].flip(1)
     probabilities = logits.double().softmax(-1)
-    found = filter_logits(logits, torch.tensor([[100_000]]), torch.tensor([[0.7]]), torch.tensor([[0.0]]))
+    found = filter_logits(
+        logits, torch.tensor([[100_000]]), torch.tensor([[0.7]]), torch.tensor([[0.0]])
+    )
     expected = int((probabilities.cumsum(-1) - probabilities < float(torch.tensor(0.7))).sum())
     assert abs(int((found > -INF).sum()) - expected) <= 1
 

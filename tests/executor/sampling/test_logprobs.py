@@ -10,7 +10,9 @@ RAW = torch.tensor([[1.0, 4.0, 3.0, 2.0], [0.0, 0.0, 5.0, 0.0]]).log_softmax(-1)
 
 def entries(tokens: list[int], num_best: int) -> list[dict[int, Logprob]]:
     values, ids = token_logprobs(RAW, torch.tensor(tokens), num_best)
-    return [logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)]
+    return [
+        logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)
+    ]
 
 
 def test_the_chosen_token_comes_first_with_its_rank_whatever_it_is() -> None:

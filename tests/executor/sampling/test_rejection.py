@@ -9,7 +9,9 @@ VOCAB, NUM = 12, 60_000
 
 
 def distributions(*shape: int, seed: int) -> torch.Tensor:
-    return (2 * torch.randn((*shape, VOCAB), generator=torch.Generator().manual_seed(seed))).softmax(-1)
+    return (
+        2 * torch.randn((*shape, VOCAB), generator=torch.Generator().manual_seed(seed))
+    ).softmax(-1)
 
 
 def run(
@@ -18,7 +20,8 @@ def run(
     drafts: torch.Tensor,
     num_drafts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """target `[K+1, V]`, draft `[K, V]`: the same for all NUM requests, whose seeds are 0, 1, 2, ..."""
+    """target `[K+1, V]`, draft `[K, V]`: the same for all NUM requests, whose seeds are 0, 1, 2,
+    ..."""
     length = drafts.shape[1]
     return reject_chain(
         target.expand(NUM, -1, -1),
@@ -34,7 +37,8 @@ def drawn(draft: torch.Tensor) -> torch.Tensor:
     """Drafts `[NUM, K]` from distributions `[K, V]`, as the draft model draws them."""
     columns = [
         (
-            row.log() + gumbel_noise(torch.arange(NUM), torch.full((NUM,), 5 + place), VOCAB, DRAFT_DOMAIN)
+            row.log()
+            + gumbel_noise(torch.arange(NUM), torch.full((NUM,), 5 + place), VOCAB, DRAFT_DOMAIN)
         ).argmax(-1)
         for place, row in enumerate(draft)
     ]
@@ -103,10 +107,13 @@ def test_probabilities_that_are_not_numbers_give_no_token() -> None:
 
 
 def test_the_test_of_distributions_itself_can_fail() -> None:
-    """Keeping rejected positions at the target's distribution instead of the residual is the classical mistake."""
+    """Keeping rejected positions at the target's distribution instead of the residual is the
+    classical mistake."""
     target, draft = distributions(2, seed=1), distributions(1, seed=2)
     drafts = drawn(draft)
     tokens, lens = run(target, draft, drafts)
-    redrawn = torch.multinomial(target[0], NUM, replacement=True, generator=torch.Generator().manual_seed(0))
+    redrawn = torch.multinomial(
+        target[0], NUM, replacement=True, generator=torch.Generator().manual_seed(0)
+    )
     wrong = torch.where(lens == 2, tokens[:, 0], redrawn)
     assert p_value(torch.bincount(wrong, minlength=VOCAB), target[0] * NUM) < 1e-9

@@ -1,4 +1,5 @@
-"""A window's row must get what the same position gets alone: the sampler is tested without a model, on given logits."""
+"""A window's row must get what the same position gets alone: the sampler is tested without a model,
+on given logits."""
 
 import itertools
 from typing import Any
@@ -39,7 +40,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.5,
     },
     "greedy_penalties": {"presence_penalty": 2.0, "frequency_penalty": 1.0},
-    "bias": {"temperature": 1.0, "logit_bias": {3: 1.0, 5: -3.0}, "bad_token_ids": [[7], [2, 9], [3, 3]]},
+    "bias": {
+        "temperature": 1.0,
+        "logit_bias": {3: 1.0, 5: -3.0},
+        "bad_token_ids": [[7], [2, 9], [3, 3]],
+    },
     "min_tokens": {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": [1, 2, 3, 4, 5]},
     "processor": {"temperature": 1.0, "logits_processor": push},
     "logprobs": {"temperature": 1.0, "logprobs": 2},
@@ -47,7 +52,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Bench:
-    """A sampler whose logits are a function of the tokens before a position, so that any row can be looked up."""
+    """A sampler whose logits are a function of the tokens before a position, so that any row can be
+    looked up."""
 
     def __init__(self, ways: list[str], *, rejection: bool = False) -> None:
         slots = SeqSlotManager(len(ways))
@@ -61,7 +67,9 @@ class Bench:
         params = SamplingParams(**WAYS[way])
         rules = DecodingRules.from_params(params, vocab_size=VOCAB, end_ids=(), encode=None)
         number = list(WAYS).index(way)
-        request = LlmRequest(number, [number, 7, 3, number], rules, seed=100 + number, max_tokens=999)
+        request = LlmRequest(
+            number, [number, 7, 3, number], rules, seed=100 + number, max_tokens=999
+        )
         slots.acquire(request)
         self.sampler.start(request)
         return request
@@ -76,14 +84,18 @@ class Bench:
             request.context_chunk = request.num_tokens
             self.slots.kv_lens[request.slot] = request.num_tokens
         logits = torch.stack([self.logits(request.tokens) for request in self.requests])
-        tails, logprobs = torch.tensor([request.tokens[-1] for request in self.requests]), LogprobRows()
+        tails, logprobs = (
+            torch.tensor([request.tokens[-1] for request in self.requests]),
+            LogprobRows(),
+        )
         group = self.sampler.groups.get(self.requests, 1)
         self._append(self.sampler.sample_contexts(group, logits, tails, logprobs), logprobs)
         for request in self.requests:
             request.state, request.kv_len = RequestState.GENERATION, request.num_tokens - 1
 
     def window(self, drafts: list[list[int]]) -> list[int]:
-        """One round with drafts of any length up to DRAFT_LEN; returns how many tokens each request emitted."""
+        """One round with drafts of any length up to DRAFT_LEN; returns how many tokens each request
+        emitted."""
         rows = []
         for request, own in zip(self.requests, drafts, strict=True):
             padded = own + [0] * (DRAFT_LEN - len(own))
@@ -94,12 +106,16 @@ class Bench:
         return self._windows(DRAFT_LEN + 1, torch.stack(rows))
 
     def plain(self) -> list[int]:
-        return self._windows(1, torch.stack([self.logits(request.tokens) for request in self.requests]))
+        return self._windows(
+            1, torch.stack([self.logits(request.tokens) for request in self.requests])
+        )
 
     def _windows(self, width: int, logits: torch.Tensor) -> list[int]:
         group, logprobs = self.sampler.groups.get(self.requests, width), LogprobRows()
         kv_lens = self.slots.kv_lens.index_select(0, group.slots)
-        return self._append(self.sampler.sample_windows(group, logits, kv_lens, None, logprobs), logprobs)
+        return self._append(
+            self.sampler.sample_windows(group, logits, kv_lens, None, logprobs), logprobs
+        )
 
     def _append(self, sampled: SampledTokens, logprobs: LogprobRows) -> list[int]:
         self.sampler.groups.end_round()
@@ -147,7 +163,8 @@ def test_windows_of_right_and_wrong_drafts_in_a_mixed_batch_give_the_plain_texts
 
 
 def test_every_way_of_sampling_has_an_effect(plain_texts: dict[str, list[int]]) -> None:
-    """Else the test above would not see one that is left out: the same seed and prompt without it give another text."""
+    """Else the test above would not see one that is left out: the same seed and prompt without it
+    give another text."""
     for way, text in plain_texts.items():
         if way in ("greedy", "logprobs", "temperature"):
             continue
@@ -179,7 +196,9 @@ def test_bad_words_never_appear(plain_texts: dict[str, list[int]]) -> None:
     assert {2, 3, 9} <= set(text[4:])
 
 
-def test_padding_is_not_accepted_even_where_it_happens_to_be_right(plain_texts: dict[str, list[int]]) -> None:
+def test_padding_is_not_accepted_even_where_it_happens_to_be_right(
+    plain_texts: dict[str, list[int]],
+) -> None:
     bench = Bench(["greedy"])
     bench.context()
     while plain_texts["greedy"][bench.requests[0].num_tokens] != 0:

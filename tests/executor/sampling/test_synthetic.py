@@ -8,7 +8,7 @@ import torch
 
 from tests.executor.harness import Harness, draft_target, output_of
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
-from tllm_spec.kernels.slot_windows import accept_windows_twin
+from tllm_spec.kernels.slot_windows import accept_windows_reference
 
 NUM_ROWS = 20_000
 RATES = (0.8, 0.5, 0.5, 0.1, 0.0)
@@ -26,8 +26,10 @@ def accept(
     window[:, 1:] = DRAFTS + torch.arange(length)
     counts = torch.zeros_like(slots) if num_drafts is None else num_drafts.clone()
     tables = SlotTables(slots.clone(), window, counts, torch.zeros_like(slots))
-    synthetic = SyntheticRates(torch.tensor(rates, dtype=torch.float64), torch.full((NUM_ROWS,), seed))
-    return accept_windows_twin(tables, slots, slots - 1, targets, synthetic)
+    synthetic = SyntheticRates(
+        torch.tensor(rates, dtype=torch.float64), torch.full((NUM_ROWS,), seed)
+    )
+    return accept_windows_reference(tables, slots, slots - 1, targets, synthetic)
 
 
 def assert_rate(num_hits: int, num_trials: int, rate: float) -> None:
@@ -88,7 +90,10 @@ def test_requests_are_accepted_at_the_rates_whatever_the_models_say(
     outputs = []
     for _ in range(2):
         harness = Harness(tiny, **speculation)
-        requests = [harness.submit([i, 5], 150, temperature=t, seed=i) for i, t in enumerate((None, 0.8) * 4)]
+        requests = [
+            harness.submit([i, 5], 150, temperature=t, seed=i)
+            for i, t in enumerate((None, 0.8) * 4)
+        ]
         harness.run()
         outputs.append(list(map(output_of, requests)))
     assert outputs[0] == outputs[1] and all(len(output) == 150 for output in outputs[0])

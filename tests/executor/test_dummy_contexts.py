@@ -1,4 +1,5 @@
-"""Rounds that are timed with contexts before anybody runs: what they read, and that they leave nothing behind."""
+"""Rounds that are timed with contexts before anybody runs: what they read, and that they leave
+nothing behind."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.draft_lens import measure_round_times
+from tllm_spec.executor.dummy_contexts import ContextLimits, DummyContexts
 from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.stand_in_contexts import ContextLimits, StandInContexts
 
 CPU = torch.device("cpu")
 DUMMY = 8
@@ -64,7 +65,9 @@ def test_texts_behind_it_are_those_of_an_engine_that_was_not_timed(
     for key in graph_keys((2, 4), lambda _: {0, 1, 3}):
         assert harness.parts.runner.seconds_with_contexts(key, LIMITS) == 1.0
     plain = Harness(tiny, max_seq_len=300)
-    requests = [each.submit([5, 9, 2, i], max_tokens=40) for each in (harness, plain) for i in range(4)]
+    requests = [
+        each.submit([5, 9, 2, i], max_tokens=40) for each in (harness, plain) for i in range(4)
+    ]
     for each in (harness, plain):
         each.run()
     assert list(map(output_of, requests[:4])) == list(map(output_of, requests[4:]))
@@ -75,7 +78,7 @@ def test_contexts_are_as_long_as_there_is_place_for_them(harness: Harness) -> No
     slots, rows = parts.slots, parts.runner.engine.rows
 
     def length(batch_size: int, num_pages: int) -> int:
-        return StandInContexts(slots, rows, num_pages, LIMITS).length(batch_size)
+        return DummyContexts(slots, rows, num_pages, LIMITS).length(batch_size)
 
     assert length(1, 1000) == 300
     assert length(4, 1 + 4 * 9) == 9 * 32 - 10

@@ -1,4 +1,4 @@
-"""How a launch of few_row_linear.cu is laid out: tiles, shares of the columns, shared memory, grid.
+"""How a launch of small_m_gemm.cu is laid out: tiles, shares of the columns, shared memory, grid.
 
 It knows sizes only, no tensors.
 """
@@ -14,16 +14,18 @@ MAX_ROWS = 8
 WARPS = 8
 # A tile: 16 rows of the weights for each group of warps.
 ROW_GROUPS = (4, 2, 1)
-# CTAs that share the columns of a tile. More would leave multiprocessors idle: not every cluster of 4 finds a place.
+# CTAs that share the columns of a tile. More would leave multiprocessors idle: not every cluster of
+# 4 finds a place.
 SPLITS = (2, 1)
-# So much more work than the least may the busiest multiprocessor have where that makes tiles larger, which read faster.
+# So much more work than the least may the busiest multiprocessor have where that makes tiles
+# larger, which read faster.
 TOLERANCE = 1.05
 # Of a row, in a step of a warp's ring: 256 bytes where the width allows it.
 STEP_COLUMNS = (128, 64)
 # Bytes of all rings: on an H200 more are slower, where much is on its way already.
 MAX_RING_BYTES, MIN_DEPTH = 160 << 10, 3
-# Sums of two tiles in float32, both halves of 8 pairs of rows for each warp and 8 rows of x; sums of squares by CTA of
-# a worker and by warp.
+# Sums of two tiles in float32, both halves of 8 pairs of rows for each warp and 8 rows of x; sums
+# of squares by CTA of a worker and by warp.
 SUM_BYTES = 4 * (2 * 2 * 8 * WARPS * MAX_ROWS + (max(SPLITS) + WARPS) * MAX_ROWS)
 
 
@@ -58,7 +60,9 @@ class Plan:
 
 
 @functools.cache
-def plan(device: int, dtype: torch.dtype, rows: int, in_features: int, features: int, gated: bool) -> Plan:
+def plan(
+    device: int, dtype: torch.dtype, rows: int, in_features: int, features: int, gated: bool
+) -> Plan:
     """features: columns of the output. The sizes have to fit (`splits_that_fit`)."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = tiles_of(rows, in_features, features, gated, processors)
@@ -71,7 +75,8 @@ def plan(device: int, dtype: torch.dtype, rows: int, in_features: int, features:
 
 
 def tiles_of(rows: int, in_features: int, features: int, gated: bool, processors: int) -> Tiles:
-    """The largest with which the multiprocessor that has the most rows of the weights has about the fewest."""
+    """The largest with which the multiprocessor that has the most rows of the weights has about the
+    fewest."""
     found: list[tuple[float, Tiles]] = []
     for splits in splits_that_fit(rows, in_features):
         for row_groups in ROW_GROUPS:
@@ -104,11 +109,15 @@ def shared_bytes(rows: int, in_features: int, splits: int, ring: Ring) -> int:
 
 def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
     """The source's macros."""
-    return (("BFLOAT16", dtype == torch.bfloat16), ("STEP_COLUMNS", ring.step_columns), ("DEPTH", ring.depth))
+    return (
+        ("BFLOAT16", dtype == torch.bfloat16),
+        ("STEP_COLUMNS", ring.step_columns),
+        ("DEPTH", ring.depth),
+    )
 
 
 @functools.cache
 def _kernel(device: int, macros: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
     major, minor = torch.cuda.get_device_capability(device)
-    cubin = nvrtc.compile_source("few_row_linear.cu", f"sm_{major}{minor}", macros)
-    return nvrtc.Kernel(cubin, "few_row_linear", nvrtc.SHARED_BYTES)
+    cubin = nvrtc.compile_source("small_m_gemm.cu", f"sm_{major}{minor}", macros)
+    return nvrtc.Kernel(cubin, "small_m_gemm", nvrtc.SHARED_BYTES)

@@ -1,8 +1,9 @@
-"""Attention of `deterministic: true`: a token's result has the same bits in whatever batch, chunk or window it runs.
+"""Attention of `deterministic: true`: a token's result has the same bits in whatever batch, chunk
+or window it runs.
 
-Prompts and windows go through one kernel in one launch (`kernels/row_invariant_attention.py`). A plan of windows only
-depends on no true length, so a forward over it can be captured in a CUDA graph.
-"""
+Prompts and windows go through one kernel in one launch (`kernels/batch_invariant_attention.py`). A
+plan of windows only depends on no true length, so a forward over it can be captured in a CUDA
+graph."""
 
 from dataclasses import dataclass
 
@@ -11,17 +12,17 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.row_invariant_attention import (
+from tllm_spec.kernels.batch_invariant_attention import (
     QueryTiles,
     SplitResults,
-    row_invariant_attention,
+    batch_invariant_attention,
     tokens_per_tile,
 )
+from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 
 
 @dataclass(frozen=True)
-class RowInvariantPlan(AttentionPlan):
+class BatchInvariantPlan(AttentionPlan):
     """All rows of the forward, in tiles."""
 
     block_tables: torch.Tensor
@@ -29,8 +30,9 @@ class RowInvariantPlan(AttentionPlan):
     tiles: QueryTiles
 
 
-class RowInvariantAttention(AttentionBackend):
-    """Holds on CUDA in float32, bfloat16 and float16; on other devices the kernels' twins run, which promise less."""
+class BatchInvariantAttention(AttentionBackend):
+    """Holds on CUDA in float32, bfloat16 and float16; on other devices the kernels' references run,
+    which promise less."""
 
     supports_graphs = True
 
@@ -40,7 +42,7 @@ class RowInvariantAttention(AttentionBackend):
         self._tile_tokens = tokens_per_tile(geometry.num_heads // geometry.num_kv_heads)
         self._results = SplitResults.allocate(geometry.head_dim, pool.data.device)
 
-    def plan(self, metadata: AttentionMetadata) -> RowInvariantPlan:
+    def plan(self, metadata: AttentionMetadata) -> BatchInvariantPlan:
         size, row = self._tile_tokens, 0
         device, parts = metadata.kv_slots.device, []
         lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
@@ -51,7 +53,9 @@ class RowInvariantAttention(AttentionBackend):
         if metadata.num_generations:
             kv_lens = metadata.kv_lens[-metadata.num_generations :]
             parts.append(QueryTiles.of_windows(row, kv_lens, metadata.window, first, size))
-        return RowInvariantPlan(metadata.kv_slots, metadata.block_tables, QueryTiles.joined(parts))
+        return BatchInvariantPlan(
+            metadata.kv_slots, metadata.block_tables, QueryTiles.joined(parts)
+        )
 
     def run(
         self,
@@ -61,9 +65,14 @@ class RowInvariantAttention(AttentionBackend):
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
     ) -> torch.Tensor:
-        assert isinstance(plan, RowInvariantPlan)
+        assert isinstance(plan, BatchInvariantPlan)
         rotary_write(qkv, rotary, plan.kv_slots, self._layers[layer], norm)
         q, _ = self.split(qkv)
-        return row_invariant_attention(
-            q, self._layers[layer], plan.block_tables, plan.tiles, self.geometry.scale, self._results
+        return batch_invariant_attention(
+            q,
+            self._layers[layer],
+            plan.block_tables,
+            plan.tiles,
+            self.geometry.scale,
+            self._results,
         )

@@ -1,8 +1,9 @@
-"""The Triton kernels behind row_invariant_linear.py, which says what goes in and comes out. Importing this file imports
-Triton.
+"""The Triton kernels behind batch_invariant_linear.py, which says what goes in and comes out.
+Importing this file imports Triton.
 
-A tile is `[outputs, rows]`, W x^T: weights are the tensor cores' larger operand, so that a single row fills a sixteenth
-of a 64 x 16 tile and every number of rows is served by one instruction, on Hopper m64nNk16.
+A tile is `[outputs, rows]`, W x^T: weights are the tensor cores' larger operand, so that a single
+row fills a sixteenth of a 64 x 16 tile and every number of rows is served by one instruction, on
+Hopper m64nNk16.
 
 Bytes: the weight once for every `rows` rows and x once for every `outputs` outputs.
 """
@@ -10,7 +11,9 @@ Bytes: the weight once for every `rows` rows and x once for every `outputs` outp
 import triton
 import triton.language as tl
 
-ROW_TILES_TOGETHER = tl.constexpr(8)  # neighbouring programs share weights and rows in the second-level cache
+ROW_TILES_TOGETHER = tl.constexpr(
+    8
+)  # neighbouring programs share weights and rows in the second-level cache
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -26,7 +29,8 @@ def _sum_chunk(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ) -> tl.tensor:
-    """`[BLOCK_OUT, BLOCK_ROWS]` float32: the products of inputs `first` to `first + CHUNK`, in this order."""
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32: the products of inputs `first` to `first + CHUNK`, in this
+    order."""
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), BLOCK_IN):
         inputs = start + tl.arange(0, BLOCK_IN)
@@ -60,11 +64,11 @@ def linear_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ) -> None:
-    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without a bias.
+    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without a
+    bias.
 
-    `num_inputs` is IN, but unknown to the compiler: a loop that is sure to run once it would make a product that begins
-    with the bias, which is another order.
-    """
+    `num_inputs` is IN, but unknown to the compiler: a loop that is sure to run once it would make a
+    product that begins with the bias, which is another order."""
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(OUT, BLOCK_OUT)
     together = ROW_TILES_TOGETHER * out_tiles
     first_tile = tl.program_id(0) // together * ROW_TILES_TOGETHER
@@ -72,7 +76,8 @@ def linear_kernel(
     within = tl.program_id(0) % together
     rows = (first_tile + within % num_together) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     outs = within // num_together * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    # What lies beyond an edge is computed from a real row again and not stored: loads need no masks.
+    # What lies beyond an edge is computed from a real row again and not stored: loads need no
+    # masks.
     x_rows = x + (rows % num_rows).to(tl.int64)[None, :] * x_stride
     w_rows = weight + (outs % OUT).to(tl.int64)[:, None] * IN
 

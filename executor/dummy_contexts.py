@@ -1,7 +1,8 @@
-"""Slots that look like running requests with long contexts, so that rounds can be timed before anybody runs.
+"""Slots that look like running requests with long contexts, so that rounds can be timed before
+anybody runs.
 
-It knows slots' lengths, block tables and how many pages there are; what is timed is for others. Pages are nobody's yet.
-"""
+It knows slots' lengths, block tables and how many pages there are; what is timed is for others.
+Pages are nobody's yet."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ class ContextLimits:
     room: int
 
 
-class StandInContexts:
-    def __init__(self, slots: SlotState, rows: RowBuilder, num_pages: int, limits: ContextLimits) -> None:
+class DummyContexts:
+    def __init__(
+        self, slots: SlotState, rows: RowBuilder, num_pages: int, limits: ContextLimits
+    ) -> None:
         self._slots, self._rows, self._limits = slots, rows, limits
         self._num_pages = num_pages - DUMMY_PAGES
 
@@ -40,13 +43,18 @@ class StandInContexts:
 
     @contextmanager
     def filled(self, batch_size: int) -> Iterator[Callable[[], None]]:
-        """Inside, the first slots have contexts, each on pages of its own. What it yields takes back by how much a
-        round has made them longer."""
+        """Inside, the first slots have contexts, each on pages of its own. What it yields takes
+        back by how much a round has made them longer."""
         length = self.length(batch_size)
         assert length
         count = -(-(length + self._limits.room) // self._rows.page_size)
-        tables, kv_lens = self._rows.table.device_rows[:batch_size], self._slots.kv_lens[:batch_size]
-        pages = torch.arange(batch_size * count, dtype=torch.int32, device=tables.device) + DUMMY_PAGES
+        tables, kv_lens = (
+            self._rows.table.device_rows[:batch_size],
+            self._slots.kv_lens[:batch_size],
+        )
+        pages = (
+            torch.arange(batch_size * count, dtype=torch.int32, device=tables.device) + DUMMY_PAGES
+        )
         tables[:, :count] = pages.view(batch_size, count)
 
         def renew() -> None:

@@ -1,6 +1,6 @@
-"""Row-invariant attention: its formula, and that a token's bits are the same as a window's, in a chunk of any length,
-beside any others, with its splits spread or not. Under Triton's interpreter in a process of its own, and on a CUDA
-device (`-m gpu`)."""
+"""Batch-invariant attention: its formula, and that a token's bits are the same as a window's, in a
+chunk of any length, beside any others, with its splits spread or not. Under Triton's interpreter in
+a process of its own, and on a CUDA device (`-m gpu`)."""
 
 import math
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.row_invariant_attention import (
+from tllm_spec.kernels.batch_invariant_attention import (
     SPLIT_KEYS,
     QueryTiles,
     SplitResults,
+    batch_invariant_attention,
     launch_attention,
-    plain_row_invariant_attention,
-    row_invariant_attention,
+    plain_batch_invariant_attention,
     tokens_per_tile,
 )
 from tllm_spec.kernels.triton_support import has_kernels
@@ -48,16 +48,22 @@ CASES = {
 }
 LENGTH = 2 * SPLIT_KEYS + 21
 CHUNK = 28
-FIRST = LENGTH - CHUNK  # of the longest chunk here: tiles that are full, one that is not, and three splits
+FIRST = (
+    LENGTH - CHUNK
+)  # of the longest chunk here: tiles that are full, one that is not, and three splits
 
 
 class Cache:
-    """Requests of LENGTH tokens with a query for every token, on shuffled pages of a pool that holds NaN elsewhere; the
-    block tables' last column names a page of NaN."""
+    """Requests of LENGTH tokens with a query for every token, on shuffled pages of a pool that
+    holds NaN elsewhere; the block tables' last column names a page of NaN."""
 
     def __init__(self, heads: Heads, device: str = "cpu") -> None:
         dtype, requests = heads.dtype, 2
-        self.heads, self.device, self.scale = heads, torch.device(device), 1.3 / math.sqrt(heads.head_dim)
+        self.heads, self.device, self.scale = (
+            heads,
+            torch.device(device),
+            1.3 / math.sqrt(heads.head_dim),
+        )
         generator = torch.Generator().manual_seed(0)
         count = -(-LENGTH // heads.page_size)
         pages = torch.randperm(requests * count, generator=generator) + 1
@@ -90,8 +96,11 @@ class Cache:
         return launch_attention(q, self.layer, self.tables, tiles, self.scale, results)
 
     def mixed(self, window: int) -> tuple[list[slice], torch.Tensor]:
-        """A chunk of the first request beside windows of both: which tokens of which request, and their results."""
-        kv_lens = torch.tensor([LENGTH - 3, SPLIT_KEYS + window], dtype=torch.int32, device=self.device)
+        """A chunk of the first request beside windows of both: which tokens of which request, and
+        their results."""
+        kv_lens = torch.tensor(
+            [LENGTH - 3, SPLIT_KEYS + window], dtype=torch.int32, device=self.device
+        )
         parts = [
             QueryTiles.of_chunk(0, 21, CHUNK, 0, self.size, self.device),
             QueryTiles.of_windows(CHUNK, kv_lens, window, 1, self.size),
@@ -100,12 +109,16 @@ class Cache:
         tokens = [slice(21, 21 + CHUNK), *(slice(int(end) - window, int(end)) for end in kv_lens)]
         q = torch.cat([self.q[r, own] for r, own in zip((0, 0, 1), tokens, strict=True)])
         tiles = QueryTiles.joined(parts)
-        return tokens, row_invariant_attention(q, self.layer, tables, tiles, self.scale, self.results)
+        return tokens, batch_invariant_attention(
+            q, self.layer, tables, tiles, self.scale, self.results
+        )
 
     def expected(self, request: int, tokens: slice) -> torch.Tensor:
         """softmax(scale * q k) v of some tokens, `[n, Hq * D]` float64."""
         keys, values = self.kv[request].double().repeat_interleave(self.heads.group, dim=2)
-        scores = torch.einsum("qhd,khd->hqk", self.q[request, tokens].cpu().double(), keys) * self.scale
+        scores = (
+            torch.einsum("qhd,khd->hqk", self.q[request, tokens].cpu().double(), keys) * self.scale
+        )
         hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[tokens]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
@@ -117,7 +130,7 @@ def check(output: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_twin_equals_the_formula(name: str) -> None:
+def test_the_reference_equals_the_formula(name: str) -> None:
     cache = Cache(CASES[name])
     tokens, output = cache.mixed(3)
     expected = [cache.expected(r, own) for r, own in zip((0, 0, 1), tokens, strict=True)]
@@ -127,7 +140,9 @@ def test_the_twin_equals_the_formula(name: str) -> None:
 @on_each_kernel_device
 @pytest.mark.parametrize("spreads", [False, True], ids=["together", "spread"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_equals_the_formula_and_its_twin(name: str, spreads: bool, device: str) -> None:
+def test_the_kernel_equals_the_formula_and_its_reference(
+    name: str, spreads: bool, device: str
+) -> None:
     assert has_kernels(torch.device(device))
     cache = Cache(CASES[name], device)
     for start, length in ((0, 3), (SPLIT_KEYS - 2, 4), (LENGTH - 1, 1)):
@@ -135,8 +150,10 @@ def test_the_kernel_equals_the_formula_and_its_twin(name: str, spreads: bool, de
         check(output, cache.expected(1, slice(start, start + length)))
         tiles = QueryTiles.of_chunk(0, start, length, 1, cache.size, cache.device)
         q = cache.q[1, start : start + length]
-        twin = plain_row_invariant_attention(q, cache.layer, cache.tables, tiles, cache.scale)
-        check(output, twin.cpu().double())
+        reference = plain_batch_invariant_attention(
+            q, cache.layer, cache.tables, tiles, cache.scale
+        )
+        check(output, reference.cpu().double())
 
 
 @on_each_kernel_device
@@ -159,7 +176,9 @@ def test_a_tokens_bits_are_the_same_in_every_chunk_and_window(
         for first, own, request in zip((0, CHUNK, CHUNK + window), tokens, (0, 0, 1), strict=True):
             alone = cache.chunk(own.start, own.stop - own.start, spreads=True, request=request)
             assert torch.equal(found[first : first + len(alone)], alone), (window, own)
-        assert torch.equal(found[CHUNK : CHUNK + window], expected[tokens[1].start - FIRST :][:window])
+        assert torch.equal(
+            found[CHUNK : CHUNK + window], expected[tokens[1].start - FIRST :][:window]
+        )
 
 
 @on_each_kernel_device
@@ -184,7 +203,9 @@ def test_rows_of_graph_padding_are_numbers_and_queries_before_the_first_token_gi
     tiles = QueryTiles.of_windows(0, kv_lens, 70, 0, cache.size)
     q = torch.cat((cache.q[0, :70], cache.q[1, :70]))
     results = cache.results if spreads else None
-    output = launch_attention(q, cache.layer, torch.zeros_like(cache.tables), tiles, cache.scale, results)
+    output = launch_attention(
+        q, cache.layer, torch.zeros_like(cache.tables), tiles, cache.scale, results
+    )
     assert output.isfinite().all() and output[:68].count_nonzero() == 0
     torch.testing.assert_close(output[68:], torch.full_like(output[68:], 7.0))
 

@@ -1,10 +1,11 @@
-"""Linear layers of few rows: our kernel with what it fuses against torch's products alone and with the same ops around.
+"""Linear layers of few rows: our kernel with what it fuses against torch's products alone and with
+the same ops around.
 
-    python benchmarks/few_row_linear.py [--output result.json]
+    python benchmarks/small_m_gemm.py [--output result.json]
 
-Each figure is the time of one call inside a CUDA graph of 32 calls with weights of their own (an 8B Llama's, so that no
-cache holds them), median of 10 replays. The floor reads the weights once at 4.45 TB/s.
-"""
+Each figure is the time of one call inside a CUDA graph of 32 calls with weights of their own (an 8B
+Llama's, so that no cache holds them), median of 10 replays. The floor reads the weights once at
+4.45 TB/s."""
 
 import argparse
 import json
@@ -17,9 +18,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.kernels.few_row_linear import NormWeight, few_row_linear
 from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
+from tllm_spec.kernels.small_m_gemm import NormWeight, small_m_gemm
 
 NUM_LAYERS, REPLAYS, BYTES_A_US = 32, 10, 4.45e6
 SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
@@ -69,8 +70,8 @@ def measure(layer: str, rows: int, weights: list[torch.Tensor]) -> Row:
 
     def ours(weight: torch.Tensor) -> object:
         if layer in NORMED:
-            return few_row_linear(x, weight, norm=norm, gated=layer == "gate_up")
-        return few_row_linear(x, weight, add_to=total)
+            return small_m_gemm(x, weight, norm=norm, gated=layer == "gate_up")
+        return small_m_gemm(x, weight, add_to=total)
 
     def product_and_ops(weight: torch.Tensor) -> object:
         if layer not in NORMED:
@@ -92,23 +93,31 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("few_row_linear.py needs a CUDA device")
+        sys.exit("small_m_gemm.py needs a CUDA device")
     found: list[Row] = []
-    print("| layer | rows | ours, fused, µs | product alone | product and ops | floor | ours / floor |")
+    print(
+        "| layer | rows | ours, fused, µs | product alone | product and ops | floor | ours / floor "
+        "|"
+    )
     print("|---|---|---|---|---|---|---|")
     for layer, (in_features, out_features) in SHAPES.items():
         weights = [
-            torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16) / in_features**0.5
+            torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16)
+            / in_features**0.5
             for _ in range(NUM_LAYERS)
         ]
         for rows in map(int, args.rows.split(",")):
             row = measure(layer, rows, weights)
             found.append(row)
-            times = f"{row.ours:.1f} | {row.product:.1f} | {row.product_and_ops:.1f} | {row.floor:.1f}"
+            times = (
+                f"{row.ours:.1f} | {row.product:.1f} | {row.product_and_ops:.1f} | {row.floor:.1f}"
+            )
             print(f"| {layer} | {rows} | {times} | {row.ours / row.floor:.2f} |", flush=True)
     if args.output is not None:
         result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.output.write_text(json.dumps(result | {"rows": [asdict(row) for row in found]}, indent=1) + "\n")
+        args.output.write_text(
+            json.dumps(result | {"rows": [asdict(row) for row in found]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The row-invariant product: its formula, and that a row's bits are the same in every batch. Under Triton's interpreter
-in a process of its own, and on a CUDA device (`-m gpu`), where whole shapes of models run."""
+"""The batch-invariant product: its formula, and that a row's bits are the same in every batch.
+Under Triton's interpreter in a process of its own, and on a CUDA device (`-m gpu`), where whole
+shapes of models run."""
 
 import importlib.util
 import re
@@ -15,20 +16,21 @@ from tests.kernels.interpreter import (
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
-from tllm_spec.kernels.row_invariant_linear import (
+from tllm_spec.kernels.batch_invariant_linear import (
     BLOCK_IN,
     CHUNK,
     Tiling,
+    batch_invariant_linear,
     launch_linear,
     plain_linear,
-    row_invariant_linear,
     tiling_of,
 )
 from tllm_spec.kernels.triton_support import has_kernels
 
 TOLERANCE = {torch.float32: 6e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 on_each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-# Inputs and outputs that are no multiples of a block; inputs of one chunk, of some, and of one that is nearly empty.
+# Inputs and outputs that are no multiples of a block; inputs of one chunk, of some, and of one that
+# is nearly empty.
 SHAPES = [(32, 48), (100, 257), (CHUNK, 64), (CHUNK + 1, 65), (2 * CHUNK + 300, 33)]
 
 
@@ -50,25 +52,29 @@ def check_formula(
     expected += 0 if bias is None else bias.double()
     tolerance = TOLERANCE[x.dtype]
     assert output.dtype == x.dtype and output.is_contiguous()
-    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance * x.shape[1] ** 0.5)
+    torch.testing.assert_close(
+        output.double(), expected, rtol=tolerance, atol=tolerance * x.shape[1] ** 0.5
+    )
 
 
 @on_each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_twin_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight, bias = problem(3, shape, dtype, "cpu")
     check_formula(plain_linear(x, weight, bias).contiguous(), x, weight, bias)
-    check_formula(row_invariant_linear(x, weight).contiguous(), x, weight, None)
+    check_formula(batch_invariant_linear(x, weight).contiguous(), x, weight, None)
 
 
 @on_each_kernel_device
 @pytest.mark.parametrize(("shape", "dtype"), zip(SHAPES, cycle(TOLERANCE), strict=False), ids=str)
-def test_the_kernel_equals_the_formula(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_the_kernel_equals_the_formula(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
     assert has_kernels(torch.device(device))
     for num_rows in (1, 17, 70):
         x, weight, bias = problem(num_rows, shape, dtype, device)
-        check_formula(row_invariant_linear(x, weight, bias), x, weight, bias)
-    assert row_invariant_linear(x[:0], weight, bias).shape == (0, shape[1])
+        check_formula(batch_invariant_linear(x, weight, bias), x, weight, bias)
+    assert batch_invariant_linear(x[:0], weight, bias).shape == (0, shape[1])
 
 
 @on_each_kernel_device
@@ -79,7 +85,9 @@ def test_spreading_chunks_over_programs_changes_no_bit(
     for num_rows in (1, 20):
         x, weight, bias = problem(num_rows, shape, dtype, device)
         tiling = tiling_of(num_rows, dtype)
-        together, spread = (launch_linear(x, weight, bias, tiling, spreads=how) for how in (False, True))
+        together, spread = (
+            launch_linear(x, weight, bias, tiling, spreads=how) for how in (False, True)
+        )
         assert torch.equal(together, spread)
 
 
@@ -89,9 +97,9 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(
     dtype: torch.dtype, device: str, exact_dots: None
 ) -> None:
     x, weight, bias = problem(70, (CHUNK + 72, 70), dtype, device)
-    expected = row_invariant_linear(x, weight, bias)
+    expected = batch_invariant_linear(x, weight, bias)
     for rows in (slice(0, 1), slice(69, 70), slice(3, 9), slice(10, 35)):
-        assert torch.equal(row_invariant_linear(x[rows], weight, bias), expected[rows])
+        assert torch.equal(batch_invariant_linear(x[rows], weight, bias), expected[rows])
 
 
 @only_outside_the_interpreter
@@ -104,7 +112,7 @@ def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> d
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from tllm_spec.kernels.row_invariant_linear_triton import linear_kernel
+    from tllm_spec.kernels.batch_invariant_linear_triton import linear_kernel
 
     constants: dict[str, Any] = {
         "IN": shape[0],
@@ -116,7 +124,8 @@ def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> d
     constants |= {"BLOCK_ROWS": tiling.rows, "BLOCK_OUT": tiling.outputs, "BLOCK_IN": BLOCK_IN}
     types = dict.fromkeys(("x", "weight", "bias", "output"), f"*{dtype}")
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in linear_kernel.arg_names
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in linear_kernel.arg_names
     }
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -126,7 +135,9 @@ def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> d
     places = {(linear_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = triton.compiler.ASTSource(linear_kernel, signature, constexprs=places, attrs=aligned)
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    asm: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    asm: dict[str, Any] = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options=options
+    ).asm
     return asm
 
 
@@ -135,14 +146,17 @@ def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> d
 def test_one_instruction_of_hopper_serves_every_number_of_rows() -> None:
     for num_rows, width in ((1, 16), (17, 32), (64, 64), (4096, 128)):
         ptx = compiled_for_hopper((4096, 512), "bf16", tiling_of(num_rows, torch.bfloat16))["ptx"]
-        assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx)) == {f"m64n{width}k16"}
+        assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx)) == {
+            f"m64n{width}k16"
+        }
         assert "mma.sync" not in ptx
 
 
 @only_outside_the_interpreter
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_compiler_adds_chunk_and_bias_behind_the_product() -> None:
-    """Of inputs that fit one block it would make a product that begins with the bias, if it knew."""
+    """Of inputs that fit one block it would make a product that begins with the bias, if it
+    knew."""
     code = compiled_for_hopper((BLOCK_IN // 2, 48), "fp32", tiling_of(1, torch.float32))["ttir"]
     assert code.count("tt.dot") == 1 and code.count("arith.addf") == 2
 
@@ -155,13 +169,17 @@ MODEL_SHAPES = [(4096, 6144), (4096, 28672), (14336, 4096), (192, 512), (512, 19
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @on_each_dtype
 @pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
-def test_no_number_of_rows_changes_a_bit_of_a_row(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_no_number_of_rows_changes_a_bit_of_a_row(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     x, weight, bias = problem(4096, shape, dtype, "cuda")
-    expected = row_invariant_linear(x, weight, bias)
-    numbers = [*range(1, 301), 1024] if dtype != torch.float32 else [1, 2, 16, 17, 64, 65, 300, 1024]
+    expected = batch_invariant_linear(x, weight, bias)
+    numbers = (
+        [*range(1, 301), 1024] if dtype != torch.float32 else [1, 2, 16, 17, 64, 65, 300, 1024]
+    )
     for number in numbers:
         first = 37 * number % (4096 - number)  # other places in other tiles
-        found = row_invariant_linear(x[first : first + number], weight, bias)
+        found = batch_invariant_linear(x[first : first + number], weight, bias)
         assert torch.equal(found, expected[first : first + number]), number
 
 
@@ -170,6 +188,11 @@ def test_no_number_of_rows_changes_a_bit_of_a_row(shape: tuple[int, int], dtype:
 @on_each_dtype
 def test_no_tiling_changes_a_bit(dtype: torch.dtype) -> None:
     x, weight, bias = problem(333, (4096, 1000), dtype, "cuda")
-    expected = row_invariant_linear(x, weight, bias)
-    for tiling in (Tiling(16, 64, 4, 4), Tiling(32, 64, 4, 2), Tiling(64, 64, 4, 3), Tiling(64, 128, 8, 3)):
+    expected = batch_invariant_linear(x, weight, bias)
+    for tiling in (
+        Tiling(16, 64, 4, 4),
+        Tiling(32, 64, 4, 2),
+        Tiling(64, 64, 4, 3),
+        Tiling(64, 128, 8, 3),
+    ):
         assert torch.equal(launch_linear(x, weight, bias, tiling, spreads=False), expected)

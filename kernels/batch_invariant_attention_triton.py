@@ -1,11 +1,11 @@
-"""The Triton kernels behind row_invariant_attention.py, which says what goes in and comes out. Importing this file
-imports Triton.
+"""The Triton kernels behind batch_invariant_attention.py, which says what goes in and comes out.
+Importing this file imports Triton.
 
-The softmax inside a split is the online one (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-2018), in powers of two; splits are joined by their log-sums (as in Dao et al., "Flash-Decoding for long-context
-inference", 2023), one after another. Why what a row does not see changes none of its bits: the row's maximum stays, so
-its decay is 2**0 = 1, and the weights are 2**-inf = 0.
-"""
+The softmax inside a split is the online one (Milakov and Gimelshein, "Online normalizer calculation
+for softmax", 2018), in powers of two; splits are joined by their log-sums (as in Dao et al.,
+"Flash-Decoding for long-context inference", 2023), one after another. Why what a row does not see
+changes none of its bits: the row's maximum stays, so its decay is 2**0 = 1, and the weights are
+2**-inf = 0."""
 
 import triton
 import triton.language as tl
@@ -29,7 +29,8 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The split of the keys at positions `first` to `end`: each row's mean of the values, and log2 of their weights."""
+    """The split of the keys at positions `first` to `end`: each row's mean of the values, and log2
+    of their weights."""
     dims = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -41,19 +42,24 @@ def _attend(
         # A pool may have more than 2**31 elements.
         slots = pages.to(tl.int64) * PAGE_SIZE + positions_of_keys % PAGE_SIZE
         places = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-        # What lies behind may be NaN, and zero times NaN is NaN: such values are zeros, not only masked.
+        # What lies behind may be NaN, and zero times NaN is NaN: such values are zeros, not only
+        # masked.
         present = own[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(places, mask=present, other=0.0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
         seen = own[None, :] & (positions_of_keys[None, :] <= positions[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may have seen nothing so far
+        base = tl.where(
+            new_top == float("-inf"), 0.0, new_top
+        )  # a row may have seen nothing so far
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(top - base)
         values = tl.load(places + value_offset, mask=present, other=0.0).to(queries.dtype)
         total = total * decay + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(queries.dtype), values, mixed * decay[:, None], input_precision="ieee")
+        mixed = tl.dot(
+            weights.to(queries.dtype), values, mixed * decay[:, None], input_precision="ieee"
+        )
         top = new_top
     mean = tl.div_rn(mixed, tl.where(total == 0.0, 1.0, total)[:, None])
     return mean, top + tl.log2(total)
@@ -61,7 +67,8 @@ def _attend(
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _join(top: tl.tensor, log_sum: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The new maximum of the log-sums, and relative to it the weights of what was joined so far and of the next."""
+    """The new maximum of the log-sums, and relative to it the weights of what was joined so far and
+    of the next."""
     new_top = tl.maximum(top, log_sum)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     return new_top, tl.exp2(top - base), tl.exp2(log_sum - base)
@@ -127,10 +134,15 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid (KV heads, splits or 1, tiles). A chunk's last tiles have the most keys and begin first."""
+    """Grid (KV heads, splits or 1, tiles). A chunk's last tiles have the most keys and begin
+    first."""
     kv_head, split = tl.program_id(0), tl.program_id(1)
     place = tiles + num_tiles - 1 - tl.program_id(2)
-    first_row, start, count = tl.load(place), tl.load(place + num_tiles), tl.load(place + 2 * num_tiles)
+    first_row, start, count = (
+        tl.load(place),
+        tl.load(place + num_tiles),
+        tl.load(place + 2 * num_tiles),
+    )
     table = block_tables + tl.load(place + 3 * num_tiles).to(tl.int64) * table_stride
     length = tl.minimum(start + count, max_len)
     if SPREADS and split * SPLIT_KEYS >= length:  # the second launch leaves such a split out
@@ -141,7 +153,10 @@ def attention_kernel(
     heads = kv_head * GROUP + rows % GROUP
     real = (tokens < count)[:, None] & (dims < HEAD_DIM)[None, :]
     places = (
-        q + (first_row + tokens).to(tl.int64)[:, None] * token_stride + (heads * head_stride)[:, None] + dims
+        q
+        + (first_row + tokens).to(tl.int64)[:, None] * token_stride
+        + (heads * head_stride)[:, None]
+        + dims
     )
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     queries = tl.load(places, mask=real, other=0.0).to(dot_type)
@@ -176,10 +191,14 @@ def join_kernel(
     SPLIT_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid (query heads, tokens of a tile, tiles). Reads only the splits that had keys: the others' places hold what an
-    earlier launch left there."""
+    """Grid (query heads, tokens of a tile, tiles). Reads only the splits that had keys: the others'
+    places hold what an earlier launch left there."""
     token, place = tl.program_id(1), tiles + tl.program_id(2)
-    first_row, start, count = tl.load(place), tl.load(place + num_tiles), tl.load(place + 2 * num_tiles)
+    first_row, start, count = (
+        tl.load(place),
+        tl.load(place + num_tiles),
+        tl.load(place + 2 * num_tiles),
+    )
     if token >= count:
         return
     length = tl.minimum(start + token + 1, max_len)

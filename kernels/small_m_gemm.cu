@@ -1,4 +1,4 @@
-// y = x W^T for a few rows of x, at the rate at which W streams from memory; few_row_linear.py says what goes in and
+// y = x W^T for a few rows of x, at the rate at which W streams from memory; small_m_gemm.py says what goes in and
 // comes out. Compiled by NVRTC for compute capability 9.0 and above.
 //
 // The grid is persistent, one CTA a multiprocessor. A worker, which is a CTA or a cluster, takes every num_workers-th
@@ -47,7 +47,7 @@ __device__ inline void copy_piece(uint4* destination, const u16* source) {
 
 __device__ inline u32 cluster_rank() { u32 rank; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)); return rank; }
 
-struct Product {  // few_row_linear.py has the same
+struct Product {  // small_m_gemm.py has the same
     const u16 *x, *weight, *bias, *norm_weight, *residual;
     u16* out;
     int out_features, in_features, x_stride, out_stride;
@@ -240,7 +240,7 @@ struct Stream {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) few_row_linear(const __grid_constant__ Product p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m_gemm(const __grid_constant__ Product p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
     const Part part(p, warp);
     extern __shared__ uint4 shared[];

@@ -1,5 +1,5 @@
-"""The first statement of a Triton kernel that may be launched early (early_launch.py). Importing this file imports
-Triton."""
+"""The first statement of a Triton kernel that may be launched early (programmatic_launch.py).
+Importing this file imports Triton."""
 
 import triton
 import triton.language as tl

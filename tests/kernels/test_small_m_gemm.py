@@ -1,4 +1,5 @@
-"""The linear layer for few rows: its twin against the formula, its source compiled, its kernel against both."""
+"""The linear layer for few rows: its reference against the formula, its source compiled, its kernel
+against both."""
 
 import ctypes
 import re
@@ -8,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tllm_spec.kernels import few_row_linear as module
-from tllm_spec.kernels import few_row_plan, nvrtc
-from tllm_spec.kernels.few_row_linear import NormWeight, few_row_linear, plain_few_row_linear, serves
-from tllm_spec.kernels.few_row_plan import MAX_ROWS, Ring
+from tllm_spec.kernels import nvrtc, small_m_plan
+from tllm_spec.kernels import small_m_gemm as module
+from tllm_spec.kernels.small_m_gemm import NormWeight, plain_small_m_gemm, serves, small_m_gemm
+from tllm_spec.kernels.small_m_plan import MAX_ROWS, Ring
 
 EPS = 1e-5
 # norm, gated, added to a sum, bias
@@ -57,13 +58,15 @@ class Case:
         x = self.x.double()
         if self.norm is not None:
             x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * self.norm.weight.double()
-        output = F.linear(x, self.weight.double(), None if self.bias is None else self.bias.double())
+        output = F.linear(
+            x, self.weight.double(), None if self.bias is None else self.bias.double()
+        )
         if self.gated:
             gate, up = output.chunk(2, -1)
             output = F.silu(gate) * up
         return output if self.total is None else output + self.total.double()
 
-    def run(self, function: object = few_row_linear) -> torch.Tensor:
+    def run(self, function: object = small_m_gemm) -> torch.Tensor:
         assert callable(function)
         options = {"bias": self.bias, "norm": self.norm, "gated": self.gated, "add_to": self.total}
         output = function(self.x, self.weight, **options)
@@ -78,7 +81,7 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
 
 @on_each_form
 @pytest.mark.parametrize("sizes", [(1, 64, 48), (3, 192, 1000), (8, 320, 36)], ids=str)
-def test_the_twin_equals_the_formula_and_adds_in_place(
+def test_the_reference_equals_the_formula_and_adds_in_place(
     sizes: tuple[int, int, int], norm: bool, gated: bool, adds: bool, has_bias: bool
 ) -> None:
     case = Case(sizes, (norm, gated, adds, has_bias), torch.float32, "cpu")
@@ -88,16 +91,16 @@ def test_the_twin_equals_the_formula_and_adds_in_place(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("ring", [Ring(5, 128), Ring(few_row_plan.MIN_DEPTH, 64)], ids=str)
+@pytest.mark.parametrize("ring", [Ring(5, 128), Ring(small_m_plan.MIN_DEPTH, 64)], ids=str)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.usefixtures("own_cache")
 def test_the_source_compiles(dtype: torch.dtype, ring: Ring, architecture: str) -> None:
-    macros = few_row_plan.definitions(dtype, ring)
-    assert nvrtc.compile_source("few_row_linear.cu", architecture, macros).startswith(b"\x7fELF")
+    macros = small_m_plan.definitions(dtype, ring)
+    assert nvrtc.compile_source("small_m_gemm.cu", architecture, macros).startswith(b"\x7fELF")
 
 
 def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
-    source = Path(few_row_plan.__file__).with_name("few_row_linear.cu").read_text(encoding="utf-8")
+    source = Path(small_m_plan.__file__).with_name("small_m_gemm.cu").read_text(encoding="utf-8")
     (declared,) = re.findall(r"struct Product {[^\n]*\n(.*?)\n\n", source, re.DOTALL)
     types = {
         "const u16 *": ctypes.c_void_p,
@@ -114,44 +117,47 @@ def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -> None:
     with pytest.raises(
-        RuntimeError, match=r"few_row_linear\.cu does not compile with .*sm_90.*\n.*STEP_COLUMNS"
+        RuntimeError, match=r"small_m_gemm\.cu does not compile with .*sm_90.*\n.*STEP_COLUMNS"
     ):
-        nvrtc.compile_source("few_row_linear.cu", "sm_90")
+        nvrtc.compile_source("small_m_gemm.cu", "sm_90")
 
 
 @pytest.mark.parametrize("in_features", [64, 320, 2048, 4096, 8192, 12288, 14336])
 @pytest.mark.parametrize("rows", [1, 4, MAX_ROWS])
-def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(rows: int, in_features: int) -> None:
-    fitting = few_row_plan.splits_that_fit(rows, in_features)
+def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(
+    rows: int, in_features: int
+) -> None:
+    fitting = small_m_plan.splits_that_fit(rows, in_features)
     assert fitting
     for splits in fitting:
-        ring = few_row_plan.ring_of(rows, in_features, splits)
-        assert ring is not None and ring.depth >= few_row_plan.MIN_DEPTH
-        assert ring.bytes_of_all <= few_row_plan.MAX_RING_BYTES
-        assert few_row_plan.shared_bytes(rows, in_features, splits, ring) <= nvrtc.SHARED_BYTES
+        ring = small_m_plan.ring_of(rows, in_features, splits)
+        assert ring is not None and ring.depth >= small_m_plan.MIN_DEPTH
+        assert ring.bytes_of_all <= small_m_plan.MAX_RING_BYTES
+        assert small_m_plan.shared_bytes(rows, in_features, splits, ring) <= nvrtc.SHARED_BYTES
         assert in_features % (splits * ring.step_columns) == 0
 
 
 def test_widths_that_do_not_fit_are_left_to_torch() -> None:
-    assert few_row_plan.splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
-    assert few_row_plan.splits_that_fit(1, 100) == ()  # no whole steps
+    assert small_m_plan.splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
+    assert small_m_plan.splits_that_fit(1, 100) == ()  # no whole steps
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("in_features", "features"), [(4096, 6144), (14336, 4096), (4096, 14336), (4096, 128256), (64, 48)]
+    ("in_features", "features"),
+    [(4096, 6144), (14336, 4096), (4096, 14336), (4096, 128256), (64, 48)],
 )
 def test_tiles_cover_the_output_once_and_no_multiprocessor_has_much_more_than_its_share(
     in_features: int, features: int, gated: bool
 ) -> None:
     processors = 132
-    tiles = few_row_plan.tiles_of(4, in_features, features, gated, processors)
+    tiles = small_m_plan.tiles_of(4, in_features, features, gated, processors)
     rows_of_tile = tiles.row_groups * (8 if gated else 16)
     assert (tiles.number - 1) * rows_of_tile < features <= tiles.number * rows_of_tile
     workers = min(tiles.number, processors // tiles.splits)
     most = -(-tiles.number // workers) * rows_of_tile / tiles.splits
     smallest = (8 if gated else 16) / tiles.splits
-    assert most <= few_row_plan.TOLERANCE * (features / processors + smallest)
+    assert most <= small_m_plan.TOLERANCE * (features / processors + smallest)
 
 
 @pytest.mark.gpu
@@ -161,7 +167,7 @@ def test_tiles_cover_the_output_once_and_no_multiprocessor_has_much_more_than_it
     ("in_features", "out_features"),
     [(4096, 6144), (14336, 4096), (12288, 4096), (64, 48), (192, 1000), (128, 50258), (320, 512)],
 )
-def test_the_kernel_equals_the_formula_as_closely_as_its_twin(
+def test_the_kernel_equals_the_formula_as_closely_as_its_reference(
     in_features: int,
     out_features: int,
     dtype: torch.dtype,
@@ -175,11 +181,11 @@ def test_the_kernel_equals_the_formula_as_closely_as_its_twin(
         case, again = Case(sizes, form, dtype, "cuda"), Case(sizes, form, dtype, "cuda")
         expected = case.expected()
         assert serves(case.x, case.weight)
-        error, of_twin = (
+        error, of_reference = (
             relative_error(case.run(), expected),
-            relative_error(again.run(plain_few_row_linear), expected),
+            relative_error(again.run(plain_small_m_gemm), expected),
         )
-        assert error < 1.5 * of_twin + 1e-4
+        assert error < 1.5 * of_reference + 1e-4
 
 
 @pytest.mark.gpu
@@ -189,7 +195,9 @@ def test_nothing_beside_the_running_sum_is_written() -> None:
     whole = case.total._base if case.total._base is not None else case.total
     before = whole.clone()
     case.run()
-    assert torch.equal(whole[:, :512], before[:, :512]) and torch.equal(whole[:, 1024:], before[:, 1024:])
+    assert torch.equal(whole[:, :512], before[:, :512]) and torch.equal(
+        whole[:, 1024:], before[:, 1024:]
+    )
     assert not torch.equal(whole[:, 512:1024], before[:, 512:1024])
 
 
@@ -198,13 +206,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     case = Case((8, 4096, 4096), (True, False, False, False), torch.bfloat16, "cuda")
     together = case.run()
     for rows in range(1, 8):
-        alone = few_row_linear(case.x[:rows], case.weight, norm=case.norm)
+        alone = small_m_gemm(case.x[:rows], case.weight, norm=case.norm)
         assert torch.equal(alone, together[:rows])
 
 
 @pytest.mark.gpu
 def test_kernels_launched_early_wait_for_what_they_read() -> None:
-    """A chain in which each product reads what the one before it wrote, with and without pauses between."""
+    """A chain in which each product reads what the one before it wrote, with and without pauses
+    between."""
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [
         torch.randn(4096, 4096, generator=generator, device="cuda", dtype=torch.bfloat16) / 64
@@ -216,7 +225,7 @@ def test_kernels_launched_early_wait_for_what_they_read() -> None:
     def chain(pause: bool) -> torch.Tensor:
         total = start.clone()
         for weight in weights:
-            few_row_linear(few_row_linear(total, weight, norm=norm), weight, add_to=total)
+            small_m_gemm(small_m_gemm(total, weight, norm=norm), weight, add_to=total)
             if pause:
                 torch.cuda.synchronize()
         return total

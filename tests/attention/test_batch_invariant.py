@@ -1,13 +1,14 @@
-"""Row-invariant attention through the backends' interface, against VANILLA: with the kernels' plain-torch twins here,
-with the kernels under Triton's interpreter in a process of their own, and on a CUDA device (`-m gpu`)."""
+"""Batch-invariant attention through the backends' interface, against VANILLA: with the kernels'
+plain-torch references here, with the kernels under Triton's interpreter in a process of their own,
+and on a CUDA device (`-m gpu`)."""
 
 import pytest
 import torch
 
 from tests.attention.test_triton import BATCHES, CAPTURED, REPLAYED, Batch, Forward, on_each_device
 from tests.kernels.interpreter import check_under_the_interpreter, only_outside_the_interpreter
-from tllm_spec.attention.row_invariant import RowInvariantAttention
-from tllm_spec.kernels.row_invariant_attention import QueryTiles
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.kernels.batch_invariant_attention import QueryTiles
 
 # A tile has 21 tokens.
 LONG = {"tiles of chunks and windows": Batch(((9, 24), (0, 3)), (30, 45), window=22)}
@@ -18,7 +19,7 @@ LONG = {"tiles of chunks and windows": Batch(((9, 24), (0, 3)), (30, 45), window
 @torch.inference_mode()
 def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
     forward = Forward((BATCHES | LONG)[name], device)
-    backend = forward.backend(RowInvariantAttention)
+    backend = forward.backend(BatchInvariantAttention)
     forward.check(forward.run(backend), backend.pool)
 
 
@@ -45,7 +46,7 @@ def test_tiles_hold_every_row_once_and_at_its_position() -> None:
 @torch.inference_mode()
 def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
     captured, replayed = Forward(CAPTURED, "cuda"), Forward(REPLAYED, "cuda", seed=1)
-    backend = replayed.backend(RowInvariantAttention)
+    backend = replayed.backend(BatchInvariantAttention)
     captured.run(backend)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

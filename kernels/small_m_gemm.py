@@ -1,13 +1,13 @@
-"""A linear layer for up to 8 rows, fused with what stands around it: RMSNorm of its input before it; bias, SiLU gate
-or the running sum after it.
+"""A linear layer for up to 8 rows, fused with what stands around it: RMSNorm of its input before
+it; bias, SiLU gate or the running sum after it.
 
-`few_row_linear` runs one CUDA kernel where it can (`serves`) and its plain-torch twin elsewhere. Its time is that of
-reading the weights once. For more rows torch's own products are faster, even with the ops around them. It does not
-know what the layer is for.
+`small_m_gemm` runs one CUDA kernel where it can (`serves`) and its plain-torch reference elsewhere.
+Its time is that of reading the weights once. For more rows torch's own products are faster, even
+with the ops around them. It does not know what the layer is for.
 
-The kernel takes another way to the norm than the twin: x times the norm's weight is rounded, and the division by the
-root mean square comes at the very end, where the twin rounds the whole norm. Everything else is float32, rounded once.
-"""
+The kernel takes another way to the norm than the reference: x times the norm's weight is rounded,
+and the division by the root mean square comes at the very end, where the reference rounds the whole
+norm. Everything else is float32, rounded once."""
 
 import ctypes
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels import nvrtc
-from tllm_spec.kernels.few_row_plan import MAX_ROWS, plan, splits_that_fit
 from tllm_spec.kernels.rms_norm import plain_rms_norm, rms_norm
 from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
+from tllm_spec.kernels.small_m_plan import MAX_ROWS, plan, splits_that_fit
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class NormWeight:
     eps: float
 
 
-def few_row_linear(
+def small_m_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -38,7 +38,8 @@ def few_row_linear(
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`norm(x) W^T + bias`; where gated, the SiLU of the first half of that times the second; added to `add_to`.
+    """`norm(x) W^T + bias`; where gated, the SiLU of the first half of that times the second; added
+    to `add_to`.
 
     Args:
         x: `[T, K]`, any stride between rows.
@@ -46,14 +47,17 @@ def few_row_linear(
         bias: `[N]`.
         norm: of x; None: none.
         gated: `[T, N / 2]` comes out.
-        add_to: the running sum, of the output's shape, any stride between rows; changed in place and returned.
+        add_to: the running sum, of the output's shape, any stride between rows; changed in place
+        and returned.
     """
     if not serves(x, weight):
-        return plain_few_row_linear(x, weight, bias=bias, norm=norm, gated=gated, add_to=add_to)
+        return plain_small_m_gemm(x, weight, bias=bias, norm=norm, gated=gated, add_to=add_to)
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     output = x.new_empty(x.shape[0], features) if add_to is None else add_to
     assert output.shape == (x.shape[0], features)
-    if norm is not None and x.dtype == torch.float16:  # x times the norm's weight alone might overflow
+    if (
+        norm is not None and x.dtype == torch.float16
+    ):  # x times the norm's weight alone might overflow
         x, norm = rms_norm(x, norm.weight, norm.eps), None
     _launch(x, weight, bias, norm, gated, add_to, output)
     return output
@@ -74,9 +78,18 @@ class _Product(ctypes.Structure):
     """The kernel's argument, as it has it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "norm_weight", "residual", "out")),
-        *((name, ctypes.c_int) for name in ("out_features", "in_features", "x_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("num_tokens", "num_tiles", "row_groups", "splits", "gated")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "weight", "bias", "norm_weight", "residual", "out")
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in ("out_features", "in_features", "x_stride", "out_stride")
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in ("num_tokens", "num_tiles", "row_groups", "splits", "gated")
+        ),
         ("eps", ctypes.c_float),
     )
 
@@ -94,7 +107,9 @@ def _launch(
     (rows, features), device = output.shape, x.device.index or 0
     prepared = plan(device, x.dtype, rows, weight.shape[1], features, gated)
     optional = (bias, None if norm is None else norm.weight, add_to)
-    addresses = (None if tensor is None else tensor.data_ptr() for tensor in (x, weight, *optional, output))
+    addresses = (
+        None if tensor is None else tensor.data_ptr() for tensor in (x, weight, *optional, output)
+    )
     tiles = prepared.tiles
     product = _Product(
         *addresses,
@@ -105,7 +120,7 @@ def _launch(
     prepared.kernel.launch(prepared.launch, torch.cuda.current_stream(device).cuda_stream, product)
 
 
-def plain_few_row_linear(
+def plain_small_m_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -114,7 +129,7 @@ def plain_few_row_linear(
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The twin of `few_row_linear`."""
+    """The reference of `small_m_gemm`."""
     if norm is not None:
         x = plain_rms_norm(x, norm.weight, norm.eps)
     output = torch.nn.functional.linear(x, weight, bias)

@@ -1,15 +1,16 @@
-"""Paged attention whose result for a query has the same bits whatever stands around it: other requests, other queries
-of its own request, the block table's width, how many keys follow.
+"""Paged attention whose result for a query has the same bits whatever stands around it: other
+requests, other queries of its own request, the block table's width, how many keys follow.
 
-The keys of a request are cut at absolute positions: into blocks, which the online softmax takes one after another, and
-into splits of SPLIT_KEYS, whose results are joined from the first to the last. What lies behind a query joins with
-weight zero, which changes no bit of it. So a token gets the same result as the last of one chunk, the middle of another
+The keys of a request are cut at absolute positions: into blocks, which the online softmax takes one
+after another, and into splits of SPLIT_KEYS, whose results are joined from the first to the last.
+What lies behind a query joins with weight zero, which changes no bit of it. So a token gets the
+same result as the last of one chunk, the middle of another
 or one of a verified window: prompts and windows run through the same launch.
 
-A launch is over tiles: some consecutive tokens of one request with all query heads of one KV head. A tile has the same
-shape everywhere and is mostly empty for a single token. Splits are spread over programs where there are few tiles, and
-are the rounds of one program's loop where there are many: the same operations.
-"""
+A launch is over tiles: some consecutive tokens of one request with all query heads of one KV head.
+A tile has the same shape everywhere and is mostly empty for a single token. Splits are spread over
+programs where there are few tiles, and are the rounds of one program's loop where there are many:
+the same operations."""
 
 import math
 from dataclasses import dataclass
@@ -25,15 +26,16 @@ SPLIT_KEYS = 256
 TILE_BYTES = 16384
 MAX_TILE_KEYS = 128
 NUM_STAGES = 3
-# With more programs than this (four for each multiprocessor of an H200) a tile's splits stay in one.
+# With more programs than this (four for each multiprocessor of an H200) a tile's splits stay in
+# one.
 ENOUGH_PROGRAMS = 528
 MAX_PARTIAL_ROWS = 1 << 17
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """`places` `[4, N]` int32, on the device, of each tile: its first row of q, the position of that token, how many
-    tokens it has (`tokens_per_tile` at most), its row of the block tables."""
+    """`places` `[4, N]` int32, on the device, of each tile: its first row of q, the position of
+    that token, how many tokens it has (`tokens_per_tile` at most), its row of the block tables."""
 
     places: torch.Tensor
     longest: int
@@ -43,7 +45,8 @@ class QueryTiles:
     def of_chunk(
         cls, row: int, start: int, length: int, request: int, size: int, device: torch.device
     ) -> "QueryTiles":
-        """`length` consecutive tokens, the first of them at row `row` and position `start`, in tiles of `size`."""
+        """`length` consecutive tokens, the first of them at row `row` and position `start`, in
+        tiles of `size`."""
         offsets = torch.arange(0, length, size, dtype=torch.int32, device=device)
         counts = (length - offsets).clamp_max(size)
         places = (offsets + row, offsets + start, counts, torch.full_like(offsets, request))
@@ -53,8 +56,8 @@ class QueryTiles:
     def of_windows(
         cls, row: int, kv_lens: torch.Tensor, window: int, request: int, size: int
     ) -> "QueryTiles":
-        """The last `window` tokens of requests of `kv_lens` `[B]` tokens, from row `row` of q and row `request` of the
-        block tables on."""
+        """The last `window` tokens of requests of `kv_lens` `[B]` tokens, from row `row` of q and
+        row `request` of the block tables on."""
         offsets = torch.arange(0, window, size, dtype=torch.int32, device=kv_lens.device)
         number = torch.arange(len(kv_lens), dtype=torch.int32, device=kv_lens.device).unsqueeze(1)
         counts = (window - offsets).clamp_max(size)
@@ -80,8 +83,8 @@ def tokens_per_tile(group: int) -> int:
 
 @dataclass(frozen=True)
 class SplitResults:
-    """Where splits leave their results. One serves all launches of one stream; its addresses are part of every captured
-    graph, so it lives as long as they do."""
+    """Where splits leave their results. One serves all launches of one stream; its addresses are
+    part of every captured graph, so it lives as long as they do."""
 
     outputs: torch.Tensor
     """[R, D] float32: row (token * Hq + head) * num_splits + split."""
@@ -94,7 +97,7 @@ class SplitResults:
         return cls(outputs, outputs.new_empty(MAX_PARTIAL_ROWS))
 
 
-def row_invariant_attention(
+def batch_invariant_attention(
     q: torch.Tensor,
     layer: torch.Tensor,
     block_tables: torch.Tensor,
@@ -104,12 +107,13 @@ def row_invariant_attention(
 ) -> torch.Tensor:
     """Each query sees the keys of its request up to its own position.
 
-    Keys behind a tile's last token and beyond the block table are never read. A query before position 0, which only a
-    row of graph padding can have, gives zeros.
+    Keys behind a tile's last token and beyond the block table are never read. A query before
+    position 0, which only a row of graph padding can have, gives zeros.
 
     Args:
         q: `[T, Hq, D]`, any strides but the last; every row is in one tile.
-        layer: `[2, pages, page_size, Hkv, D]`, contiguous, page_size a power of two; keys at 0, values at 1.
+        layer: `[2, pages, page_size, Hkv, D]`, contiguous, page_size a power of two; keys at 0,
+        values at 1.
         block_tables: `[R, P]` int32, on the device.
         tiles: of the rows of q.
         scale: of the scores before the softmax.
@@ -119,7 +123,7 @@ def row_invariant_attention(
         `[T, Hq * D]`.
     """
     if not has_kernels(q.device):
-        return plain_row_invariant_attention(q, layer, block_tables, tiles, scale)
+        return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale)
     (num_rows, heads, _), (page_size, kv_heads) = q.shape, layer.shape[2:4]
     num_splits = -(-block_tables.shape[1] * page_size // SPLIT_KEYS)
     spreads = (
@@ -138,8 +142,9 @@ def launch_attention(
     scale: float,
     results: SplitResults | None,
 ) -> torch.Tensor:
-    """results: where splits are spread over programs; None: each program has all splits of its tile."""
-    from tllm_spec.kernels.row_invariant_attention_triton import attention_kernel, join_kernel
+    """results: where splits are spread over programs; None: each program has all splits of its
+    tile."""
+    from tllm_spec.kernels.batch_invariant_attention_triton import attention_kernel, join_kernel
 
     assert q.stride(2) == 1 and layer.is_contiguous() and block_tables.stride(1) == 1
     assert tiles.places.is_contiguous() and tiles.places.dtype == torch.int32
@@ -149,7 +154,12 @@ def launch_attention(
     num_splits = -(-max_len // SPLIT_KEYS)
     output = q.new_empty(num_rows, heads * head_dim)
     # No contraction to multiply-adds: where it happens may depend on the code around.
-    fixed = {"HEAD_DIM": head_dim, "SPLIT_KEYS": SPLIT_KEYS, "BLOCK_D": block_d, "enable_fp_fusion": False}
+    fixed = {
+        "HEAD_DIM": head_dim,
+        "SPLIT_KEYS": SPLIT_KEYS,
+        "BLOCK_D": block_d,
+        "enable_fp_fusion": False,
+    }
     attention_kernel[(kv_heads, num_splits if results else 1, num_tiles)](
         q,
         layer,
@@ -168,7 +178,8 @@ def launch_attention(
         KV_HEADS=kv_heads,
         PAGE_SIZE=page_size,
         SPREADS=results is not None,
-        WIDEN=q.device.type == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
+        WIDEN=q.device.type
+        == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
         BLOCK_M=max(TILE_ROWS, 1 << (heads // kv_heads - 1).bit_length()),
         BLOCK_N=max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size()))),
         num_warps=4 if block_d <= 128 else 8,
@@ -189,14 +200,21 @@ def launch_attention(
     return output
 
 
-def plain_row_invariant_attention(
-    q: torch.Tensor, layer: torch.Tensor, block_tables: torch.Tensor, tiles: QueryTiles, scale: float
+def plain_batch_invariant_attention(
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
 ) -> torch.Tensor:
-    """The twin of `row_invariant_attention`, but for the order of its sums: every token a request of its own."""
+    """The reference of `batch_invariant_attention`, but for the order of its sums: every token a
+    request of its own."""
     first, start, count, request = tiles.places.long()
     owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
     offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
     rows = first[owner] + offset
     lengths = (start[owner] + offset + 1).to(torch.int32)
-    found = plain_window_attention(q[rows, None], layer, block_tables[request[owner]], lengths, scale)
+    found = plain_window_attention(
+        q[rows, None], layer, block_tables[request[owner]], lengths, scale
+    )
     return torch.empty_like(found[:, 0]).index_copy_(0, rows, found[:, 0])
