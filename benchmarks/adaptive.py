@@ -39,8 +39,8 @@ from benchmarks.adaptive_simulator import (
 )
 from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.break_even import expected_tokens
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 BATCH_SIZES, ACCEPTANCES = (1, 4, 8, 16, 32, 64, 128), (0.2, 0.4, 0.6, 0.8, 0.9)
 COST_MODEL = "cost_model"

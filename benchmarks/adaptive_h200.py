@@ -53,8 +53,8 @@ from model_shapes import write_configs
 
 from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.report import machine_section
-from tllm_spec.executor.slot_graphs import GraphKey
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 ACCEPTANCES = (0.2, 0.4, 0.6, 0.8, 0.9)
 SLOW_BELOW = (

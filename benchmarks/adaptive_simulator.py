@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 EXAMPLE_TABLE = Path(__file__).parent / "example_round_times.json"
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -26,7 +26,7 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.executor import build
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
-from tllm_spec.executor.transfer import ToHost
+from tllm_spec.executor.rounds.transfer import ToHost
 from tllm_spec.models.linear import Linear
 from tllm_spec.sampling_params import SamplingParams
 

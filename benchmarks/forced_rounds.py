@@ -14,7 +14,7 @@ from typing import Any
 from driven_rounds import Rounds
 from scripted_acceptance import script_acceptance
 
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 CHECKED_ROUNDS = 8  # from one look at the requests' room to the next
 

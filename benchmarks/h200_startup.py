@@ -28,7 +28,7 @@ from model_shapes import LLAMA_8B, Config, head_dim
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.building import engines
-from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.rounds.round_runner import RoundRunner
 
 GIB = 1 << 30
 SHARD_LAYERS = 4

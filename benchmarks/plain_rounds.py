@@ -32,9 +32,9 @@ from driven_rounds import Rounds, release, synchronize
 from model_shapes import write_configs
 
 from tllm_spec.executor.speculative import modes
-from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
-from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
-from tllm_spec.executor.speculative.worker import DraftWorker
+from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
+from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 
 DRAFT_LEN = 3
 NEVER = {"max_draft_len": DRAFT_LEN, "draft_len_schedule": {1: 0}}

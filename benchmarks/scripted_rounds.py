@@ -25,14 +25,14 @@ from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
 from tllm_spec.executor.response import Response
-from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.rounds.round_runner import RoundRunner
+from tllm_spec.executor.rounds.transfer import ToHost
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafter import NoDrafter, OneModelDrafter
-from tllm_spec.executor.transfer import ToHost
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.drafting.drafter import NoDrafter, OneModelDrafter
 from tllm_spec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 128_000

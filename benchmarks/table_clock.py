@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 
 from tllm_spec import LLM
-from tllm_spec.executor.launched_round import LaunchedRound
-from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 Table = dict[int, dict[int, float]]  # milliseconds by batch size and draft length
 

@@ -6,9 +6,9 @@ from operator import attrgetter
 
 import torch
 
-from tllm_spec.executor.device_span import DeviceSpan
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.transfer import ToHost
+from tllm_spec.executor.rounds.device_span import DeviceSpan
+from tllm_spec.executor.rounds.transfer import ToHost
 
 _is_sampled = attrgetter("is_sampled")
 

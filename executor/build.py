@@ -22,14 +22,14 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
-from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
-from tllm_spec.executor.speculative.loaded_draft import draft_folder
+from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
+from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
 from tllm_spec.executor.speculative.modes import DraftEngine, Surroundings, build_speculation
-from tllm_spec.executor.speculative.request_mark import RequestMark
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer

@@ -7,15 +7,19 @@ from dataclasses import replace
 import torch
 
 from tllm_spec.adaptive_config import MarkOptions
-from tllm_spec.executor.dummy_contexts import ContextLimits
-from tllm_spec.executor.round_runner import RoundRunner
-from tllm_spec.executor.slot_graphs import GraphKey
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import NO_LIMIT, AcceptanceGate, DraftLenLimits
-from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
+from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.rounds.round_runner import RoundRunner
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
+    NO_LIMIT,
+    AcceptanceGate,
+    DraftLenLimits,
+)
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes, RoundTimes
+from tllm_spec.executor.speculative.draft_length.unverified_drafts import UnverifiedDrafts
+from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.modes import DraftModel, Speculation
-from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes, RoundTimes
-from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
 from tllm_spec.speculative_config import DecodingBaseConfig
 
 # Batch sizes whose rounds are timed where there are no graphs; others are on a line with these.

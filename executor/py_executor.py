@@ -21,21 +21,21 @@ import torch
 
 from tllm_spec.executor.batch import ScheduledBatch, has_sampled
 from tllm_spec.executor.faults import described
-from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response, response_of
-from tllm_spec.executor.round_clock import RoundClock
-from tllm_spec.executor.round_reader import RoundReader
-from tllm_spec.executor.round_runner import RoundRunner
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.rounds.round_clock import RoundClock
+from tllm_spec.executor.rounds.round_reader import RoundReader
+from tllm_spec.executor.rounds.round_runner import RoundRunner
+from tllm_spec.executor.rounds.seen_round import SeenRound
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
-from tllm_spec.executor.seen_round import SeenRound
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.totals import Totals
 
 _needs_host_edits = attrgetter("needs_host_edits")

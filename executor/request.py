@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.speculative.request_mark import RequestMark
+from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 NO_TOKEN = -1  # in the place of a token that could not be chosen

@@ -6,7 +6,7 @@ from benchmarks import adaptive, adaptive_engine
 from benchmarks.adaptive_simulator import GRAPH_BATCH_SIZES, Simulator, steady
 from benchmarks.adaptive_simulator import phases as simulated_phases
 from tllm_spec import LLM
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 
 @pytest.mark.parametrize("batch_size", adaptive.BATCH_SIZES)

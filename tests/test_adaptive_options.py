@@ -17,7 +17,7 @@ from tllm_spec.adaptive_config import (
 )
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.draft_lens import controller_for
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.speculative_config import DecodingBaseConfig, NGramDecodingConfig
 
 OTHERS: list[dict[str, Any]] = [

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tllm_spec.config import LlmArgs, read_yaml
-from tllm_spec.executor.speculative.cost_model import CostModelSlot
-from tllm_spec.executor.speculative.ema_policy import AdaptiveSpeculativeParams
+from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
+from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 

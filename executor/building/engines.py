@@ -17,8 +17,12 @@ from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.speculative.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.loaded_draft import LoadedDraft, draft_folder, load_head
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.loaded_draft import (
+    LoadedDraft,
+    draft_folder,
+    load_head,
+)
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model

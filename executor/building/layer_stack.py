@@ -11,8 +11,8 @@ import torch
 
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import Windows
-from tllm_spec.executor.graph_pool import Captured, GraphPool, replay_seconds
-from tllm_spec.executor.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool, replay_seconds
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.models.causal_lm import CausalLM, first_layers
 
 # Enough that the device's cache does not hold their weights from one replay to the next.

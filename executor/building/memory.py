@@ -5,8 +5,8 @@ import torch
 
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
-from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.loaded_draft import LoadedDraft
+from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
 from tllm_spec.kernels.paged_prefill import PLAN_BYTES
 

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
-from tllm_spec.executor.context_graphs import context_rows
 from tllm_spec.executor.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
+from tllm_spec.executor.graphs.context_graphs import context_rows
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.scheduler import SchedulerLimits
-from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import rows_with_contexts
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
+from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.modes import draft_model_of
-from tllm_spec.executor.speculative.round_times import RoundTimes
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig

@@ -8,14 +8,14 @@ from tllm_spec.executor.building.layer_stack import LayerStack
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.draft_lens import EAGER_SIZES, measure_round_times
-from tllm_spec.executor.dummy_contexts import ContextLimits
 from tllm_spec.executor.engine.memory_plan import ServedModel
-from tllm_spec.executor.graph_pool import GraphPool
-from tllm_spec.executor.round_runner import RoundRunner
-from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
+from tllm_spec.executor.graphs.graph_pool import GraphPool
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.rounds.round_runner import RoundRunner
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.modes import Speculation
-from tllm_spec.executor.speculative.round_times import RoundTimes
 from tllm_spec.models.linear_tuning import tune_linears
 
 logger = logging.getLogger(__name__)

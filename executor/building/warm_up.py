@@ -13,9 +13,9 @@ import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.round_runner import RoundRunner
-from tllm_spec.executor.slot_graphs import GraphKey
+from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

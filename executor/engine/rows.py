@@ -12,7 +12,7 @@ import torch
 
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.executor.resources.slot_state import BlockTable
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels.window_rows import WindowRows, window_rows
 
 ROW_ALIGNMENT = (

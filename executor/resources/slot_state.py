@@ -11,7 +11,7 @@ import torch
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels import slot_windows
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates

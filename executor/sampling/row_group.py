@@ -11,8 +11,8 @@ import torch
 
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
-from tllm_spec.executor.transfer import to_device
 
 
 @dataclass(frozen=True)

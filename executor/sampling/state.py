@@ -7,7 +7,7 @@ import torch
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.rounds.transfer import to_device
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _INTEGERS = ("seed", "top_k", "min_position")

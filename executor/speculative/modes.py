@@ -14,16 +14,16 @@ from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
-from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.drafter import Drafter, NoDrafter, OneModelDrafter
-from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
-from tllm_spec.executor.speculative.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
-from tllm_spec.executor.speculative.ngram import NGramDrafter, NGramPoolManager
-from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
-from tllm_spec.executor.speculative.worker import DraftWorker, RoundEnd
+from tllm_spec.executor.speculative.draft_length.unverified_drafts import UnverifiedDrafts
+from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, OneModelDrafter
+from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
+from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
+from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
+from tllm_spec.executor.speculative.drafting.worker import DraftWorker, RoundEnd
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
@@ -116,7 +116,7 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
     drafter, manager = config.make_drafter(), config.make_resource_manager()
     if not isinstance(drafter, Drafter):
         raise ValueError(
-            f"drafter = {drafter!r} must be a tllm_spec.executor.speculative.drafter.Drafter"
+            f"drafter = {drafter!r} must be a tllm_spec.executor.speculative.drafting.drafter.Drafter"
         )
     if manager is not None and not isinstance(manager, ResourceManager):
         raise ValueError(

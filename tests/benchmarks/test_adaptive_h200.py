@@ -17,7 +17,7 @@ from adaptive_h200_tables import LADDER, Cell, Found, Phase, RoundTimes, misses,
 from forced_rounds import Block, ForcedRounds
 from h200_setup import Setup
 
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 SETUP = Setup("zoo", "cpu", True, frozenset(), Path())
 

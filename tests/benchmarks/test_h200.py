@@ -31,7 +31,7 @@ from model_shapes import (
 )
 
 from tllm_spec.distributed.mapping import SINGLE_RANK
-from tllm_spec.executor.transfer import ToHost
+from tllm_spec.executor.rounds.transfer import ToHost
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.eagle3 import Eagle3Head
 from tllm_spec.models.eagle3_config import Eagle3Config

@@ -14,9 +14,9 @@ from tests.models.eagle3_runner import HeadRunner, captured_states
 from tests.models.helpers import PagedRunner
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
-from tllm_spec.executor.speculative.draft_net import CausalNet, Eagle3Net
-from tllm_spec.executor.speculative.worker import DraftWorker
+from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, Eagle3Net
+from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
 
 LAYERS = (0, 1)  # of the two-layer target, for a head with num_captured=2

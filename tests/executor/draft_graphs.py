@@ -11,11 +11,11 @@ import torch
 from tests.executor.draft_caches import eagle3
 from tests.executor.harness import Harness, draft_target, output_of, tensors_of
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.graph_pool import Captured, GraphPool
+from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs, graph_keys
-from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
-from tllm_spec.executor.speculative.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
 CPU = torch.device("cpu")
 Result = SampledTokens | torch.Tensor | None

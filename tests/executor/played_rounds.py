@@ -3,9 +3,9 @@ with."""
 
 from typing import Any
 
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import DraftLenLimits
-from tllm_spec.executor.speculative.round_times import RoundTimes
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
+from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 
 LADDER = (0, 1, 2, 3)
 

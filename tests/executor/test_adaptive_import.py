@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # an import of torch raises ImportError
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 for config in ({}, "aggressive", {"strategy": "ema", 1: {"candidate_steps": [1, 3]}}):
     controls = AdaptiveController.from_config(config)
     steps = controls.steps_for(4)

@@ -15,11 +15,11 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.building.plan import BuildPlan
-from tllm_spec.executor.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
 from tllm_spec.executor.engine.rows import ContextChunk
-from tllm_spec.executor.graph_pool import GraphPool
+from tllm_spec.executor.graphs.context_graphs import MAX_CHUNKS, capture_contexts, context_rows
+from tllm_spec.executor.graphs.graph_pool import GraphPool
+from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.slot_graphs import graph_keys
 
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot behind those of max_batch_size

@@ -8,10 +8,16 @@ import pytest
 
 from tests.executor.played_rounds import LADDER, LinearTimes, controller, play, settled
 from tllm_spec.adaptive_config import CostModelOptions, RoundTimeOptions
-from tllm_spec.executor.speculative.acceptance_estimate import AcceptanceEstimate
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import AcceptanceGate, DraftLenLimits
-from tllm_spec.executor.speculative.round_times import CorrectedRoundTimes, MeasuredRoundTimes
+from tllm_spec.executor.speculative.draft_length.acceptance_estimate import AcceptanceEstimate
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
+    AcceptanceGate,
+    DraftLenLimits,
+)
+from tllm_spec.executor.speculative.draft_length.round_times import (
+    CorrectedRoundTimes,
+    MeasuredRoundTimes,
+)
 
 
 @pytest.mark.parametrize(("num_accepted", "expected"), [(0, 0), (1, 1), (2, 2), (3, 3)])

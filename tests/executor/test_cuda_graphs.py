@@ -15,11 +15,11 @@ from tllm_spec.config import CudaGraphConfig, LlmArgs
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
-from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
-from tllm_spec.executor.graph_pool import GraphPool
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.graph_pool import GraphPool
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.speculative.modes import Speculation
 from tllm_spec.speculative_config import NGramDecodingConfig
 
@@ -138,7 +138,7 @@ def test_the_slots_of_a_round_are_sent_when_they_are_not_those_of_the_round_befo
         sent.append(values)
         return torch.tensor(values)
 
-    monkeypatch.setattr("tllm_spec.executor.slot_graphs.to_device", to_device)
+    monkeypatch.setattr("tllm_spec.executor.graphs.slot_graphs.to_device", to_device)
     graphs = CudaGraphs(generate, DUMMY, CPU)
     graphs.capture(graph_keys((2, 4), lambda _: {0, 1}))
     seen.clear()

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 ROUNDS = 4000
 

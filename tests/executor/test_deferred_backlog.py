@@ -27,7 +27,7 @@ from tests.executor.draft_caches import (
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 PAGES = {"kv_cache_config": {"tokens_per_block": 4}}

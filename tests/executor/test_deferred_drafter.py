@@ -26,7 +26,7 @@ from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 

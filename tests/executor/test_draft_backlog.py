@@ -35,7 +35,7 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
+from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
 
 MODES = ["draft_target", "eagle3"]
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]

@@ -10,10 +10,10 @@ import torch
 from tests.executor.draft_caches import HOT, one_model, worker_of
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.executor.graph_pool import Captured
+from tllm_spec.executor.graphs.graph_pool import Captured
+from tllm_spec.executor.graphs.slot_graphs import SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.slot_graphs import SlotGraphs, graph_keys
-from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 
 MODES = ["draft_target", "eagle3", "eagle3_two_model"]
 CPU = torch.device("cpu")

@@ -24,14 +24,14 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
-from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.draft_lens import measure_round_times
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
-from tllm_spec.executor.slot_graphs import GraphKey, GraphTable, SlotGraphs
-from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
-from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
-from tllm_spec.executor.speculative.loaded_draft import LoadedDraft
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, SlotGraphs
+from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.executor.speculative.modes import Speculation
 
 
@@ -136,7 +136,7 @@ def test_drafts_are_timed_with_graphs_and_without(
     expected = [1 + 0.01 * (catch_up + steps) for steps in (0, 1, 3)]
     assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx(expected)
     watched.drafter.graphs = None
-    eager = "tllm_spec.executor.speculative.graph_drafter.eager_seconds"
+    eager = "tllm_spec.executor.speculative.drafting.graph_drafter.eager_seconds"
     monkeypatch.setattr(eager, lambda draft: 0.5 + 0 * draft()[0])
     times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, watched.drafter)
     assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx([1.5, 1.5, 1.5])

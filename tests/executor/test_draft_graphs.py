@@ -23,10 +23,10 @@ from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.test_cuda_graphs import on_cuda, submit_mixture
 from tests.executor.test_deferred_drafter import forbid_foreign_writes, watch_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.executor.graph_pool import Captured
+from tllm_spec.executor.graphs.graph_pool import Captured
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import RequestState
-from tllm_spec.executor.slot_graphs import GraphKey
-from tllm_spec.executor.speculative.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
 FREE_OPS = {
     "slice",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.draft_len_limits import (
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
     CLOSED_WINDOWS,
     NO_LIMIT,
     AcceptanceGate,

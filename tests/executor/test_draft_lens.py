@@ -13,7 +13,7 @@ from tests.executor.test_cuda_graphs import keys_of_build
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.draft_lens import controller_for, without_outliers
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.speculative.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.speculative_config import NGramDecodingConfig
 
 LADDER = {"candidate_steps": [0, 1, 4]}
@@ -32,9 +32,9 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
             timed.append((key.batch_size, key.draft_len))
         return 1.0 + 0.01 * key.draft_len
 
-    monkeypatch.setattr("tllm_spec.executor.round_runner.RoundRunner.seconds", seconds)
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
     monkeypatch.setattr(
-        "tllm_spec.executor.speculative.graph_drafter.GraphDrafter.seconds",
+        "tllm_spec.executor.speculative.drafting.graph_drafter.GraphDrafter.seconds",
         lambda _, key, *__: 0.5 * key.draft_len,
     )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
@@ -62,7 +62,7 @@ def test_without_graphs_a_separate_drafter_is_timed_by_what_it_runs_for_nobody(
     monkeypatch.setattr(network, "forward", slow)
     monkeypatch.setattr("tllm_spec.executor.building.rounds.EAGER_SIZES", (1,))
     monkeypatch.setattr(
-        "tllm_spec.executor.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0
+        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0
     )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
     harness.parts.controller.observe(1, [], 0)
@@ -81,7 +81,7 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
 ) -> None:
     """Batches of 5 are on a line between 4 and 8, and rounds of 8 never have drafts."""
     monkeypatch.setattr(
-        "tllm_spec.executor.round_runner.RoundRunner.seconds",
+        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds",
         lambda _, key, *__: key.batch_size * (1.0 + key.draft_len),
     )
     config = {
@@ -107,7 +107,7 @@ def test_start_up_times_rounds_on_as_many_threads_as_they_will_run_on(
         seen.add(torch.get_num_threads())
         return 1.0 + 0.01 * key.draft_len
 
-    monkeypatch.setattr("tllm_spec.executor.round_runner.RoundRunner.seconds", seconds)
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -173,7 +173,7 @@ def test_times_without_graphs_are_taken_without_outliers(
 ) -> None:
     times = {0: 1.0, 1: 9.0, 4: 1.5}
     monkeypatch.setattr(
-        "tllm_spec.executor.round_runner.RoundRunner.seconds",
+        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds",
         lambda _, key, *__: times[key.draft_len],
     )
     harness = Harness(tiny, **tiny_engine("eagle3", drafts, 4, adaptive=LADDER))

@@ -10,10 +10,10 @@ import torch
 from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.draft_lens import measure_round_times
-from tllm_spec.executor.dummy_contexts import ContextLimits, DummyContexts
-from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 
 CPU = torch.device("cpu")
 DUMMY = 8

@@ -14,10 +14,10 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.request import RequestState
-from tllm_spec.executor.speculative.deferred_drafter import DeferredDrafter
-from tllm_spec.executor.speculative.drafter import OneModelDrafter
-from tllm_spec.executor.speculative.model_drafter import ModelDrafter
-from tllm_spec.executor.speculative.worker import DraftWorker
+from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
+from tllm_spec.executor.speculative.drafting.drafter import OneModelDrafter
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 
 PROMPT = [3, 14, 15, 9, 26]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 Decision = tuple[int, int, int, float]  # round, old length, new length, smoothed accepted drafts
 

@@ -12,9 +12,9 @@ from tests.executor.harness import Harness, output_of
 from tests.executor.test_context_graphs import with_graphs
 from tests.executor.test_observations import Told
 from tests.lossless.engines import tiny_engine
-from tllm_spec.executor.device_span import DeviceSpan
-from tllm_spec.executor.round_clock import RoundClock
-from tllm_spec.executor.transfer import ToHost
+from tllm_spec.executor.rounds.device_span import DeviceSpan
+from tllm_spec.executor.rounds.round_clock import RoundClock
+from tllm_spec.executor.rounds.transfer import ToHost
 
 ONE_MODEL = ("draft_target_one_model", "eagle3")
 
@@ -47,7 +47,7 @@ def test_first_tokens_are_under_way_before_anything_is_drafted_behind_their_prom
             super().__init__(*arguments)
 
     monkeypatch.setattr(worker, "draft", watched)
-    monkeypatch.setattr("tllm_spec.executor.round_runner.ToHost", Recorded)
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.ToHost", Recorded)
     requests = []
     for each in (harness, plain):
         requests.append([each.submit([3, 1, 4], max_tokens=30)])
@@ -90,8 +90,10 @@ def test_drafts_behind_a_prompt_are_in_no_time_that_the_controller_learns_from(
     """On a clock that moves by 3 ms whenever somebody looks at it."""
     now = count(0)
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
-    monkeypatch.setattr("tllm_spec.executor.round_runner.DeviceSpan", Behind)
-    monkeypatch.setattr("tllm_spec.executor.round_clock.perf_counter", lambda: 0.003 * next(now))
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.DeviceSpan", Behind)
+    monkeypatch.setattr(
+        "tllm_spec.executor.rounds.round_clock.perf_counter", lambda: 0.003 * next(now)
+    )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 3))
     told = Told(harness)
     keep, number = harness.submit([3, 1, 4], max_tokens=60), 0

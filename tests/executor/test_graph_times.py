@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 
 CPU = torch.device("cpu")
 DUMMY = 8

@@ -14,9 +14,9 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.drafter import Drafter
-from tllm_spec.executor.speculative.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.unverified_drafts import UnverifiedDrafts
+from tllm_spec.executor.speculative.draft_length.unverified_drafts import UnverifiedDrafts
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.sampling_params import SamplingParams
 
 RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), encode=None)

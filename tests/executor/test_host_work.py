@@ -14,11 +14,11 @@ import pytest
 from scripted_rounds import ScriptedEngine
 
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
 from tllm_spec.executor.response import Response
-from tllm_spec.executor.speculative.drafter import OneModelDrafter
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.speculative.drafting.drafter import OneModelDrafter
 
 RATES = {"plain": (), "three": (0.73, 0.52, 0.35), "seven": (0.9,) * 7, "all_of_seven": (1.0,) * 7}
 

@@ -22,8 +22,8 @@ from tests.executor.draft_caches import (
 )
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN, DraftBacklog
-from tllm_spec.executor.speculative.missed_tokens import Missed
+from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
+from tllm_spec.executor.speculative.drafting.missed_tokens import Missed
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}

@@ -11,7 +11,7 @@ from tests.executor.harness import Harness
 from tllm_spec.executor.building import layer_stack
 from tllm_spec.executor.building.layer_stack import LayerStack
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.slot_graphs import GraphKey
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.models.causal_lm import layers_of
 
 CPU, DUMMY = torch.device("cpu"), 8

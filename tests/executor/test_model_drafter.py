@@ -10,7 +10,7 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.engine.model_engine import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.speculative.model_drafter import DraftKVManager, ModelDrafter
+from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
 

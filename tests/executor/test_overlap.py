@@ -26,10 +26,10 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import rewrite, write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import RowBuilder
-from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.response import Response
-from tllm_spec.executor.transfer import ToHost
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.rounds.transfer import ToHost
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
 PAGE = {"kv_cache_config": {"tokens_per_block": 4}}

@@ -5,7 +5,7 @@ from itertools import groupby
 import pytest
 
 from tests.executor.played_rounds import controller, play, settled
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 
 def late_rounds(controls: AdaptiveController, rounds: int, accepted: list[int]) -> list[int]:

@@ -4,8 +4,8 @@ from itertools import pairwise
 from typing import Any
 
 from tllm_spec.adaptive_config import MarkOptions
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.request_mark import RequestMark
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
 
 
 def drafted_rounds(mark: RequestMark, accepted_every: int, num_rounds: int) -> list[int]:

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.cuda_graphs import CudaGraphs
-from tllm_spec.executor.result_ring import DEPTH, ResultRing
-from tllm_spec.executor.slot_graphs import GraphKey
-from tllm_spec.executor.transfer import ToHost
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.rounds.result_ring import DEPTH, ResultRing
+from tllm_spec.executor.rounds.transfer import ToHost
 
 CPU = torch.device("cpu")
 DUMMY = 8

@@ -12,9 +12,12 @@ from tests.executor.test_observations import Told
 from tests.lossless.engines import tiny_engine
 from tllm_spec.adaptive_config import RoundTimeOptions
 from tllm_spec.executor.draft_lens import measure_round_times
-from tllm_spec.executor.slot_graphs import GraphKey
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.round_times import CorrectedRoundTimes, MeasuredRoundTimes
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.round_times import (
+    CorrectedRoundTimes,
+    MeasuredRoundTimes,
+)
 
 STEPS = {"candidate_steps": [0, 1, 3]}
 

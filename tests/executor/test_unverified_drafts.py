@@ -10,7 +10,7 @@ import pytest
 
 from tests.executor.harness import Harness, output_of, user_provided
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.unverified_drafts import (
+from tllm_spec.executor.speculative.draft_length.unverified_drafts import (
     MAX_REQUESTS,
     Proposal,
     UnverifiedDrafts,
@@ -67,7 +67,7 @@ def setup() -> Setup:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import tllm_spec.executor.speculative.unverified_drafts"
+    code = "import sys; sys.modules['torch'] = None; import tllm_spec.executor.speculative.draft_length.unverified_drafts"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -168,7 +168,7 @@ def test_good_drafts_are_found_at_draft_length_0_without_a_probe_and_the_text_st
         "time_cell_smoothing": 1e-9,
     }
     monkeypatch.setattr(
-        "tllm_spec.executor.round_runner.RoundRunner.seconds",
+        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds",
         lambda _, key, *__: 1.0 + 0.1 * key.draft_len,
     )
     options = user_provided(propose, 3)

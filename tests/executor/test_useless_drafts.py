@@ -3,7 +3,7 @@
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 
 class NeverRight(Drafter):

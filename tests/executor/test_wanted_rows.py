@@ -14,7 +14,7 @@ from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
-from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.llama import MLP
 

@@ -14,8 +14,8 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import rounds
 from tllm_spec.executor.building.warm_up import CHUNK_ROWS, WarmUp, some_of
-from tllm_spec.executor.launched_round import LaunchedRound
-from tllm_spec.executor.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
 
 DUMMY = 8
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "ngram", "adaptive", "rejection"]

@@ -3,7 +3,7 @@ tokens by turns."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 # By the number of output tokens modulo 6: how many right tokens are proposed, then how many wrong
 # ones.

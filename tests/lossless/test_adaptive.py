@@ -15,7 +15,7 @@ from tests.lossless.engines import MODES, engine, tiny_engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.executor.building import rounds
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 

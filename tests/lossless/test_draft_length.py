@@ -10,8 +10,8 @@ import pytest
 from tests.executor.harness import Harness, draft_target, output_of, user_provided
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams, SpeculationParams

@@ -11,8 +11,8 @@ from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.lossless.cases import latest_new_token
 from tests.lossless.engines import OVERLAPPING, tiny_engine
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
 
 OUTPUT_LEN = 24
 PROMPTS = [[number + 1, 2, 3] for number in range(6)]

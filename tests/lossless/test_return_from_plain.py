@@ -10,9 +10,9 @@ from tests.executor.harness import Harness
 from tests.lossless.cases import heldout_prompts
 from tests.lossless.engines import engine
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.draft_backlog import BACKLOG_LEN
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN
 from tllm_spec.tokenizer import Tokenizer
 
 DRAFT_LEN, PLAIN_ROUNDS, ROUNDS_AFTER, NUM_REQUESTS = 3, 32, 5, 8

@@ -25,8 +25,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from tllm_spec.adaptive_config import AdaptiveConfig
 from tllm_spec.config import LlmArgs
 from tllm_spec.config_base import ConfigModel
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
-from tllm_spec.executor.speculative.round_times import MeasuredRoundTimes
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
 
 class TraceRound(ConfigModel):

@@ -18,7 +18,7 @@ from tllm_spec.bench.report import total_stats
 from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
-from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.outputs import SpeculativeStats
 
 if TYPE_CHECKING:

@@ -13,24 +13,24 @@ from time import perf_counter
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.context_graphs import ContextGraphs, capture_contexts
-from tllm_spec.executor.cuda_graphs import CudaGraphs
-from tllm_spec.executor.device_span import DeviceSpan
-from tllm_spec.executor.dummy_contexts import ContextLimits, DummyContexts
-from tllm_spec.executor.eager_timing import TIMED_KV_LEN, eager_seconds
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
-from tllm_spec.executor.graph_pool import GraphPool
-from tllm_spec.executor.launched_round import LaunchedRound
+from tllm_spec.executor.graphs.context_graphs import ContextGraphs, capture_contexts
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts
+from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
+from tllm_spec.executor.graphs.graph_pool import GraphPool
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.device_span import DeviceSpan
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.rounds.transfer import Places, ToHost, to_device
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
-from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.worker import ContextResult, RoundEnd, WindowResult
-from tllm_spec.executor.transfer import Places, ToHost, to_device
+from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.worker import ContextResult, RoundEnd, WindowResult
 from tllm_spec.kernels.row_copies import gather_rows
 
 _num_ready, _num_drafts = attrgetter("num_drafts_ready"), attrgetter("py_num_draft_tokens")

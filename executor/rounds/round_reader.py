@@ -9,9 +9,9 @@ loop over windows: the host's time for a round is mostly what this loop touches.
 from collections.abc import Iterable
 
 from tllm_spec.executor.faults import described
-from tllm_spec.executor.launched_round import LaunchedRound
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
-from tllm_spec.executor.seen_round import SeenRound
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.rounds.seen_round import SeenRound
 from tllm_spec.outputs import Logprob
 
 NO_TOKEN_ERROR = "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"

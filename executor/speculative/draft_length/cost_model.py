@@ -12,12 +12,12 @@ from math import ceil
 from typing import Any
 
 from tllm_spec.adaptive_config import CostModelOptions
-from tllm_spec.executor.speculative.acceptance_estimate import AcceptanceEstimate
-from tllm_spec.executor.speculative.decision_log import DecisionLog, Switch
-from tllm_spec.executor.speculative.draft_account import DraftAccount
-from tllm_spec.executor.speculative.draft_len_policy import ObservedRound
-from tllm_spec.executor.speculative.probing import Probe, Prober
-from tllm_spec.executor.speculative.round_times import CorrectedRoundTimes
+from tllm_spec.executor.speculative.draft_length.acceptance_estimate import AcceptanceEstimate
+from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
+from tllm_spec.executor.speculative.draft_length.draft_account import DraftAccount
+from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
+from tllm_spec.executor.speculative.draft_length.probing import Probe, Prober
+from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes
 
 
 class CostModelSlot:

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 import torch
 from tqdm import tqdm
 
-from tllm_spec.executor.graph_pool import Captured, GraphPool, replay_seconds
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool, replay_seconds
+from tllm_spec.executor.rounds.transfer import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import torch
 
 from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, ForwardContext
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
-from tllm_spec.executor.speculative.draft_net import DraftNet
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.slot_graphs import GraphKey
-from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
-from tllm_spec.executor.speculative.worker import ContextResult, DraftWorker, RoundEnd, WindowResult
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.worker import (
+    ContextResult,
+    DraftWorker,
+    RoundEnd,
+    WindowResult,
+)
 from tllm_spec.kernels.row_copies import gather_rows
 
 

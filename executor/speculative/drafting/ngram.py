@@ -5,7 +5,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
-from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 
 class NGramPoolManager(ResourceManager):

@@ -6,7 +6,7 @@ reads what it means to. It knows tables of tokens; no requests, no graphs."""
 
 import torch
 
-from tllm_spec.executor.transfer import Place, ToHost
+from tllm_spec.executor.rounds.transfer import Place, ToHost
 from tllm_spec.kernels.send_results import send_results
 from tllm_spec.kernels.triton_support import has_kernels
 

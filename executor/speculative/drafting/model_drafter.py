@@ -14,16 +14,16 @@ import torch
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.slot_graphs import GraphKey
-from tllm_spec.executor.speculative.graph_drafter import GraphDrafter
-from tllm_spec.executor.speculative.missed_tokens import Missed, forwards_of
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.missed_tokens import Missed, forwards_of
 from tllm_spec.kernels.row_copies import gather_rows
 
 _is_greedy = attrgetter("rules.is_greedy")

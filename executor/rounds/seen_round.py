@@ -6,8 +6,8 @@ lay behind its end."""
 
 from dataclasses import dataclass, field
 
-from tllm_spec.executor.launched_round import LaunchedRound
-from tllm_spec.executor.speculative.adaptive import AdaptiveController
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 
 @dataclass

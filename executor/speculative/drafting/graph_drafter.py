@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from tllm_spec.executor.cuda_graphs import CudaGraphs
-from tllm_spec.executor.eager_timing import TIMED_KV_LEN, eager_seconds
-from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
-from tllm_spec.executor.speculative.drafter import Drafter
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 
 class GraphDrafter(Drafter):

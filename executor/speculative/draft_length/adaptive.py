@@ -10,17 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.adaptive_config import AdaptiveConfig, EmaOptions, MarkOptions, SlotOptions
-from tllm_spec.executor.speculative.cost_model import CostModelSlot
-from tllm_spec.executor.speculative.decision_log import DecisionLog
-from tllm_spec.executor.speculative.draft_len_limits import DraftLenLimits
-from tllm_spec.executor.speculative.draft_len_policy import (
+from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
+from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
+from tllm_spec.executor.speculative.draft_length.draft_len_policy import (
     DraftLenPolicy,
     FixedSteps,
     ObservedRound,
 )
-from tllm_spec.executor.speculative.ema_policy import AdaptiveSpeculativeParams
-from tllm_spec.executor.speculative.request_mark import RequestMark
-from tllm_spec.executor.speculative.round_times import (
+from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
+from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
+from tllm_spec.executor.speculative.draft_length.round_times import (
     AssumedRoundTimes,
     CorrectedRoundTimes,
     RoundTimes,

@@ -15,11 +15,11 @@ from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
-from tllm_spec.executor.speculative.draft_backlog import DraftBacklog
-from tllm_spec.executor.speculative.draft_layers import DraftLayers
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 
 
 @dataclass(frozen=True)

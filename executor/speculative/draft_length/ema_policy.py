@@ -7,8 +7,8 @@ from math import ceil
 from typing import Any
 
 from tllm_spec.adaptive_config import EmaOptions
-from tllm_spec.executor.speculative.decision_log import DecisionLog, Switch
-from tllm_spec.executor.speculative.draft_len_policy import ObservedRound
+from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
+from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
 
 
 class AdaptiveSpeculativeParams:

@@ -7,7 +7,7 @@ a CPU a round is over when it is launched, however late it is read."""
 
 from time import perf_counter
 
-from tllm_spec.executor.device_span import DeviceSpan
+from tllm_spec.executor.rounds.device_span import DeviceSpan
 
 
 class RoundClock:

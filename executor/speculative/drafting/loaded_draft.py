@@ -10,8 +10,8 @@ from pathlib import Path
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.executor.engine.rows import RowBuilder
-from tllm_spec.executor.speculative.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.draft_net import CausalNet, DraftNet, Eagle3Net
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, Eagle3Net
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head

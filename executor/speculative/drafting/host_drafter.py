@@ -7,9 +7,9 @@ from tllm_spec.executor.batch import ScheduledBatch, has_sampled
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.drafter import Drafter
-from tllm_spec.executor.speculative.unverified_drafts import Proposal, UnverifiedDrafts
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.executor.speculative.draft_length.unverified_drafts import Proposal, UnverifiedDrafts
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.option_checks import shown
 
 

@@ -18,14 +18,14 @@ from operator import attrgetter
 import torch
 
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.cuda_graphs import CudaGraphs
 from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.slot_graphs import GraphKey, SlotGraphs
-from tllm_spec.executor.speculative.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.missed_tokens import Missed, forwards_of
-from tllm_spec.executor.transfer import to_device
+from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.executor.speculative.drafting.missed_tokens import Missed, forwards_of
 from tllm_spec.kernels.row_copies import Rings, gather_rows, store_in_rings
 
 # With 4 query heads a KV head, a window that fills one tile of Triton's attention kernel. Each

@@ -7,8 +7,8 @@ requests."""
 from collections.abc import Callable, Iterable
 
 from tllm_spec.executor.batch import SampledTokens
-from tllm_spec.executor.result_ring import ResultRing
-from tllm_spec.executor.slot_graphs import GraphKey, GraphTable
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
+from tllm_spec.executor.rounds.result_ring import ResultRing
 
 
 class CudaGraphs(GraphTable[SampledTokens]):
