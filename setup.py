@@ -18,14 +18,16 @@ DEV = [
     "types-tqdm",
     "pre-commit>=3.7",
     "triton>=3.3; platform_system == 'Linux'",  # the kernels' tests run under its interpreter
-    "cuda-bindings>=12.8; platform_system == 'Linux'",  # and CUDA sources are compiled, which needs no GPU
+    # CUDA sources are compiled in tests, which needs no GPU.
+    "cuda-bindings>=12.8; platform_system == 'Linux'",
     "nvidia-cuda-nvrtc; platform_system == 'Linux'",
 ]
 
 setup(
     name="tllm_spec",
     version="0.1.0",
-    description="A speculative-decoding engine in the manner of TensorRT-LLM's PyExecutor",
+    description="A speculative-decoding engine in the style of TensorRT-LLM's PyExecutor",
+    license="Apache-2.0",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
@@ -47,7 +49,7 @@ setup(
         "jinja2>=3.1",
         *SERVER,
     ],
-    extras_require={"cuda": CUDA, "mpi": ["mpi4py>=4"], "guided": ["xgrammar>=0.1.21"], "dev": DEV},
+    extras_require={"cuda": CUDA, "dev": DEV},
     entry_points={
         "console_scripts": [
             "tllm-serve = tllm_spec.cli.serve:main",
