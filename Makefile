@@ -5,7 +5,7 @@ STAMP := .venv/installed
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
-.PHONY: install fmt lint type test test-gpu bench demo examples
+.PHONY: install fmt lint type test test-all test-gpu bench demo examples
 
 install: $(STAMP)
 
@@ -27,6 +27,9 @@ type: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

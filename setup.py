@@ -31,8 +31,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
-    # executor/ and kernels/ are reached through the links in tllm_spec/ (DESIGN: one import name
-    # each).
+    # executor/ and kernels/ are reached through the links in tllm_spec/: one import name each.
     packages=find_namespace_packages(include=["tllm_spec", "tllm_spec.*"]),
     package_data={
         "": ["py.typed", "*.cu", "*.cuh", "*.html", "*.json", "*.jinja", "*.safetensors", "*.md"]
