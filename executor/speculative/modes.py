@@ -1,4 +1,4 @@
-"""The table of speculative modes: one frozen row each. Nobody else asks which mode it is.
+"""The table of speculative modes: one frozen row each. No other module asks which mode is on.
 
 A row says what `build.py` plugs into the loop: the draft weights to load, if any, and how the
 drafter is made."""
@@ -23,7 +23,8 @@ from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
-from tllm_spec.executor.speculative.drafting.worker import DraftWorker, RoundEnd
+from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
+from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
@@ -45,8 +46,8 @@ class DraftEngine:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `draft` and `layers` are there for modes with such draft
-    weights."""
+    """What a mode may build on. `draft`: the draft model in its own engine; `layers`: the draft
+    network on the target's pages. Each is there for modes with such draft weights."""
 
     slots: SlotState
     sampler: Sampler
@@ -58,16 +59,16 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a mode adds to the executor. `round_end` is told of every round that the target has run;
-    `backlog` has what it puts off inside the forward. `graph_drafter` is the drafter if it can be
-    captured. `watch` lets it be seen while nobody asks it for drafts; None: its drafts cost the
-    device something."""
+    """What a mode adds to the executor.
+
+    `round_end`: the drafter's part of the target's rounds. `graph_drafter`: the drafter, if it has
+    graphs of its own. `watch`: lets a controller see proposals in rounds without drafts; None:
+    making them would cost device time."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
     blame: Callable[[], list[LlmRequest] | None] = lambda: None
-    round_end: RoundEnd | None = None
-    backlog: DraftBacklog | None = None
+    round_end: RoundEnd = field(default_factory=RoundEnd)
     graph_drafter: GraphDrafter | None = None
     watch: Callable[[UnverifiedDrafts], None] | None = None
 
@@ -79,9 +80,8 @@ class DraftModel:
     path: str
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
-    capture_layers: (
-        tuple[int, ...] | None
-    )  # of the target, for a head; None: the head's own choice or the default
+    # Of the target, for a head; None: the head's own choice or the default.
+    capture_layers: tuple[int, ...] | None
     shares_pages: bool  # its layers are extra layers of the target's pages
     follows_a_round_later: bool  # its KV of a round is written in the next one
 
@@ -111,12 +111,13 @@ def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculatio
 
 
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    """Raises ValueError when the objects are not what they are given for."""
+    """Raises ValueError when the objects are of the wrong type."""
     assert isinstance(config, UserProvidedDecodingConfig)
     drafter, manager = config.make_drafter(), config.make_resource_manager()
     if not isinstance(drafter, Drafter):
         raise ValueError(
-            f"drafter = {drafter!r} must be a tllm_spec.executor.speculative.drafting.drafter.Drafter"
+            f"drafter = {drafter!r} must be a "
+            "tllm_spec.executor.speculative.drafting.drafter.Drafter"
         )
     if manager is not None and not isinstance(manager, ResourceManager):
         raise ValueError(
@@ -160,10 +161,7 @@ def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculati
 
 
 def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Speculation:
-    backlog = _backlog(around)
-    return Speculation(
-        OneModelDrafter(), round_end=_worker(config, around, backlog), backlog=backlog
-    )
+    return Speculation(OneModelDrafter(), round_end=_worker(config, around, _backlog(around)))
 
 
 def _backlog(around: Surroundings) -> DraftBacklog:
@@ -176,7 +174,7 @@ def _worker(
 ) -> DraftWorker:
     assert around.layers is not None
     sampling = DraftSampling(around.sampler, _draws(config), around.layers.net.token_map)
-    return DraftWorker(around.layers, around.slots, sampling, backlog)
+    return DraftWorker(around.layers, around.slots, around.sampler.groups, sampling, backlog)
 
 
 def _draws(config: DraftModelDecodingConfig) -> str:

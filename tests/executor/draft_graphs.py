@@ -134,7 +134,7 @@ def with_graphs(
         runner.capture_graphs(rounds, DUMMY, CPU, pads=pads)
         assert runner.graphs is not None
         asked = graph_keys(sizes, lambda _: draft_lens)
-        watched.drafter.capture_graphs(runner.graphs, watched.drafter.keys(rounds, asked))
+        watched.drafter.capture_drafting(runner.graphs, watched.drafter.keys(rounds, asked))
         for captured in (c for tier in runner.graphs.tiers.values() for c in tier.graphs.values()):
             stand_in: Any = captured.graph
             stand_in.replays = 0

@@ -48,7 +48,7 @@ def with_graphs(
     runner.engine.backend = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
     draft_lens = {0, harness.max_draft_len}
     with torch.inference_mode():
-        runner.context_graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
+        runner.contexts.graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
         if windows:
             keys = graph_keys(windows, lambda _: draft_lens)
             runner.capture_graphs(keys, DUMMY, CPU, pads=True, pool=pool)
@@ -57,7 +57,7 @@ def with_graphs(
 
 def replays(harness: Harness) -> dict[int, int]:
     """By number of rows."""
-    graphs = harness.parts.runner.context_graphs
+    graphs = harness.parts.runner.contexts.graphs
     assert graphs is not None
     dummies: dict[int, Any] = {size: captured.graph for size, captured in graphs._graphs.items()}
     return {size: stand_in.replays for size, stand_in in dummies.items() if stand_in.replays}
@@ -125,7 +125,7 @@ def test_texts_are_those_without_graphs(
 
 
 @pytest.mark.parametrize("mode", ["plain", "eagle3"])
-def test_a_prompt_beside_windows_makes_two_launches(
+def test_a_prompt_with_windows_is_two_graph_launches(
     mode: str,
     tiny: Path,
     tiny_draft: Path,
@@ -139,8 +139,8 @@ def test_a_prompt_beside_windows_makes_two_launches(
     def fail(*anything: Any) -> None:
         raise AssertionError("no forward is launched kernel by kernel")
 
-    for launches_kernels in ("_run_mixed", "_run_windows"):
-        monkeypatch.setattr(runner, launches_kernels, fail)
+    monkeypatch.setattr(runner.contexts, "_launch_together", fail)
+    monkeypatch.setattr(runner.decode._step, "run", fail)
     requests = []
     for length in (20, 3, 9):
         requests.append(harness.submit(list(range(length)), max_tokens=30))
@@ -180,7 +180,7 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
     """Also behind one another: what an earlier replay left in the buffers is nobody's."""
     harness = with_graphs(monkeypatch, tiny)
     runner, random = harness.parts.runner, Random(1)
-    graphs, engine = runner.context_graphs, runner.engine
+    graphs, engine = runner.contexts.graphs, runner.engine
     assert graphs is not None
     table = harness.parts.kv.table
     with torch.inference_mode():

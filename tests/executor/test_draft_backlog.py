@@ -61,9 +61,7 @@ def waits_long(harness: Harness) -> bool:
 
 
 def backlog_of(harness: Harness) -> DraftBacklog:
-    backlog = harness.parts.runner._backlog
-    assert backlog is not None and backlog is worker_of(harness)._backlog
-    return backlog
+    return worker_of(harness)._backlog
 
 
 @pytest.mark.parametrize("overlap", [True, False])

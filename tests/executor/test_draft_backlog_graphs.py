@@ -33,7 +33,7 @@ def captured(harness: Harness, sizes: tuple[int, ...], *, pads: bool = True) -> 
         runner.capture_graphs(keys, DUMMY, CPU, pads=pads)
         if isinstance(drafter, DeferredDrafter):
             assert runner.graphs is not None
-            drafter.capture_graphs(runner.graphs, drafter.keys(keys, ()))
+            drafter.capture_drafting(runner.graphs, drafter.keys(keys, ()))
     return harness
 
 

@@ -19,8 +19,8 @@ from tests.executor.draft_graphs import (
     watch,
     with_graphs,
 )
+from tests.executor.graph_rounds import on_cuda, submit_mixture
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.executor.test_cuda_graphs import on_cuda, submit_mixture
 from tests.executor.test_deferred_drafter import forbid_foreign_writes, watch_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.graphs.graph_pool import Captured

@@ -17,6 +17,7 @@ from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafting.drafter import OneModelDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 
 PROMPT = [3, 14, 15, 9, 26]
@@ -190,7 +191,7 @@ def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path)
             True,
             3,
         ),
-        (draft_target(tiny_draft, 3), ModelDrafter, type(None), False, 0),
+        (draft_target(tiny_draft, 3), ModelDrafter, RoundEnd, False, 0),
     ):
         parts = Harness(tiny, **options).parts
         assert type(parts.drafter) is drafter and type(parts.runner.round_end) is round_end

@@ -13,22 +13,23 @@ from dataclasses import dataclass, replace
 import torch
 
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
-from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
-from tllm_spec.executor.speculative.drafting.worker import (
+from tllm_spec.executor.speculative.drafting.round_end import (
     ContextResult,
-    DraftWorker,
     RoundEnd,
     WindowResult,
 )
+from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.row_copies import gather_rows
 
 
@@ -62,7 +63,7 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
     """Requests that ended or were preempted since the round send their rows to the dummy slot. What
     rounds without drafts leave while none are wanted goes to the `backlog`."""
 
-    in_graph = False
+    reads_states_later = True
 
     def __init__(
         self,
@@ -82,18 +83,32 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         self._target: CudaGraphs | None = None
         self._pending: _Pending | None = None
 
-    def draft(
+    def after_contexts(
         self,
-        contexts: ContextResult | None,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        first_tokens: torch.Tensor | None,
         windows: WindowResult | None,
-        group: RowGroup,
-        num_drafts: int,
-    ) -> None:
-        requests = group.requests + (contexts.requests if contexts else [])
-        self._pending = _Pending(contexts, windows, group, _places(requests))
+        *,
+        is_timed: bool,
+    ) -> DeviceSpan | None:
+        drafting = batch.last_chunk_requests
+        if windows is not None:
+            drafting = drafting + batch.generation_requests
+        contexts = ContextResult.of(batch, chunks, first_tokens)
+        group = self._groups.get(drafting, 1)
+        places = _places(drafting + batch.context_requests)
+        self._pending = _Pending(contexts, windows, group, places)
+        return None
 
-    def replayed(self, group: RowGroup, sampled: SampledTokens, max_kv_len: int) -> None:
-        self._pending = _Pending(None, None, group, _places(group.requests), (sampled, max_kv_len))
+    def after_windows(self, batch: ScheduledBatch, windows: WindowResult) -> None:
+        group = self._groups.get(batch.generation_requests, 1)
+        self._pending = _Pending(None, windows, group, _places(batch.generation_requests))
+
+    def after_replay(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
+        group = self._groups.get(batch.generation_requests, 1)
+        replayed = sampled, batch.max_kv_len
+        self._pending = _Pending(None, None, group, _places(batch.generation_requests), replayed)
 
     def forget(self) -> None:
         self._pending = None
@@ -107,10 +122,9 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         assert self._target is not None
         self._target.replay([self._dummy_slot] * key.batch_size, key.draft_len, key.sampled)
 
-    def capture_graphs(self, target: CudaGraphs, keys: list[GraphKey]) -> None:
-        self._target = target
-        super().capture_graphs(target, keys)
-        self._backlog.capture_graphs(target, keys)
+    def capture_graphs(self, rounds: CudaGraphs, keys: Iterable[GraphKey]) -> None:
+        self._target = rounds
+        self._backlog.capture_graphs(rounds, keys)
 
     def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
         assert self._target is not None
@@ -130,8 +144,8 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
         self._worker.draft(None, windows, group, draft_len)
         return self._slots.num_drafts[-1:]
 
-    def draft_probs(self, slot_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        return self._worker.draft_probs(slot_ids, num_drafts)
+    def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
+        return self._worker.draft_probs(group, given)
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
@@ -147,6 +161,8 @@ class DeferredDrafter(GraphDrafter, RoundEnd):
                 batch.draft_len, request.num_drafts_ready, request.draft_limit
             )
         batch.num_new_drafts = 0
+        ready = max((request.num_drafts_ready for request in batch.generation_requests), default=0)
+        batch.num_steps = batch.num_asked = min(batch.draft_len, ready)
 
     def _draft_from(self, pending: _Pending, num_drafts: int) -> None:
         alive = {request for request, place in pending.slots.items() if _place(request) == place}
