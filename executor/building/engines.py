@@ -120,7 +120,6 @@ def _build_engine(
         pools[0],
         table,
         extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
-        waits_for_draft=draft is not None and draft.plan.follows_a_round_later,
         draft_may_lag=layers is not None and layers.net.reads_tokens_only,
     )
     if batch_invariant:

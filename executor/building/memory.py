@@ -44,8 +44,8 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     drafting in a launch of its own; of reading a backlog."""
     keys = plan.round_keys(plan.graph_sizes)
     num_graphs = len(keys) + len({(key.batch_size, key.draft_len) for key in keys})
-    if draft is not None and draft.plan.drafts_before_the_forward:
-        asked = {0} if draft.plan.follows_a_round_later else set[int]()
+    if draft is not None and not draft.plan.in_target_forward:
+        asked = {0} if draft.plan.shares_pages else set[int]()
         asked |= {length for length in plan.controller().draft_lens if length}
         num_graphs += len([key for key in keys if key.draft_len in asked])
     if draft is not None and draft.plan.shares_pages:

@@ -43,8 +43,6 @@ class ContextRounds:
         """Hidden states of each chunk's last row, `[C, H]`; None where no graph fits."""
         if self.graphs is None or _wants_prompt_logprobs(batch):
             return None
-        if batch.generation_requests and self._round_end.reads_states_later:
-            return None
         return self.graphs.run(chunks)
 
     def _launch_apart(

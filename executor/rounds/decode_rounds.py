@@ -66,9 +66,10 @@ class DecodeRounds:
         needed = set(map(_graph_samples, requests))
         if self.graphs is None or None in needed:
             return None
-        sampled = self.graphs.replay(list(map(_slot, requests)), batch.draft_len, True in needed)
+        slots, draft_len, is_sampled = list(map(_slot, requests)), batch.draft_len, True in needed
+        sampled = self.graphs.replay(slots, draft_len, is_sampled)
         if sampled is not None:
-            self._step.round_end.after_replay(batch, sampled)
+            self._step.round_end.after_replay(slots, draft_len, is_sampled)
         return sampled
 
     def _replay_forward(self, batch: ScheduledBatch) -> torch.Tensor | None:

@@ -72,7 +72,6 @@ class RoundRunner:
         """The latest round had the dummy slot only: it leaves nothing to the next one."""
         self._groups.forget()
         self._slots.reset_dummy()
-        self.round_end.forget()
 
     @property
     def graphs(self) -> CudaGraphs | None:

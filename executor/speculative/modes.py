@@ -13,13 +13,14 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
+from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.draft_length.unverified_drafts import UnverifiedDrafts
-from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, OneModelDrafter
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
@@ -83,12 +84,7 @@ class DraftModel:
     # Of the target, for a head; None: the head's own choice or the default.
     capture_layers: tuple[int, ...] | None
     shares_pages: bool  # its layers are extra layers of the target's pages
-    follows_a_round_later: bool  # its KV of a round is written in the next one
-
-    @property
-    def drafts_before_the_forward(self) -> bool:
-        """In a launch of its own (two-model path)."""
-        return self.follows_a_round_later or not self.shares_pages
+    in_target_forward: bool  # one-model path; otherwise it drafts in launches of its own
 
 
 @dataclass(frozen=True)
@@ -151,30 +147,23 @@ def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculati
     assert isinstance(config, Eagle3DecodingConfig)
     if config.eagle3_one_model:
         return _one_model(config, around)
-    assert around.layers is not None
-    backlog = _backlog(around)
-    worker, max_len = _worker(config, around, backlog), around.layers.rows.max_len
-    drafter = DeferredDrafter(
-        worker, backlog, around.slots, around.sampler.groups, around.dummy_slot, max_len
-    )
+    drafter = HeadDrafter(*_worker_parts(config, around), around.dummy_slot)
     return Speculation(drafter, round_end=drafter, graph_drafter=drafter)
 
 
 def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Speculation:
-    return Speculation(OneModelDrafter(), round_end=_worker(config, around, _backlog(around)))
+    return Speculation(OneModelDrafter(), round_end=DraftWorker(*_worker_parts(config, around)))
 
 
-def _backlog(around: Surroundings) -> DraftBacklog:
-    assert around.layers is not None
-    return DraftBacklog(around.layers, around.slots, around.max_num_tokens)
-
-
-def _worker(
-    config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog
-) -> DraftWorker:
-    assert around.layers is not None
-    sampling = DraftSampling(around.sampler, _draws(config), around.layers.net.token_map)
-    return DraftWorker(around.layers, around.slots, around.sampler.groups, sampling, backlog)
+def _worker_parts(
+    config: DraftModelDecodingConfig, around: Surroundings
+) -> tuple[DraftLayers, SlotState, RowGroups, DraftSampling, DraftBacklog]:
+    """What `DraftWorker` is made of."""
+    layers, slots = around.layers, around.slots
+    assert layers is not None
+    sampling = DraftSampling(around.sampler, _draws(config), layers.net.token_map)
+    backlog = DraftBacklog(layers, slots, around.max_num_tokens)
+    return layers, slots, around.sampler.groups, sampling, backlog
 
 
 def _draws(config: DraftModelDecodingConfig) -> str:
@@ -189,7 +178,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         is_head=False,
         capture_layers=None,
         shares_pages=config.draft_target_one_model,
-        follows_a_round_later=False,
+        in_target_forward=config.draft_target_one_model,
     )
 
 
@@ -201,7 +190,7 @@ def _eagle3_head(config: DecodingBaseConfig) -> DraftModel:
         is_head=True,
         capture_layers=config.eagle3_layers_to_capture,
         shares_pages=True,
-        follows_a_round_later=not config.eagle3_one_model,
+        in_target_forward=config.eagle3_one_model,
     )
 
 

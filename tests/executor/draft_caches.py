@@ -14,7 +14,6 @@ from tests.models.eagle3_runner import HeadRunner, captured_states
 from tests.models.helpers import PagedRunner
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, Eagle3Net
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
@@ -73,8 +72,7 @@ def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmReq
 
 
 def worker_of(harness: Harness) -> DraftWorker:
-    round_end = harness.parts.runner.round_end
-    worker = round_end._worker if isinstance(round_end, DeferredDrafter) else round_end
+    worker = harness.parts.runner.round_end
     assert isinstance(worker, DraftWorker)
     return worker
 

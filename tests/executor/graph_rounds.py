@@ -16,6 +16,7 @@ from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.modes import Speculation
 
 CPU = torch.device("cpu")
@@ -33,11 +34,23 @@ def with_graphs(
     model: Path, sizes: tuple[int, ...], draft_lens: set[int], *, pads: bool = True, **options: Any
 ) -> Harness:
     harness = Harness(model, **options)
-    with torch.inference_mode():
-        harness.parts.runner.capture_graphs(
-            graph_keys(sizes, lambda _: draft_lens), DUMMY, CPU, pads=pads
-        )
+    capture_rounds(harness, graph_keys(sizes, lambda _: draft_lens), pads=pads)
     return harness
+
+
+@torch.inference_mode()
+def capture_rounds(
+    harness: Harness, keys: list[GraphKey], *, pads: bool = True, pool: GraphPool | None = None
+) -> None:
+    """As the composition root does for every key; a head of its own drafts in graphs, too."""
+    runner, drafter = harness.parts.runner, harness.parts.drafter
+    runner.capture_graphs(keys, DUMMY, CPU, pads=pads, pool=pool)
+    if isinstance(drafter, HeadDrafter):
+        assert runner.graphs is not None
+        drafter.capture_drafting(runner.graphs, drafter.keys(keys, keys))
+        for captured in (c for tier in runner.graphs.tiers.values() for c in tier.graphs.values()):
+            stand_in: Any = captured.graph
+            stand_in.replays = 0  # those that the head's captures needed do not count
 
 
 def num_replays(harness: Harness) -> dict[GraphKey, int]:

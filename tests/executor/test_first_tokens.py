@@ -16,11 +16,11 @@ from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.rounds.round_clock import RoundClock
 from tllm_spec.executor.rounds.transfer import ToHost
 
-ONE_MODEL = ("draft_target_one_model", "eagle3")
+ON_DEVICE = ("draft_target_one_model", "eagle3", "eagle3_two_model")
 
 
 @pytest.mark.parametrize("how", ["alone", "alone, in a graph", "beside windows"])
-@pytest.mark.parametrize("mode", ONE_MODEL)
+@pytest.mark.parametrize("mode", ON_DEVICE)
 def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
     tiny: Path,
     drafts: tuple[Path, Path],
@@ -83,7 +83,7 @@ def test_the_next_rounds_time_begins_when_the_device_has_finished_after_the_resu
     assert clock.lap(1.060) == pytest.approx(0.010)
 
 
-@pytest.mark.parametrize("mode", ONE_MODEL)
+@pytest.mark.parametrize("mode", ON_DEVICE)
 def test_drafts_behind_a_prompt_are_in_no_time_that_the_controller_learns_from(
     tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

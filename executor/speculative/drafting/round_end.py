@@ -60,9 +60,6 @@ class RoundEnd:
     """The null object: every hook does nothing. When a hook runs, the slots have advanced by what
     the round emitted."""
 
-    # Whether the hidden states of a round's contexts are still read when the round is over.
-    reads_states_later: bool = False
-
     def prepare(self, batch: ScheduledBatch) -> None:
         """Before the target's forward is launched."""
 
@@ -86,17 +83,15 @@ class RoundEnd:
     def in_graph(self, group: RowGroup, windows: WindowResult, num_drafts: int) -> None:
         """The part of a round of windows that is captured in the round's own graph."""
 
-    def after_replay(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
-        """After the replay of a round's graph. The next replay overwrites `sampled`."""
+    def after_replay(self, slots: list[int], draft_len: int, is_sampled: bool) -> None:
+        """After the replay of a round's graph for these slots, of a key with this draft length and
+        way of sampling. Its results stay where they are until the next replay of any graph."""
 
     def launched(self, batch: ScheduledBatch) -> None:
         """After everything of the round was launched."""
 
     def capture_graphs(self, rounds: CudaGraphs, keys: Iterable[GraphKey]) -> None:
         """The graphs of the rounds were captured, one for each key."""
-
-    def forget(self) -> None:
-        """The latest round had dummy requests only."""
 
     def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
         """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's
