@@ -24,6 +24,7 @@ import torch
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor import build
+from tllm_spec.executor.building import engines
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.rounds.transfer import ToHost
@@ -90,7 +91,7 @@ class Rounds:
                 self._held = [
                     layer.products for layer in target.modules() if isinstance(layer, Linear)
                 ]
-                stack.enter_context(mock.patch.object(build, "load_target", lambda plan: target))
+                stack.enter_context(mock.patch.object(engines, "load_target", lambda plan: target))
             self.built = build.build_executor(args, None, lambda responses: None)
         self.executor = self.built.executor
         self.requests: list[LlmRequest] = []

@@ -32,7 +32,6 @@ from driven_rounds import Rounds, release, synchronize
 from model_shapes import write_configs
 
 from tllm_spec.executor.speculative import modes
-from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 
@@ -102,7 +101,7 @@ def measure(drafter: str, model: str, batch_size: int, turns: Turns, **options: 
 
 def backlog_of(engine: Rounds) -> DraftBacklog | None:
     round_end = engine.executor.parts.runner.round_end
-    return round_end._backlog if isinstance(round_end, DraftWorker | DeferredDrafter) else None
+    return round_end._backlog if isinstance(round_end, DraftWorker) else None
 
 
 def read_ms(engine: Rounds) -> float | None:

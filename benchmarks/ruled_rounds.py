@@ -52,7 +52,7 @@ def measure(
     length = prompt_len + (2 * args.rounds + 60) * width
     engine = Rounds(model, max_batch_size=batch_size, max_seq_len=length, **options)
     runner = engine.executor.parts.runner
-    forwards, rows = runner.forward_graphs, list[Row]()
+    forwards, rows = runner.decode.forward_graphs, list[Row]()
     assert forwards is not None
     for name, rules in RULES.items():
         simple, kept, eager = list[float](), list[float](), list[float]()
@@ -61,9 +61,9 @@ def measure(
             simple.append(engine.timed(args.rounds).round_ms)
             engine.start(batch_size, prompt_len, **rules)
             kept.append(engine.timed(args.rounds).round_ms / simple[-1])
-            runner.forward_graphs = None
+            runner.decode.forward_graphs = None
             eager.append(engine.timed(args.rounds).round_ms / simple[-1])
-            runner.forward_graphs = forwards
+            runner.decode.forward_graphs = forwards
         found = [statistics.median(each) for each in (simple, kept, eager)]
         rows.append(Row(path, batch_size, name, *found))
         figures = f"{found[0]:.2f} | {found[1]:.2f} | {found[2]:.2f}"

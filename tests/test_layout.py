@@ -37,6 +37,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.device_choice",
     ),
     ("tllm_spec.executor.rounds.round_runner",),
+    ("tllm_spec.executor.rounds.context_rounds", "tllm_spec.executor.rounds.round_timing"),
+    ("tllm_spec.executor.rounds.decode_rounds",),
+    ("tllm_spec.executor.rounds.decode_step",),
     ("tllm_spec.executor.speculative",),
     ("tllm_spec.executor.graphs.context_graphs", "tllm_spec.executor.graphs.dummy_contexts"),
     (
@@ -44,7 +47,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.engine",
         "tllm_spec.executor.scheduler",
     ),
-    ("tllm_spec.executor.rounds.launched_round", "tllm_spec.executor.graphs.slot_graphs"),
+    (
+        "tllm_spec.executor.rounds.launched_round",
+        "tllm_spec.executor.rounds.result_sender",
+        "tllm_spec.executor.graphs.slot_graphs",
+    ),
     ("tllm_spec.executor.graphs.graph_pool",),
     ("tllm_spec.executor.sampling",),
     ("tllm_spec.executor.resources",),

@@ -168,8 +168,8 @@ class DecodingBaseConfig(ConfigModel):
         ):
             raise ValueError(
                 f"max_rejected_rounds = {self.max_rejected_rounds} is refused: drafts that are "
-                "made inside the "
-                "target's forward cost the same for a request that pauses; accepted: null"
+                "made in the target's round cost the same for a request that pauses; accepted: "
+                "null"
             )
         if self.adaptive and "max_rejected_rounds" in self.model_fields_set:
             raise ValueError(
@@ -339,11 +339,7 @@ class Eagle3DecodingConfig(DraftModelDecodingConfig):
 
     @property
     def why_no_overlap(self) -> str | None:
-        return (
-            None
-            if self.eagle3_one_model
-            else "the head runs in an engine of its own before the target"
-        )
+        return None
 
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):
