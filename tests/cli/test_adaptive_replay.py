@@ -48,14 +48,14 @@ def test_every_round_is_printed_on_request(replay: Replay) -> None:
     ]
 
 
-def test_the_configuration_may_dummy_llm_arguments_or_be_a_preset(replay: Replay) -> None:
+def test_the_configuration_may_be_llm_arguments_or_a_preset(replay: Replay) -> None:
     nested = "speculative_config: {decoding_type: NGram, max_draft_len: 7, adaptive: " + EMA + "}"
     assert "3 -> 7" in replay(ACCEPTED, nested).output
     assert "3 -> 7" in replay(ACCEPTED, "aggressive").output
 
 
 def served(ladder: str, *more: str, draft_len: int = 7) -> str:
-    """LLM arguments with `adaptive` and further keys beside it."""
+    """LLM arguments with `adaptive` and further keys next to it."""
     spec = ["decoding_type: NGram", f"max_draft_len: {draft_len}", f"adaptive: {ladder}", *more]
     return "max_num_tokens: 64\nspeculative_config: {" + ", ".join(spec) + "}"
 
@@ -80,14 +80,10 @@ ONE_OF_EACH: list[object] = [
     ("config", "expected"),
     [
         (EMA, [3, 3, 3]),
-        (
-            served(EMA),
-            [3, 3, 1],
-        ),  # beside contexts, 64 rows have room for 3 of each of 16 requests ...
-        (
-            served(EMA) + "\nmax_batch_size: 16",
-            [3, 3, 3],
-        ),  # ... and for 4 where no other request can join
+        # 64 tokens are 4 for each of 16 requests, and prompts may need some of them ...
+        (served(EMA), [3, 3, 1]),
+        # ... unless no other request can join.
+        (served(EMA) + "\nmax_batch_size: 16", [3, 3, 3]),
         (served(EMA, "max_concurrency: 1"), [3, 0, 0]),
         (served(EMA, "draft_len_schedule: {2: 1, 9: 0}"), [3, 1, 0]),
         (served("{prior_acceptance: 1}", draft_len=2), [2, 2, 2]),
@@ -116,7 +112,8 @@ def test_the_keys_of_adaptive_are_replayed_without_torch(tmp_path: Path) -> None
     trace.write_text(json.dumps(ACCEPTED[0]) + "\n")
     config.write_text(EMA)
     arguments = ["adaptive-replay", str(trace), "--config", str(config)]
-    code = f"import sys; sys.modules['torch'] = None\nfrom tllm_spec.cli.bench import main; main({arguments})"
+    code = "import sys; sys.modules['torch'] = None\nfrom tllm_spec.cli.bench import main"
+    code = f"{code}\nmain({arguments})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

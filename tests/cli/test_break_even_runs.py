@@ -35,9 +35,7 @@ def test_the_difference_is_a_share_of_the_prediction() -> None:
     assert speedup.to_dict()["tokens_per_round"] == 1.875
 
 
-def test_engines_have_the_files_drafter_at_a_fixed_length_with_the_acceptance_of_each_position() -> (
-    None
-):
+def test_engines_use_the_files_drafter_with_a_fixed_length_and_synthetic_acceptance() -> None:
     made: list[LlmArgs] = []
 
     def make_llm(**arguments: Any) -> Any:
@@ -73,9 +71,9 @@ def test_engines_have_the_files_drafter_at_a_fixed_length_with_the_acceptance_of
     ("arguments", "sentence"),
     [
         ([], "speculative_config is missing"),
-        (["--pairs", "0.5"], "is no list of acceptances and draft lengths"),
-        (["--pairs", "1.5:2"], "is no list of acceptances and draft lengths"),
-        (["--pairs", "0.5:0"], "is no list of acceptances and draft lengths"),
+        (["--pairs", "0.5"], "is not a list of acceptance rates and draft lengths"),
+        (["--pairs", "1.5:2"], "is not a list of acceptance rates and draft lengths"),
+        (["--pairs", "0.5:0"], "is not a list of acceptance rates and draft lengths"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
