@@ -123,6 +123,13 @@ def test_sampler_options_cannot_set_max_tokens(dataset: Path, tmp_path: Path, nu
     assert "max_tokens = " in result.output and "output_tokens of the data set" in result.output
 
 
+def test_a_key_named_self_is_an_unknown_option(dataset: Path, tmp_path: Path) -> None:
+    yaml = write_yaml(tmp_path, "x", "self: 1")
+    for option in ("--config", "--sampler_options"):
+        result = run("throughput", "--dataset", dataset, option, yaml)
+        assert result.exit_code == 1 and "self = 1 is not a known option" in result.output
+
+
 def test_min_tokens_is_compared_with_each_requests_own_length(
     dataset: Path, tmp_path: Path
 ) -> None:

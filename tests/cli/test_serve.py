@@ -37,7 +37,17 @@ def test_the_yaml_file_takes_precedence_over_flags(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("max_batch_sze: 3", "did you mean max_batch_size"), ("a: [", "cannot read")],
+    [
+        ("max_batch_sze: 3", "did you mean max_batch_size"),
+        ("a: [", "cannot read"),
+        ("self: 1", "self = 1 is not a known option"),
+        ("cls: 1", "cls = 1 is not a known option"),
+        ("kv_cache_config: {self: 1}", "kv_cache_config.self = 1 is not a known option"),
+        (
+            "speculative_config: {decoding_type: NGram, max_draft_len: 2, self: 1}",
+            "speculative_config.self = 1 is not a known option",
+        ),
+    ],
 )
 def test_a_mistake_in_the_yaml_file_is_reported_in_one_sentence(
     tmp_path: Path, text: str, sentence: str

@@ -30,7 +30,7 @@ CHAT = [{"role": "user", "content": "hello"}]
             "-1e+20 to 1e+20",
         ),
         ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not repeated"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not returned"),
         (
             "/v1/completions",
             {"prompt": "a", "speculation": {"x": 1}},
@@ -49,13 +49,23 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "a non-empty string or a list"),
         ("/v1/completions", {"prompt": "a", "n": 10**7}, "n", "less than or equal to 128"),
         ("/v1/completions", {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
-        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 65}, "stop", "at most 64 of 4096"),
-        ("/v1/completions", {"prompt": "a", "stop": "a" * 4097}, "stop", "at most 64 of 4096"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stop": ["a"] * 65},
+            "stop",
+            "at most 64 strings with 4096",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stop": "a" * 4097},
+            "stop",
+            "at most 64 strings with 4096",
+        ),
         (
             "/v1/chat/completions",
             {"messages": CHAT, "bad": ["a"] * 65},
             "bad",
-            "at most 64 of 4096",
+            "at most 64 strings with 4096",
         ),
         (
             "/v1/completions",
@@ -79,19 +89,19 @@ CHAT = [{"role": "user", "content": "hello"}]
             "/v1/completions",
             {"prompt": "a", "logit_bias": {"x": 1}},
             "logit_bias",
-            "'x' is no token id",
+            "'x' is not a token id",
         ),
         (
             "/v1/completions",
             {"prompt": "a", "logit_bias": {"-1": 1}},
             "logit_bias",
-            "'-1' is no token id",
+            "'-1' is not a token id",
         ),
         (
             "/v1/completions",
             {"prompt": "a", "logit_bias": {"1": 1, "01": 2}},
             "logit_bias",
-            "in it twice",
+            "has a token id twice",
         ),
         ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt", "a body may ask for 4096"),
         (
@@ -113,7 +123,7 @@ CHAT = [{"role": "user", "content": "hello"}]
             "accepted: None or 0.0 or",
         ),
         ("/v1/completions", {"prompt": "a", "guided_json": {}}, "guided_json", "not served yet"),
-        ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "equal rank"),
+        ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "the same priority"),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
         (
             "/v1/chat/completions",

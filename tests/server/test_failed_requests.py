@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.server.fake_llm import FAILING_PROMPT, MODEL, SLOW_PROMPT, FakeLLM
+from tests.server.fake_llm import FAILING_PROMPT, MAX_LEN, MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.http_answers import wait_for
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.streaming import updates
@@ -60,3 +61,19 @@ def test_closing_the_generator_of_updates_aborts_all_requests() -> None:
         return llm.aborted
 
     assert asyncio.run(leave()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [5] * (MAX_LEN + 1)}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * MAX_LEN}]}),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_openais_error_code(
+    post: Callable[..., httpx.Response], path: str, body: dict[str, Any]
+) -> None:
+    response = post(path, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length" in error["message"]

@@ -115,3 +115,19 @@ def test_null_means_the_default_of_every_option(
         assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
         assert llm.sampling[-1] == llm.sampling[-2]
         assert llm.prompts[-1] == llm.prompts[-2]
+
+
+def test_null_for_an_unknown_name_is_ignored(post: Callable[..., httpx.Response]) -> None:
+    message = {"role": "user", "content": "hello", "reasoning_content": None}
+    for path, own in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [message]}),
+    ):
+        assert post(path, **own, newest_option=None).status_code == 200
+        assert post(path, **own, newest_option=0).status_code == 400
+
+
+def test_top_k_of_minus_one_means_off(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+    assert post("/v1/completions", prompt="a", top_k=-1).status_code == 200
+    assert llm.sampling[-1].top_k == 0
+    assert post("/v1/completions", prompt="a", top_k=-2).status_code == 400

@@ -1,7 +1,7 @@
-"""From running requests to one HTTP answer; streamed or whole, it is the same generator of updates.
+"""Turns running requests into one HTTP answer, streamed or whole.
 
-It knows neither prompts nor sampling. Whoever stops listening ends the requests: leaving the
-generator aborts them."""
+Both consume one generator of updates. Closing it, as when the client disconnects, aborts the
+requests."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ DONE = "data: [DONE]\n\n"
 
 
 class EngineError(Exception):
-    """A request was taken and could not be finished."""
+    """A request was started and failed."""
 
 
 async def updates(
     handles: Sequence[RequestHandle],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """`(index of the handle, its output so far)` as they come. Each is used before its handle goes
-    on.
+    """Yields `(index of the handle, its output so far)` for each update. An output must be read
+    before the next update, which changes it.
 
-    Raises EngineError when a request fails. Whatever still runs when the generator is left is
-    aborted."""
+    Raises EngineError when a request fails. Requests that still run when the generator is closed
+    are aborted."""
     streams = [aiter(handle) for handle in handles]
     waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
@@ -56,7 +56,7 @@ async def updates(
 
 
 async def whole_answer(answer: Answer, handles: Sequence[RequestHandle]) -> Json:
-    """The answer when every request is finished. Raises EngineError."""
+    """The answer once every request has finished. Raises EngineError."""
     results: dict[int, RequestOutput] = {}
     async with aclosing(updates(handles)) as outputs:
         async for i, result in outputs:
@@ -90,7 +90,7 @@ def _event(data: Json) -> str:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Json]) -> Json | None:
-    """The result of `work`, or None when the client went away first; then `work` is cancelled."""
+    """The result of `work`, or None when the client disconnects first; then `work` is cancelled."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
