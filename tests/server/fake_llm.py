@@ -112,7 +112,8 @@ class FakeLLM:
                 respond(index, [token])
             reason = "length" if limit < len(tokens) else "stop"
             rest = [] if streaming else tokens[:limit]
-            respond(index, rest, finish_reason=reason, speculative=STATS, cached_tokens=1)
+            end = {"finish_reason": reason, "speculative": STATS, "cached_tokens": 1}
+            respond(index, rest, **end, first_scheduled_time=handle.metrics.arrival_time)
         self.running.discard(handle.request_id)
 
 

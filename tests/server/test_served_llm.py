@@ -166,6 +166,15 @@ def test_a_prompt_that_is_too_long_is_refused_and_the_server_keeps_serving(
     )
 
 
+def test_the_engine_is_probed_and_requests_are_timed(client: openai.OpenAI, url: str) -> None:
+    assert httpx.get(f"{url}/health_generate", timeout=60).status_code == 200
+    httpx.get(f"{url}/perf_metrics")
+    client.completions.create(model=MODEL, prompt="def f(", max_tokens=30)
+    (record,) = httpx.get(f"{url}/perf_metrics").json()
+    times = record["perf_metrics"]["timing_metrics"]
+    assert list(times.values()) == sorted(times.values())
+
+
 def test_server_info_and_metrics_count_what_was_served(client: openai.OpenAI, url: str) -> None:
     before = httpx.get(f"{url}/server_info").json()["internal_states"][0]
     client.completions.create(

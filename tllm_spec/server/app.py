@@ -24,6 +24,7 @@ from tllm_spec.executor.faults import described
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.metrics import EngineMetrics
+from tllm_spec.server.perf_metrics import PerfMetrics
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -33,7 +34,12 @@ from tllm_spec.server.protocol import (
     param_of,
 )
 from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
-from tllm_spec.server.streaming import EngineError, event_stream, unless_disconnected, whole_answer
+from tllm_spec.server.streaming import (
+    EngineError,
+    event_stream,
+    finished_outputs,
+    unless_disconnected,
+)
 from tllm_spec.tokenizer import check_text
 
 if TYPE_CHECKING:
@@ -44,6 +50,7 @@ CLIENT_CLOSED_REQUEST = 499  # a status that no client receives
 LONG_BODY = 1 << 16  # bytes; tokenising this much text takes tens of milliseconds
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
 ENGINE_DOWN = "the engine is down"
+ONE_TOKEN = SamplingParams(max_tokens=1)
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
 # either.
 RENDERED_NAMES = {"self", "conversations", "messages"}
@@ -72,6 +79,7 @@ class OpenAIServer:
         self._model = served_model_name
         self._created = int(time.time())
         self._metrics = EngineMetrics(llm.server_info)
+        self._perf_metrics = PerfMetrics()
         # Tokenising a long prompt takes seconds. It must delay neither the answers of other
         # requests nor short prompts, so it has a thread of its own. Only tokenizers implemented in
         # Rust are thread-safe.
@@ -83,11 +91,13 @@ class OpenAIServer:
         """The application to run."""
         app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
         app.add_api_route("/health", self.health, methods=["GET", "HEAD"])
+        app.add_api_route("/health_generate", self.health_generate, response_model=None)
         app.add_api_route("/version", self.version)
         for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
             app.add_api_route(path, self.server_info)
         for path in ("/metrics", "/prometheus/metrics"):  # the second is TensorRT-LLM's
             app.add_api_route(path, self.metrics, response_model=None)
+        app.add_api_route("/perf_metrics", self.perf_metrics)
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/models/{model:path}", self.model)
         app.add_api_route(
@@ -112,6 +122,13 @@ class OpenAIServer:
         """200 while the engine can serve, else 503."""
         return Response() if self._llm.is_healthy else PlainTextResponse(ENGINE_DOWN, 503)
 
+    async def health_generate(self, request: Request) -> Response:
+        """200 once the engine has generated one token, 500 when that fails, 503 when it is down."""
+        self._check_healthy()
+        handles = await self._start(request, lambda: ["hi"], ONE_TOKEN, streaming=False)
+        await unless_disconnected(request, finished_outputs(handles))
+        return Response()
+
     async def version(self) -> dict[str, str]:
         """The package's version."""
         return {"version": __version__}
@@ -126,6 +143,10 @@ class OpenAIServer:
         """Metrics for Prometheus. Runs in a thread, as `server_info`."""
         with engine_running():
             return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def perf_metrics(self) -> list[dict[str, Any]]:
+        """Timings of the requests that have finished since the last call."""
+        return self._perf_metrics.take()
 
     async def models(self) -> dict[str, Any]:
         """A list with the served model."""
@@ -143,7 +164,7 @@ class OpenAIServer:
             params = body.to_sampling_params()
         handles = await self._start(request, lambda: body.prompt, params, body.stream)
         answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
-        return await _respond(body, request, answer, handles)
+        return await self._respond(body, request, answer, handles)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
@@ -152,12 +173,15 @@ class OpenAIServer:
             params = body.to_sampling_params()
         handles = await self._start(request, lambda: [self._chat_prompt(body)], params, body.stream)
         answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
-        return await _respond(body, request, answer, handles)
+        return await self._respond(body, request, answer, handles)
 
     def _check_servable(self, body: GenerationRequest) -> None:
+        self._check_healthy()
+        self._check_name(body.model)
+
+    def _check_healthy(self) -> None:
         if not self._llm.is_healthy:
             raise RequestRefused(503, ENGINE_DOWN, "internal_error")
-        self._check_name(body.model)
 
     def _check_name(self, model: str) -> None:
         if model != self._model:
@@ -216,15 +240,21 @@ class OpenAIServer:
         with bad_request(), engine_running():
             return await asyncio.get_running_loop().run_in_executor(intake, start)
 
-
-async def _respond(
-    body: GenerationRequest, request: Request, answer: Answer, handles: Sequence[RequestHandle]
-) -> Response:
-    if body.stream:
-        events = event_stream(answer, handles, body.stream_options or StreamOptions())
-        return StreamingResponse(events, media_type="text/event-stream")
-    whole = await unless_disconnected(request, whole_answer(answer, handles))
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+    async def _respond(
+        self,
+        body: GenerationRequest,
+        request: Request,
+        answer: Answer,
+        handles: Sequence[RequestHandle],
+    ) -> Response:
+        record = self._perf_metrics.add
+        if body.stream:
+            events = event_stream(answer, handles, body.stream_options or StreamOptions(), record)
+            return StreamingResponse(events, media_type="text/event-stream")
+        results = await unless_disconnected(request, finished_outputs(handles, record))
+        if results is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(answer.whole(results))
 
 
 def _one_thread(name: str) -> ThreadPoolExecutor:
