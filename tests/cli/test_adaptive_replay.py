@@ -167,7 +167,7 @@ def test_measured_times_and_the_recorded_draft_length_reach_the_cost_model(
         (ACCEPTED, "{max_batch_size: 8, 5: {}}", [], "has the key 5"),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_a_mistake_is_reported_in_one_sentence(
     replay: Replay, rounds: list[object], config: str, options: list[str], named: str
 ) -> None:
     result = replay(rounds, config, *options)
@@ -182,7 +182,7 @@ def test_a_trace_that_is_not_utf_8_is_refused_with_its_name(tmp_path: Path) -> N
     assert result.exit_code == 1 and f"cannot read {trace}: 'utf-8' codec" in result.output
 
 
-def test_llm_arguments_without_speculation_are_one_sentence(replay: Replay) -> None:
+def test_llm_arguments_without_speculation_are_refused(replay: Replay) -> None:
     plain = (ROOT / "yaml_examples" / "plain.yaml").read_text(encoding="utf-8")
     result = replay(ACCEPTED, plain)
     assert result.exit_code == 1 and "speculative_config = None: nothing to replay" in result.output

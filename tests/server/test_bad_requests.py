@@ -1,4 +1,4 @@
-"""Bodies that cannot be served are answered with 400 in OpenAI's shape, by a sentence that names
+"""Bodies that cannot be served are answered with 400 and OpenAI's error object, whose message names
 the field."""
 
 import json
@@ -152,7 +152,7 @@ CHAT = [{"role": "user", "content": "hello"}]
         ),
     ],
 )
-def test_a_bad_request_is_answered_with_400_in_openais_shape(
+def test_a_bad_request_is_answered_with_400_and_openais_error_object(
     post: Callable[..., httpx.Response],
     path: str,
     body: dict[str, Any],
@@ -169,7 +169,7 @@ def test_a_bad_request_is_answered_with_400_in_openais_shape(
         assert error["param"] == param
 
 
-def test_a_body_that_is_no_json_is_a_bad_request(url: str) -> None:
+def test_a_body_that_is_not_json_is_a_bad_request(url: str) -> None:
     response = httpx.post(
         f"{url}/v1/completions", content="{", headers={"content-type": "application/json"}
     )
@@ -177,7 +177,7 @@ def test_a_body_that_is_no_json_is_a_bad_request(url: str) -> None:
     assert "error" in response.json()
 
 
-def test_a_refusal_that_quotes_half_a_character_can_be_sent(url: str) -> None:
+def test_an_error_message_that_quotes_a_lone_surrogate_can_be_sent(url: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "a", "speculation": {"\ud800": 1}})
     response = httpx.post(
         f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}
@@ -186,7 +186,7 @@ def test_a_refusal_that_quotes_half_a_character_can_be_sent(url: str) -> None:
     assert "speculation.? = 1 is not a known option" in response.json()["error"]["message"]
 
 
-def test_a_body_of_another_content_type_is_answered_with_what_is_wanted(url: str) -> None:
+def test_a_wrong_content_type_is_answered_with_the_right_one(url: str) -> None:
     response = httpx.post(
         f"{url}/v1/completions", content=json.dumps({"model": MODEL, "prompt": "a"})
     )
@@ -197,7 +197,7 @@ def test_a_body_of_another_content_type_is_answered_with_what_is_wanted(url: str
 @pytest.mark.parametrize(
     "name", ["tokenize", "self", "conversations", "messages", "tokenizer_kwargs"]
 )
-def test_what_rendering_a_chat_template_takes_itself_is_no_variable_of_it(
+def test_names_that_the_template_renderer_uses_are_refused_as_variables(
     post: Callable[..., httpx.Response], name: str
 ) -> None:
     response = post(
@@ -227,7 +227,7 @@ def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
     assert (response.status_code, "chat template" in response.text) == (400, True)
 
 
-def test_half_a_character_is_a_bad_request(url: str) -> None:
+def test_a_lone_surrogate_is_a_bad_request(url: str) -> None:
     for path, prompt in (
         ("completions", r'"prompt": "\ud800"'),
         ("chat/completions", r'"messages": [{"role": "user", "content": "\ud800"}]'),
