@@ -85,7 +85,7 @@ ONE_OF_EACH: list[object] = [
         # ... unless no other request can join.
         (served(EMA) + "\nmax_batch_size: 16", [3, 3, 3]),
         (served(EMA, "max_concurrency: 1"), [3, 0, 0]),
-        (served(EMA, "draft_len_schedule: {2: 1, 9: 0}"), [3, 1, 0]),
+        (served(EMA, "draft_len_schedule: {1: 7, 2: 1, 9: 0}"), [3, 1, 0]),
         (served("{prior_acceptance: 1}", draft_len=2), [2, 2, 2]),
     ],
 )
