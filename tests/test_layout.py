@@ -83,6 +83,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "tllm_spec.option_checks",
         "tllm_spec.import_path",
+        "tllm_spec.request_errors",
         "tllm_spec.zoo.registry",
         "tllm_spec.zoo.corpus",
     ),

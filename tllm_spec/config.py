@@ -251,7 +251,7 @@ class LlmArgs(ConfigModel):
 
     not_served: ClassVar[Mapping[str, NotServed]] = NOT_SERVED
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, /, **options: Any) -> None:
         _check_keys(options)
         super().__init__(**options)
 
@@ -296,7 +296,7 @@ class LlmArgs(ConfigModel):
         return self
 
     @classmethod
-    def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
+    def from_kwargs(cls, /, model: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
         """The arguments given by keyword; configuration objects may be given as plain mappings."""
         options: dict[str, Any] = {"model": model, **kwargs}
         return cls(**options)

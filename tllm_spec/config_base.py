@@ -11,7 +11,13 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tllm_spec.option_checks import NotServed, refuse_not_served, shown, unknown_option
+from tllm_spec.option_checks import (
+    NotServed,
+    many_unknown,
+    refuse_not_served,
+    shown,
+    unknown_option,
+)
 
 
 class ConfigError(ValueError):
@@ -30,7 +36,9 @@ class ConfigModel(BaseModel):
 
     not_served: ClassVar[Mapping[str, NotServed]] = {}
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, /, **options: Any) -> None:
+        if lines := many_unknown(options, {*type(self).model_fields, *self.not_served}):
+            raise ConfigError(lines)
         try:
             refuse_not_served(options, self.not_served)
         except ValueError as error:

@@ -23,6 +23,7 @@ from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
 from tllm_spec.option_checks import shown
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
@@ -39,7 +40,7 @@ class LLM:
     Raises ValueError for arguments, models or tokenizers that cannot be served.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
+    def __init__(self, /, model: str | os.PathLike[str], **kwargs: Any) -> None:
         self.args = LlmArgs.from_kwargs(model, **kwargs)
         self.tokenizer = _tokenizer(self.args)
         self._results = Results()
@@ -230,7 +231,7 @@ class LLM:
         if len(text) <= self._longest_prompt:
             return  # as nearly all are, and the vocabulary need not be looked through
         if self._longest_token and len(text) > self._longest_prompt * self._longest_token:
-            raise ValueError(self._too_long(f"{len(text)} characters"))
+            raise self._too_long(f"{len(text)} characters")
 
     @property
     def _longest_prompt(self) -> int:
@@ -247,12 +248,12 @@ class LLM:
             return 0
         return max(map(len, tokenizer.get_vocab()), default=0)
 
-    def _too_long(self, length: str) -> str:
-        return (
-            f"the prompt has {length}; at most {self._longest_prompt} tokens are accepted "
-            "(max_seq_len "
-            f"{self.max_seq_len}, max_input_len {self.args.max_input_len}), one token of output "
-            "included"
+    def _too_long(self, length: str) -> ContextLengthExceeded:
+        # Clients such as litellm recognise this error by its first words.
+        return ContextLengthExceeded(
+            f"this model's maximum context length is {self.max_seq_len} tokens, and the prompt has "
+            f"{length}; at most {self._longest_prompt} prompt tokens are accepted (max_input_len "
+            f"{self.args.max_input_len}; an output needs at least one token)"
         )
 
     def _rules(self, params: SamplingParams, token_ids: list[int]) -> DecodingRules:
@@ -269,7 +270,7 @@ class LLM:
                 f"{vocab_size - 1}"
             )
         if len(token_ids) > self._longest_prompt:
-            raise ValueError(self._too_long(f"{len(token_ids)} tokens"))
+            raise self._too_long(f"{len(token_ids)} tokens")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         tokenizer = self.tokenizer

@@ -120,7 +120,7 @@ def _explains_refusals(cls: AnyClass) -> AnyClass:
     make, known = plain.__init__, {each.name for each in fields(plain)}
 
     @wraps(make)
-    def init(self: Any, **options: Any) -> None:
+    def init(self: Any, /, **options: Any) -> None:
         refuse_not_served(options, NOT_SERVED)
         for name, value in options.items():
             if name not in known and name not in NOT_SERVED:
