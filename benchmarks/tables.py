@@ -1,8 +1,8 @@
-"""The tables of docs/performance.md, from benchmarks/results/*.json. Measures nothing.
+"""The tables of docs/performance.md and README.md, from benchmarks/results/. Measures nothing.
 
-    python -m benchmarks.tables [--write]     # prints them; or puts them into the document
+    python -m benchmarks.tables [--write]     # prints them; or puts them into the documents
 
-In the document a table stands right after a heading of its title, its command, and where it was
+In a document a table stands right after a heading of its title, its command, and where it was
 measured: the device, and the commit at which the result was recorded."""
 
 import argparse
@@ -14,7 +14,7 @@ from benchmarks import cpu, draft_sampling, gpu_kernels, ngram, rounds
 from benchmarks.h200_parts.figures import Figure, headline, summary
 from benchmarks.harness.report import ROOT, Row, load, number, table
 
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENTS = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 SCRIPTS: Sequence[ModuleType] = (rounds, gpu_kernels, cpu, ngram, draft_sampling)
 
 
@@ -81,9 +81,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help="into the documents")
     if parser.parse_args().write:
-        DOCUMENT.write_text(filled(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+        for file in DOCUMENTS:
+            file.write_text(filled(file.read_text(encoding="utf-8")), encoding="utf-8")
         return
     for title, (where, *lines) in all_tables().items():
         print("\n".join([f"### {title} {where}", *lines, ""]))

@@ -31,7 +31,7 @@ def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> t
 
 def cpu_threads(target: CausalLM) -> int | None:
     """One thread for a model whose weights fit into a core's caches: waking others for every op
-    costs more than they save (benchmarks/cpu_threads.py). None: torch's own number."""
+    costs more than they save. None: torch's own number."""
     if target.device.type != "cpu":
         return None
     num_bytes = sum(

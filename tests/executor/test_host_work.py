@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.scripted_rounds import ScriptedEngine
+from tests.executor.scripted_rounds import ScriptedEngine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
