@@ -1,12 +1,11 @@
-"""The kernels of a decoding round on one GPU, each in a CUDA graph, next to what they replace and
-to the floor.
+"""The kernels of a decoding round on one GPU, each in a CUDA graph, with its floor.
 
     python -m benchmarks.gpu_kernels [attention] [small_m_gemm] [tuned_gemm] [sampling]
 
 attention     query windows of 1 to 8 tokens over a paged KV cache, layer after layer
 small_m_gemm  our GEMM of up to 8 rows, with what is fused into it, and torch's GEMM and ops
 tuned_gemm    all GEMMs of the 8B shape by torch, and by the fastest cuBLASLt algorithms
-sampling      choosing tokens of 128,256 logits, with filters, and the same with torch.sort
+sampling      choosing tokens of 128,256 logits, with filters
 
 Shapes are an 8B Llama's in bf16. Every call has weights or pools of its own, so that no cache holds
 them. The floor reads the bytes once at 4.45 TB/s, or computes at 790 TFLOP/s."""
@@ -194,71 +193,55 @@ def tuned_table(rows: Sequence[Row]) -> list[str]:
     return table(titles, [[key, *(number(row[key]) for row in rows)] for key in keys])
 
 
-def sorted_filters(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Logits `[R, V]` filtered by sorting whole rows; parameters `[R, 1]`."""
-    descending = logits.sort(dim=-1, descending=True).values
-    floor = descending.gather(1, top_k - 1)
-    kept = torch.where(descending < floor, -torch.inf, descending).softmax(dim=-1)
-    before = kept.cumsum(dim=-1) - kept
-    last_kept = ((before < top_p).sum(dim=-1, keepdim=True) - 1).clamp_min(0)
-    floor = torch.maximum(floor, descending.gather(1, last_kept))
-    return logits.masked_fill(logits < floor, -torch.inf)
-
-
 def sampling(options: Options) -> Iterator[Row]:
     for rows in (1, 64) if options.quick else (1, 4, 32, 64, 256):
         count = max(2, min(20, (200 << 20) // (rows * VOCAB * 2)))  # more than the L2 cache holds
         inputs = [(torch.randn(rows, VOCAB, device=CUDA) * 3).to(BF16) for _ in range(count)]
-        for way, (ours, replaced) in sampling_ways(rows).items():
-            sides = {"ours": bound(ours, inputs), "replaced": bound(replaced, inputs)}
-            yield {"way": way, "rows": rows} | call_us(sides)
+        sides = {way: bound(choose, inputs) for way, choose in choices(rows).items()}
+        for way, us in call_us(sides).items():
+            yield {"way": way, "rows": rows, "us": us, "floor": read_us(rows * VOCAB * 2)}
 
 
-Choice = Callable[[torch.Tensor], object]
-
-
-def sampling_ways(rows: int) -> dict[str, tuple[Choice, Choice]]:
-    """Our kernels, and what they replaced: a float32 copy of the logits; sorted filters."""
+def choices(rows: int) -> dict[str, Callable[[torch.Tensor], object]]:
+    """Ways of choosing a token in each row of logits `[R, V]`."""
     from tllm_spec.kernels.choose_token import choose_best, choose_token
     from tllm_spec.kernels.filter_cut import filter_cut
 
     def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=CUDA)
 
-    seeds, zero, one = torch.arange(rows, device=CUDA), full(0), full(1)
-    temperature, top_p = full(0.8), full(0.9)
+    seeds, min_p, temperature, top_p = (
+        torch.arange(rows, device=CUDA),
+        full(0),
+        full(0.8),
+        full(0.9),
+    )
 
-    def filtered(top_k: torch.Tensor) -> tuple[Choice, Choice]:
-        def ours(logits: torch.Tensor) -> object:
-            cut = filter_cut(logits, temperature, top_k, top_p, zero)
+    def filtered(top_k: int) -> Callable[[torch.Tensor], object]:
+        ks = full(top_k, torch.int64)
+
+        def choose(logits: torch.Tensor) -> object:
+            cut = filter_cut(logits, temperature, ks, top_p, min_p)
             return choose_token(logits, temperature, seeds, seeds, cut=cut)
 
-        def replaced(logits: torch.Tensor) -> object:
-            scaled = logits.float() / temperature.unsqueeze(1)
-            kept = sorted_filters(scaled, top_k.unsqueeze(1), top_p.unsqueeze(1))
-            return choose_token(kept, one, seeds, seeds)
-
-        return ours, replaced
+        return choose
 
     return {
-        "greedy": (choose_best, lambda x: choose_token(x.float(), zero, seeds, seeds)),
-        "sampled": (
-            lambda x: choose_token(x, temperature, seeds, seeds),
-            lambda x: choose_token(x.float(), temperature, seeds, seeds),
-        ),
-        "top_k 50, top_p 0.9": filtered(full(50, torch.int64)),
-        "top_p 0.9": filtered(full(VOCAB, torch.int64)),
+        "greedy": choose_best,
+        "sampled": lambda logits: choose_token(logits, temperature, seeds, seeds),
+        "top_k 50, top_p 0.9": filtered(50),
+        "top_p 0.9": filtered(VOCAB),
     }
 
 
 def sampling_table(rows: Sequence[Row]) -> list[str]:
     sizes = list(dict.fromkeys(row["rows"] for row in rows))
-    found = {(row["way"], row["rows"]): row for row in rows}
-    lines = []
-    for way in dict.fromkeys(row["way"] for row in rows):
-        own = [found[way, size] for size in sizes]
-        lines.append([way, *(f"{number(e['replaced'])} → {number(e['ours'])}" for e in own)])
-    return table(("µs, replaced → ours, by rows", *map(str, sizes)), lines)
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        lines.setdefault(row["way"], [row["way"]]).append(number(row["us"]))
+    floors = {row["rows"]: row["floor"] for row in rows}
+    last = ["floor", *(number(floors[size]) for size in sizes)]
+    return table(("µs, by rows", *map(str, sizes)), [*lines.values(), last])
 
 
 SUBJECTS = (

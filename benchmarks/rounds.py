@@ -46,7 +46,7 @@ class Case:
     def engine(self, batch_size: int, **options: Any) -> Rounds:
         """Filled with requests, and with room for all turns."""
         speculates = bool(options.get("speculative_config"))
-        room = (40 + (self.turns + 2) * 2 * self.rounds) * (1 + K * speculates)
+        room = (40 + (self.turns + 2) * self.rounds) * (1 + K * speculates)
         engine = Rounds(
             self.models.target,
             max_batch_size=batch_size,

@@ -65,12 +65,7 @@ def at_batches(point: int, name: str, sizes: Iterable[int] = BATCHES) -> tuple[K
 
 START_UP: tuple[Key, ...] = ((6, "start-up, plain"), (6, "start-up, EAGLE-3 K=3"))
 PEERS = (
-    Peers(
-        "plain round, ms",
-        at_batches(1, "plain round"),
-        (4.94, 5.27, 7.80),
-        (4.76, 5.17, 7.65),
-    ),
+    Peers("plain round, ms", at_batches(1, "plain round"), (4.94, 5.27, 7.80), (4.76, 5.17, 7.65)),
     Peers(
         "EAGLE-3 round (K = 3), ms",
         at_batches(2, "EAGLE-3 K=3 round"),
@@ -93,33 +88,27 @@ PEERS = (
 )
 
 
-def _bars() -> dict[Key, tuple[str, float | None]]:
-    bars: dict[Key, tuple[str, float | None]] = {}
-    for names, unit, values in (
-        (at_batches(1, "plain round"), "ms", (4.3, 4.7, 7.2)),
-        (at_batches(2, "EAGLE-3 K=3 round"), "ms", (5.2, 5.9, 11.0)),
-        (at_batches(2, "EAGLE-3 K=3 decoding"), "tok/s", (490, None, None)),
-        (at_batches(2, "plain end to end"), "tok/s", (None, None, None)),
-        (at_batches(2, "EAGLE-3 K=3 end to end"), "tok/s", (None, None, None)),
-        (((3, "64 prompts of 1024"), (3, "1 prompt of 8192")), "ms", (1450, 210)),
-        (((3, "time to first token, 1 prompt of 1024"),), "ms", (25,)),
-        (at_batches(3, "one token through LLM.generate"), "ms", (None, None, None)),
-        *(
-            (at_batches(4, f"host time, {path}", (64,)), "ms", (0.3,))
-            for path in ("plain", "EAGLE-3 K=3")
-        ),
-        *(
-            (at_batches(4, f"GPU idle between rounds, {path}", (1, 64)), "µs", (30, 30))
-            for path in ("plain", "EAGLE-3 K=3")
-        ),
-        *(
-            (at_batches(5, f"a prompt's delay of others / its own time, {path}", (64,)), "x", (1,))
-            for path in ("plain", "EAGLE-3 K=3")
-        ),
-        (START_UP, "s", (25, 25)),
-    ):
-        bars |= {key: (unit, bar) for key, bar in zip(names, values, strict=True)}
-    return bars
+NO_BARS = (None, None, None)
+# Point, name, unit, batch sizes, and the bar of each.
+BARS: Sequence[tuple[int, str, str, Sequence[int], Sequence[float | None]]] = (
+    (1, "plain round", "ms", BATCHES, (4.3, 4.7, 7.2)),
+    (2, "EAGLE-3 K=3 round", "ms", BATCHES, (5.2, 5.9, 11.0)),
+    (2, "EAGLE-3 K=3 decoding", "tok/s", BATCHES, (490, None, None)),
+    (2, "plain end to end", "tok/s", BATCHES, NO_BARS),
+    (2, "EAGLE-3 K=3 end to end", "tok/s", BATCHES, NO_BARS),
+    (3, "64 prompts of 1024", "ms", (), (1450,)),
+    (3, "1 prompt of 8192", "ms", (), (210,)),
+    (3, "time to first token, 1 prompt of 1024", "ms", (), (25,)),
+    (3, "one token through LLM.generate", "ms", BATCHES, NO_BARS),
+    (4, "host time, plain", "ms", (64,), (0.3,)),
+    (4, "host time, EAGLE-3 K=3", "ms", (64,), (0.3,)),
+    (4, "GPU idle between rounds, plain", "µs", (1, 64), (30, 30)),
+    (4, "GPU idle between rounds, EAGLE-3 K=3", "µs", (1, 64), (30, 30)),
+    (5, "a prompt's delay of others / its own time, plain", "x", (64,), (1,)),
+    (5, "a prompt's delay of others / its own time, EAGLE-3 K=3", "x", (64,), (1,)),
+    (6, "start-up, plain", "s", (), (25,)),
+    (6, "start-up, EAGLE-3 K=3", "s", (), (25,)),
+)
 
 
 def _references() -> Mapping[Key, Reference]:
@@ -128,7 +117,12 @@ def _references() -> Mapping[Key, Reference]:
     for row in PEERS:
         better = max if row.title.endswith("tok/s") else min
         peers |= dict(zip(row.names, map(better, row.vllm, row.sglang), strict=True))
-    return {key: Reference(unit, bar, peers.get(key)) for key, (unit, bar) in _bars().items()}
+    found: dict[Key, Reference] = {}
+    for point, name, unit, sizes, bars in BARS:
+        keys = at_batches(point, name, sizes) if sizes else ((point, name),)
+        for key, bar in zip(keys, bars, strict=True):
+            found[key] = Reference(unit, bar, peers.get(key))
+    return found
 
 
 REFERENCES = _references()

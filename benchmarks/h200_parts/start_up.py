@@ -19,8 +19,9 @@ import torch
 
 from benchmarks.h200_parts.figures import Figure
 from benchmarks.h200_parts.setup import Report, Setup
-from benchmarks.harness.engine import stopwatch, synchronize
+from benchmarks.harness.engine import release, stopwatch, synchronize
 from benchmarks.harness.models import LLAMA_8B, Config
+from benchmarks.harness.report import ROOT
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.building import engines
@@ -69,6 +70,7 @@ def from_files(setup: Setup, report: Report) -> None:
     config = {**LLAMA_8B, "num_hidden_layers": 8} if setup.quick else LLAMA_8B
     with tempfile.TemporaryDirectory() as folder:
         num_bytes = write_checkpoint(config, Path(folder), torch.device(models.device))
+        release()
         found = _started(Start(folder, options | {"load_format": "auto"}), {})
     name = f"weights of {config['num_hidden_layers']} layers from safetensors"
     report(_loaded(name, found, num_bytes))
@@ -84,7 +86,12 @@ def _started(start: Start, environment: dict[str, str]) -> dict[str, float]:
     """Raises CalledProcessError when the process fails; its messages go where ours go."""
     command = [sys.executable, "-m", "benchmarks.h200_parts.start_up", json.dumps(asdict(start))]
     run = subprocess.run(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
     return found
