@@ -72,11 +72,16 @@ NEVER_RIGHT = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": 
 
 @dataclass(frozen=True)
 class Side:
-    """`run` generates `num_tokens` and returns what is worth a note."""
+    """`run` generates for every prompt and returns what is worth a note."""
 
     name: str
-    run: Callable[[], str]
-    num_tokens: int
+    prompts: list[list[int]]
+    run: Callable[[list[list[int]], int], str]
+
+    def tokens_per_s(self, new_tokens: int) -> float:
+        start = time.perf_counter()
+        self.run(self.prompts, new_tokens)
+        return new_tokens * len(self.prompts) / (time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -85,59 +90,44 @@ class Bench:
     repeats: int
 
     def compare(self, name: str, bar: float | None, ours: Side, other: Side) -> Row:
-        sides = {"ours": partial(tokens_per_s, ours), "other": partial(tokens_per_s, other)}
+        sides = {s.name: partial(s.tokens_per_s, self.new_tokens) for s in (ours, other)}
         found = in_turns(sides, self.repeats)
-        pairs = zip(found["ours"], found["other"], strict=True)
+        pairs = zip(found[ours.name], found[other.name], strict=True)
         return {
             "name": name,
             "contender": ours.name,
             "reference": other.name,
             "ratio": statistics.median(own / reference for own, reference in pairs),
             "bar": bar,
-            "contender_tokens_per_s": statistics.median(found["ours"]),
-            "reference_tokens_per_s": statistics.median(found["other"]),
-            "note": ours.run(),
+            "contender_tokens_per_s": statistics.median(found[ours.name]),
+            "reference_tokens_per_s": statistics.median(found[other.name]),
+            "note": ours.run(ours.prompts, self.new_tokens),
         }
 
-    def at_once(self, name: str, llm: LLM, prompts: list[list[int]]) -> Side:
-        def run() -> str:
-            outputs = llm.generate(prompts, self._greedy(), use_tqdm=False)
-            assert isinstance(outputs, list) and not any(output.error for output in outputs)
-            return note([output.speculative_decoding for output in outputs])
 
-        return Side(name, run, self.new_tokens * len(prompts))
+def engine(name: str, llm: LLM, prompts: list[list[int]], *, at_once: bool = True) -> Side:
+    def run(prompts: list[list[int]], new_tokens: int) -> str:
+        greedy = SamplingParams(max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        batches = [prompts] if at_once else [[prompt] for prompt in prompts]
+        outputs = [o for batch in batches for o in llm.generate(batch, greedy, use_tqdm=False)]
+        assert not any(output.error for output in outputs)
+        stats = (output.speculative_decoding for output in outputs)
+        total = sum((each for each in stats if each), SpeculativeStats())
+        return f"acceptance length {total.acceptance_length:.2f}" if total.rounds else ""
 
-    def one_by_one(self, name: str, llm: LLM, prompts: list[list[int]]) -> Side:
-        def run() -> str:
-            outputs = [llm.generate_async(prompt, self._greedy()).result() for prompt in prompts]
-            return note([output.speculative_decoding for output in outputs])
-
-        return Side(name, run, self.new_tokens * len(prompts))
-
-    def transformers(self, name: str, model: Any, prompts: list[list[int]], **more: Any) -> Side:
-        def run() -> str:
-            for prompt in prompts:
-                ids = torch.tensor([prompt])
-                lengths = {"max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens}
-                mask = torch.ones_like(ids)
-                model.generate(ids, attention_mask=mask, do_sample=False, **lengths, **more)
-            return ""
-
-        return Side(name, run, self.new_tokens * len(prompts))
-
-    def _greedy(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.new_tokens, ignore_eos=True, detokenize=False)
+    return Side(name, prompts, run)
 
 
-def tokens_per_s(side: Side) -> float:
-    start = time.perf_counter()
-    side.run()
-    return side.num_tokens / (time.perf_counter() - start)
+def transformers(name: str, model: Any, prompts: list[list[int]], **options: Any) -> Side:
+    def run(prompts: list[list[int]], new_tokens: int) -> str:
+        lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            mask = torch.ones_like(ids)
+            model.generate(ids, attention_mask=mask, do_sample=False, **lengths, **options)
+        return ""
 
-
-def note(stats: Sequence[SpeculativeStats | None]) -> str:
-    total = sum((each for each in stats if each), SpeculativeStats())
-    return f"acceptance length {total.acceptance_length:.2f}" if total.rounds else ""
+    return Side(name, prompts, run)
 
 
 def load_transformers(path: str) -> Any:
@@ -171,27 +161,27 @@ def zoo_rows(bench: Bench) -> Iterator[Row]:
             return stack.enter_context(LLM("zoo:llama", speculative_config=speculation, **SMALL))
 
         plain, draft_target, ngram = llm(None), llm(DRAFT_TARGET), llm(NGRAM)
-        for name, bar, prompts in (("zoo, 1 request", 2.0, one), ("zoo, 8 requests", 4.0, eight)):
-            ours = bench.at_once(f"plain x{len(prompts)}", plain, prompts)
-            other = bench.transformers("transformers x1", theirs, prompts)
-            yield bench.compare(name, bar, ours, other)
-        ours = bench.one_by_one("Draft/Target", draft_target, eight)
-        assisted = {"assistant_model": assistant}
-        for bar, other in (
-            (1.3, bench.one_by_one("plain", plain, eight)),
-            (1.0, bench.transformers("transformers assisted", theirs, eight, **assisted)),
-        ):
-            yield bench.compare("zoo, 1 request", bar, ours, other)
-        other = bench.at_once("plain", plain, copied)
-        yield bench.compare("zoo, copying", 1.3, bench.at_once("NGram", ngram, copied), other)
         # 8 is the default; None shows what verifying windows in vain costs.
-        for name, bar, rounds in (("useless drafts", 0.8, 8), ("never pausing", None, None)):
-            useless = llm(NEVER_RIGHT | {"max_rejected_rounds": rounds})
-            ours, other = (
-                bench.at_once("never right", useless, one),
-                bench.at_once("plain", plain, one),
-            )
-            yield bench.compare(f"zoo, {name}", bar, ours, other)
+        pausing, stubborn = (llm(NEVER_RIGHT | {"max_rejected_rounds": n}) for n in (8, None))
+        drafted = engine("Draft/Target", draft_target, eight, at_once=False)
+        assisted = transformers("transformers assisted", theirs, eight, assistant_model=assistant)
+        alone = engine("plain", plain, one)
+        each = engine("plain", plain, eight, at_once=False)
+        for name, bar, ours, other in (
+            ("zoo, 1 request", 2.0, alone, transformers("transformers", theirs, one)),
+            (
+                "zoo, 8 requests",
+                4.0,
+                engine("plain x8", plain, eight),
+                transformers("transformers x1", theirs, eight),
+            ),
+            ("zoo, 1 request", 1.3, drafted, each),
+            ("zoo, 1 request", 1.0, drafted, assisted),
+            ("zoo, copying", 1.3, engine("NGram", ngram, copied), engine("plain", plain, copied)),
+            ("zoo, useless drafts", 0.8, engine("never right", pausing, one), alone),
+            ("zoo, never pausing", None, engine("never right", stubborn, one), alone),
+        ):
+            yield bench.compare(name, bar, ours, other)
 
 
 def medium_row(bench: Bench) -> Row:
@@ -202,8 +192,8 @@ def medium_row(bench: Bench) -> Row:
         LlamaForCausalLM(LlamaConfig(**MEDIUM)).save_pretrained(folder)
         theirs, prompts = load_transformers(folder), [list(range(256))]
         with LLM(folder, skip_tokenizer_init=True, max_seq_len=1024, **SMALL) as plain:
-            ours = bench.at_once("plain", plain, prompts)
-            other = bench.transformers("transformers", theirs, prompts)
+            ours = engine("plain", plain, prompts)
+            other = transformers("transformers", theirs, prompts)
             return bench.compare("151 M, 1 request", 1.0, ours, other)
 
 

@@ -1,5 +1,4 @@
-"""What one H200 is held to with the 8B shape: bars, the peers' figures, and the tables. Measures
-nothing.
+"""Bars and the peers' figures of the 8B shape on one H200, and the tables. Measures nothing.
 
 Peers: vLLM 0.26.0 (FlashAttention-3, torch.compile, full CUDA graphs) and SGLang 0.5.16 (fa3, CUDA
 graphs) on the same kind of machine: Llama-3.1-8B's shape with random bf16 weights, 1024 tokens in
@@ -63,31 +62,24 @@ def at_batches(point: int, name: str, sizes: Iterable[int] = BATCHES) -> tuple[K
     return tuple((point, f"{name}, batch {size}") for size in sizes)
 
 
-START_UP: tuple[Key, ...] = ((6, "start-up, plain"), (6, "start-up, EAGLE-3 K=3"))
-PEERS = (
-    Peers("plain round, ms", at_batches(1, "plain round"), (4.94, 5.27, 7.80), (4.76, 5.17, 7.65)),
-    Peers(
-        "EAGLE-3 round (K = 3), ms",
-        at_batches(2, "EAGLE-3 K=3 round"),
-        (6.63, 7.57, 13.4),
-        (6.03, 6.54, 11.8),
-    ),
-    Peers(
-        "prefill of 1,024 tokens each, ms",
-        at_batches(3, "one token through LLM.generate"),
-        (25, 186, 1527),
-        (28, 184, 1511),
-    ),
-    Peers(
-        "end to end, EAGLE-3, tok/s",
-        at_batches(2, "EAGLE-3 K=3 end to end"),
-        (378, 2208, 5667),
-        (414, 2464, 5980),
-    ),
-    Peers("start-up, plain / EAGLE-3, s", START_UP, (69, 79), (65, 59)),
+ROUND, WHOLE = at_batches(2, "EAGLE-3 K=3 round"), at_batches(2, "EAGLE-3 K=3 end to end")
+PROMPT = at_batches(3, "one token through LLM.generate")
+START_UP = ((6, "start-up, plain"), (6, "start-up, EAGLE-3 K=3"))
+PEERS = tuple(
+    Peers(*row)
+    for row in (
+        ("plain round, ms", at_batches(1, "plain round"), (4.94, 5.27, 7.80), (4.76, 5.17, 7.65)),
+        ("EAGLE-3 round, ms", ROUND, (6.63, 7.57, 13.4), (6.03, 6.54, 11.8)),
+        ("prefill of 1,024 tokens each, ms", PROMPT, (25, 186, 1527), (28, 184, 1511)),
+        (
+            "EAGLE-3 end to end, tok/s",
+            WHOLE,
+            (378, 2208, 5667),
+            (414, 2464, 5980),
+        ),
+        ("start-up, plain / EAGLE-3, s", START_UP, (69, 79), (65, 59)),
+    )
 )
-
-
 NO_BARS = (None, None, None)
 # Point, name, unit, batch sizes, and the bar of each.
 BARS: Sequence[tuple[int, str, str, Sequence[int], Sequence[float | None]]] = (

@@ -1,8 +1,5 @@
-"""Driven rounds under a controller of the caller's, with scripted acceptance: both change between
-two blocks of rounds, and the engine, its graphs and its requests stay.
-
-Knows how an executor reads its controller and its acceptance rates; no policy, no bars.
-"""
+"""An engine whose draft length and acceptance the caller changes between blocks of rounds. The
+engine, its graphs and its requests stay the same."""
 
 import time
 from collections import Counter
@@ -15,13 +12,13 @@ from benchmarks.harness.engine import Rounds
 from benchmarks.scripted_acceptance import script_acceptance
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
-CHECKED_ROUNDS = 8  # from one look at the requests' room to the next
+CHECKED_ROUNDS = 8  # rounds between two checks of the requests' room
 
 
 @dataclass
 class Block:
-    """Rounds in a row. `tokens` are expected at the true acceptance from the drafts that were
-    really verified, so that luck does not blur a comparison; `counted` is what came out."""
+    """Consecutive rounds. `tokens`: expected at the true acceptance from the drafts that were
+    verified, so that chance does not blur a comparison. `counted`: tokens that came out."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -50,13 +47,12 @@ class Block:
 
 
 class Counting:
-    """In the controller's place: passes everything on and counts what it is told into `block`."""
+    """A controller that passes everything on to another and counts the rounds into `block`.
+
+    `expected_tokens`: of a request's round, by draft length."""
 
     def __init__(self, inner: AdaptiveController, expected_tokens: Sequence[float]) -> None:
-        self._inner, self._expected_tokens = (
-            inner,
-            expected_tokens,
-        )  # by draft length, of a request's round
+        self._inner, self._expected_tokens = inner, expected_tokens
         self.block = Block()
 
     def observe(
@@ -83,8 +79,7 @@ class Counting:
 
 
 class ForcedRounds(Rounds):
-    """`synthetic_acceptance_rates` must be in the options, with any values, unless there is no
-    drafter."""
+    """With a drafter, the options must have `synthetic_acceptance_rates` with any values."""
 
     def __init__(self, model: str, **options: Any) -> None:
         super().__init__(model, **options)
@@ -93,58 +88,55 @@ class ForcedRounds(Rounds):
         self._filled_with = (0, 0)
 
     def set_acceptance(self, acceptance: float) -> None:
-        """See `script_acceptance`."""
+        """Of every draft, given that those before it were accepted."""
         rates = script_acceptance(self.executor, acceptance)
         self._expected_tokens = list(accumulate(rates, initial=1.0))
 
     def start(self, batch_size: int, prompt_len: int) -> None:
-        """Without drafts, and with nobody's controller told."""
+        """Runs without drafts, and no controller observes it."""
         self._filled_with = (batch_size, prompt_len)
         parts = self.executor.parts
         parts.controller, parts.draft_len_for = self._plain, self._plain.steps_for
         super().start(batch_size, prompt_len)
 
     def has_room(self, rounds: float) -> bool:
-        """Whether every request could go on for so many rounds with all drafts accepted, and what
-        is in flight."""
+        """Whether every request can go on for so many rounds if all drafts are accepted."""
         longest = max(request.num_tokens for request in self.requests)
         return longest + (rounds + 4) * (1 + self.built.max_draft_len) < self.built.max_seq_len
 
     def refill(self) -> None:
-        """New requests in the place of those that run, as `start` had put them."""
+        """Replaces the requests by new ones, as `start` put them."""
         self.start(*self._filled_with)
 
     def play(
         self, controller: AdaptiveController, *, rounds: int | None = None, seconds: float = 0.0
     ) -> Block:
-        """So many rounds, or rounds of so many seconds, under `controller`, as the host sees them
-        end.
+        """That many rounds, or rounds of that many seconds, under `controller`.
 
-        Two rounds go before: the first was launched under whoever was there before and is told to
-        nobody, and the next may have no drafts, or too few. Requests whose room ends are replaced,
-        and that is in no time."""
+        Two rounds before them do not count: the first was launched under the previous controller,
+        and the next may have too few drafts. Requests without room are replaced; that takes no
+        time of the block."""
         block = Block()
-        told = self._enter(controller, block)
+        counting = self._enter(controller, block)
         while block.seconds < seconds if rounds is None else block.rounds < rounds:
             if not self.has_room(CHECKED_ROUNDS):
                 self.refill()
-                told = self._enter(controller, block)
-            number = (
-                CHECKED_ROUNDS if rounds is None else min(CHECKED_ROUNDS, rounds - block.rounds)
-            )
+                counting = self._enter(controller, block)
+            left = CHECKED_ROUNDS if rounds is None else rounds - block.rounds
+            number = min(CHECKED_ROUNDS, left)
             start = time.perf_counter()
             for _ in range(number):
                 self.executor.step()
             block.seconds += time.perf_counter() - start
-            if not self.built.max_draft_len:  # nobody is told of plain decoding's rounds
-                told.count(len(self.requests), 0, number)
+            if not self.built.max_draft_len:  # plain decoding has no controller that observes
+                counting.count(len(self.requests), 0, number)
         return block
 
     def _enter(self, controller: AdaptiveController, block: Block) -> Counting:
-        parts, told = self.executor.parts, Counting(controller, self._expected_tokens)
+        parts, counting = self.executor.parts, Counting(controller, self._expected_tokens)
         parts.draft_len_for = controller.steps_for
         self.executor.step()
-        parts.controller = told
+        parts.controller = counting
         self.executor.step()
-        told.block = block
-        return told
+        counting.block = block
+        return counting
