@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,10 @@ import torch
 
 from benchmarks.h200_parts.figures import Figure
 from benchmarks.h200_parts.setup import Report, Setup
-from benchmarks.harness.engine import release, stopwatch, synchronize
+from benchmarks.harness.engine import release, start_up_phases, synchronize
 from benchmarks.harness.models import LLAMA_8B, Config
 from benchmarks.harness.report import ROOT
 from tllm_spec import LLM, SamplingParams
-from tllm_spec.attention.kv_pool import KVPool
-from tllm_spec.executor.building import engines
-from tllm_spec.executor.rounds.round_runner import RoundRunner
 
 
 @dataclass(frozen=True)
@@ -107,16 +103,7 @@ def measure(start: Start, imported: float) -> dict[str, float]:
         synchronize()
     found["device"] = time.time() - began
     began = time.time()
-    with ExitStack() as stack:
-        phases = {
-            name: stack.enter_context(stopwatch(owner, method, with_device=True))
-            for name, owner, method in (
-                ("weights", engines, "load_model"),
-                ("head", engines, "load_head"),
-                ("KV pools", KVPool, "__init__"),
-                ("graphs", RoundRunner, "capture_graphs"),
-            )
-        }
+    with start_up_phases() as phases:
         llm = LLM(start.model, skip_tokenizer_init=True, **start.options)
     ready = time.time()
     found |= {name: sum(seconds) for name, seconds in phases.items()}

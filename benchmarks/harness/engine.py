@@ -1,6 +1,6 @@
 """An executor that is driven round by round, without the server's thread: filled, timed, traced.
 
-This is the one module of the harness that reaches into the engine."""
+Only this module and forced_rounds.py reach into the engine."""
 
 import functools
 import gc
@@ -19,11 +19,13 @@ from unittest import mock
 
 import torch
 
+from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor import build
 from tllm_spec.executor.building import engines
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
+from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.rounds.transfer import ToHost
 from tllm_spec.models.linear import Linear
 from tllm_spec.sampling_params import SamplingParams
@@ -234,6 +236,22 @@ def stopwatch(owner: object, name: str, *, with_device: bool = False) -> Iterato
 
     with mock.patch.object(owner, name, timed):
         yield seconds
+
+
+@contextmanager
+def start_up_phases() -> Iterator[dict[str, list[float]]]:
+    """Seconds of the phases of every engine that is built inside the block."""
+    phases = (
+        ("weights", engines, "load_model"),
+        ("head", engines, "load_head"),
+        ("KV pools", KVPool, "__init__"),
+        ("graphs", RoundRunner, "capture_graphs"),
+    )
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(stopwatch(owner, method, with_device=True))
+            for name, owner, method in phases
+        }
 
 
 def additions_ms(number: int = 100_000) -> float:
