@@ -1,9 +1,8 @@
 """What a decoding round costs by how it is run. Every engine of a table takes turns with the one
 that it is compared with.
 
-    python -m benchmarks.rounds [launch] [zero_drafts] [sampling_params] [deterministic]
+    python -m benchmarks.rounds [zero_drafts] [sampling_params] [deterministic]
 
-launch           CUDA graph or not, overlap or not, one-model or two-model EAGLE-3
 zero_drafts      an engine with a drafter at draft length 0, over one without speculation
 sampling_params  one request with parameters that the round's graph does not cover, over greedy
 deterministic    `deterministic: true` over the default
@@ -19,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness.engine import Rounds, in_turns, release
 from benchmarks.harness.models import Models, open_models
-from benchmarks.harness.report import Options, Row, Subject, main, number, table
+from benchmarks.harness.report import Options, Row, Subject, main, table
 
 K = 3
 PARAMS: Mapping[str, dict[str, Any]] = {
@@ -38,7 +37,7 @@ class Case:
         self.models, self.is_8b = models, models.is_8b
         self.batch_sizes = (1, 8, 64) if self.is_8b else (1, 2)
         self.prompt_len = 1024 if self.is_8b else 48
-        self.rounds, self.turns = (60, 3) if self.is_8b else (4, 2)
+        self.rounds, self.turns = (64, 3) if self.is_8b else (4, 2)
         if options.quick:
             self.batch_sizes, self.turns = self.batch_sizes[:1], 1
             self.rounds = min(20, self.rounds)
@@ -80,18 +79,6 @@ def cases(measure: Callable[[Case], Iterator[Row]]) -> Callable[[Options], Itera
                 release()
 
     return run
-
-
-def launch(case: Case) -> Iterator[Row]:
-    eagle3 = {"speculative_config": case.models.eagle3(K)}
-    two_model = {"speculative_config": case.models.eagle3(K, eagle3_one_model=False)}
-    eager, serial = {"cuda_graph_config": None}, {"disable_overlap_scheduler": True}
-    for batch_size in case.batch_sizes[:2]:
-        for path, options in (("plain", {}), ("EAGLE-3", eagle3), ("EAGLE-3 two-model", two_model)):
-            for how, more in (("graph, overlap", {}), ("graph", serial), ("eager, overlap", eager)):
-                ms = case.compare({how: case.engine(batch_size, **options, **more)})[how]
-                yield {"path": path, "batch_size": batch_size, "how": how, "ms": ms}
-                release()
 
 
 def zero_drafts(case: Case) -> Iterator[Row]:
@@ -151,32 +138,24 @@ def deterministic(case: Case) -> Iterator[Row]:
 
 
 def ratios(name: str) -> Callable[[Sequence[Row]], list[str]]:
-    return lambda rows: pivot(rows, (name,), lambda row: f"{row['ratio']:.3f}")
-
-
-def pivot(rows: Sequence[Row], names: Sequence[str], cell: Callable[[Row], str]) -> list[str]:
-    """One column per batch size, and per path where that is not a name of the rows."""
+    """One row per value of `name`, one column per batch size, and per path if that is not it."""
 
     def column(row: Row) -> str:
-        path = "" if "path" in names else f"{row['path']}, "
+        path = "" if name == "path" else f"{row['path']}, "
         return f"{path}batch {row['batch_size']}"
 
-    columns = list(dict.fromkeys(map(column, rows)))
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for row in rows:
-        found[", ".join(row[name] for name in names)][column(row)] = cell(row)
-    lines = [[key, *(own.get(each, "–") for each in columns)] for key, own in found.items()]
-    return table(("", *columns), lines)
+    def lines(rows: Sequence[Row]) -> list[str]:
+        columns = list(dict.fromkeys(map(column, rows)))
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for row in rows:
+            found[row[name]][column(row)] = f"{row['ratio']:.3f}"
+        cells = [[key, *(own.get(each, "–") for each in columns)] for key, own in found.items()]
+        return table(("", *columns), cells)
+
+    return lines
 
 
 SUBJECTS = (
-    Subject(
-        "launch",
-        "ms of a round by graph, overlap and path",
-        cases(launch),
-        lambda rows: pivot(rows, ("path", "how"), lambda row: number(row["ms"])),
-        needs_cuda=True,
-    ),
     Subject(
         "zero_drafts", "Draft length 0 over plain decoding", cases(zero_drafts), ratios("path")
     ),

@@ -101,8 +101,8 @@ def test_a_subject_that_needs_a_gpu_is_refused_without_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        report.main(rounds.SUBJECTS, None, ["launch", "--device", "cpu"])
-    assert "launch needs a CUDA device" in capsys.readouterr().err
+        report.main(rounds.SUBJECTS, None, ["deterministic", "--device", "cpu"])
+    assert "deterministic needs a CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("document", "num_tables"), [(DOCUMENTS[0], 13), (DOCUMENTS[1], 1)])
