@@ -21,10 +21,10 @@ BORDERS = {"executor/worker.py", "tllm_spec/server/app.py"}
 # Top floor first; the longest entry that fits a module is its own. A module may import from its own
 # entry and from any lower floor, never sideways or up.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples"),
+    ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples", "tllm_spec.llmapi"),
     ("tllm_spec.bench", "tllm_spec.server"),
     ("tllm_spec.llm",),
-    ("tllm_spec.request_handle", "tllm_spec.server_info"),
+    ("tllm_spec.request_handle", "tllm_spec.server_info", "tllm_spec.prompts"),
     ("tllm_spec.stop_strings",),
     ("tllm_spec.executor.worker",),
     ("tllm_spec.executor.build",),
@@ -71,10 +71,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.kernels", "tllm_spec.distributed"),
     ("tllm_spec.config", "tllm_spec.tokenizer"),
     ("tllm_spec.speculative_config", "tllm_spec.sampling_params", "tllm_spec.outputs"),
+    ("tllm_spec.speculative_base", "tllm_spec.logits_processor"),
     ("tllm_spec.adaptive_config",),
-    ("tllm_spec.config_base",),
+    ("tllm_spec.config_base", "tllm_spec.not_served"),
     (
         "tllm_spec.option_checks",
+        "tllm_spec.draft_len_schedule",
         "tllm_spec.import_path",
         "tllm_spec.zoo.registry",
         "tllm_spec.zoo.corpus",
