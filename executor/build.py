@@ -17,6 +17,7 @@ from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_threads
 from tllm_spec.executor.draft_lens import watch_unverified
 from tllm_spec.executor.engine.memory_plan import plan_num_pages
+from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
@@ -28,11 +29,11 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
-from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
+from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import DraftEngine, Surroundings, build_speculation
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from tllm_spec.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,8 @@ def build_executor(
     """Loads the models and connects everything. Raises ValueError for what the arguments cannot
     have."""
     plan = BuildPlan(args)
-    if plan.draft_plan is not None and tokenizer is not None and not plan.draft_plan.is_head:
-        check_same_vocabulary(tokenizer, load_tokenizer(str(draft_folder(plan.draft_plan))))
+    if plan.draft_plan is not None:
+        check_draft(plan.draft_plan, tokenizer)
     target = load_target(plan)
     draft = load_draft(plan, target) if plan.draft_plan is not None else None
     models = [target, *([draft.net] if draft else [])]
@@ -91,9 +92,10 @@ def build_executor(
         controller = build_controller(plan, runner, speculation, models)
     watch_unverified(controller, plan.spec, speculation)
     queue, resources = RequestQueue(), [*speculation.resources, kv, plan.slots]
+    scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
     parts = ExecutorParts(
         queue=queue,
-        scheduler=Scheduler(plan.limits(kv), plan.slots, kv, resources),
+        scheduler=scheduler,
         kv=kv,
         resources=resources,
         slots=slots,
@@ -107,6 +109,11 @@ def build_executor(
         drafts_in_flight=plan.why_no_overlap is None,
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
+        iteration_stats=(
+            IterationStats(args.max_stats_len, scheduler, kv.cache)
+            if args.enable_iter_perf_stats
+            else None
+        ),
     )
     executor = PyExecutor(parts, respond)
     return BuiltExecutor(

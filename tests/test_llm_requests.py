@@ -251,7 +251,7 @@ def test_a_long_text_is_only_refused_where_it_cannot_fit(llm: LLM) -> None:
     assert llm.generate("a " * 6000, params).error is None
 
 
-def test_a_users_tokenizer_needs_no_vocabulary(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_tokenizer_needs_no_vocabulary(llm: LLM) -> None:
     tokenizer = llm.tokenizer
     assert tokenizer is not None
 
@@ -259,7 +259,39 @@ def test_a_users_tokenizer_needs_no_vocabulary(llm: LLM, monkeypatch: pytest.Mon
         eos_token_id, chat_template = tokenizer.eos_token_id, None
         encode, decode = staticmethod(tokenizer.encode), staticmethod(tokenizer.decode)
 
-    monkeypatch.setattr(llm, "tokenizer", Bare())
-    monkeypatch.delitem(vars(llm), "_longest_token", raising=False)
-    assert llm.generate(" " * 960, THREE).error is None
-    monkeypatch.delitem(vars(llm), "_longest_token")
+    with LLM("zoo:llama", Bare(), max_seq_len=256) as with_bare:
+        assert with_bare.generate(" " * 960, THREE).error is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lora_request", "prompt_adapter_request", "kv_cache_retention_config", "cache_salt"),
+        *("disaggregated_params", "scheduling_params", "conversation_params", "trace_headers"),
+    ],
+)
+def test_arguments_of_tensorrt_llm_that_are_not_served_must_be_none(llm: LLM, name: str) -> None:
+    assert llm.generate("import os", THREE, **{name: None}).error is None
+    prompts = ["import os", "def f("]
+    assert len(llm.generate(prompts, THREE, use_tqdm=False, **{name: [None, None]})) == 2
+    for given in ("x", ["x"]):
+        with pytest.raises(ValueError, match=rf"{name} = .* is refused: .*; accepted: None"):
+            llm.generate(prompts, THREE, **{name: given})
+    with pytest.raises(ValueError, match=name):
+        llm.generate_async("import os", THREE, **{name: "x"})
+
+
+def test_an_unknown_argument_is_a_type_error(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        llm.generate("import os", temperature=1)
+
+
+def test_every_llm_has_an_id_of_its_own(llm: LLM) -> None:
+    with LLM("zoo:llama", max_seq_len=64) as other:
+        assert isinstance(llm.llm_id, str) and llm.llm_id != other.llm_id
+
+
+def test_kv_cache_events_are_refused_by_a_sentence(llm: LLM) -> None:
+    for method in (llm.get_kv_cache_events, llm.get_kv_cache_events_async):
+        with pytest.raises(ValueError, match="KV cache events are not reported"):
+            method(timeout=2)

@@ -63,7 +63,7 @@ def test_an_unset_temperature_is_one_when_another_option_asks_for_sampling(
         {"min_tokens": -1},
         {"n": 0},
         {"logprobs": -1},
-        {"logprobs": True},
+        {"logprobs": "1"},
         {"repetition_penalty": 0},
         {"repetition_penalty": 1e-320},
         {"repetition_penalty": 1e308},
@@ -113,6 +113,20 @@ def test_single_words_and_lists_are_read_alike() -> None:
         == SamplingParams().logits_processors
         == ()
     )
+
+
+def test_true_and_false_are_one_and_no_log_probability() -> None:
+    on, off = SamplingParams(logprobs=True), SamplingParams(logprobs=False)
+    assert on == SamplingParams(logprobs=1) and type(on.logprobs) is int
+    assert off == SamplingParams() and off.logprobs is None
+    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
+
+
+def test_all_options_that_are_refused_are_named_together() -> None:
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams.from_dict({"guided_decoding": 1, "use_beam_search": True, "topk": 2})
+    keys = [line.partition(" = ")[0] for line in str(refusal.value).splitlines()]
+    assert keys == ["guided_decoding", "use_beam_search", "topk"]
 
 
 def test_null_means_the_default_as_in_http_bodies() -> None:

@@ -227,6 +227,11 @@ class DecodingBaseConfig(ConfigModel):
         return self
 
     @property
+    def max_total_draft_tokens(self) -> int:
+        """TensorRT-LLM's name for the nodes of a draft tree. A chain has `max_draft_len`."""
+        return self.max_draft_len
+
+    @property
     def why_no_overlap(self) -> str | None:
         """Why a round cannot start before the host has read the last one's tokens, or None."""
         return f"{self.decoding_type} drafts are made on the host from tokens"
