@@ -21,6 +21,7 @@ from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
@@ -109,16 +110,20 @@ def build_executor(
         drafts_in_flight=plan.why_no_overlap is None,
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
-        iteration_stats=(
-            IterationStats(args.max_stats_len, scheduler, kv.cache)
-            if args.enable_iter_perf_stats
-            else None
-        ),
+        iteration_stats=_iteration_stats(args, scheduler, kv),
     )
     executor = PyExecutor(parts, respond)
     return BuiltExecutor(
         executor, queue, plan.config, plan.max_seq_len, plan.max_draft_len, controller.new_mark
     )
+
+
+def _iteration_stats(
+    args: LlmArgs, scheduler: Scheduler, kv: KVCacheManager
+) -> IterationStats | None:
+    if not args.enable_iter_perf_stats:
+        return None
+    return IterationStats(args.max_stats_len, scheduler, kv.cache)
 
 
 def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:

@@ -179,8 +179,8 @@ def test_every_module_has_a_floor() -> None:
 def test_imports_only_go_down() -> None:
     wrong = []
     for module, path in PACKAGE_FILES.items():
-        if module == "tllm_spec":
-            continue  # the one file that re-exports
+        if module in ("tllm_spec", "tllm_spec.llmapi"):
+            continue  # they re-export
         entry, floor = entry_and_floor(module)
         for target in imported_modules(path):
             target_entry, target_floor = entry_and_floor(target)

@@ -14,12 +14,9 @@ from pydantic import BeforeValidator, PositiveInt, Strict, field_validator, mode
 from tllm_spec.config_base import ConfigError
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed, shown
-from tllm_spec.speculative_base import (
-    DECODING_NOT_SERVED,
-    NO_TREE,
-    DecodingBaseConfig,
-    DraftModelDecodingConfig,
-)
+from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE
+from tllm_spec.speculative_base import DecodingBaseConfig as DecodingBaseConfig
+from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
 logger = logging.getLogger(__name__)
 
