@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
-CHECKED := setup.py tllm_spec executor kernels tests benchmarks
+CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
-.PHONY: install fmt lint type test test-all test-gpu bench demo examples
+.PHONY: install fmt lint type test test-all test-gpu bench demo docs examples
 
 install: $(STAMP)
 
@@ -39,6 +39,9 @@ examples: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_vs_transformers.py
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate_options.py
 
 demo: build/heldout.jsonl
 	$(BIN)/tllm-bench --model zoo:llama compare $(DEMO_CONFIGS) --dataset $< --show_text 2

@@ -86,7 +86,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 
 def python_files() -> list[Path]:
-    folders = ("tllm_spec", "executor", "kernels", "tests", "benchmarks")
+    folders = ("tllm_spec", "executor", "kernels", "tests", "benchmarks", "docs")
     return [ROOT / "setup.py"] + [
         path
         for folder in folders

@@ -54,8 +54,8 @@ class KvCacheConfig(ConfigModel):
     max_tokens: PositiveInt | None = None
     """Tokens that the cache holds, at most. null: no limit but the memory."""
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the GPU memory that is free after loading the models that the cache may take.
-    Without effect on a CPU."""
+    """Share that the cache may take of the GPU memory that is free after loading the models. No
+    effect on a CPU."""
     tokens_per_block: PositiveInt = 32
     """Tokens of one page, a power of two."""
 
@@ -89,8 +89,7 @@ class SchedulerConfig(ConfigModel):
 
 
 class CudaGraphConfig(ConfigModel):
-    """For which batch sizes a decoding round is captured as a CUDA graph. Without effect on a
-    CPU."""
+    """Batch sizes for which a decoding round is captured as a CUDA graph. No effect on a CPU."""
 
     batch_sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] | None = None
     """Batch sizes to capture. null: 1, 2, 4, then steps of 8 up to 128 and of 64 above; without
