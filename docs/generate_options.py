@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -148,7 +149,7 @@ def kind_of(annotation: Any, bounds: tuple[float, float] = NO_LIMITS) -> str:
         return " or ".join(dict.fromkeys(kinds + ["null"] * (NoneType in arguments)))
     if origin in (tuple, Sequence):
         each = kind_of(arguments[0])
-        return "list of " + each.replace("integer", "integers").replace("number", "numbers")
+        return "list of " + re.sub(r"\b(integer|number)\b", r"\1s", each)
     if origin is Callable:
         return "function"
     noun = NOUNS.get(annotation, "mapping")
