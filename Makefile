@@ -5,7 +5,7 @@ STAMP := .venv/installed
 CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
-.PHONY: install fmt lint type test test-all test-gpu bench demo docs examples
+.PHONY: install fmt lint type test test-all test-gpu bench bench-gpu demo docs examples
 
 install: $(STAMP)
 
@@ -38,7 +38,13 @@ examples: $(STAMP)
 	$(BIN)/python -m pytest tests/test_examples.py
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/cpu_vs_transformers.py
+	for script in cpu ngram draft_sampling; do $(BIN)/python -m benchmarks.$$script || exit 1; done
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.h200 --quick
+	$(BIN)/python -m benchmarks.adaptive_h200 --time-limit 440
+	$(BIN)/python -m benchmarks.rounds
+	$(BIN)/python -m benchmarks.gpu_kernels
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate_options.py

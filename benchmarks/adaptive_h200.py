@@ -1,9 +1,9 @@
 """Adaptive draft lengths on one GPU: round times, steady cells, and traffic that moves, in one
 engine.
 
-    python benchmarks/adaptive_h200.py [--quick] [--time-limit 200] [--phase-seconds 1] [--output
-    result.json] python benchmarks/adaptive_h200.py [--quick] --batch-sizes 4,16,32  # only these,
-    and no traffic that moves python benchmarks/adaptive_h200.py --shape zoo --device cpu --quick  #
+    python -m benchmarks.adaptive_h200 [--quick] [--time-limit 200] [--phase-seconds 1] [--output
+    result.json] python -m benchmarks.adaptive_h200 [--quick] --batch-sizes 4,16,32  # only these,
+    and no traffic that moves python -m benchmarks.adaptive_h200 --shape zoo --device cpu --quick  #
     shows that it runs; its figures mean nothing
 
 An 8B Llama's shape in bf16 with random weights and a one-model EAGLE-3 head, greedy, prompts of 512
@@ -26,7 +26,6 @@ import argparse
 import copy
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adaptive_h200_tables import (
+
+from benchmarks.adaptive_h200_tables import (
     COST_MODEL,
     LADDER,
     Cell,
@@ -46,11 +46,9 @@ from adaptive_h200_tables import (
     times_table,
     traffic_table,
 )
-from adaptive_simulator import Traffic, bursts, phases
-from forced_rounds import Block, ForcedRounds
-from h200_setup import NO_REUSE, Setup
-from model_shapes import write_configs
-
+from benchmarks.adaptive_simulator import Traffic, bursts, phases
+from benchmarks.harness.forced_rounds import Block, ForcedRounds
+from benchmarks.harness.models import Models, open_models
 from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.report import machine_section
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
@@ -106,7 +104,7 @@ class Measurement:
     """Both engines at once, on the same weights: plain decoding takes turns with draft length 0."""
 
     def __init__(
-        self, setup: Setup, sizes: Sizes, time_limit_s: float, phase_seconds: float
+        self, setup: Models, sizes: Sizes, time_limit_s: float, phase_seconds: float
     ) -> None:
         self._sizes, self._phase_seconds = sizes, phase_seconds
         self._began, self._time_limit_s = time.perf_counter(), time_limit_s
@@ -263,9 +261,9 @@ class Measurement:
         print(f"{time.perf_counter() - self._began:6.1f} s | {text}", file=sys.stderr, flush=True)
 
 
-def _engine(setup: Setup, sizes: Sizes, room: int, **options: Any) -> ForcedRounds:
+def _engine(setup: Models, sizes: Sizes, room: int, **options: Any) -> ForcedRounds:
     largest, max_seq_len = max(sizes.batch_sizes), sizes.prompt_len + room
-    kv = {**NO_REUSE, "max_tokens": largest * (max_seq_len + 128)}
+    kv = {"enable_block_reuse": False, "max_tokens": largest * (max_seq_len + 128)}
     own = {"cuda_graph_config": {"batch_sizes": sorted(sizes.batch_sizes)}, "kv_cache_config": kv}
     common = {"max_batch_size": largest, "max_seq_len": max_seq_len}
     return ForcedRounds(setup.target, **(setup.options | own | common | options))
@@ -325,10 +323,8 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = sizes.quick() if args.quick else sizes
     if args.batch_sizes:
         sizes = replace(sizes, batch_sizes=args.batch_sizes, traffic_moves=False)
-    with tempfile.TemporaryDirectory() as name:
-        write_configs(Path(name))
-        setup = Setup(args.shape, args.device, args.quick, frozenset(), Path(name))
-        measurement = Measurement(setup, sizes, args.time_limit, args.phase_seconds)
+    with open_models(args.shape, args.device) as models:
+        measurement = Measurement(models, sizes, args.time_limit, args.phase_seconds)
         measurement.run()
     found = measurement.found
     tables = [times_table(found.times), cells_table(found.cells), traffic_table(found.phases)]

@@ -1,156 +1,199 @@
-"""What a generation round costs on a GPU: graph or eager, overlap or not, plain, one-model and
-two-model EAGLE-3.
+"""What a decoding round costs by how it is run. Every engine of a table takes turns with the one
+that it is compared with.
 
-    python benchmarks/rounds.py [--shape llama-8b|zoo] [--batch-sizes 1,8] [--draft-len 3] [--output
-    result.json]
+    python -m benchmarks.rounds [launch] [zero_drafts] [sampling_params] [deterministic]
 
-Rounds are driven one by one, without the server's thread. Round times are wall time of many rounds
-over their number; all other columns come from a profiler trace of 100 rounds: graph launches a
-round, calls in which the host waits for the device (one a round is for the event of its results),
-and the median time of a round in which the GPU does nothing between graphs. `llama-8b` has random
-weights and synthetic acceptance (0.73 / 0.52 / 0.35 by position, the peers' 2.60 tokens a round).
-"""
+launch           CUDA graph or not, overlap or not, one-model or two-model EAGLE-3
+zero_drafts      an engine with a drafter at draft length 0, over one without speculation
+sampling_params  one request with parameters that the round's graph does not cover, over greedy
+deterministic    `deterministic: true` over the default
 
-import argparse
-import json
+Random prompts; with `--shape llama-8b` random weights and synthetic acceptance."""
+
+import statistics
 import sys
-import tempfile
-from collections import Counter
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
-from driven_rounds import SPAN, Rounds, gap_between_launches, release
-from model_shapes import RATES, write_configs
+from benchmarks.harness.engine import Rounds, in_turns, release
+from benchmarks.harness.models import Models, open_models
+from benchmarks.harness.report import Options, Row, Subject, main, number, table
 
-PROMPT_LEN, TIMED_ROUNDS, TRACED_ROUNDS = 1024, 150, 100
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaEventSynchronize")
-
-
-@dataclass
-class Row:
-    """Times in milliseconds, the gap in microseconds."""
-
-    path: str
-    batch_size: int
-    graph: bool
-    overlap: bool
-    round_ms: float
-    tokens_a_round: float
-    launches_a_round: float
-    waits_a_round: float
-    gap_us: float | None  # None: without graphs there is no telling where a round ends
+K = 3
+PARAMS: Mapping[str, dict[str, Any]] = {
+    "temperature, top_p": {"temperature": 0.8, "top_p": 0.95},  # the round's graph covers these
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "logprobs": {"logprobs": 5},
+    "logit_bias": {"logit_bias": {7: 2.0}},
+}
+NEVER = {"draft_len_schedule": {1: 0}}
 
 
-def measure(path: str, model: str, batch_size: int, prompt_len: int, **options: Any) -> Row:
-    spec = options.get("speculative_config")
-    width = spec["max_draft_len"] + 1 if spec else 1
-    max_seq_len = prompt_len + (TIMED_ROUNDS + TRACED_ROUNDS + 60) * width
-    rounds = Rounds(model, max_batch_size=batch_size, max_seq_len=max_seq_len, **options)
-    rounds.start(batch_size, prompt_len)
-    overlap = rounds.executor.parts.max_in_flight > 0
-    graph = rounds.executor.parts.runner.graphs is not None
-    timed = rounds.timed(TIMED_ROUNDS)
-    if graph and overlap:
-        rounds.never_waits()
-    events = rounds.traced(TRACED_ROUNDS)
-    span = next(e for e in events if e.get("name") == SPAN and e.get("cat") == "user_annotation")
-    calls = Counter(
-        event["name"]
-        for event in events
-        if event.get("cat") == "cuda_runtime" and 0 <= event["ts"] - span["ts"] <= span["dur"]
-    )
-    launches_a_round = calls["cudaGraphLaunch"] / TRACED_ROUNDS
-    row = Row(
-        path,
-        batch_size,
-        graph,
-        overlap,
-        timed.round_ms,
-        timed.tokens_a_round,
-        launches_a_round,
-        sum(calls[name] for name in WAITS) / TRACED_ROUNDS,
-        gap_between_launches(events, round(launches_a_round)) if graph else None,
-    )
-    print(table_line(row), flush=True)
-    return row
+class Case:
+    """Sizes of a run, and engines that fit them. `turns`: those that count."""
 
+    def __init__(self, options: Options, models: Models) -> None:
+        self.models, self.is_8b = models, models.is_8b
+        self.batch_sizes = (1, 8, 64) if self.is_8b else (1, 2)
+        self.prompt_len = 1024 if self.is_8b else 48
+        self.rounds, self.turns = (60, 3) if self.is_8b else (4, 2)
+        if options.quick:
+            self.batch_sizes, self.turns = self.batch_sizes[:1], 1
+            self.rounds = min(20, self.rounds)
 
-def table_line(row: Row) -> str:
-    how = f"{'graph' if row.graph else 'eager'} | {'overlap' if row.overlap else 'no overlap'}"
-    tokens_a_second = row.batch_size * row.tokens_a_round / row.round_ms * 1e3
-    figures = f"{row.round_ms:.2f} | {row.tokens_a_round:.2f} | {tokens_a_second:.0f}"
-    gap = "–" if row.gap_us is None else f"{row.gap_us:.0f}"
-    trace = f"{row.launches_a_round:.2f} | {row.waits_a_round:.2f} | {gap}"
-    return f"| {row.path} | {row.batch_size} | {how} | {figures} | {trace} |"
-
-
-def models(shape: str, folder: Path, draft_len: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The target, its EAGLE-3 configuration, and what else `LlmArgs` needs for them."""
-    if shape == "zoo":
-        head = {
-            "decoding_type": "Eagle3",
-            "speculative_model": "zoo:llama-eagle3",
-            "max_draft_len": draft_len,
-        }
-        return "zoo:llama", head, {}
-    write_configs(folder)
-    head = {
-        "decoding_type": "Eagle3",
-        "speculative_model": str(folder / "eagle3"),
-        "load_format": "dummy",
-        "max_draft_len": draft_len,
-        "synthetic_acceptance_rates": RATES[:draft_len],
-    }
-    return str(folder / "target"), head, {"load_format": "dummy"}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--shape", choices=("llama-8b", "zoo"), default="llama-8b")
-    parser.add_argument("--batch-sizes", default="1,8")
-    parser.add_argument("--draft-len", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("rounds.py needs a CUDA device")
-    rows: list[Row] = []
-    print(
-        "| path | batch | launch | loop | round ms | tokens/round | tok/s | graph launches | waits "
-        "| gap µs |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as name:
-        model, head, options = models(args.shape, Path(name), args.draft_len)
-        prompt_len = PROMPT_LEN if args.shape == "llama-8b" else 256
-        two_model = head | {"eagle3_one_model": False}
-        ways: dict[str, list[dict[str, Any]]] = {
-            "plain": [{}, {"disable_overlap_scheduler": True}, {"cuda_graph_config": None}],
-            "EAGLE-3 one-model": [
-                {"speculative_config": head},
-                {"speculative_config": head, "disable_overlap_scheduler": True},
-                {"speculative_config": head, "cuda_graph_config": None},
-            ],
-            "EAGLE-3 two-model": [{"speculative_config": two_model}],
-        }
-        for batch_size in map(int, args.batch_sizes.split(",")):
-            for path, variants in ways.items():
-                for variant in variants:
-                    rows.append(measure(path, model, batch_size, prompt_len, **options, **variant))
-                    release()
-    if args.output is not None:
-        result = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "shape": args.shape,
-        }
-        args.output.write_text(
-            json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    def engine(self, batch_size: int, **options: Any) -> Rounds:
+        """Filled with requests, and with room for all turns."""
+        speculates = bool(options.get("speculative_config"))
+        room = (40 + (self.turns + 2) * 2 * self.rounds) * (1 + K * speculates)
+        engine = Rounds(
+            self.models.target,
+            max_batch_size=batch_size,
+            max_seq_len=self.prompt_len + room,
+            **(self._options(batch_size, self.prompt_len + room) | options),
         )
+        engine.start(batch_size, self.prompt_len)
+        return engine
 
+    def compare(self, engines: Mapping[str, Rounds]) -> dict[str, float]:
+        """Median milliseconds of a round."""
+        sides = {name: partial(each.round_ms, self.rounds) for name, each in engines.items()}
+        return {name: statistics.median(v) for name, v in in_turns(sides, self.turns).items()}
+
+    def restarted_ms(self, engine: Rounds, params: dict[str, Any]) -> float:
+        engine.start(len(engine.requests), self.prompt_len, **params)
+        return engine.round_ms(self.rounds)
+
+    def _options(self, batch_size: int, max_seq_len: int) -> dict[str, Any]:
+        """A bounded KV cache, because several engines are alive at a time."""
+        tokens = (batch_size + 1) * (max_seq_len + 100)
+        kv_cache = {"enable_block_reuse": False, "max_tokens": tokens}
+        return self.models.options | {"kv_cache_config": kv_cache}
+
+
+def cases(measure: Callable[[Case], Iterator[Row]]) -> Callable[[Options], Iterator[Row]]:
+    def run(options: Options) -> Iterator[Row]:
+        with open_models(options.shape, options.device) as models:
+            for row in measure(Case(options, models)):
+                yield row
+                release()
+
+    return run
+
+
+def launch(case: Case) -> Iterator[Row]:
+    eagle3 = {"speculative_config": case.models.eagle3(K)}
+    two_model = {"speculative_config": case.models.eagle3(K, eagle3_one_model=False)}
+    eager, serial = {"cuda_graph_config": None}, {"disable_overlap_scheduler": True}
+    for batch_size in case.batch_sizes[:2]:
+        for path, options in (("plain", {}), ("EAGLE-3", eagle3), ("EAGLE-3 two-model", two_model)):
+            for how, more in (("graph, overlap", {}), ("graph", serial), ("eager, overlap", eager)):
+                ms = case.compare({how: case.engine(batch_size, **options, **more)})[how]
+                yield {"path": path, "batch_size": batch_size, "how": how, "ms": ms}
+                release()
+
+
+def zero_drafts(case: Case) -> Iterator[Row]:
+    models = case.models
+    configs = {
+        "EAGLE-3": models.eagle3(K, **NEVER),
+        "EAGLE-3 two-model": models.eagle3(K, eagle3_one_model=False, **NEVER),
+        "Draft/Target one-model": models.draft_target(K, draft_target_one_model=True, **NEVER),
+        "Draft/Target": models.draft_target(K, **NEVER),
+        "NGram": {"decoding_type": "NGram", "max_draft_len": K, **NEVER},
+    }
+    for batch_size in case.batch_sizes:
+        for drafter, config in configs.items():
+            drafting = case.engine(batch_size, speculative_config=config)
+            plain = case.engine(batch_size, weights_of=drafting)
+            found = case.compare({"plain": plain, "zero": drafting})
+            ratio = found["zero"] / found["plain"]
+            yield {"path": drafter, "batch_size": batch_size, "ms": found["plain"], "ratio": ratio}
+            del drafting, plain
+            release()
+
+
+def sampling_params(case: Case) -> Iterator[Row]:
+    """The same engine with new requests, the last of which has the parameters or not."""
+    for batch_size in sorted({case.batch_sizes[0], case.batch_sizes[-1]}):
+        for path, config in (("plain", None), ("EAGLE-3", case.models.eagle3(K))):
+            engine = case.engine(batch_size, speculative_config=config)
+            for name, params in PARAMS.items():
+                sides = {
+                    "greedy": partial(case.restarted_ms, engine, {}),
+                    "with": partial(case.restarted_ms, engine, params),
+                }
+                found = in_turns(sides, case.turns)
+                pairs = zip(found["with"], found["greedy"], strict=True)
+                yield {
+                    "path": path,
+                    "batch_size": batch_size,
+                    "params": name,
+                    "ms": statistics.median(found["greedy"]),
+                    "ratio": statistics.median(own / greedy for own, greedy in pairs),
+                }
+            del engine
+
+
+def deterministic(case: Case) -> Iterator[Row]:
+    for path, config in (("plain", None), ("EAGLE-3", case.models.eagle3(K))):
+        for batch_size in case.batch_sizes:
+            engines = {
+                name: case.engine(batch_size, speculative_config=config, deterministic=name == "on")
+                for name in ("off", "on")
+            }
+            found = case.compare(engines)
+            ratio = found["on"] / found["off"]
+            yield {"path": path, "batch_size": batch_size, "ms": found["off"], "ratio": ratio}
+            del engines
+            release()
+
+
+def ratios(name: str) -> Callable[[Sequence[Row]], list[str]]:
+    return lambda rows: pivot(rows, (name,), lambda row: f"{row['ratio']:.3f}")
+
+
+def pivot(rows: Sequence[Row], names: Sequence[str], cell: Callable[[Row], str]) -> list[str]:
+    """One column per batch size, and per path where that is not a name of the rows."""
+
+    def column(row: Row) -> str:
+        path = "" if "path" in names else f"{row['path']}, "
+        return f"{path}batch {row['batch_size']}"
+
+    columns = list(dict.fromkeys(map(column, rows)))
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        found[", ".join(row[name] for name in names)][column(row)] = cell(row)
+    lines = [[key, *(own.get(each, "–") for each in columns)] for key, own in found.items()]
+    return table(("", *columns), lines)
+
+
+SUBJECTS = (
+    Subject(
+        "launch",
+        "ms of a round by graph, overlap and path",
+        cases(launch),
+        lambda rows: pivot(rows, ("path", "how"), lambda row: number(row["ms"])),
+        needs_cuda=True,
+    ),
+    Subject(
+        "zero_drafts", "Draft length 0 over plain decoding", cases(zero_drafts), ratios("path")
+    ),
+    Subject(
+        "sampling_params",
+        "Sampling parameters over greedy",
+        cases(sampling_params),
+        ratios("params"),
+    ),
+    Subject(
+        "deterministic",
+        "`deterministic: true` over default",
+        cases(deterministic),
+        ratios("path"),
+        needs_cuda=True,
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(SUBJECTS, __doc__))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,14 +24,17 @@ from tllm_spec.executor.resources.paged_cache import PagedCache
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import BlockTable, SlotState
 from tllm_spec.executor.response import Response
+from tllm_spec.executor.rounds.result_sender import SentResults
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.rounds.transfer import ToHost
+from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler, SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.drafter import NoDrafter, OneModelDrafter
+from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 128_000
@@ -72,7 +74,7 @@ class Script:
         sampled = SampledTokens(
             tokens, torch.tensor([self._num_new(draft_len) for _ in range(num_rows)])
         )
-        return sampled, sampled.side_by_side()
+        return sampled, sampled.table()
 
     def _num_new(self, draft_len: int) -> int:
         return next(
@@ -84,19 +86,21 @@ class Script:
 class ScriptedRunner(RoundRunner):
     """A round of windows takes the way of a captured graph, up to the graph itself."""
 
-    def __init__(self, sampler: Sampler, script: Script, *, drafts: bool) -> None:
+    def __init__(self, sampler: Sampler, script: Script) -> None:
         engine: Any = None
-        round_end: Any = SimpleNamespace(in_graph=True) if drafts else None
-        super().__init__(engine, sampler, round_end)
-        self._script = script
+        super().__init__(engine, sampler, RoundEnd())
         graphs: Any = script
-        self.graphs = graphs
+        self.decode.graphs = graphs
+        contexts: Any = self.contexts
+        contexts.launch = self._answer
+        self._script = script
 
-    def _run_mixed(
-        self, batch: ScheduledBatch, chunks: Any, ended: list[LlmRequest], logprobs: Any
-    ) -> SampledTokens:
-        self._start(batch)
-        return self._script.tokens(len(ended) + len(batch.generation_requests), batch.draft_len)
+    def _answer(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
+        """In the place of `ContextRounds.launch`."""
+        self.contexts._start_joining(batch)
+        number = len(batch.last_chunk_requests) + len(batch.generation_requests)
+        sampled = self._script.tokens(number, batch.draft_len)
+        return SentResults(self._sender.send(sampled, logprobs))
 
 
 class ScriptedEngine:
@@ -140,7 +144,7 @@ class ScriptedEngine:
             kv=kv,
             resources=[kv, managed],
             slots=slots,
-            runner=ScriptedRunner(sampler, Script(rates, token_ids), drafts=draft_len > 0),
+            runner=ScriptedRunner(sampler, Script(rates, token_ids)),
             drafter=OneModelDrafter() if draft_len else NoDrafter(),
             sampler=sampler,
             controller=AdaptiveController.fixed(draft_len),

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 
 import torch
 
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.rounds.transfer import ToHost
 
 _is_sampled = attrgetter("is_sampled")
@@ -16,34 +16,34 @@ _is_sampled = attrgetter("is_sampled")
 @dataclass
 class ScheduledBatch:
     """The requests of one round. In every tensor of the round context rows come first, then the
-    generation windows."""
+    generation windows `[bonus token, draft 1 ... draft K]`."""
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
-    joining: list[LlmRequest] = field(
-        default_factory=list
-    )  # of the context requests, those with a new slot
-    draft_len: int = 0  # drafts in every generation window of this round, padding included
-    num_asked: int = (
-        0  # drafts that the drafter is asked for, of some request at least; it may have fewer
-    )
-    draft_probs: torch.Tensor | None = (
-        None  # [B, K, V] what drafts were drawn from, for rejection sampling
-    )
-    num_new_drafts: int = 0  # drafts that a drafter inside the forward makes for the next round
-    catches_up: bool = (
-        False  # it began with a draft model's reading what it had missed of generated tokens
-    )
+    # Those of the context requests that were given a slot in this round.
+    joining: list[LlmRequest] = field(default_factory=list)
+    # Drafts in every generation window of this round, padding included.
+    draft_len: int = 0
+    # The longest draft that was made for these windows; the rest of every window is padding.
+    num_steps: int = 0
+    # The longest draft that the drafter was asked for; it may have made fewer.
+    num_asked: int = 0
+    # [B, K, V]: what the drafts were drawn from, for rejection sampling.
+    draft_probs: torch.Tensor | None = None
+    # Drafts that a drafter on the device makes in this round for the next one.
+    num_new_drafts: int = 0
+    # Whether the round began with a draft model's reading of tokens that it had missed.
+    catches_up: bool = False
 
-    @property
+    @cached_property
     def last_chunk_requests(self) -> list[LlmRequest]:
-        """Context requests whose first new token is sampled in this round."""
+        """Context requests whose first new token is sampled in this round. Valid from scheduling
+        on, also when the requests have moved on."""
         return [request for request in self.context_requests if request.is_last_context_chunk]
 
     @property
     def drafts_after_contexts(self) -> bool:
-        """Whether any of them wants drafts, and does not end with its first token. Nobody else ever
-        verifies one, even where some were made beside windows."""
+        """Whether any of them wants drafts and does not end with its first token."""
         return any(
             request.draft_limit and request.num_output_tokens + 1 < request.max_tokens
             for request in self.last_chunk_requests
@@ -57,6 +57,12 @@ class ScheduledBatch:
     @property
     def window(self) -> int:
         return 1 + self.draft_len
+
+    @property
+    def max_kv_len(self) -> int:
+        """Upper bound of the KV lengths after the round's windows, of which there is one."""
+        longest = max(request.num_tokens_bound for request in self.generation_requests)
+        return longest + self.draft_len
 
     def __bool__(self) -> bool:
         return bool(self.context_requests or self.generation_requests)
@@ -76,15 +82,12 @@ class SampledTokens:
 
     `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]`
     int64 is how many are valid (accepted drafts + 1). A token of -1 says that the logits of that
-    position were not numbers.
-    `to_host`: their `side_by_side`, under way; None: nobody has sent it. `behind`: what the device
-    does behind that."""
+    position were not numbers. `to_host`: their `table`, if it is on its way already."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
     to_host: ToHost | None = None
-    behind: DeviceSpan | None = None
 
-    def side_by_side(self) -> torch.Tensor:
+    def table(self) -> torch.Tensor:
         """`[N, K+2]`: lengths, then tokens."""
         return torch.cat((self.new_lens.unsqueeze(1), self.new_tokens), dim=1)

@@ -1,7 +1,7 @@
-"""The composition root: from arguments to an executor. Nobody else constructs collaborators.
+"""The composition root: from arguments to an executor.
 
-Order: weights of target and draft, then the KV pools take what the memory plan leaves them, then
-the rest. The larger steps have a module each in `building/`."""
+Order: weights of target and draft, then KV pools of the size that the memory plan leaves, then the
+rest. The larger steps have a module each in `building/`."""
 
 import logging
 from collections.abc import Callable
@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.building.engines import build_engine, load_draft, load_target
-from tllm_spec.executor.building.memory import reserved_bytes
+from tllm_spec.executor.building.engines import build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_threads
 from tllm_spec.executor.draft_lens import watch_unverified
-from tllm_spec.executor.engine.memory_plan import plan_num_pages
 from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import LlmRequest
@@ -31,8 +29,7 @@ from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
-from tllm_spec.executor.speculative.modes import DraftEngine, Surroundings, build_speculation
-from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.tokenizer import Tokenizer
 
@@ -54,45 +51,36 @@ class BuiltExecutor:
 def build_executor(
     args: LlmArgs, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
 ) -> BuiltExecutor:
-    """Loads the models and connects everything. Raises ValueError for what the arguments cannot
-    have."""
+    """Loads the models and connects everything. Raises ValueError for arguments that cannot be
+    honoured."""
     plan = BuildPlan(args)
-    if plan.draft_plan is not None:
-        check_draft(plan.draft_plan, tokenizer)
-    target = load_target(plan)
-    draft = load_draft(plan, target) if plan.draft_plan is not None else None
-    models = [target, *([draft.net] if draft else [])]
-    num_pages = plan_num_pages(args, models, plan.max_len, reserved_bytes(plan, draft))
-
-    engine, kv, layers = build_engine(
-        plan, target, num_pages, draft, batch_invariant=args.deterministic
-    )
-    draft_engine = None
-    if draft is not None and layers is None:
-        assert isinstance(draft.net, CausalLM)
-        draft_engine = DraftEngine(*build_engine(plan, draft.net, num_pages)[:2])
+    check_draft(plan.draft_plan, tokenizer)
+    engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.max_draft_len, plan.device)
     sampler = _sampler(plan, slots)
-    around = Surroundings(
-        slots,
-        sampler,
-        args.max_num_tokens,
-        plan.slots.dummy_slot,
-        draft_engine,
-        layers,
+    speculation = build_speculation(
+        plan.spec,
+        Surroundings(
+            slots,
+            sampler,
+            args.max_num_tokens,
+            plan.slots.dummy_slot,
+            engines.draft,
+            engines.layers,
+        ),
     )
-    speculation = build_speculation(plan.spec, around)
+    runner = RoundRunner(engines.target, sampler, speculation.round_end)
+    num_threads = cpu_threads(engines.target.model)
+    with torch.inference_mode(), on_threads(num_threads):
+        controller = build_controller(plan, runner, speculation, engines.models)
+    watch_unverified(controller, plan.spec, speculation)
 
     def blame() -> list[LlmRequest] | None:
         culprits = sampler.host_edits.blame()
         return speculation.blame() if culprits is None else culprits
 
-    runner = RoundRunner(engine, sampler, speculation.round_end, speculation.backlog)
-    num_threads = cpu_threads(target)
-    with torch.inference_mode(), on_threads(num_threads):
-        controller = build_controller(plan, runner, speculation, models)
-    watch_unverified(controller, plan.spec, speculation)
-    queue, resources = RequestQueue(), [*speculation.resources, kv, plan.slots]
+    queue, kv = RequestQueue(), engines.kv
+    resources = [*speculation.resources, kv, plan.slots]
     scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
     parts = ExecutorParts(
         queue=queue,
@@ -112,9 +100,13 @@ def build_executor(
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
     )
-    executor = PyExecutor(parts, respond)
     return BuiltExecutor(
-        executor, queue, plan.config, plan.max_seq_len, plan.max_draft_len, controller.new_mark
+        PyExecutor(parts, respond),
+        queue,
+        plan.config,
+        plan.max_seq_len,
+        plan.max_draft_len,
+        controller.new_mark,
     )
 
 

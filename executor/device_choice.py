@@ -1,5 +1,5 @@
-"""Where a model runs, in what numbers, and on how many threads, as far as options leave it open.
-Knows no executor."""
+"""The device, the dtype and the number of threads that a model runs with, where the options leave
+them open."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,18 +21,17 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, of_checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own on CUDA, and float32 on a CPU, where 16-bit arithmetic is
-    slower and coarser."""
+    """`auto` is the checkpoint's own dtype on CUDA, and float32 on a CPU, where 16-bit arithmetic
+    is slower and less exact."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
-            name
-        ]
+        return dtypes[name]
     return of_checkpoint if device.type == "cuda" else torch.float32
 
 
 def cpu_threads(target: CausalLM) -> int | None:
-    """One thread for a model whose weights fit into a core's caches: there, waking others for every
-    op costs more than they compute (benchmarks/cpu_threads.py)."""
+    """One thread for a model whose weights fit into a core's caches: waking others for every op
+    costs more than they save (benchmarks/cpu_threads.py). None: torch's own number."""
     if target.device.type != "cpu":
         return None
     num_bytes = sum(
@@ -43,8 +42,8 @@ def cpu_threads(target: CausalLM) -> int | None:
 
 @contextmanager
 def on_threads(number: int | None) -> Iterator[None]:
-    """torch in this thread as it will be in the executor's (None: as it is), so that what is timed
-    here is true there."""
+    """Inside, torch uses as many threads here as it will in the executor's thread (None: its own
+    number), so that times measured here hold there."""
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)

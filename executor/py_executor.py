@@ -1,14 +1,14 @@
 """The request loop. `step` is one round; everything that differs between the ways of speculating
 was plugged in by `build.py`.
 
-It runs in one thread. Requests and cancellations come in through the inbox, responses leave through
+It runs in one thread. Requests and cancellations come in through the queue, responses leave through
 `respond`.
 
-With overlap the host reads a round after it has launched the next one: it schedules by upper bounds
+With overlap the host reads a round after it has launched the next one. It schedules by upper bounds
 (`LlmRequest.tokens_in_flight`), and a request that turns out to be finished has taken part in one
-round too many, whose results nobody reads. Its slot and pages can go to others at once, since the
-device works in order. Where everybody may turn out to be finished the host reads first. On the
-two-model path only rounds of draft length 0 overlap."""
+round too many, whose results are dropped. Its slot and pages can go to others at once, since the
+device works in order. Where all running requests may turn out to be finished, the host reads first.
+A drafter that needs tokens on the host lets rounds of draft length 0 overlap only."""
 
 from collections import deque
 from collections.abc import Callable
@@ -49,21 +49,20 @@ class ExecutorParts:
     queue: RequestQueue
     scheduler: Scheduler
     kv: KVCacheManager
-    resources: list[ResourceManager]  # in the order of their calls
+    resources: list[ResourceManager]  # called in this order
     slots: SlotState
     runner: RoundRunner
     drafter: Drafter
     sampler: Sampler
     controller: AdaptiveController  # of the draft length
-    # Of a round, by its number of generating requests and whether some of them are sampled: the
-    # controller's answer.
+    # The controller's draft length for a number of generating requests, and whether some of them
+    # are sampled.
     draft_len_for: Callable[[int, bool], int]
-    blame: Callable[[], list[LlmRequest] | None]  # who caused an exception; None: not known
+    # The requests whose code or drafts caused the latest exception; None: not known.
+    blame: Callable[[], list[LlmRequest] | None]
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
-    drafts_in_flight: bool = (
-        True  # rounds with drafts overlap, too: not where a drafter waits for tokens
-    )
-    cpu_threads: int | None = None  # of torch in the executor's thread; None: as they are
+    drafts_in_flight: bool = True  # False: the drafter needs tokens on the host
+    cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
     stream_interval: int = 1
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
 
@@ -77,7 +76,7 @@ class PyExecutor:
         self.resources = parts.resources
         self._respond = respond
         self._speculating = parts.slots.max_draft_len > 0
-        self._batch = ScheduledBatch()  # being launched or read
+        self._batch = ScheduledBatch()  # the one that is being launched or read
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
         self._reader = RoundReader(speculating=self._speculating)
@@ -120,21 +119,21 @@ class PyExecutor:
         self._batch = ScheduledBatch()
 
     def _complete_rounds(self, max_in_flight: int) -> bool:
-        """Reads the oldest rounds until so many are left. Whether it read any."""
+        """Reads the oldest rounds until `max_in_flight` are left. Returns whether it read any."""
         worked = False
         while len(self._in_flight) > max_in_flight:
             launched, worked = self._in_flight.popleft(), True
             self._batch = launched.batch
-            with_news = self._update_requests(launched)
+            responding = self._update_requests(launched)
             for manager in self.resources:
                 manager.update_resources(launched.batch)
-            self._finish_round(with_news)
+            self._finish_round(responding)
             self._batch = ScheduledBatch()
         return worked
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
-        """A drafter, or some code of a user's, wants to see the requests' tokens before the next
-        ones are chosen."""
+        """Whether a drafter, or a user's logits processor, must see the requests' tokens before the
+        next round is launched."""
         is_drafting = draft_len > 0 and not self.parts.drafts_in_flight
         return is_drafting or any(map(_needs_host_edits, self.scheduler.running))
 
@@ -155,7 +154,7 @@ class PyExecutor:
             self._end([alive[i] for i in dict.fromkeys(cancelled) if i in alive], "cancelled")
 
     def _draft_len(self, generating: list[LlmRequest]) -> int:
-        """Of the next round, as the controller wants it."""
+        """The controller's draft length for the next round."""
         if self._speculating and any(request.draft_limit for request in generating):
             return self.parts.draft_len_for(len(generating), has_sampled(generating))
         return 0
@@ -164,9 +163,8 @@ class PyExecutor:
         """Placeholders, so that scheduling counts the drafts of the round before they exist."""
         placeholders = [0] * draft_len
         for request in generating:
-            if (
-                request.py_draft_tokens != placeholders
-            ):  # as a drafter inside the forward leaves them
+            # A drafter on the device leaves the placeholders of the round before.
+            if request.py_draft_tokens != placeholders:
                 request.py_draft_tokens = placeholders.copy()
             request.py_num_draft_tokens = 0
 
@@ -183,15 +181,11 @@ class PyExecutor:
             batch.draft_len = batch.num_new_drafts = len(
                 batch.generation_requests[0].py_draft_tokens
             )
-            if batch.draft_len and self.parts.runner.round_end is None:
-                batch.num_asked = max(
-                    request.num_drafts_wanted for request in batch.generation_requests
-                )
         return batch
 
     def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:
-        """What the host knows of the round before it has read it: contexts move on by their chunks,
-        generations by one to K + 1 tokens."""
+        """What the host knows of the round before reading it: contexts move on by their chunks,
+        generations by 1 to K + 1 tokens."""
         num_after_contexts = batch.num_new_drafts if batch.drafts_after_contexts else 0
         for request in batch.context_requests:
             request.kv_len += request.context_chunk
@@ -206,21 +200,20 @@ class PyExecutor:
             request.num_drafts_ready = num_drafts_ready
 
     def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
-        """The host learns what was emitted. Returns the requests that somebody may want to hear
-        of."""
+        """The host learns what was emitted. Returns the requests that may need a response."""
         batch, (table, found) = launched.batch, launched.wait()
-        seen = SeenRound(self._clock.lap(launched.ended_at, launched.behind))
-        with_news = self._reader.read(launched, table, found, seen)
+        seen = SeenRound(self._clock.lap(launched.ended_at, launched.post_send))
+        responding = self._reader.read(launched, table, found, seen)
         timed = None if batch.context_requests else seen.seconds
         self.totals.add_round(batch.draft_len, seen.num_requests, seen.num_tokens, timed)
         if self._speculating and batch.generation_requests:
             seen.tell(self.parts.controller, launched)
         if self.parts.iteration_stats is not None:
             self.parts.iteration_stats.add(batch, seen)
-        return with_news
+        return responding
 
     def _finish_round(self, requests: list[LlmRequest]) -> None:
-        """Responses for whoever has news; finished requests give everything back."""
+        """Sends responses; finished requests give their slots and pages back."""
         interval = self.parts.stream_interval
         self._send(
             [
@@ -252,9 +245,9 @@ class PyExecutor:
 
     @torch.inference_mode()
     def recover(self, error: BaseException) -> None:
-        """A round broke off. Whoever caused it fails with the error, or everybody in the round if
-        that is not known; the others go on from where they stood before the round. Raises the error
-        if it was nobody's round."""
+        """A round raised `error`. The requests that caused it fail with it, or all requests of the
+        round if that is not known; the others go on from where they stood before the round. Raises
+        the error again if the round had no requests."""
         alive = [request for request in self._batch.requests() if request.slot >= 0]
         self._batch = ScheduledBatch()
         self._clock.stop()
@@ -262,11 +255,11 @@ class PyExecutor:
         if culprits is None:
             culprits = alive
             if not alive:
-                raise error  # nobody whose end could help: the next round would break off too
+                raise error  # no request to end: the next round would raise the same
         for request in alive:
             request.context_chunk = 0
         for request in culprits:
-            if not request.is_finished:  # in the part of the round that had been read
+            if not request.is_finished:  # by the part of the round that was read
                 request.finish("error", error=described(error))
         self._end(culprits)
         try:
@@ -277,12 +270,12 @@ class PyExecutor:
                     self._restart(request)
 
     def _restart(self, request: LlmRequest) -> None:
-        """Nothing of a round that broke off is left of it but what the host has read."""
+        """Takes the request back to what the host has read of it."""
         request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
         request.num_drafts_ready = 0
         self.parts.slots.start(request)
         self.parts.kv.rewind(request, request.kv_len + self.parts.kv.extra_kv_tokens)
-        self.parts.sampler.start(request)  # its token counts may have the round's tokens in them
+        self.parts.sampler.start(request)  # its token counts may include the round's tokens
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots or pages do not add up."""
@@ -290,8 +283,7 @@ class PyExecutor:
             manager.check_integrity()
 
     def state(self) -> dict[str, Any]:
-        """What runs, what was done and what draft lengths rest on, as plain values. Between rounds
-        only."""
+        """Queues, totals, cache and draft lengths as plain values. Between rounds only."""
         queues, controller = self.scheduler, self.parts.controller
         return {
             "num_requests_running": len(queues.running),

@@ -20,7 +20,10 @@ PROMPTS = [
     "class Stack:\n    def push(self, item):\n        " + REPEATING * 3,
     "import os\nimport sys\n\n\ndef main(argv):\n    ",
 ]
-OVERLAPPING = {"plain", "eagle3_one_model", "draft_target_one_model", "adaptive"}
+OVERLAPPING = {
+    *("plain", "eagle3_one_model", "eagle3_two_model"),
+    *("draft_target_one_model", "adaptive"),
+}
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 

@@ -41,7 +41,7 @@ def llm() -> Iterator[LLM]:
         ({"prompt_token_ids": "abc"}, "prompt_token_ids = 'abc': a list of token ids is needed"),
         ([1, "a"], r"prompt_token_ids = \[1, 'a'\] must be integers"),
         ("ab\ud800", r"character 2 is U\+D800, one half of a surrogate pair"),
-        ("a " * 6000, r"the prompt has 12000 characters; at most 255 tokens are accepted"),
+        ("a " * 6000, "maximum context length is 256 tokens, and the prompt has 12000 characters"),
     ],
 )
 def test_what_is_no_prompt_is_refused_in_a_sentence(llm: LLM, prompt: Any, sentence: str) -> None:

@@ -204,7 +204,7 @@ class LlmArgs(ConfigModel):
 
     not_served: ClassVar[Mapping[str, NotServed]] = LLM_NOT_SERVED
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, /, **options: Any) -> None:
         _check_keys(options)
         super().__init__(**_with_fraction(options))
 
@@ -257,7 +257,7 @@ class LlmArgs(ConfigModel):
         return self
 
     @classmethod
-    def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
+    def from_kwargs(cls, /, model: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
         """The arguments given by keyword; configuration objects may be given as mappings."""
         options: dict[str, Any] = {"model": model, **kwargs}
         return cls(**options)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tllm_spec.option_checks import NotServed, refusals, shown, unknown_option
+from tllm_spec.option_checks import NotServed, many_unknown, refusals, shown, unknown_option
 
 
 class ConfigError(ValueError):
@@ -31,7 +31,9 @@ class ConfigModel(BaseModel):
 
     not_served: ClassVar[Mapping[str, NotServed]] = {}
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, /, **options: Any) -> None:
+        if lines := many_unknown(options, {*type(self).model_fields, *self.not_served}):
+            raise ConfigError(lines)
         refused = refusals(options, self.not_served)
         without_effect = self.not_served.keys() - type(self).model_fields
         lines = list(refused.values())

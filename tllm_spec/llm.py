@@ -44,7 +44,9 @@ class LLM:
     arguments, models or tokenizers that cannot be served.
     """
 
-    def __init__(self, model: str | os.PathLike[str], tokenizer: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, /, model: str | os.PathLike[str], tokenizer: Any = None, **kwargs: Any
+    ) -> None:
         self.args = LlmArgs.from_kwargs(model, tokenizer=tokenizer, **kwargs)
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.tokenizer = _tokenizer(self.args)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import Enum
+from itertools import islice
 from typing import Any, NamedTuple
 
 MAX_SHOWN = 200  # characters of a value in an error message
+MAX_UNKNOWN = 10  # unknown options that an error message lists
 
 
 class NotServed(NamedTuple):
@@ -51,10 +53,27 @@ def unknown_option(path: str, value: object, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(path.rpartition(".")[2], known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-    return f"{path} = {shown(value)} is not a known option; {hint}"
+    return f"{shown_name(path)} = {shown(value)} is not a known option; {hint}"
+
+
+def many_unknown(options: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    """Lines that name the first of more than MAX_UNKNOWN unknown options; no line for fewer.
+
+    Finding similar names for thousands of keys would take seconds."""
+    unknown = options.keys() - known
+    if len(unknown) <= MAX_UNKNOWN:
+        return []
+    first = islice((name for name in options if name in unknown), MAX_UNKNOWN)
+    lines = [f"{shown_name(name)} = {shown(options[name])} is not a known option" for name in first]
+    return [*lines, f"... and {len(unknown) - MAX_UNKNOWN} more unknown options"]
 
 
 def shown(value: object) -> str:
     """A value as error messages show it. Long values are cut."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def shown_name(name: str) -> str:
+    """An option's name as error messages show it. Long names are cut."""
+    return name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."

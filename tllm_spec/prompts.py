@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any
 
 from tllm_spec.option_checks import shown
+from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import Tokenizer, check_text
 
@@ -45,7 +46,7 @@ class PromptReader:
                 f"{self._vocab_size - 1}"
             )
         if len(token_ids) > self._max_tokens:
-            raise ValueError(self._too_long(f"{len(token_ids)} tokens"))
+            raise self._too_long(f"{len(token_ids)} tokens")
         return text, token_ids
 
     def _tokens_of(self, prompt: object, params: SamplingParams) -> tuple[str | None, list[int]]:
@@ -67,7 +68,7 @@ class PromptReader:
         if len(text) <= self._max_tokens:
             return  # the common case, which needs no look at the vocabulary
         if self._longest_token and len(text) > self._max_tokens * self._longest_token:
-            raise ValueError(self._too_long(f"{len(text)} characters"))
+            raise self._too_long(f"{len(text)} characters")
 
     @cached_property
     def _longest_token(self) -> int:
@@ -78,11 +79,12 @@ class PromptReader:
             return 0
         return max(map(len, tokenizer.get_vocab()), default=0)
 
-    def _too_long(self, length: str) -> str:
-        return (
-            f"the prompt has {length}; at most {self._max_tokens} tokens are accepted (max_seq_len "
-            f"{self._max_seq_len}, max_input_len {self._max_input_len}), one token of output "
-            "included"
+    def _too_long(self, length: str) -> ContextLengthExceeded:
+        # Clients such as litellm recognise this error by its first words.
+        return ContextLengthExceeded(
+            f"this model's maximum context length is {self._max_seq_len} tokens, and the prompt "
+            f"has {length}; at most {self._max_tokens} prompt tokens are accepted (max_input_len "
+            f"{self._max_input_len}; an output needs at least one token)"
         )
 
 

@@ -109,7 +109,7 @@ def _explains_refusals(cls: AnyClass) -> AnyClass:
     known = {each.name for each in fields(plain)}
 
     @wraps(make)
-    def init(self: Any, **options: Any) -> None:
+    def init(self: Any, /, **options: Any) -> None:
         lines = list(refusals(options, NOT_SERVED).values())
         lines += [
             unknown_option(name, value, known)

@@ -74,7 +74,7 @@ class DecodingBaseConfig(ConfigModel):
     max_rejected_rounds: PositiveInt | None = 8
     """A request whose drafts were all rejected in about this many rounds pauses drafting; each
     pause is twice as long as the last, and an accepted draft ends it. null: requests never pause.
-    Refused where drafts are made inside the target's forward, and together with `adaptive`."""
+    Refused where drafts are made in the target's round, and together with `adaptive`."""
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
@@ -110,7 +110,7 @@ class DecodingBaseConfig(ConfigModel):
     not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {"speculative_model_dir": "speculative_model"}
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, /, **options: Any) -> None:
         options = with_lower_bounds(self._with_new_names(options))
         super().__init__(**_without_off_values(options))
 
@@ -190,8 +190,8 @@ class DecodingBaseConfig(ConfigModel):
             return self
         if self.overlaps and rounds:
             raise ValueError(
-                f"max_rejected_rounds = {rounds} is refused: drafts that are made inside the "
-                "target's forward cost the same for a request that pauses; accepted: null"
+                f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
+                "round cost the same for a request that pauses; accepted: null"
             )
         if self.adaptive:
             raise ValueError(

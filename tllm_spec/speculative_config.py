@@ -99,8 +99,8 @@ class Eagle3DecodingConfig(DraftModelDecodingConfig):
     decoding_type: Literal["Eagle3"] = "Eagle3"
     """An EAGLE-3 head: one layer that reads hidden states of the target."""
     eagle3_one_model: bool = True
-    """True runs the head inside the target's forward: a round is one CUDA graph, and rounds
-    overlap. False runs it in its own engine before the forward."""
+    """True runs the head inside the target's forward: a round is one CUDA graph. False runs it in
+    its own engine after the forward. Rounds overlap either way."""
     eagle3_layers_to_capture: Annotated[tuple[int, ...], Strict(False)] | None = None
     """Target layers, counted from 0, whose outputs the head reads. null: what the head's
     `config.json` says, else a low, a middle and a high layer."""
@@ -123,9 +123,7 @@ class Eagle3DecodingConfig(DraftModelDecodingConfig):
 
     @property
     def why_no_overlap(self) -> str | None:
-        if self.eagle3_one_model:
-            return None
-        return "the head runs in its own engine before the target"
+        return None
 
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):

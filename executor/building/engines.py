@@ -1,6 +1,6 @@
-"""Models with their weights, and engines around them: pools, caches, attention. Knows no round and
-no request."""
+"""Loads models and builds engines around them: KV pools, caches, attention."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,8 +10,10 @@ from tllm_spec.attention.choice import create_backend
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
+from tllm_spec.executor.engine.memory_plan import ServedModel, plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
@@ -23,10 +25,40 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     draft_folder,
     load_head,
 )
+from tllm_spec.executor.speculative.modes import DraftEngine
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model
 from tllm_spec.zoo.registry import resolve_model
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The target with its cache, and the draft weights, if there are any: `layers` on the target's
+    pages, or `draft` with its own. `models`: all that were loaded."""
+
+    target: ModelEngine
+    kv: KVCacheManager
+    draft: DraftEngine | None
+    layers: DraftLayers | None
+    models: list[ServedModel]
+
+
+def build_engines(plan: BuildPlan) -> Engines:
+    """Weights first; then every pool has as many pages as the memory left allows. Raises ValueError
+    for checkpoints that cannot be served."""
+    target = load_target(plan)
+    draft = load_draft(plan, target) if plan.draft_plan is not None else None
+    models: list[ServedModel] = [target, *([draft.net] if draft else [])]
+    num_pages = plan_num_pages(plan.args, models, plan.max_len, reserved_bytes(plan, draft))
+    engine, kv, layers = _build_engine(
+        plan, target, num_pages, draft, batch_invariant=plan.args.deterministic
+    )
+    own_engine = None
+    if draft is not None and layers is None:
+        assert isinstance(draft.net, CausalLM)
+        own_engine = DraftEngine(*_build_engine(plan, draft.net, num_pages)[:2])
+    return Engines(engine, kv, own_engine, layers, models)
 
 
 def load_target(plan: BuildPlan) -> CausalLM:
@@ -37,7 +69,7 @@ def load_target(plan: BuildPlan) -> CausalLM:
 
 
 def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
-    """Drafts only propose: with `deterministic`, too, they may depend on the batch, the text does
+    """Never batch-invariant: with `deterministic` drafts may depend on the batch, the text does
     not."""
     draft = plan.draft_plan
     assert draft is not None
@@ -63,7 +95,7 @@ def _load(
     )
 
 
-def build_engine(
+def _build_engine(
     plan: BuildPlan,
     model: CausalLM,
     num_pages: int,
@@ -71,7 +103,7 @@ def build_engine(
     *,
     batch_invariant: bool = False,
 ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
-    """A model with a cache of `num_pages` pages; `draft` is what shares them."""
+    """A model with a cache of `num_pages` pages, which `draft` may share."""
     geometry = model.config.attention_geometry(plan.mapping)
     pools = [_pool(plan, geometry, model.dtype, num_pages)]
     table = BlockTable(plan.slots, -(-plan.max_len // plan.page_size), plan.device)
@@ -88,7 +120,6 @@ def build_engine(
         pools[0],
         table,
         extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
-        waits_for_draft=draft is not None and draft.plan.follows_a_round_later,
         draft_may_lag=layers is not None and layers.net.reads_tokens_only,
     )
     if batch_invariant:

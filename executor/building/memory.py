@@ -1,5 +1,5 @@
-"""What will be allocated beside weights, pools and activations, so that the pools leave room for
-it."""
+"""Memory that is allocated in addition to weights, pools and activations, so that the pools leave
+room for it."""
 
 import torch
 
@@ -12,9 +12,9 @@ from tllm_spec.kernels.paged_prefill import PLAN_BYTES
 
 
 def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
-    """Of the workspaces of attention and of products, of CUDA graphs, and of what is kept for every
-    slot: the distributions of rejection sampling on the target's pages, and what a draft inside the
-    forward puts off."""
+    """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: the
+    backlog of a draft network on the target's pages, and its distributions for rejection
+    sampling."""
     args, num_slots = plan.args, plan.slots.dummy_slot + 1
     configs = [plan.config, *([draft.net.config] if draft else [])]
     geometries = [config.attention_geometry(plan.mapping) for config in configs]
@@ -40,12 +40,12 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
 
 
 def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
-    """Graphs of rounds, greedy and sampled, and of their forwards alone, with the hidden states
-    that these leave; of what is drafted before the forward; of reading a backlog."""
+    """Graphs of rounds, greedy and sampled; of their forwards alone, with their hidden states; of
+    drafting in a launch of its own; of reading a backlog."""
     keys = plan.round_keys(plan.graph_sizes)
     num_graphs = len(keys) + len({(key.batch_size, key.draft_len) for key in keys})
-    if draft is not None and draft.plan.drafts_before_the_forward:
-        asked = {0} if draft.plan.follows_a_round_later else set[int]()
+    if draft is not None and not draft.plan.in_target_forward:
+        asked = {0} if draft.plan.shares_pages else set[int]()
         asked |= {length for length in plan.controller().draft_lens if length}
         num_graphs += len([key for key in keys if key.draft_len in asked])
     if draft is not None and draft.plan.shares_pages:

@@ -1,5 +1,5 @@
-"""What the arguments and the target's configuration decide before anything is loaded. Constructs no
-part of the executor but the slots, whose number follows from the arguments."""
+"""What the arguments and the target's configuration decide before anything is loaded. Of the
+executor's parts it constructs the slots only."""
 
 import logging
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class BuildPlan:
-    """What the steps of one build share. Raises ValueError for what the arguments cannot have."""
+    """What the steps of one build share. Raises ValueError for options that cannot be honoured."""
 
     def __init__(self, args: LlmArgs) -> None:
         self.args = args
@@ -36,8 +36,7 @@ class BuildPlan:
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
-                "libraries' sums depend on "
-                "the number of rows"
+                "libraries' results depend on the number of rows"
             )
         self.mapping = Mapping()
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
@@ -58,14 +57,14 @@ class BuildPlan:
         self._log()
 
     def _log(self) -> None:
-        """What a user may wonder about later."""
+        """Consequences of the options that a user may not expect."""
         if self.args.deterministic:
             logger.info(
-                "deterministic: attention and products of the target run as batch-invariant kernels"
+                "deterministic: attention and GEMMs of the target run as batch-invariant kernels"
             )
         if self.device.type == "cuda" and (reason := why_unavailable(self.device.index or 0)):
             logger.info(
-                "linear layers of few rows run as torch's products, which is slower: %s", reason
+                "linear layers of few rows run as torch's GEMMs, which is slower: %s", reason
             )
         if self.why_no_overlap:
             which = "rounds with drafts" if self.max_in_flight else "rounds"
@@ -80,8 +79,7 @@ class BuildPlan:
 
     @property
     def extra_kv_tokens(self) -> int:
-        """Where drafts after the first one stand in the pages: behind the window that was
-        verified."""
+        """Positions after the verified window that drafts after the first one are written to."""
         plan = self.draft_plan
         if plan is None or not plan.shares_pages:
             return 0
@@ -90,7 +88,7 @@ class BuildPlan:
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
     ) -> AdaptiveController:
-        """Of the draft length, new; without the times of rounds if these are not known yet."""
+        """A new controller of the draft length; round_times: None before they are measured."""
         return controller_for(
             self.spec,
             graph_batch_sizes=graph_batch_sizes,
@@ -102,22 +100,16 @@ class BuildPlan:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Batch sizes that CUDA graphs of rounds are wanted for."""
-        graphs, spec, max_num_tokens = (
-            self.args.cuda_graph_config,
-            self.spec,
-            self.args.max_num_tokens,
-        )
+        graphs, spec = self.args.cuda_graph_config, self.spec
         if graphs is None:
             return ()
-        # Where a limit changes the draft length, a graph ends: batches below it need no padding
-        # beyond.
+        # The largest batch before a limit changes the draft length: no batch is padded beyond.
         schedule = spec.draft_len_schedule if spec else None
         also = [size - 1 for size in schedule or () if size > 1]
         also.append((spec.max_concurrency if spec else None) or 0)
-        rows = (
-            rows_with_contexts(max_num_tokens),
-            max_num_tokens,
-        )  # the largest that fit, beside contexts and alone
+        # The largest batches that fit, with contexts and alone.
+        max_num_tokens = self.args.max_num_tokens
+        rows = rows_with_contexts(max_num_tokens), max_num_tokens
         also += [number // (1 + self.max_draft_len) for number in rows]
         return graphs.sizes(self.slots.max_batch_size, also)
 
@@ -130,7 +122,7 @@ class BuildPlan:
 
     @property
     def context_rows(self) -> tuple[int, ...]:
-        """Sizes of the contexts that CUDA graphs are wanted for; attention may not be able to."""
+        """Numbers of context rows that CUDA graphs are wanted for, if attention can be captured."""
         args = self.args
         wanted = args.cuda_graph_config is not None and args.prefill_cuda_graph_backend == "auto"
         if not wanted or self.device.type != "cuda":
@@ -139,8 +131,8 @@ class BuildPlan:
 
     @property
     def overshoot(self) -> int:
-        """How far behind its last token a request may write: drafts, and with overlap a whole round
-        too many. Where only plain rounds overlap, two of these write no further than one with
+        """How far after its last token a request may write: drafts, and with overlap one more whole
+        round. Where only rounds without drafts overlap, two of these write no further than one with
         drafts."""
         rounds = 1 if self.why_no_overlap else 2
         return rounds * (self.max_draft_len + 1) - 1 + self.extra_kv_tokens

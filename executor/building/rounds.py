@@ -1,5 +1,5 @@
-"""Rounds made ready before the first request: the fastest products, CUDA graphs, and the controller
-of the draft length with the times of those rounds."""
+"""Prepares rounds before the first request: tuned GEMMs, CUDA graphs, and the controller of the
+draft length with the measured times of rounds."""
 
 import logging
 from collections.abc import Sequence
@@ -24,24 +24,22 @@ logger = logging.getLogger(__name__)
 def build_controller(
     plan: BuildPlan, runner: RoundRunner, speculation: Speculation, models: Sequence[ServedModel]
 ) -> AdaptiveController:
-    """Of the draft length. Captures the graphs that it may ask for, once the models' products are
-    the fastest for them, and times their rounds if it compares them."""
+    """The controller of the draft length. Tunes the models' GEMMs, captures the graphs of all draft
+    lengths that the controller may ask for, and times their rounds if it compares times."""
     spec, max_num_tokens = plan.spec, plan.args.max_num_tokens
     controller = plan.controller()
-    sizes = graph_sizes(plan, runner, speculation)
+    sizes = graph_sizes(plan, runner)
     keys = plan.round_keys(sizes)
     if not plan.args.deterministic:
-        # Windows of all requests, a row of each of them, full chunks of contexts, and a prompt of
-        # some length.
+        # Rows of all windows, one row per request, full chunks of contexts, and a short prompt.
         row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
         stack = (
             LayerStack(runner.engine, keys, plan.slots.dummy_slot, plan.device) if keys else None
         )
         tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device, stack)
     pool = GraphPool(plan.device)
-    runner.capture_contexts(
-        plan.context_rows, plan.slots.dummy_slot, pool
-    )  # first, as they need most
+    # First, since the graphs of contexts need the most memory.
+    runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)
     if sizes:
         _capture(plan, runner, speculation, keys, graph_keys(sizes, controller.draft_lens_at), pool)
     if plan.device.type == "cuda":
@@ -57,7 +55,7 @@ def build_controller(
     return plan.controller(sizes, times)
 
 
-def graph_sizes(plan: BuildPlan, runner: RoundRunner, speculation: Speculation) -> tuple[int, ...]:
+def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
     """Batch sizes of CUDA graphs; none where there can be no graphs."""
     spec = plan.spec
     if not plan.graph_sizes or plan.device.type != "cuda":
@@ -67,9 +65,10 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner, speculation: Speculation) 
             "no CUDA graphs: attn_backend %s needs lengths on the host", plan.args.attn_backend
         )
         return ()
-    if spec is not None and spec.use_rejection_sampling and speculation.round_end is None:
+    draft = plan.draft_plan
+    if spec is not None and spec.use_rejection_sampling and draft and not draft.shares_pages:
         logger.info(
-            "no CUDA graphs: rejection sampling needs what a separate draft model drew from"
+            "no CUDA graphs: rejection sampling needs the distributions of a separate draft model"
         )
         return ()
     return plan.graph_sizes
@@ -83,14 +82,14 @@ def _capture(
     asked: list[GraphKey],
     pool: GraphPool,
 ) -> None:
-    """keys: of rounds. asked: the part of them, but for limits of tokens, that the controller may
-    ask for."""
+    """keys: of all rounds that there can be. asked: those whose draft length the controller may ask
+    for."""
     assert plan.args.cuda_graph_config is not None
     pads = plan.args.cuda_graph_config.enable_padding
     runner.capture_graphs(keys, plan.slots.dummy_slot, plan.device, pads=pads, pool=pool)
     drafter = speculation.graph_drafter
     if drafter is not None and runner.graphs is not None:
-        drafter.capture_graphs(runner.graphs, drafter.keys(keys, asked))
+        drafter.capture_drafting(runner.graphs, drafter.keys(keys, asked))
 
 
 def _round_times(

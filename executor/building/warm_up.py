@@ -1,8 +1,7 @@
-"""Rounds with contexts that run before the first request: kernels that are compiled or loaded when
-they first run delay nobody, then.
+"""Runs rounds with contexts before the first request, so that kernels which are compiled or loaded
+when they first run do not delay it.
 
-It knows which rounds; their requests are nobody's. They live in the dummy slot and leave nothing
-behind."""
+The requests of these rounds are dummies: they use the dummy slot and leave nothing."""
 
 import logging
 from collections.abc import Iterable
@@ -20,16 +19,14 @@ from tllm_spec.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ROWS = 2048  # beside windows: more than a graph of contexts holds, so the forward has both
-CHUNK_LEN = 512  # of each chunk, so that drafts behind contexts are of requests of a common length
-WINDOW_LENS = (
-    1,
-    512,
-)  # of requests with windows: Triton attends to short and to longer ones by two kernels
+CHUNK_ROWS = 2048  # with windows: more than a graph of contexts holds, so one forward has both
+CHUNK_LEN = 512  # of each chunk, so that drafts after contexts are of requests of a common length
+# Of requests with windows: Triton attends to short and to longer sequences by two kernels.
+WINDOW_LENS = (1, 512)
 
 
 class WarmUp:
-    """Of a runner whose graphs are captured. max_num_tokens: rows of one round; max_len: tokens of
+    """For a runner whose graphs are captured. max_num_tokens: rows of one round; max_len: tokens of
     a request.
 
     Raises ValueError when the memory does not suffice.
@@ -43,7 +40,7 @@ class WarmUp:
         self._ids = count(-1, -1)
 
     def run(self, keys: Iterable[GraphKey]) -> None:
-        """The longest round of contexts, and contexts beside some of the keys' windows."""
+        """The longest round of contexts, and contexts together with some of the keys' windows."""
         start, chosen = monotonic(), some_of(keys)
         longest = max((key.draft_len for key in chosen), default=0)
         for is_sampled in (False, True):
@@ -53,8 +50,8 @@ class WarmUp:
         logger.info("rounds that warm up took %.1f s", monotonic() - start)
 
     def _round(self, num_rows: int, key: GraphKey, window_len: int = 1) -> None:
-        """window_len: tokens of each request with a window, of which only the host is told. Waits
-        for the round's results."""
+        """Waits for the round's results. window_len: tokens of each request with a window, as the
+        host sees it; the device's slot is empty."""
         if num_rows <= 0:
             return
         chunk_len = min(CHUNK_LEN, self._max_len)
@@ -69,11 +66,11 @@ class WarmUp:
             self._runner.launch(batch).wait()
         except torch.cuda.OutOfMemoryError as error:
             raise ValueError(
-                f"out of memory in a round of {num_rows} context tokens beside {key.batch_size} "
-                "requests; lower "
-                "max_num_tokens or kv_cache_config.free_gpu_memory_fraction"
+                f"out of memory in a round of {num_rows} context tokens and {key.batch_size} "
+                "generating requests; lower max_num_tokens or "
+                "kv_cache_config.free_gpu_memory_fraction"
             ) from error
-        self._runner.forget_round()
+        self._runner.discard_dummy_round()
 
     def _context(self, length: int, key: GraphKey) -> LlmRequest:
         request = self._request(length, key)
@@ -97,8 +94,8 @@ class WarmUp:
 
 
 def some_of(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """Of the shortest and the longest draft length: few windows, some, and as many as there can be.
-    What is compiled for windows does not depend on their exact number."""
+    """Keys of the shortest and the longest draft length with few, some, and as many windows as
+    there can be. What is compiled for windows does not depend on their exact number."""
     chosen: set[GraphKey] = set()
     wanted = sorted(keys)
     lengths = [key.draft_len for key in wanted]

@@ -1,9 +1,7 @@
-"""Forwards of context chunks as CUDA graphs, one for each padded number of rows: a short prompt
-takes as long as the device needs for it, and not as long as the host needs to launch hundreds of
-kernels.
+"""Forwards of context chunks as CUDA graphs, one for each padded number of rows.
 
-Chunks are padded with one of the dummy slot. It knows the engine's rows; no requests, no sampling.
-"""
+A short prompt then takes as long as the device needs for it, and not as long as the host needs to
+launch hundreds of kernels. The padding is a chunk of the dummy slot."""
 
 import logging
 from array import array
@@ -23,19 +21,19 @@ from tllm_spec.kernels.paged_prefill import PrefillLimits
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS = 8
-# Rows of a graph. The products of many more take an 8B model longer than the host needs to launch
-# them.
+# Rows of a graph. With more rows the GEMMs of an 8B model take longer than the host needs to launch
+# them, and a graph gains nothing.
 CONTEXT_ROWS = (64, *range(128, 1537, 128))
 
 
 def context_rows(max_num_tokens: int, max_len: int) -> tuple[int, ...]:
-    """The sizes that can be needed: rounds have no more tokens, and the dummy slot's positions hold
-    the padding."""
+    """The sizes that can be needed: a round has at most `max_num_tokens` rows, and the padding is
+    positions of the dummy slot, of which there are `max_len`."""
     return tuple(size for size in CONTEXT_ROWS if size <= min(max_num_tokens, max_len))
 
 
 class ContextGraphs:
-    """Raises ValueError when the memory does not suffice."""
+    """All sizes are captured at once. Raises ValueError when the memory does not suffice."""
 
     def __init__(
         self,
@@ -62,9 +60,8 @@ class ContextGraphs:
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(
                     f"out of memory while the CUDA graph of {size} context rows was captured; "
-                    "lower "
-                    "kv_cache_config.free_gpu_memory_fraction, or set prefill_cuda_graph_backend "
-                    "to disabled"
+                    "lower kv_cache_config.free_gpu_memory_fraction, or set "
+                    "prefill_cuda_graph_backend to disabled"
                 ) from error
         self._sizes = sorted(sizes)
         logger.info("%d CUDA graphs of contexts took %.1f s", len(sizes), monotonic() - start)
@@ -82,13 +79,12 @@ class ContextGraphs:
         return captured.result[: len(chunks)]
 
     def _send(self, chunks: list[ContextChunk], size: int) -> None:
-        """What the graph of `size` rows reads, in one copy to where it reads it: the last row of
-        each chunk, token ids, positions and places of all rows, and the pages of all chunks, two in
-        a number."""
+        """Writes what the graph of `size` rows reads, in one copy: the last row of each chunk;
+        token ids, positions and KV slots of all rows; the pages of all chunks, two per number."""
         ends, builder = [*accumulate(len(chunk.tokens) for chunk in chunks)], self._engine.rows
-        nobody = [ContextChunk(self._dummy_slot, 0, [0] * (size - sum(ends[-1:])))]
-        nobody += [ContextChunk(self._dummy_slot, 0, [])] * (MAX_CHUNKS - len(chunks))
-        chunks = chunks + nobody
+        padding = [ContextChunk(self._dummy_slot, 0, [0] * (size - sum(ends[-1:])))]
+        padding += [ContextChunk(self._dummy_slot, 0, [])] * (MAX_CHUNKS - len(chunks))
+        chunks = chunks + padding
         pages = builder.pages(chunks)
         numbers = array("q", [end - 1 for end in ends] + [0] * (MAX_CHUNKS - len(ends)))
         numbers += builder.context_rows(chunks, size)

@@ -1,8 +1,5 @@
-"""Generation rounds as CUDA graphs, so that a round is one launch and lengths of drafts can change
-from round to round.
-
-The last kernel of a graph sends what came out to the host. It does not know what a round does, nor
-requests."""
+"""Generation rounds as CUDA graphs: a round is one launch, and the draft length can change from
+round to round. The last kernel of a graph sends the results to the host."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,7 +9,7 @@ from tllm_spec.executor.rounds.result_ring import ResultRing
 
 
 class CudaGraphs(GraphTable[SampledTokens]):
-    """The work is one round for the slots."""
+    """Each graph is one round of its slots."""
 
     _ring: ResultRing | None = None
 
@@ -64,6 +61,6 @@ class CudaGraphs(GraphTable[SampledTokens]):
         return ResultRing(max(key.batch_size + key.num_tokens for key in keys), self._device)
 
     def _count_results(self) -> None:
-        """Behind runs that nobody asked results of."""
+        """After replays whose results are not read."""
         if self._ring is not None:
             self._ring.count_again()

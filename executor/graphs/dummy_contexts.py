@@ -1,8 +1,5 @@
-"""Slots that look like running requests with long contexts, so that rounds can be timed before
-anybody runs.
-
-It knows slots' lengths, block tables and how many pages there are; what is timed is for others.
-Pages are nobody's yet."""
+"""Slots that look like running requests with long contexts, so that rounds can be timed before the
+first request. All pages are free at that time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +12,12 @@ from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.slot_state import SlotState
 
 CONTEXT_LEN = 1024
-LEAST_LEN = 256  # what shorter contexts add is lost in the rest of a round
+MIN_CONTEXT_LEN = 256  # shorter contexts add too little time to be measured
 
 
 @dataclass(frozen=True)
 class ContextLimits:
-    """Tokens that a context may have, and that a round may write behind it."""
+    """Tokens that a context may have, and that a round may write after it."""
 
     max_len: int
     room: int
@@ -34,17 +31,17 @@ class DummyContexts:
         self._num_pages = num_pages - DUMMY_PAGES
 
     def length(self, batch_size: int) -> int:
-        """Tokens of each context; 0 where there is no place for contexts that are long enough."""
+        """Tokens of each context; 0 where there is no room for contexts that are long enough."""
         if batch_size >= len(self._slots.kv_lens):
             return 0
-        place = self._num_pages // batch_size * self._rows.page_size - self._limits.room
-        length = min(CONTEXT_LEN, self._limits.max_len, place)
-        return length if length >= LEAST_LEN else 0
+        available = self._num_pages // batch_size * self._rows.page_size - self._limits.room
+        length = min(CONTEXT_LEN, self._limits.max_len, available)
+        return length if length >= MIN_CONTEXT_LEN else 0
 
     @contextmanager
     def filled(self, batch_size: int) -> Iterator[Callable[[], None]]:
-        """Inside, the first slots have contexts, each on pages of its own. What it yields takes
-        back by how much a round has made them longer."""
+        """Inside, the first slots have contexts, each on its own pages. It yields a function that
+        restores their lengths after a round."""
         length = self.length(batch_size)
         assert length
         count = -(-(length + self._limits.room) // self._rows.page_size)

@@ -1,7 +1,6 @@
-"""Captures work as CUDA graphs. It does not know what the work is.
+"""Captures work as CUDA graphs that share one memory pool.
 
-Graphs of one pool share memory: they never run at the same time, and what one left behind another
-may overwrite."""
+They never run at the same time, and the replay of one may overwrite the results of another."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,14 +17,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Captured(Generic[Result]):
-    """A graph, and where its replays leave their results."""
+    """A graph, and the tensors that its replays write their results to."""
 
     graph: torch.cuda.CUDAGraph
     result: Result
 
 
 class GraphPool:
-    """Capture what needs most first: the rest then fits in its memory."""
+    """Capture the work that needs the most memory first: the rest then fits into it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,7 +34,7 @@ class GraphPool:
     def capture(self, work: Callable[[], Result]) -> Captured[Result]:
         """Raises torch.cuda.OutOfMemoryError."""
         if self._stream is None:
-            # One for all: what a warm-up allocates is kept for the stream that it ran on.
+            # One stream for all: torch keeps what a warm-up allocates for the stream it ran on.
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has no annotation
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -55,8 +54,9 @@ class GraphPool:
 def replay_seconds(
     graph: torch.cuda.CUDAGraph, in_a_row: float, before: Callable[[], None] | None = None
 ) -> float:
-    """Of a replay on the device in a row of so many seconds, behind another such row: under load
-    its clock may be lower than in the first one after a pause. `before` is called before each."""
+    """The device's time of one replay, in a row of replays that takes `in_a_row` seconds. Another
+    such row runs first, since the device's clock is lower under load than after a pause. `before`
+    is called before each replay."""
     number = max(1, round(in_a_row / _row_seconds(graph, 1, before)))
     _row_seconds(graph, number, before)
     return _row_seconds(graph, number, before) / number

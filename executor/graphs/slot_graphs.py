@@ -1,7 +1,6 @@
 """Work on slots as CUDA graphs: one for each padded batch size, draft length and way of sampling.
 
-A graph reads which slots take part from one buffer and everything else from the slots' own state.
-It knows neither what the work is nor requests."""
+A graph reads the numbers of its slots from one buffer and everything else from the slot state."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -38,18 +37,16 @@ class GraphKey:
 
 @dataclass(frozen=True)
 class SpecRuntimeState(Generic[Result]):
-    """A tier: what the rounds of one draft length run on. All other buffers are the slots' and
-    serve every tier, so to switch tiers is to look up another of these between two rounds."""
+    """A tier: the graphs of one draft length. All other buffers belong to the slots and serve every
+    tier, so switching tiers between two rounds is one look-up."""
 
     draft_len: int
-    graphs: dict[tuple[int, bool], Captured[Result]]
-    """By padded batch size and way of sampling."""
+    graphs: dict[tuple[int, bool], Captured[Result]]  # by padded batch size and way of sampling
 
 
 class GraphTable(Generic[Result]):
-    """`work(slot_ids, draft_len, sampled)` is for the slots `[B]` on the device. Without `pads` a
-    batch between two captured sizes has no graph. Who replays them, and what becomes of the
-    results, subclasses say."""
+    """`work(slot_ids, draft_len, sampled)` takes slot numbers `[B]` on the device. Without `pads` a
+    batch between two captured sizes has no graph."""
 
     def __init__(
         self,
@@ -67,17 +64,21 @@ class GraphTable(Generic[Result]):
         self.tiers: dict[int, SpecRuntimeState[Result]] = {}
         self._sizes: tuple[int, ...] = ()
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
-        self._sent: list[int] = []  # what the first of them are
+        self._sent: list[int] = []  # what the first of them hold
         self._pool = pool or GraphPool(device)
 
-    def beside(self, work: Callable[[torch.Tensor, int, bool], Other]) -> "SlotGraphs[Other]":
-        """Graphs of something else for the same slots, to be captured next."""
+    def for_same_slots(
+        self, work: Callable[[torch.Tensor, int, bool], Other]
+    ) -> "SlotGraphs[Other]":
+        """Graphs of other work with the same dummy slot, padding and memory, to be captured
+        next."""
         return SlotGraphs(work, self._dummy_slot, self._device, pads=self._pads, pool=self._pool)
 
     def capture(
         self, keys: Iterable[GraphKey], before: Callable[[GraphKey], None] | None = None
     ) -> None:
-        """Largest first. `before` is called with each key, to bring about what its first runs read.
+        """Captures the largest first. `before` is called with each key, to prepare what the work
+        reads when it is captured.
 
         Raises ValueError when the memory does not suffice.
         """
@@ -115,9 +116,9 @@ class GraphTable(Generic[Result]):
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:
-        """Of a replay in a long row of them. slots: of the round; None: nothing but dummies.
-        `renew` is called before each replay. No round may be in flight: its results would be
-        overwritten."""
+        """The device's time of one replay, in a long row of them. slots: those that take part;
+        None: the dummy slot only. `renew` is called before each replay. No round may be in flight:
+        its results would be overwritten."""
         captured = self._find(key)
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
@@ -134,7 +135,8 @@ class GraphTable(Generic[Result]):
         return captured
 
     def _send(self, padded: list[int]) -> None:
-        """Whose round the next replay is. Graphs only read it, so the same slots are sent once."""
+        """Sets the slots of the next replay. Graphs only read them, so slots that are there already
+        are not sent again."""
         if padded != self._sent:
             self._slot_ids[: len(padded)].copy_(to_device(padded, self._device))
             self._sent = padded
@@ -144,12 +146,12 @@ class GraphTable(Generic[Result]):
         return tier.graphs.get((key.batch_size, key.sampled)) if tier is not None else None
 
     def _run_work(self, key: GraphKey) -> Result:
-        """What a graph holds."""
+        """What is captured."""
         return self._work(self._slot_ids[: key.batch_size], key.draft_len, key.sampled)
 
 
 class SlotGraphs(GraphTable[Result]):
-    """Graphs that anybody may replay."""
+    """Graphs whose results the caller reads from the device."""
 
     def run(self, slots: list[int], draft_len: int, sampled: bool) -> Captured[Result] | None:
         """Replays the work for these slots, or None when no graph fits. Its result, of the padded

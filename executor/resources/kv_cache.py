@@ -40,18 +40,14 @@ class KVCacheManager(ResourceManager):
         table: BlockTable,
         *,
         extra_kv_tokens: int = 0,
-        waits_for_draft: bool = False,
         draft_may_lag: bool = False,
     ) -> None:
         """extra_kv_tokens: places behind a round's own tokens that a drafter on the same pages
         writes to.
-        waits_for_draft: that drafter writes later than the target, and nothing is final before it
-        has.
         draft_may_lag: it can write what it lacks whenever it is asked to, so that nobody waits for
         it."""
         self.cache = cache
         self.extra_kv_tokens = extra_kv_tokens
-        self._waits_for_draft = waits_for_draft
         self._draft_may_lag = draft_may_lag
         self.pool = pool
         self.table = table
@@ -96,8 +92,6 @@ class KVCacheManager(ResourceManager):
             request.request_id, request.tokens, reuse=request.reuses_prefix
         )
         self._rows[request.request_id] = _Row(self.cache.pages(request.request_id))
-        if self._waits_for_draft:
-            request.draft_kv_len = cached_len
         if self._draft_may_lag:
             request.draft_backlog = cached_len - self.cache.whole_len(request.request_id)
         self._write_row(request)
@@ -187,8 +181,6 @@ class KVCacheManager(ResourceManager):
         one's next token is not known yet there is one less, and the cache leaves that position
         out."""
         whole_len = max(0, num_tokens - request.draft_lag)
-        if self._waits_for_draft:
-            whole_len = min(whole_len, request.draft_kv_len)
         if not self._draft_may_lag:
             num_tokens = whole_len
         return request.tokens[: num_tokens + self.cache.lookahead], whole_len

@@ -1,10 +1,10 @@
-"""How long a device works between two points of its stream. It does not know at what."""
+"""The device's time between two points of its stream."""
 
 import torch
 
 
 class DeviceSpan:
-    """From where it is made to `end`."""
+    """Begins where it is made and ends at `end`."""
 
     def __init__(self) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call] # torch's

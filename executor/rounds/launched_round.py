@@ -1,5 +1,4 @@
-"""A round that was given to the device, and the way to its results. It does not know what a round
-does."""
+"""A round that was launched on the device, and the way to its results."""
 
 from dataclasses import dataclass
 
@@ -17,20 +16,26 @@ class LaunchedRound:
 
     batch: ScheduledBatch
     ended_contexts: list[LlmRequest]
-    num_drafts: list[int]  # really proposed, of each generating request
-    num_steps: int  # draft length that these were made with; windows may be longer, with padding
-    num_asked: (
-        int  # the draft length that the drafter was asked for: it may have had fewer for everybody
-    )
+    num_drafts: list[int]  # really proposed, one number per generating request
     to_host: ToHost
     logprob_rows: LogprobRows
-    ended_at: (
-        float | None
-    )  # when results were here, by perf_counter; None: not before they are waited for
-    behind: DeviceSpan | None  # what the device does behind them; None: nothing
+    # When the results were on the host, by perf_counter; None: not before they are waited for.
+    ended_at: float | None
+    # What the device does after sending the results; None: nothing.
+    post_send: DeviceSpan | None
+
+    @property
+    def num_steps(self) -> int:
+        """As `ScheduledBatch.num_steps`."""
+        return self.batch.num_steps
+
+    @property
+    def num_asked(self) -> int:
+        """As `ScheduledBatch.num_asked`."""
+        return self.batch.num_asked
 
     def wait(self) -> tuple[list[list[int]], dict[int, list[dict[int, Logprob]]]]:
-        """Results: for every ended context, then every generating request, how many tokens are new,
-        then the tokens. And log probabilities by request id."""
+        """Waits for the device. A row for every ended context, then every generating request: how
+        many tokens are new, then the tokens. And log probabilities by request id."""
         table, *logprobs = self.to_host.wait()
         return table.tolist(), self.logprob_rows.per_request(logprobs)

@@ -1,10 +1,8 @@
-"""What the host learns when it reads a round: the tokens of each request, who has ended, and what
-became of drafts.
+"""What the host learns when it reads a round: the new tokens of each request, which requests have
+ended, and how many drafts were accepted.
 
-It knows no pages and no device. Most requests of most rounds only grow by their run, which is the
-short way through the
-loop over windows: the host's time for a round is mostly what this loop touches.
-"""
+Most requests of most rounds only grow by their run of tokens. That is the short way through the
+loop over windows, which takes most of the host's time for a round."""
 
 from collections.abc import Iterable
 
@@ -14,10 +12,12 @@ from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.seen_round import SeenRound
 from tllm_spec.outputs import Logprob
 
-NO_TOKEN_ERROR = "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded (-inf)"
-# What the tokenizer of a request's stop strings, which may be a user's, raises for ids that it
-# cannot decode, for being wrong itself or for lack of something. Anything else fails the round that
-# is being read.
+NO_TOKEN_ERROR = (
+    "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded "
+    "(-inf)"
+)
+# What the tokenizer of a request's stop strings, which may be a user's own, raises for ids that it
+# cannot decode or for its own mistakes. Anything else fails the round that is being read.
 TOKENIZER_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
     *(RuntimeError, StopIteration, TypeError, ValueError),
@@ -27,7 +27,7 @@ Found = dict[int, list[dict[int, Logprob]]]  # log probabilities of a run's toke
 
 
 class RoundReader:
-    """`speculating`: what became of drafts is counted."""
+    """`speculating`: accepted and rejected drafts are counted."""
 
     def __init__(self, *, speculating: bool) -> None:
         self._speculating = speculating
@@ -35,19 +35,20 @@ class RoundReader:
     def read(
         self, launched: LaunchedRound, table: list[list[int]], found: Found, seen: SeenRound
     ) -> list[LlmRequest]:
-        """table: for every ended context, then every generating request, how many tokens are new,
-        then the tokens. Returns those that somebody may want to hear of: with a first token,
-        streamed or finished. What the round may have added is in flight no longer, even where
-        reading breaks off: who was preempted meanwhile would wait for it forever."""
+        """Returns the requests that may need a response: those with a first token, streamed ones
+        and finished ones. table: as `LaunchedRound.wait`.
+
+        The round's tokens are no longer in flight afterwards, even where reading raises: a request
+        that was preempted meanwhile would wait for them forever."""
         window, num_contexts = launched.batch.window, len(launched.ended_contexts)
         contexts, generating = (
             iter(launched.ended_contexts),
             iter(launched.batch.generation_requests),
         )
         try:
-            with_news = _read_contexts(contexts, table, found)
+            responding = _read_contexts(contexts, table, found)
             rows = zip(generating, launched.num_drafts, table[num_contexts:], strict=True)
-            return with_news + self._read_windows(rows, window, found, seen)
+            return responding + self._read_windows(rows, window, found, seen)
         finally:
             for request in contexts:
                 request.tokens_in_flight -= 1
@@ -61,9 +62,9 @@ class RoundReader:
         found: Found,
         seen: SeenRound,
     ) -> list[LlmRequest]:
-        """rows: requests, with the drafts that each really had. Those that ended meanwhile took
-        part for nothing."""
-        with_news: list[LlmRequest] = []
+        """rows: requests, the number of drafts that each really had, and their tokens. The tokens
+        of requests that ended meanwhile are dropped."""
+        responding: list[LlmRequest] = []
         generation, finished = RequestState.GENERATION, RequestState.FINISHED
         speculating, num_requests, num_tokens = self._speculating, 0, 0
         for request, num_drafts, row in rows:
@@ -81,12 +82,12 @@ class RoundReader:
                 and not found
             ):
                 tokens += run
-                has_news = request.streaming
+                responds = request.streaming
             else:
                 num_emitted = _emit(request, run, found)
-                has_news = request.streaming or request.state is finished
-            if has_news:
-                with_news.append(request)
+                responds = request.streaming or request.state is finished
+            if responds:
+                responding.append(request)
             num_requests += 1
             num_tokens += num_emitted
             if speculating:
@@ -105,20 +106,20 @@ class RoundReader:
                 if request.may_pause:
                     request.draft_mark.observe(num_drafts, num_accepted)
         seen.num_requests, seen.num_tokens = num_requests, num_tokens
-        return with_news
+        return responding
 
 
 def _read_contexts(
     requests: Iterable[LlmRequest], table: list[list[int]], found: Found
 ) -> list[LlmRequest]:
-    """First tokens, of all the requests: the table goes on behind them."""
-    with_news = []
+    """The first token of each request; the table's other rows are those of windows."""
+    responding = []
     for request, row in zip(requests, table, strict=False):
         request.tokens_in_flight -= 1
         if not request.is_finished:
             _emit(request, row[1 : 1 + row[0]], found)
-            with_news.append(request)
-    return with_news
+            responding.append(request)
+    return responding
 
 
 def _emit(request: LlmRequest, run: list[int], found: Found) -> int:

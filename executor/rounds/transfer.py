@@ -1,8 +1,5 @@
-"""Small tensors between host and device without waiting: the loop never stops for a copy that it
-does not read.
-
-It knows neither rounds nor requests.
-"""
+"""Copies of small tensors between host and device that nothing waits for, except for the one that
+the host reads."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,8 +13,8 @@ def to_device(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Host values as a tensor on `device`. On CUDA the copy goes through pinned memory, in stream
-    order. Of many integers an array of type "q" is read in a fraction of a list's time. out: where
-    they go; None: to a new tensor."""
+    order. An array of type "q" is read several times faster than a list of integers. out: where
+    the values go; None: to a new tensor."""
     is_async = device.type != "cpu"
     if isinstance(values, array):
         values = torch.frombuffer(values, dtype=torch.int64)
@@ -29,44 +26,45 @@ def to_device(
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
     else:
         host = values
-    # Pinned memory that is dropped here goes to nobody else before torch knows that the copy from
-    # it has ended.
+    # torch reuses pinned memory only when the copies from it have ended.
     return host.to(device, non_blocking=True) if out is None else out.copy_(host, non_blocking=True)
 
 
 class ToHost:
-    """Tensors of one device on their way to the host, as they are now: what is written to them
-    later does not count. `wait` is the only place where a round waits for the device. `places`:
-    where the first of them goes, which is free for the next copy once it was waited for; None: to a
-    new one."""
+    """Tensors of one device on their way to the host, as they are at this point of the stream.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], places: "Places | None" = None) -> None:
-        self._place: Place | None = None
-        self._places: Places | None = Places() if places is None else places
+    `wait` is the only place where a round waits for the device. `buffers`: where the first tensor's
+    memory comes from and goes back to after `wait`; None: it is allocated."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], buffers: "PinnedBuffers | None" = None
+    ) -> None:
+        self._buffer: PinnedBuffer | None = None
+        self._buffers: PinnedBuffers | None = PinnedBuffers() if buffers is None else buffers
         if tensors and tensors[0].is_cuda:
-            self._place = self._places.take(tensors[0].shape, tensors[0].dtype)
-            first = self._place.host.copy_(tensors[0], non_blocking=True)
+            self._buffer = self._buffers.take(tensors[0].shape, tensors[0].dtype)
+            first = self._buffer.host.copy_(tensors[0], non_blocking=True)
             self._host = [first, *map(_start_copy, tensors[1:])]
-            self._place.arrived.record()
+            self._buffer.arrived.record()
         else:
             self._host = [_start_copy(tensor) for tensor in tensors]
 
     @property
     def is_here(self) -> bool:
         """Nothing has to be waited for."""
-        return self._place is None
+        return self._buffer is None
 
     def wait(self) -> list[torch.Tensor]:
         """Only valid until the next copy begins."""
-        if self._place is not None:
-            self._place.arrived.synchronize()
-            if self._places is not None:
-                self._places.give_back(self._place)
-            self._place = None
+        if self._buffer is not None:
+            self._buffer.arrived.synchronize()
+            if self._buffers is not None:
+                self._buffers.give_back(self._buffer)
+            self._buffer = None
         return self._host
 
 
-class Place:
+class PinnedBuffer:
     """Pinned memory, and the event that says that a copy to it has ended."""
 
     def __init__(self, host: torch.Tensor) -> None:
@@ -74,20 +72,21 @@ class Place:
         self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no annotation
 
 
-class Places:
-    """Those that were read, by shape, for the next copies: making one takes as long as the copy.
-    There are as many as copies were under way at once. One that is never read is lost, and harms
-    nobody."""
+class PinnedBuffers:
+    """Buffers that were read, by shape, for the next copies: making one takes as long as the copy.
+    One that is never read is freed like any other tensor."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Place]] = {}
+        self._free: dict[tuple[torch.Size, torch.dtype], list[PinnedBuffer]] = {}
 
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Place:
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> PinnedBuffer:
         free = self._free.get((shape, dtype))
-        return free.pop() if free else Place(torch.empty(shape, dtype=dtype, pin_memory=True))
+        if free:
+            return free.pop()
+        return PinnedBuffer(torch.empty(shape, dtype=dtype, pin_memory=True))
 
-    def give_back(self, place: Place) -> None:
-        self._free.setdefault((place.host.shape, place.host.dtype), []).append(place)
+    def give_back(self, buffer: PinnedBuffer) -> None:
+        self._free.setdefault((buffer.host.shape, buffer.host.dtype), []).append(buffer)
 
 
 def _start_copy(tensor: torch.Tensor) -> torch.Tensor:

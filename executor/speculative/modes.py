@@ -1,4 +1,4 @@
-"""The table of speculative modes: one frozen row each. Nobody else asks which mode it is.
+"""The table of speculative modes: one frozen row each. No other module asks which mode is on.
 
 A row says what `build.py` plugs into the loop: the draft weights to load, if any, and how the
 drafter is made."""
@@ -13,17 +13,19 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
+from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.draft_length.unverified_drafts import UnverifiedDrafts
-from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, OneModelDrafter
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
-from tllm_spec.executor.speculative.drafting.worker import DraftWorker, RoundEnd
+from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
+from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
@@ -45,8 +47,8 @@ class DraftEngine:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a mode may build on. `draft` and `layers` are there for modes with such draft
-    weights."""
+    """What a mode may build on. `draft`: the draft model in its own engine; `layers`: the draft
+    network on the target's pages. Each is there for modes with such draft weights."""
 
     slots: SlotState
     sampler: Sampler
@@ -58,16 +60,16 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a mode adds to the executor. `round_end` is told of every round that the target has run;
-    `backlog` has what it puts off inside the forward. `graph_drafter` is the drafter if it can be
-    captured. `watch` lets it be seen while nobody asks it for drafts; None: its drafts cost the
-    device something."""
+    """What a mode adds to the executor.
+
+    `round_end`: the drafter's part of the target's rounds. `graph_drafter`: the drafter, if it has
+    graphs of its own. `watch`: lets a controller see proposals in rounds without drafts; None:
+    making them would cost device time."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
     blame: Callable[[], list[LlmRequest] | None] = lambda: None
-    round_end: RoundEnd | None = None
-    backlog: DraftBacklog | None = None
+    round_end: RoundEnd = field(default_factory=RoundEnd)
     graph_drafter: GraphDrafter | None = None
     watch: Callable[[UnverifiedDrafts], None] | None = None
 
@@ -79,16 +81,10 @@ class DraftModel:
     path: str
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
-    capture_layers: (
-        tuple[int, ...] | None
-    )  # of the target, for a head; None: the head's own choice or the default
+    # Of the target, for a head; None: the head's own choice or the default.
+    capture_layers: tuple[int, ...] | None
     shares_pages: bool  # its layers are extra layers of the target's pages
-    follows_a_round_later: bool  # its KV of a round is written in the next one
-
-    @property
-    def drafts_before_the_forward(self) -> bool:
-        """In a launch of its own (two-model path)."""
-        return self.follows_a_round_later or not self.shares_pages
+    in_target_forward: bool  # one-model path; otherwise it drafts in launches of its own
 
 
 @dataclass(frozen=True)
@@ -111,12 +107,13 @@ def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculatio
 
 
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    """Raises ValueError when the objects are not what they are given for."""
+    """Raises ValueError when the objects are of the wrong type."""
     assert isinstance(config, UserProvidedDecodingConfig)
     drafter, manager = config.make_drafter(), config.make_resource_manager()
     if not isinstance(drafter, Drafter):
         raise ValueError(
-            f"drafter = {drafter!r} must be a tllm_spec.executor.speculative.drafting.drafter.Drafter"
+            f"drafter = {drafter!r} must be a "
+            "tllm_spec.executor.speculative.drafting.drafter.Drafter"
         )
     for name, limit in drafter.limits.items():
         if limit is not None and limit != getattr(config, name):
@@ -156,33 +153,23 @@ def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculati
     assert isinstance(config, Eagle3DecodingConfig)
     if config.eagle3_one_model:
         return _one_model(config, around)
-    assert around.layers is not None
-    backlog = _backlog(around)
-    worker, max_len = _worker(config, around, backlog), around.layers.rows.max_len
-    drafter = DeferredDrafter(
-        worker, backlog, around.slots, around.sampler.groups, around.dummy_slot, max_len
-    )
+    drafter = HeadDrafter(*_worker_parts(config, around), around.dummy_slot)
     return Speculation(drafter, round_end=drafter, graph_drafter=drafter)
 
 
 def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Speculation:
-    backlog = _backlog(around)
-    return Speculation(
-        OneModelDrafter(), round_end=_worker(config, around, backlog), backlog=backlog
-    )
+    return Speculation(OneModelDrafter(), round_end=DraftWorker(*_worker_parts(config, around)))
 
 
-def _backlog(around: Surroundings) -> DraftBacklog:
-    assert around.layers is not None
-    return DraftBacklog(around.layers, around.slots, around.max_num_tokens)
-
-
-def _worker(
-    config: DraftModelDecodingConfig, around: Surroundings, backlog: DraftBacklog
-) -> DraftWorker:
-    assert around.layers is not None
-    sampling = DraftSampling(around.sampler, _draws(config), around.layers.net.token_map)
-    return DraftWorker(around.layers, around.slots, sampling, backlog)
+def _worker_parts(
+    config: DraftModelDecodingConfig, around: Surroundings
+) -> tuple[DraftLayers, SlotState, RowGroups, DraftSampling, DraftBacklog]:
+    """What `DraftWorker` is made of."""
+    layers, slots = around.layers, around.slots
+    assert layers is not None
+    sampling = DraftSampling(around.sampler, _draws(config), layers.net.token_map)
+    backlog = DraftBacklog(layers, slots, around.max_num_tokens)
+    return layers, slots, around.sampler.groups, sampling, backlog
 
 
 def _draws(config: DraftModelDecodingConfig) -> str:
@@ -197,7 +184,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         is_head=False,
         capture_layers=None,
         shares_pages=config.draft_target_one_model,
-        follows_a_round_later=False,
+        in_target_forward=config.draft_target_one_model,
     )
 
 
@@ -209,7 +196,7 @@ def _eagle3_head(config: DecodingBaseConfig) -> DraftModel:
         is_head=True,
         capture_layers=config.eagle3_layers_to_capture,
         shares_pages=True,
-        follows_a_round_later=not config.eagle3_one_model,
+        in_target_forward=config.eagle3_one_model,
     )
 
 

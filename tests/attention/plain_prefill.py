@@ -1,4 +1,4 @@
-"""The plain-torch reference of FlashInfer's prefill in the place of its wrappers."""
+"""The plain-torch reference of FlashInfer's prefill, with the interface of its wrappers."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tllm_spec.kernels.paged_prefill import PrefillLimits, PrefillRows, plain_pa
 
 
 class PlainPrefill:
-    """Of `PagedPrefill`."""
+    """The reference of `PagedPrefill`."""
 
     def __init__(self, geometry: AttentionGeometry) -> None:
         self.scale = geometry.scale
@@ -31,7 +31,7 @@ class PlainPrefill:
 
 
 class PlainInPlace:
-    """Of `PrefillInPlace`: a plan that changes under whoever holds it."""
+    """The reference of `PrefillInPlace`: planning changes the plan that callers hold."""
 
     rows: PrefillRows
 

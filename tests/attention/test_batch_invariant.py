@@ -1,6 +1,5 @@
-"""Batch-invariant attention through the backends' interface, against VANILLA: with the kernels'
-plain-torch references here, with the kernels under Triton's interpreter in a process of their own,
-and on a CUDA device (`-m gpu`)."""
+"""Batch-invariant attention equals VANILLA: with the kernels' plain-torch references, with the
+kernels under Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`)."""
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
     forward.check(forward.run(backend), backend.pool)
 
 
-def test_tiles_hold_every_row_once_and_at_its_position() -> None:
+def test_tiles_hold_every_row_once_at_its_position() -> None:
     kv_lens = torch.tensor([30, 9], dtype=torch.int32)
     parts = [
         QueryTiles.of_chunk(0, 100, 7, 0, 3, torch.device("cpu")),
@@ -44,7 +43,7 @@ def test_tiles_hold_every_row_once_and_at_its_position() -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
+def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages() -> None:
     captured, replayed = Forward(CAPTURED, "cuda"), Forward(REPLAYED, "cuda", seed=1)
     backend = replayed.backend(BatchInvariantAttention)
     captured.run(backend)  # compiles
@@ -60,5 +59,5 @@ def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
 
 
 @only_outside_the_interpreter
-def test_the_backend_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
+def test_the_backend_passes_its_tests_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, num_tests=7)

@@ -1,4 +1,4 @@
-"""Which attention runs, and that the reason is said."""
+"""Which attention backend is chosen, and that the reason is logged."""
 
 import logging
 import sys
@@ -26,7 +26,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be imported."""
+    """FlashInfer can be imported."""
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
 
 
@@ -50,7 +50,7 @@ def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("VANILLA", CUDA, torch.bfloat16, VanillaAttention),
     ],
 )
-def test_the_backend_follows_from_name_device_and_dtype_and_one_line_says_so(
+def test_name_device_and_dtype_choose_the_backend_and_one_line_is_logged(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -64,7 +64,7 @@ def test_the_backend_follows_from_name_device_and_dtype_and_one_line_says_so(
 
 
 @pytest.mark.usefixtures("no_flashinfer")
-def test_without_flashinfer_a_warning_says_that_prefill_is_slower_and_how_to_get_it(
+def test_without_flashinfer_a_warning_says_so_and_how_to_install_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert choose_backend("auto", CUDA, torch.bfloat16) is TritonAttention
@@ -96,7 +96,7 @@ def test_flashinfer_by_name_is_refused_with_the_reason(
 
 
 @pytest.mark.usefixtures("no_flashinfer")
-def test_flashinfer_by_name_is_refused_where_it_is_not_installed() -> None:
+def test_flashinfer_by_name_is_refused_if_it_is_not_installed() -> None:
     with pytest.raises(
         ValueError, match=r"'FLASHINFER': flashinfer cannot be imported .* pip install"
     ):
@@ -107,13 +107,14 @@ def test_flashinfer_by_name_is_refused_where_it_is_not_installed() -> None:
 def shape(tmp_path: Path) -> Path:
     """A model without weights."""
     (tmp_path / "config.json").write_text(
-        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,'
-        ' "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}'
+        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8,'
+        ' "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,'
+        ' "max_position_embeddings": 64}'
     )
     return tmp_path
 
 
-def test_an_engine_refuses_it_before_it_loads_weights(shape: Path) -> None:
+def test_an_engine_refuses_a_backend_before_it_loads_weights(shape: Path) -> None:
     args = LlmArgs.from_kwargs(shape, device="cpu", attn_backend="FLASHINFER")
     with pytest.raises(ValueError, match="needs a CUDA device"):
         build_executor(args, None, lambda responses: None)
@@ -144,7 +145,7 @@ def test_memory_planning_counts_the_workspace(shape: Path) -> None:
         (64, torch.bfloat16, FileNotFoundError("ninja"), "cannot be compiled: ninja"),
     ],
 )
-def test_a_pool_that_flashinfer_has_no_kernels_for_gets_tritons_contexts_and_a_warning(
+def test_a_pool_without_flashinfer_kernels_runs_triton_with_a_warning(
     head_dim: int,
     dtype: torch.dtype,
     error: Exception | None,
@@ -153,7 +154,7 @@ def test_a_pool_that_flashinfer_has_no_kernels_for_gets_tritons_contexts_and_a_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*arguments: object) -> None:
-        assert error is not None, "nobody should ask FlashInfer"
+        assert error is not None, "FlashInfer must not be called"
         raise error
 
     monkeypatch.setattr(PagedPrefill, "__init__", fail)

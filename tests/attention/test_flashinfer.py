@@ -1,4 +1,4 @@
-"""FLASHINFER against VANILLA: with the plain-torch reference of FlashInfer's prefill here, with
+"""FLASHINFER equals VANILLA: with the plain-torch reference of FlashInfer's prefill, and with
 FlashInfer on a CUDA device (`-m gpu`)."""
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ ERROR = {"cpu": 1e-5, "cuda": 1e-2}  # of float32 and bfloat16
 
 @dataclass(frozen=True)
 class Batch:
-    """Chunks as (cached tokens, new tokens), then windows by their lengths."""
+    """Chunks as (cached tokens, new tokens), then the lengths of requests with windows."""
 
     chunks: tuple[tuple[int, int], ...]
     kv_lens: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class Batch:
 BATCHES = {
     "one token": Batch(((0, 1),)),
     "a prompt": Batch(((0, 129),)),
-    "a short chunk behind a long prefix": Batch(((500, 7),)),
+    "a short chunk after a long prefix": Batch(((500, 7),)),
     "three requests": Batch(((0, 129), (300, 7), (64, 1))),
     "page ends": Batch(((31, 1), (32, 32), (0, 64), (63, 65))),
     "chunks and windows": Batch(((0, 7), (250, 129)), (40, 5, 200), window=4),
@@ -44,8 +44,7 @@ BATCHES = {
 
 
 class Forward:
-    """One batch on shuffled pages of a pool of random numbers; what no request has written is
-    NaN."""
+    """One batch on shuffled pages of a pool of random numbers; unwritten slots are NaN."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class Forward:
         return backend.run(LAYER, self.qkv.clone(), self.rotary, plan)  # its rotation is in place
 
     def check(self, output: torch.Tensor) -> None:
-        """VANILLA's output, row by row."""
+        """The output equals VANILLA's, row by row."""
         expected = self.run(VanillaAttention(self.geometry, self.pool()))
         assert output.shape == expected.shape
         error = (output.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
@@ -152,7 +151,7 @@ def test_every_kind_of_batch_equals_vanilla(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", BATCHES)
 @torch.inference_mode()
-def test_the_kernels_of_other_gpus_than_hopper_do_the_same(
+def test_the_kernels_for_gpus_other_than_hopper_equal_vanilla(
     name: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("flashinfer")
@@ -163,7 +162,7 @@ def test_the_kernels_of_other_gpus_than_hopper_do_the_same(
 
 @on_each_device
 @torch.inference_mode()
-def test_target_and_draft_layers_take_turns_each_with_its_own_heads(device: str) -> None:
+def test_target_and_draft_layers_alternate_with_different_heads(device: str) -> None:
     batch = BATCHES["chunks and windows"]
     target, draft = Forward(batch, device, (8, 2, 128)), Forward(batch, device, (6, 6, 64), seed=1)
     backends = target.backend(), draft.backend()
@@ -179,7 +178,7 @@ class NoPrefill(PlainPrefill):
 
 
 @torch.inference_mode()
-def test_a_forward_of_windows_only_is_tritons() -> None:
+def test_a_forward_of_windows_only_does_not_call_flashinfer() -> None:
     forward = Forward(Batch((), (40, 5, 200), window=4), "cpu")
     backend = FlashInferAttention(forward.geometry, forward.pool(), NoPrefill(forward.geometry))
     forward.check(forward.run(backend))
@@ -194,7 +193,7 @@ FLIGHT = (
 
 
 def sharing_one_prefill(forwards: list[Forward]) -> list[FlashInferAttention]:
-    """Each with a pool of its own, as one backend's forwards with time between them."""
+    """A backend with its own pool for each forward; the plans are those of one backend."""
     backends = [forward.backend() for forward in forwards]
     for backend in backends:
         backend._prefill = backends[0]._prefill
@@ -203,7 +202,7 @@ def sharing_one_prefill(forwards: list[Forward]) -> list[FlashInferAttention]:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_plans_in_flight_do_not_disturb_each_other_and_two_of_them_never_wait() -> None:
+def test_plans_in_flight_are_independent_and_two_of_them_do_not_wait() -> None:
     forwards = [Forward(batch, "cuda", seed=i) for i, batch in enumerate(FLIGHT)]
     backends = sharing_one_prefill(forwards)
     for forward, backend in zip(forwards, backends, strict=True):
@@ -225,7 +224,7 @@ def test_plans_in_flight_do_not_disturb_each_other_and_two_of_them_never_wait() 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_plans_made_before_the_first_one_runs_keep_their_own_rows() -> None:
+def test_plans_made_before_the_first_run_keep_their_rows() -> None:
     forwards = [Forward(batch, "cuda", seed=i) for i, batch in enumerate(FLIGHT[:2])]
     backends = sharing_one_prefill(forwards)
     plans = [b.plan(f.metadata) for b, f in zip(backends, forwards, strict=True)]
@@ -235,8 +234,8 @@ def test_plans_made_before_the_first_one_runs_keep_their_own_rows() -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_the_batch_or_the_chunks_around_it() -> None:
-    """Bit by bit: keys are never split, and each row meets its keys in the same order."""
+def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
+    """Bit-equal: keys are never split, and each row reads its keys in the same order."""
     together = Forward(BATCHES["three requests"], "cuda")
     output = together.run(together.backend())
     first = AttentionMetadata(
@@ -261,9 +260,9 @@ IN_PLACE = (Batch(((90, 40), (0, 200), (7, 2))), BATCHES["three requests"], Batc
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @torch.inference_mode()
-def test_a_plan_in_place_runs_whatever_was_planned_last(device: str) -> None:
-    """Whoever captured the plan of one batch replays those of others, padded to its rows and number
-    of chunks."""
+def test_a_plan_in_place_runs_what_was_planned_last(device: str) -> None:
+    """A graph captured with the plan of one batch replays others, padded to its number of rows and
+    chunks."""
     if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernels")
     forwards = [Forward(batch, device, seed=i) for i, batch in enumerate(IN_PLACE)]
@@ -280,7 +279,7 @@ def test_a_plan_in_place_runs_whatever_was_planned_last(device: str) -> None:
         kv_slots.copy_(metadata.kv_slots)
         qkv = torch.cat((forward.qkv, forward.qkv[:1].expand(num_rows - own, -1, -1)))
         output = backend.run(LAYER, qkv, Rotary(forward.rotary.table, metadata.positions), plan)
-        assert output.isfinite().all()  # padding, too: its keys go to a page that others may meet
+        assert output.isfinite().all()  # padding too: other rows may read the page of its keys
         forward.check(output[:own])
 
 
@@ -290,9 +289,9 @@ def update(plans: ContextPlans, metadata: AttentionMetadata) -> None:
 
 
 def padded_to(metadata: AttentionMetadata, num_rows: int) -> AttentionMetadata:
-    """With a chunk on page 0, and empty ones, to four chunks."""
+    """Padded to four chunks with one on page 0 and empty ones."""
     missing = num_rows - len(metadata.positions)
-    places = torch.arange(missing, device=metadata.positions.device)
+    offsets = torch.arange(missing, device=metadata.positions.device)
     page_size, empty = 32, 3 - len(metadata.context_lens)
     more = max(0, -(-missing // page_size) - metadata.block_tables.shape[1])
     lens = (missing, *[0] * empty)
@@ -301,15 +300,15 @@ def padded_to(metadata: AttentionMetadata, num_rows: int) -> AttentionMetadata:
         context_lens=(*metadata.context_lens, *lens),
         context_kv_lens=(*metadata.context_kv_lens, *lens),
         block_tables=torch.nn.functional.pad(metadata.block_tables, (0, more, 0, 1 + empty)),
-        positions=torch.cat((metadata.positions, places.clamp_max(0))),
-        kv_slots=torch.cat((metadata.kv_slots, places % page_size)),
+        positions=torch.cat((metadata.positions, offsets.clamp_max(0))),
+        kv_slots=torch.cat((metadata.kv_slots, offsets % page_size)),
     )
 
 
 @pytest.mark.gpu
 def test_memory_planning_knows_what_the_backend_allocates() -> None:
     forward = Forward(BATCHES["a prompt"], "cuda")
-    forward.run(forward.backend())  # what is made once for all
+    forward.run(forward.backend())  # allocates what all backends share
     pool = forward.pool()
     before = torch.cuda.memory_allocated()
     backend = FlashInferAttention(forward.geometry, pool)

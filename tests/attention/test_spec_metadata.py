@@ -1,5 +1,4 @@
-"""Hidden states that a forward leaves for a draft head: whose, where, and in forwards of changing
-sizes."""
+"""The hidden states that forwards of changing sizes leave for a draft head."""
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ LAYERS, SIZE = (1, 4, 2), 6
 
 
 def states(layer: int, num_rows: int) -> torch.Tensor:
-    """All different, of every layer and row."""
+    """Different numbers for every layer and row."""
     return torch.arange(num_rows * SIZE, dtype=torch.float32).view(num_rows, SIZE) + 1000.0 * layer
 
 
@@ -19,7 +18,7 @@ def forward(spec: SpecMetadata, num_rows: int) -> None:
         spec.maybe_capture_hidden_states(layer, states(layer, num_rows))
 
 
-def test_the_wanted_layers_stand_side_by_side_in_the_order_asked_for() -> None:
+def test_captured_layers_are_concatenated_in_the_given_order() -> None:
     spec = SpecMetadata(LAYERS, SIZE, 8, torch.float32, torch.device("cpu"))
     for num_rows in (5, 1, 1, 8, 3):
         forward(spec, num_rows)
@@ -28,7 +27,7 @@ def test_the_wanted_layers_stand_side_by_side_in_the_order_asked_for() -> None:
         )
 
 
-def test_rows_behind_those_of_a_forward_stay_as_they_were() -> None:
+def test_rows_after_those_of_a_forward_keep_their_values() -> None:
     spec = SpecMetadata(LAYERS, SIZE, 8, torch.float32, torch.device("cpu"))
     forward(spec, 8)
     before = spec.captured(8).clone()
@@ -36,7 +35,7 @@ def test_rows_behind_those_of_a_forward_stay_as_they_were() -> None:
     assert torch.equal(spec.captured(8)[2:], before[2:])
 
 
-def test_an_output_that_changes_later_is_captured_as_it_was() -> None:
+def test_a_later_change_of_an_output_does_not_change_what_was_captured() -> None:
     spec = SpecMetadata((0,), SIZE, 8, torch.float32, torch.device("cpu"))
     hidden = states(0, 4)
     spec.maybe_capture_hidden_states(0, hidden)
@@ -44,7 +43,7 @@ def test_an_output_that_changes_later_is_captured_as_it_was() -> None:
     assert torch.equal(spec.captured(4), states(0, 4))
 
 
-def test_a_model_too_shallow_for_three_layers_names_the_option() -> None:
+def test_a_model_with_too_few_layers_for_the_default_is_refused_with_the_option() -> None:
     assert default_capture_layers(32) == (1, 15, 28)
     with pytest.raises(ValueError, match="set eagle3_layers_to_capture"):
         default_capture_layers(6)

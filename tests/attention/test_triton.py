@@ -1,6 +1,5 @@
-"""TRITON attention against VANILLA through the backends' interface: with the kernels' plain-torch
-references here, with the kernels under Triton's interpreter in a process of their own, and on a
-CUDA device (`-m gpu`)."""
+"""TRITON attention equals VANILLA: with the kernels' plain-torch references, with the kernels under
+Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`)."""
 
 from dataclasses import dataclass
 
@@ -56,8 +55,7 @@ BATCHES = {
 
 
 class Forward:
-    """One batch on shuffled pages of a pool of random numbers, the same for each backend that runs
-    it."""
+    """One batch on shuffled pages of a pool of random numbers, the same for every backend."""
 
     def __init__(self, batch: Batch, device: str, seed: int = 0) -> None:
         self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
@@ -111,7 +109,7 @@ class Forward:
         return kind(GEOMETRY, pool)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that the device is given for a forward."""
+        """The inputs of a forward on the device."""
         own = self.metadata
         return self.qkv, self.table, own.block_tables, own.kv_lens, own.positions, own.kv_slots
 
@@ -125,8 +123,8 @@ class Forward:
         backend.write(1, self.qkv.clone(), rotary, AttentionPlan(self.metadata.kv_slots))
 
     def check(self, output: torch.Tensor | None, pool: KVPool) -> None:
-        """VANILLA's output, if any is given, and VANILLA's pool, keys up to a rounding, but for
-        what padding writes to page 0."""
+        """The output, if there is one, and the pool equal VANILLA's, keys up to rounding, without
+        page 0, to which padding writes."""
         vanilla = self.backend(VanillaAttention)
         expected = self.run(vanilla)
         if output is not None:
@@ -151,7 +149,7 @@ def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("kind", [TritonAttention, VanillaAttention, BatchInvariantAttention])
 @torch.inference_mode()
-def test_rows_that_are_only_written_leave_the_keys_and_values_of_rows_that_attend(
+def test_write_leaves_the_same_keys_and_values_as_run(
     kind: type[AttentionBackend], name: str, device: str
 ) -> None:
     forward = Forward(BATCHES[name], device)
@@ -167,7 +165,7 @@ REPLAYED = Batch(kv_lens=(150, 3, 299), window=3, padding=1)
 
 @on_each_device
 @torch.inference_mode()
-def test_a_plan_follows_what_its_tensors_hold_when_it_runs(device: str) -> None:
+def test_a_plan_reads_its_tensors_when_it_runs(device: str) -> None:
     planned, other = Forward(CAPTURED, device), Forward(REPLAYED, device, seed=1)
     backend = other.backend(TritonAttention)
     plan = backend.plan(planned.metadata)
@@ -178,7 +176,7 @@ def test_a_plan_follows_what_its_tensors_hold_when_it_runs(device: str) -> None:
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_captured_forward_is_replayed_with_other_lengths_and_pages() -> None:
+def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages() -> None:
     captured, replayed = Forward(CAPTURED, "cuda"), Forward(REPLAYED, "cuda", seed=1)
     backend = replayed.backend(TritonAttention)
     captured.run(backend)  # compiles
@@ -208,5 +206,5 @@ def test_a_generation_forward_never_waits_for_the_device() -> None:
 
 
 @only_outside_the_interpreter
-def test_the_backend_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
+def test_the_backend_passes_its_tests_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, num_tests=7)

@@ -1,5 +1,5 @@
-"""VANILLA attention against a direct transcription of the formula, and what a request may not
-see."""
+"""VANILLA attention equals a direct transcription of the formula, and requests do not see each
+other."""
 
 import math
 
@@ -40,13 +40,13 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.T
 
 
 def unrotated(num_rows: int) -> Rotary:
-    """Position 0: rotation by nothing."""
+    """Position 0, whose rotation is the identity."""
     table = torch.stack((torch.ones(HEAD_DIM), torch.zeros(HEAD_DIM))).view(1, 2, 1, HEAD_DIM)
     return Rotary(table, torch.zeros(num_rows, dtype=torch.int64))
 
 
 class Requests:
-    """Random q, k and v of whole requests; any last tokens of them can be run as one batch."""
+    """Random q, k and v of whole requests; their last tokens can be run as one batch."""
 
     def __init__(self, lengths: list[int], seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ class Requests:
         slack: int = 0,
         padding: int = 0,
     ) -> dict[int, torch.Tensor]:
-        """Requests with how many of their last tokens are new; the tokens before are put in the
+        """Runs the last tokens of requests, given how many; writes the tokens before into the
         pool."""
         counts = contexts | windows
         lengths = [len(self.q[request]) for request in counts]
@@ -150,7 +150,7 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 @pytest.mark.parametrize("slack", [0, 9])
 @torch.inference_mode()
-def test_nan_in_other_requests_and_in_recycled_pages_stays_there(slack: int) -> None:
+def test_nan_in_other_requests_and_in_recycled_pages_does_not_spread(slack: int) -> None:
     requests = Requests([9, 17, 6])
     pool = new_pool()
     pool.data.fill_(torch.nan)

@@ -7,19 +7,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import adaptive_h200
-import adaptive_h200_tables
-import driven_rounds
-import forced_rounds
 import pytest
-from adaptive_h200 import ZOO
-from adaptive_h200_tables import LADDER, Cell, Found, Phase, RoundTimes, misses, over_best_static
-from forced_rounds import Block, ForcedRounds
-from h200_setup import Setup
 
+from benchmarks import adaptive_h200, adaptive_h200_tables
+from benchmarks.adaptive_h200 import ZOO
+from benchmarks.adaptive_h200_tables import (
+    LADDER,
+    Cell,
+    Found,
+    Phase,
+    RoundTimes,
+    misses,
+    over_best_static,
+)
+from benchmarks.harness import engine as driven_rounds
+from benchmarks.harness import forced_rounds
+from benchmarks.harness.forced_rounds import Block, ForcedRounds
+from benchmarks.harness.models import Models
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
-SETUP = Setup("zoo", "cpu", True, frozenset(), Path())
+SETUP = Models("zoo", "cpu", Path())
 
 
 @pytest.fixture(scope="module")

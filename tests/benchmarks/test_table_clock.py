@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from table_clock import TableClock
 
+from benchmarks.table_clock import TableClock
 from tllm_spec import LLM, SamplingParams
 
 TIMES = Path(__file__).parents[2] / "benchmarks" / "zoo_round_times.json"

@@ -1,4 +1,4 @@
-"""An LLM without a model, for the benchmark commands: its tokens and times are known beforehand."""
+"""An LLM without a model for the benchmark commands: its tokens and times are fixed."""
 
 from collections.abc import AsyncIterator, Generator
 from typing import Any, ClassVar
@@ -7,8 +7,8 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 
-WRONG_DRAFT_LEN = 7  # an engine of this draft length gives a wrong token at output position 2
-FAILING_TOKEN = 666  # a prompt that begins with it fails
+WRONG_DRAFT_LEN = 7  # an engine with this draft length has a wrong token at output position 2
+FAILING_TOKEN = 666  # a prompt that starts with it fails
 
 
 def make_output(
@@ -31,7 +31,7 @@ class FakeHandle:
         self.prompt_token_ids = output.prompt_token_ids
 
     def __await__(self) -> Generator[None, None, RequestOutput]:
-        yield  # lets other requests begin before this one ends
+        yield  # lets other requests start before this one ends
         self.llm.under_way -= 1
         return self.output
 
@@ -46,11 +46,11 @@ class FakeTokenizer:
 
 
 class FakeLLM:
-    """Output token i is i. With speculation a request has two rounds, 6 drafts proposed and 3
-    accepted."""
+    """Output token i is i. With speculation a request has two rounds with 6 proposed and 3 accepted
+    drafts."""
 
     made: ClassVar[list["FakeLLM"]] = []
-    calls: ClassVar[list["FakeLLM"]] = []  # which engine each request went to, in order
+    calls: ClassVar[list["FakeLLM"]] = []  # the engine of each request, in order
 
     def __init__(self, model: str, **arguments: Any) -> None:
         self.args = LlmArgs.from_kwargs(model, **arguments)
@@ -67,7 +67,7 @@ class FakeLLM:
         self.is_shut_down = True
 
     def server_info(self) -> dict[str, Any]:
-        """Every request so far had a round of its own, of the longest draft length."""
+        """As if each request so far had been one round with the largest draft length."""
         spec = self.args.speculative_config
         number = len(self.sampling)
         row = {"rounds": number, "request_rounds": number, "emitted_tokens": 2 * number}

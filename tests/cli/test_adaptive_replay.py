@@ -48,14 +48,14 @@ def test_every_round_is_printed_on_request(replay: Replay) -> None:
     ]
 
 
-def test_the_configuration_may_dummy_llm_arguments_or_be_a_preset(replay: Replay) -> None:
+def test_the_configuration_may_be_llm_arguments_or_a_preset(replay: Replay) -> None:
     nested = "speculative_config: {decoding_type: NGram, max_draft_len: 7, adaptive: " + EMA + "}"
     assert "3 -> 7" in replay(ACCEPTED, nested).output
     assert "3 -> 7" in replay(ACCEPTED, "aggressive").output
 
 
 def served(ladder: str, *more: str, draft_len: int = 7) -> str:
-    """LLM arguments with `adaptive` and further keys beside it."""
+    """LLM arguments with `adaptive` and further keys next to it."""
     spec = ["decoding_type: NGram", f"max_draft_len: {draft_len}", f"adaptive: {ladder}", *more]
     return "max_num_tokens: 64\nspeculative_config: {" + ", ".join(spec) + "}"
 
@@ -80,16 +80,12 @@ ONE_OF_EACH: list[object] = [
     ("config", "expected"),
     [
         (EMA, [3, 3, 3]),
-        (
-            served(EMA),
-            [3, 3, 1],
-        ),  # beside contexts, 64 rows have room for 3 of each of 16 requests ...
-        (
-            served(EMA) + "\nmax_batch_size: 16",
-            [3, 3, 3],
-        ),  # ... and for 4 where no other request can join
+        # 64 tokens are 4 for each of 16 requests, and prompts may need some of them ...
+        (served(EMA), [3, 3, 1]),
+        # ... unless no other request can join.
+        (served(EMA) + "\nmax_batch_size: 16", [3, 3, 3]),
         (served(EMA, "max_concurrency: 1"), [3, 0, 0]),
-        (served(EMA, "draft_len_schedule: {2: 1, 9: 0}"), [3, 1, 0]),
+        (served(EMA, "draft_len_schedule: {1: 7, 2: 1, 9: 0}"), [3, 1, 0]),
         (served("{prior_acceptance: 1}", draft_len=2), [2, 2, 2]),
     ],
 )
@@ -116,7 +112,8 @@ def test_the_keys_of_adaptive_are_replayed_without_torch(tmp_path: Path) -> None
     trace.write_text(json.dumps(ACCEPTED[0]) + "\n")
     config.write_text(EMA)
     arguments = ["adaptive-replay", str(trace), "--config", str(config)]
-    code = f"import sys; sys.modules['torch'] = None\nfrom tllm_spec.cli.bench import main; main({arguments})"
+    code = "import sys; sys.modules['torch'] = None\nfrom tllm_spec.cli.bench import main"
+    code = f"{code}\nmain({arguments})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -170,7 +167,7 @@ def test_measured_times_and_the_recorded_draft_length_reach_the_cost_model(
         (ACCEPTED, "{max_batch_size: 8, 5: {}}", [], "has the key 5"),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_a_mistake_is_reported_in_one_sentence(
     replay: Replay, rounds: list[object], config: str, options: list[str], named: str
 ) -> None:
     result = replay(rounds, config, *options)
@@ -185,7 +182,7 @@ def test_a_trace_that_is_not_utf_8_is_refused_with_its_name(tmp_path: Path) -> N
     assert result.exit_code == 1 and f"cannot read {trace}: 'utf-8' codec" in result.output
 
 
-def test_llm_arguments_without_speculation_are_one_sentence(replay: Replay) -> None:
+def test_llm_arguments_without_speculation_are_refused(replay: Replay) -> None:
     plain = (ROOT / "yaml_examples" / "plain.yaml").read_text(encoding="utf-8")
     result = replay(ACCEPTED, plain)
     assert result.exit_code == 1 and "speculative_config = None: nothing to replay" in result.output

@@ -1,49 +1,17 @@
-"""tllm-bench from its command line, with an engine whose tokens and times are known."""
+"""tllm-bench's throughput, latency and compare commands, with an engine whose tokens and times are
+known."""
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
+from tests.cli.bench_command import ngram, run, write_yaml
 from tests.cli.fake_llm import FAILING_TOKEN, WRONG_DRAFT_LEN, FakeLLM
 from tllm_spec.cli.bench import main
 
-
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("tllm_spec.llm")
-    module.LLM = FakeLLM
-    monkeypatch.setitem(sys.modules, "tllm_spec.llm", module)
-    monkeypatch.setattr(FakeLLM, "made", [])
-    monkeypatch.setattr(FakeLLM, "calls", [])
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> Path:
-    path = tmp_path / "data.jsonl"
-    lines = [{"task_id": task, "input_ids": [1, 2, 3], "output_tokens": 6} for task in range(4)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def write_yaml(folder: Path, name: str, text: str) -> str:
-    path = folder / f"{name}.yaml"
-    path.write_text(text)
-    return str(path)
-
-
-def ngram(folder: Path, name: str = "ngram", draft_len: int = 3) -> str:
-    text = f"speculative_config: {{decoding_type: NGram, max_draft_len: {draft_len}}}"
-    return write_yaml(folder, name, text)
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["--model", "zoo:llama", *map(str, arguments)])
-
+pytestmark = pytest.mark.usefixtures("fake_llm")
 
 COMMANDS = [
     "throughput",
@@ -52,6 +20,7 @@ COMMANDS = [
     "break-even",
     "prepare-dataset text",
     "prepare-dataset token-norm-dist",
+    "prepare-dataset token-unif-dist",
 ]
 
 
@@ -69,7 +38,7 @@ def test_the_help_of_a_command_needs_no_model(command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("options", ["", "--no_such_option 1", "--model_path zoo:llama"])
-def test_a_missing_model_is_what_a_command_says_first(command: str, options: str) -> None:
+def test_a_missing_model_is_reported_before_other_mistakes(command: str, options: str) -> None:
     before, after = (options.split(), []) if "model" in options else ([], options.split())
     result = CliRunner().invoke(main, [*before, *command.split(), *after])
     assert (result.exit_code, FakeLLM.made) == (2, [])
@@ -98,7 +67,7 @@ def test_latency_streams_one_request_at_a_time_in_a_batch_of_one(dataset: Path) 
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(-1, 4), (0, 4), (2, 2), (1, 1)])
-def test_no_more_requests_are_under_way_than_asked_for(
+def test_the_number_of_requests_in_flight_is_limited(
     dataset: Path, concurrency: int, most: int
 ) -> None:
     result = run("throughput", "--dataset", dataset, "--concurrency", concurrency)
@@ -106,10 +75,13 @@ def test_no_more_requests_are_under_way_than_asked_for(
     assert FakeLLM.made[0].max_under_way == most
 
 
-def test_options_reach_the_engine_and_the_yaml_file_wins(dataset: Path, tmp_path: Path) -> None:
+def test_options_reach_the_engine_and_the_yaml_file_takes_precedence(
+    dataset: Path, tmp_path: Path
+) -> None:
     text = "max_num_tokens: 512\nkv_cache_config: {enable_block_reuse: false}"
-    flags = "--max_num_tokens 256 --max_batch_size 4 --max_seq_len 100 --kv_cache_free_gpu_mem_fraction 0.5"
-    more = "--enable_chunked_context --scheduler_policy max_utilization --max_input_len 50"
+    flags = "--max_num_tokens 256 --max_batch_size 4 --max_seq_len 100 --max_input_len 50"
+    more = "--enable_chunked_context --scheduler_policy max_utilization"
+    more += " --kv_cache_free_gpu_mem_fraction 0.5"
     yaml = write_yaml(tmp_path, "x", text)
     result = run(
         "throughput", "--dataset", dataset, "--config", yaml, *flags.split(), *more.split()
@@ -130,7 +102,9 @@ def test_options_reach_the_engine_and_the_yaml_file_wins(dataset: Path, tmp_path
     assert args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION"
 
 
-def test_sampler_options_replace_greedy_and_bring_eos_back(dataset: Path, tmp_path: Path) -> None:
+def test_sampler_options_replace_greedy_decoding_and_honour_eos(
+    dataset: Path, tmp_path: Path
+) -> None:
     sampler = write_yaml(tmp_path, "sampler", "{temperature: 0.8, top_p: 0.9}")
     result = run(
         "throughput", "--dataset", dataset, "--sampler_options", sampler, "--target_output_len", 3
@@ -142,13 +116,18 @@ def test_sampler_options_replace_greedy_and_bring_eos_back(dataset: Path, tmp_pa
 
 
 @pytest.mark.parametrize("number", ["5", "null"])
-def test_sampler_options_cannot_say_how_many_tokens_a_request_gets(
-    dataset: Path, tmp_path: Path, number: str
-) -> None:
+def test_sampler_options_cannot_set_max_tokens(dataset: Path, tmp_path: Path, number: str) -> None:
     sampler = write_yaml(tmp_path, "sampler", f"{{temperature: 0.8, max_tokens: {number}}}")
     result = run("throughput", "--dataset", dataset, "--sampler_options", sampler)
     assert (result.exit_code, FakeLLM.made) == (1, [])
     assert "max_tokens = " in result.output and "output_tokens of the data set" in result.output
+
+
+def test_a_key_named_self_is_an_unknown_option(dataset: Path, tmp_path: Path) -> None:
+    yaml = write_yaml(tmp_path, "x", "self: 1")
+    for option in ("--config", "--sampler_options"):
+        result = run("throughput", "--dataset", dataset, option, yaml)
+        assert result.exit_code == 1 and "self = 1 is not a known option" in result.output
 
 
 def test_min_tokens_is_compared_with_each_requests_own_length(
@@ -178,7 +157,7 @@ def test_an_output_that_does_not_fit_the_model_is_refused_before_anything_runs(
     assert run(*options, 10).exit_code == 0
 
 
-def test_an_output_behind_a_text_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_an_output_after_a_text_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"task_id": 7, "prompt": "four", "output_tokens": 6}\n')
     result = run("throughput", "--dataset", path, "--max_seq_len", 9)
@@ -187,20 +166,22 @@ def test_an_output_behind_a_text_that_does_not_fit_is_refused(tmp_path: Path) ->
     assert run("throughput", "--dataset", path, "--max_seq_len", 10).exit_code == 0
 
 
-def test_what_is_cut_off_a_prompt_leaves_room_for_the_output(dataset: Path, tmp_path: Path) -> None:
+def test_truncating_the_prompt_leaves_room_for_the_output(dataset: Path, tmp_path: Path) -> None:
     sampler = write_yaml(tmp_path, "sampler", "truncate_prompt_tokens: 2")
     options = ["--dataset", dataset, "--max_seq_len", 8]
     assert run("throughput", *options).exit_code == 1
     assert run("throughput", *options, "--sampler_options", sampler).exit_code == 0
 
 
-def test_an_eos_id_ends_texts(dataset: Path) -> None:
+def test_an_eos_id_ends_outputs(dataset: Path) -> None:
     assert run("throughput", "--dataset", dataset, "--eos_id", 7).exit_code == 0
     params = FakeLLM.made[0].sampling[0]
     assert params.end_id == 7 and not params.ignore_eos
 
 
-def test_the_json_files_hold_report_texts_and_requests(dataset: Path, tmp_path: Path) -> None:
+def test_the_json_files_have_the_report_the_texts_and_the_requests(
+    dataset: Path, tmp_path: Path
+) -> None:
     paths = {name: tmp_path / f"{name}.json" for name in ("report", "output", "request")}
     files = [str(part) for name, path in paths.items() for part in (f"--{name}_json", path)]
     result = run(
@@ -222,15 +203,13 @@ def test_the_json_files_hold_report_texts_and_requests(dataset: Path, tmp_path: 
     )
 
 
-def test_the_report_leaves_the_warm_up_out_of_the_draft_lengths(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_draft_lengths_in_the_report_exclude_the_warm_up(dataset: Path, tmp_path: Path) -> None:
     text = "speculative_config: {decoding_type: NGram, max_draft_len: 3, adaptive: {}}"
     config, report = write_yaml(tmp_path, "adaptive", text), tmp_path / "report.json"
     result = run("throughput", "--dataset", dataset, "--config", config, "--report_json", report)
     assert result.exit_code == 0, result.output
     section = json.loads(report.read_text())["draft_lens"]
-    assert section["draft_len_3"]["rounds"] == 4, "two requests more were the warm-up"
+    assert section["draft_len_3"]["rounds"] == 4, "without the two warm-up requests"
     assert (
         section["draft_len_3"]["acceptance_length"] == 2
         and section["draft_len_3"]["round_ms"] is None
@@ -257,7 +236,7 @@ def test_a_mistake_in_the_yaml_is_one_sentence(dataset: Path, tmp_path: Path) ->
     assert "Traceback" not in result.output
 
 
-def test_compare_visits_the_engines_in_turn_and_every_second_round_backwards(
+def test_compare_alternates_the_engines_and_reverses_their_order_every_second_run(
     dataset: Path, tmp_path: Path
 ) -> None:
     configs = [write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path)]
@@ -282,7 +261,7 @@ def test_compare_visits_the_engines_in_turn_and_every_second_round_backwards(
     assert "the same 1 texts" in result.output
 
 
-def test_compare_reports_each_difference_with_its_place_and_fails(
+def test_compare_reports_the_position_of_each_difference_and_fails(
     dataset: Path, tmp_path: Path
 ) -> None:
     configs = [write_yaml(tmp_path, "plain", "{}"), ngram(tmp_path, "wrong", WRONG_DRAFT_LEN)]
@@ -291,7 +270,7 @@ def test_compare_reports_each_difference_with_its_place_and_fails(
         "compare", *configs, "--dataset", dataset, "--num_requests", 2, "--report_json", report
     )
     assert result.exit_code == 1
-    sentence = "output token 2 is -1, the first configuration has 2"
+    sentence = "output token 2 is -1, the baseline has 2"
     assert (
         f"wrong, task_id 0: {sentence}" in result.output
         and f"wrong, task_id 1: {sentence}" in result.output
@@ -300,59 +279,14 @@ def test_compare_reports_each_difference_with_its_place_and_fails(
     assert run("compare", *configs, "--dataset", dataset, "--allow_differences").exit_code == 0
 
 
-def test_compare_shows_as_many_texts_as_asked_for(dataset: Path, tmp_path: Path) -> None:
+def test_compare_prints_the_requested_number_of_texts(dataset: Path, tmp_path: Path) -> None:
     result = run(
         "compare", write_yaml(tmp_path, "plain", "{}"), "--dataset", dataset, "--show_text", 2
     )
     assert result.output.count("prompt of 3 tokens") == 2 and result.output.count("generated") == 2
 
 
-def test_prepare_dataset_writes_what_the_other_commands_read(tmp_path: Path) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
-    (folder / "code.py").write_text("def add(left, right):\n    return left + right\n" * 20)
-    (folder / "notes.md").write_text("words " * 200)
-    path = tmp_path / "made.jsonl"
-    lengths = ["--num_requests", "3", "--input_len", "16", "--output_len", "5"]
-    made = run(
-        "prepare-dataset", "--output", path, "text", "--folder", folder, "--glob", "*.py", *lengths
-    )
-    assert made.exit_code == 0, made.output
-    assert run("throughput", "--dataset", path).exit_code == 0
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [len(entry["input_ids"]) for entry in entries] == [16] * 3
-
-
-def test_random_token_ids_stay_within_the_vocabulary() -> None:
-    lengths = [
-        "--num-requests",
-        "4",
-        "--input-mean",
-        "500",
-        "--output-mean",
-        "8",
-        "--output-stdev",
-        "2",
-    ]
-    result = run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths)
-    assert result.exit_code == 0, result.output
-    tokens = [
-        token for line in result.output.splitlines() for token in json.loads(line)["input_ids"]
-    ]
-    assert len(tokens) == 2000 and 0 <= min(tokens) < 20 and 2000 < max(tokens) < 2048
-    assert (
-        run("prepare-dataset", "--random-seed", 3, "token-norm-dist", *lengths).output
-        == result.output
-    )
-
-
-def test_text_prompts_need_exactly_one_source() -> None:
-    lengths = ["--num_requests", "3", "--input_len", "16", "--output_len", "5"]
-    result = run("prepare-dataset", "text", *lengths)
-    assert result.exit_code == 1 and "either --folder FOLDER or --heldout" in result.output
-
-
-def test_a_report_that_could_not_be_written_is_known_before_anything_runs(
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
     dataset: Path, tmp_path: Path
 ) -> None:
     result = run(
@@ -367,9 +301,3 @@ def test_a_yaml_file_that_names_another_model_is_refused(dataset: Path, tmp_path
     result = run("throughput", "--dataset", dataset, "--config", other)
     assert (result.exit_code, FakeLLM.made) == (1, [])
     assert "model = 'zoo:llama-draft'" in result.output
-
-
-def test_tensorrt_llms_parallel_options_reach_the_llm_under_its_names(dataset: Path) -> None:
-    assert run("throughput", "--dataset", dataset, "--tp", 1, "--backend", "pytorch").exit_code == 0
-    result = run("throughput", "--dataset", dataset, "--tp", 2)
-    assert "tensor_parallel_size = 2 is refused" in result.output

@@ -1,4 +1,4 @@
-"""tllm_spec.bench.compare: the turns, the differences, the rows."""
+"""Comparisons: the order of the runs, the differences between texts, the rows of the table."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ REQUESTS = [BenchRequest(3, [1, 2], 6), BenchRequest(5, [1, 2], 6)]
 def contestant(
     name: str, *seconds: float, stats: SpeculativeStats | None = None, **llm: Any
 ) -> Contestant:
-    """Made of runs of two requests with 6 tokens each that took so many seconds."""
+    """With one run for each number of seconds; a run is two requests of 6 tokens."""
     runs = [
         Run([make_output(2, 6, stats=stats), make_output(2, 6, stats=stats)], each)
         for each in seconds
@@ -28,7 +28,7 @@ def contestant(
     return Contestant(name, FakeLLM("zoo:llama", **llm), runs)
 
 
-def test_warm_up_runs_do_not_count() -> None:
+def test_warm_up_runs_are_discarded() -> None:
     fake = Contestant("plain", FakeLLM("zoo:llama"))
     run_in_turn([fake], REQUESTS, sampling_for(REQUESTS), repeat=3, warmup=2, concurrency=1)
     assert len(fake.runs) == 3 and len(fake.llm.sampling) == 2 * (3 + 2)
@@ -44,7 +44,7 @@ def test_speeds_are_medians_and_the_speedup_is_their_ratio() -> None:
     assert rows[1]["per_position_acceptance"] == [1, 0.5]
 
 
-def test_a_row_says_how_it_speculated_since_its_name_is_only_that_of_a_file() -> None:
+def test_a_row_has_the_options_of_its_speculation() -> None:
     spec = {
         "decoding_type": "Eagle3",
         "max_draft_len": 3,
@@ -56,7 +56,7 @@ def test_a_row_says_how_it_speculated_since_its_name_is_only_that_of_a_file() ->
     assert spec.items() <= drafted["speculation"].items()
 
 
-def test_a_difference_names_its_first_place_once_however_often_it_shows() -> None:
+def test_a_difference_is_reported_once_with_its_first_position() -> None:
     plain, drafted = contestant("plain", 1, 1), contestant("drafted", 1, 1)
     for run in drafted.runs:
         run.outputs[1].outputs[0].token_ids[3:5] = [77, 78]
@@ -70,7 +70,7 @@ def test_a_difference_names_its_first_place_once_however_often_it_shows() -> Non
     )
 
 
-def test_a_run_that_differs_from_the_same_configurations_first_is_a_difference_too() -> None:
+def test_a_later_run_of_the_baseline_that_differs_is_reported_too() -> None:
     plain = contestant("plain", 1, 1)
     plain.runs[1].outputs[0].outputs[0].token_ids.pop()
     (found,) = differences([plain], REQUESTS)

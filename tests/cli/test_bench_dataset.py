@@ -1,4 +1,4 @@
-"""tllm_spec.bench.dataset and .prepare: what is read, what is refused, what is written."""
+"""Data sets of tllm-bench: read, checked, generated and written."""
 
 import io
 from pathlib import Path
@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from tllm_spec.bench.dataset import BenchRequest, read_dataset, write_dataset
-from tllm_spec.bench.prepare import LengthDistribution, synthetic_requests, text_requests
+from tllm_spec.bench.prepare import (
+    NormalLengths,
+    UniformLengths,
+    synthetic_requests,
+    text_requests,
+)
 
 
 def write_lines(folder: Path, *lines: str) -> Path:
@@ -19,7 +24,9 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def test_token_ids_win_over_a_prompt_and_blank_lines_are_skipped(tmp_path: Path) -> None:
+def test_token_ids_take_precedence_over_a_prompt_and_blank_lines_are_skipped(
+    tmp_path: Path,
+) -> None:
     path = write_lines(
         tmp_path,
         '{"task_id": 0, "prompt": "hello", "output_tokens": 8}',
@@ -33,7 +40,7 @@ def test_only_the_first_requests_are_read_when_a_number_is_given(tmp_path: Path)
     line = '{"task_id": 0, "input_ids": [1], "output_tokens": 8}'
     path = write_lines(tmp_path, line, line, "broken, but never reached")
     assert len(read_dataset(path, 2)) == 2
-    with pytest.raises(ValueError, match="holds 3 requests, but num_requests is 4"):
+    with pytest.raises(ValueError, match="has 3 requests, but num_requests is 4"):
         read_dataset(path, 4)
 
 
@@ -52,7 +59,7 @@ def test_only_the_first_requests_are_read_when_a_number_is_given(tmp_path: Path)
         ('{"task_id": 0, "input_ids": [-1], "output_tokens": 1}', "at least one token id"),
         (
             '{"task_id": 0, "prompt": "x", "output_tokens": 1, "media_paths": []}',
-            "media_paths not served",
+            "media_paths not supported",
         ),
     ],
 )
@@ -70,7 +77,7 @@ def test_a_file_that_is_not_utf_8_is_refused_with_its_name(tmp_path: Path) -> No
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no request"):
+    with pytest.raises(ValueError, match="has no request"):
         read_dataset(write_lines(tmp_path))
 
 
@@ -81,8 +88,8 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_dataset(write_lines(tmp_path, text.getvalue())) == requests
 
 
-def test_synthetic_lengths_follow_the_distribution_and_the_seed() -> None:
-    inputs, outputs = LengthDistribution(100, 10), LengthDistribution(20, 0)
+def test_normal_lengths_follow_the_distribution_and_the_seed() -> None:
+    inputs, outputs = NormalLengths(100, 10), NormalLengths(20, 0)
     requests = list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
     lengths = [len(request.prompt) for request in requests]
     assert (
@@ -95,13 +102,20 @@ def test_synthetic_lengths_follow_the_distribution_and_the_seed() -> None:
     assert requests != list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=2))
 
 
+def test_uniform_lengths_have_both_bounds_and_nothing_outside() -> None:
+    inputs, outputs = UniformLengths(3, 6), UniformLengths(9, 9)
+    requests = list(synthetic_requests(200, inputs, outputs, vocab_size=50, seed=1))
+    assert {len(request.prompt) for request in requests} == {3, 4, 5, 6}
+    assert {request.output_tokens for request in requests} == {9}
+
+
 def test_a_drawn_length_is_never_below_one() -> None:
-    short = LengthDistribution(1, 5)
+    short = NormalLengths(1, 5)
     requests = synthetic_requests(50, short, short, vocab_size=4, seed=0)
     assert min(min(len(request.prompt), request.output_tokens) for request in requests) == 1
 
 
-def test_text_prompts_begin_at_a_line_and_have_exactly_the_length_asked_for(tmp_path: Path) -> None:
+def test_text_prompts_start_at_a_line_and_have_exactly_the_requested_length(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("".join(f"{number:04d}\n" for number in range(100)))
     (tmp_path / "short.txt").write_text("tiny\n")
     files = sorted(tmp_path.iterdir())
@@ -116,7 +130,7 @@ def test_text_prompts_begin_at_a_line_and_have_exactly_the_length_asked_for(tmp_
     assert [request.task_id for request in requests] == list(range(12))
 
 
-def test_no_file_as_long_as_a_prompt_is_an_error(tmp_path: Path) -> None:
+def test_it_is_an_error_when_no_file_is_as_long_as_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("tiny\n")
     with pytest.raises(ValueError, match="none of the 1 files has 40 tokens"):
         list(text_requests(list(tmp_path.iterdir()), encode, 1, input_len=40, output_len=3, seed=0))

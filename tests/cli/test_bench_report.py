@@ -1,4 +1,4 @@
-"""The report's figures against numbers worked out by hand."""
+"""The report's figures against numbers calculated by hand."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ def eagle3_args(**options: Any) -> LlmArgs:
     return LlmArgs.from_kwargs("zoo:llama", speculative_config=spec | options)
 
 
-def test_percentiles_are_interpolated_between_neighbours() -> None:
+def test_percentiles_are_interpolated_linearly() -> None:
     expected = {
         "minimum": 1,
         "maximum": 5,
@@ -55,13 +55,13 @@ def test_throughput_counts_all_tokens_over_the_whole_time() -> None:
     assert figures["request_latency_percentiles_ms"]["p90"] == pytest.approx(1900)
 
 
-def test_average_concurrency_is_the_requests_time_over_the_runs() -> None:
+def test_average_concurrency_is_the_sum_of_latencies_over_the_runs_time() -> None:
     figures = request_section(RUN)
     assert figures["avg_num_concurrent_requests"] == pytest.approx(1.2)  # (2 + 1) / 2.5
     assert (figures["avg_input_length"], figures["avg_output_length"]) == (20, 12.5)
 
 
-def test_time_per_output_token_leaves_the_first_token_out() -> None:
+def test_time_per_output_token_excludes_the_first_token() -> None:
     figures = streaming_section(OUTPUTS)
     assert figures["avg_ttft_ms"] == 500
     # 1.5 s for 19 tokens, 0.5 s for 4
@@ -76,10 +76,10 @@ def test_a_request_of_one_token_has_no_time_per_output_token() -> None:
     assert figures["tpot_percentiles"]["minimum"] == pytest.approx(1500 / 19)
 
 
-def test_acceptance_counts_what_was_really_drafted() -> None:
-    # Draft length 3. First request: 4 rounds with 3, 3, 1, 0 drafts, 3, 1, 0, 0 of them accepted: 8
-    # tokens. Second: 2 rounds with 3 drafts each, of which 0 and 2 were accepted: 4 tokens. The
-    # others: none.
+def test_acceptance_is_relative_to_the_proposed_drafts() -> None:
+    # Draft length 3. First request: 4 rounds with 3, 3, 1, 0 drafts, of which 3, 1, 0, 0 were
+    # accepted: 8 tokens. Second: 2 rounds with 3 drafts each, of which 0 and 2 were accepted:
+    # 4 tokens. The others have no rounds.
     outputs = [
         make_output(1, 9, stats=SpeculativeStats(4, 8, (3, 2, 2), (2, 1, 1))),
         make_output(1, 5, stats=SpeculativeStats(2, 4, (2, 2, 2), (1, 1, 0))),
@@ -98,7 +98,7 @@ def test_acceptance_counts_what_was_really_drafted() -> None:
     assert figures["per_position_acceptance"] == pytest.approx([3 / 5, 2 / 4, 1 / 4])
 
 
-def test_a_report_has_a_section_only_for_what_happened() -> None:
+def test_a_report_has_only_the_sections_that_apply() -> None:
     plain = build_report("zoo:llama", LlmArgs(model="zoo:llama"), RUN, streaming=False)
     assert list(plain) == [
         "engine",
@@ -117,7 +117,7 @@ def test_a_report_has_a_section_only_for_what_happened() -> None:
 
 
 @pytest.mark.parametrize("one_model", [True, False])
-def test_a_report_tells_the_two_paths_of_eagle3_apart(one_model: bool) -> None:
+def test_a_report_distinguishes_the_two_paths_of_eagle3(one_model: bool) -> None:
     report = build_report(
         "zoo:llama", eagle3_args(eagle3_one_model=one_model), RUN, streaming=False
     )
@@ -126,14 +126,14 @@ def test_a_report_tells_the_two_paths_of_eagle3_apart(one_model: bool) -> None:
     assert report["world_info"]["rounds_overlap"] is one_model
 
 
-def test_plain_rounds_overlap_unless_that_is_disabled() -> None:
+def test_plain_rounds_overlap_unless_overlap_is_disabled() -> None:
     for disabled in (False, True):
         args = LlmArgs(model="zoo:llama", disable_overlap_scheduler=disabled)
         report = build_report("zoo:llama", args, RUN, streaming=False)
         assert report["world_info"]["rounds_overlap"] is not disabled
 
 
-def test_synthetic_acceptance_is_printed_and_stored_beside_the_figures_that_it_made() -> None:
+def test_synthetic_acceptance_rates_are_in_the_report() -> None:
     args = eagle3_args(
         synthetic_acceptance_rates=[0.73, 0.52, 0.35], draft_len_schedule={1: 3, 9: 0}
     )
@@ -142,7 +142,7 @@ def test_synthetic_acceptance_is_printed_and_stored_beside_the_figures_that_it_m
     lines = [line.split(maxsplit=1) for line in text.splitlines()]
     assert ["synthetic_acceptance_rates", "(0.73, 0.52, 0.35)"] in lines
     assert ["draft_len_schedule", "{1: 3, 9: 0}"] in lines
-    assert "max_concurrency" not in text, "an option without a value is left out"
+    assert "max_concurrency" not in text, "options without a value are left out"
 
 
 def test_the_printed_report_shows_every_section_and_figure() -> None:
@@ -178,7 +178,7 @@ AFTER = info_of(
 )
 
 
-def test_draft_lengths_are_those_of_the_run_and_not_of_the_warm_up() -> None:
+def test_draft_lengths_exclude_rounds_before_the_run() -> None:
     section = draft_lens_section(BEFORE, AFTER)
     assert (section["num_switches"], section["num_changes"]) == (1, 5)
     assert section["draft_len_0"] == {
@@ -191,7 +191,7 @@ def test_draft_lengths_are_those_of_the_run_and_not_of_the_warm_up() -> None:
     three = section["draft_len_3"]
     assert (three["rounds"], three["share_of_rounds"], three["share_of_time"]) == (30, 0.75, 0.75)
     assert (three["round_ms"], three["acceptance_length"]) == (100, 2.5)  # 3 s / 30, 75 / 30
-    assert "draft_len_5" not in section, "no round of the run had it"
+    assert "draft_len_5" not in section, "the run had no such round"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_draft_lengths_are_those_of_the_run_and_not_of_the_warm_up() -> None:
         ({"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4}, True),
     ],
 )
-def test_draft_lengths_are_reported_where_they_may_vary(
+def test_draft_lengths_are_reported_when_they_may_vary(
     options: dict[str, Any], varies: bool
 ) -> None:
     report = build_report("zoo:llama", eagle3_args(**options), RUN, False, (BEFORE, AFTER))
@@ -219,3 +219,19 @@ def test_draft_lengths_are_reported_where_they_may_vary(
             "acceptance_length",
         ] in lines
         assert ["draft_len_0", "10", "0.25", "0.25", "100.00", "1.00"] in lines
+
+
+def max_rejected_rounds(decoding_type: str, **options: Any) -> object:
+    """The value in the report; None: it has none."""
+    spec = {"decoding_type": decoding_type, "max_draft_len": 3, **options}
+    args = LlmArgs.from_kwargs("zoo:llama", speculative_config=spec)
+    report = build_report("zoo:llama", args, RUN, streaming=False)
+    return report["speculation"].get("max_rejected_rounds")
+
+
+def test_max_rejected_rounds_is_reported_only_where_it_has_an_effect() -> None:
+    assert max_rejected_rounds("NGram") == 8
+    assert max_rejected_rounds("NGram", adaptive={}) is None
+    head = {"speculative_model": "head"}
+    assert max_rejected_rounds("Eagle3", **head, eagle3_one_model=False) == 8
+    assert max_rejected_rounds("Eagle3", **head, eagle3_one_model=True) is None

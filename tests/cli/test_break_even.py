@@ -5,39 +5,37 @@ import pytest
 from tllm_spec.bench.break_even import USUAL_PAIRS, BreakEven, expected_tokens
 
 
-def test_tokens_of_a_round_are_the_sum_of_the_chances_to_get_that_far() -> None:
+def test_the_tokens_of_a_round_are_the_sum_of_the_acceptance_probabilities() -> None:
     for acceptance, draft_len in USUAL_PAIRS:
-        chances = sum(acceptance**position for position in range(draft_len + 1))
-        assert expected_tokens(acceptance, draft_len) == pytest.approx(chances)
+        probabilities = sum(acceptance**position for position in range(draft_len + 1))
+        assert expected_tokens(acceptance, draft_len) == pytest.approx(probabilities)
     assert expected_tokens(0.6, 4) == pytest.approx(2.3056)
 
 
-def test_certain_hopeless_and_absent_drafts() -> None:
+def test_drafts_that_are_always_accepted_never_accepted_or_absent() -> None:
     assert (expected_tokens(1, 5), expected_tokens(0, 5), expected_tokens(0.7, 0)) == (6, 1, 1)
 
 
-def test_the_lesson_s_table_is_what_free_drafts_and_a_free_window_give() -> None:
+def test_without_costs_the_speedup_is_the_number_of_tokens_of_a_round() -> None:
     free = BreakEven(draft_time=0.0, target_time=1.0, plain_time=1.0)
     speedups = [free.speedup(*pair) for pair in USUAL_PAIRS]
-    assert speedups == pytest.approx(
-        [1.39, 1.875, 2.7731, 4.1523], rel=1e-3
-    )  # the lesson's: less a draft cost
+    assert speedups == pytest.approx([1.39, 1.875, 2.7731, 4.1523], rel=1e-3)
 
 
-def test_draft_and_window_times_divide_the_tokens() -> None:
+def test_draft_and_verification_times_reduce_the_speedup() -> None:
     costly = BreakEven(draft_time=0.5, target_time=5.0, plain_time=4.0)
     assert costly.speedup(0.5, 3) == pytest.approx(1.875 * 4.0 / 6.5)
 
 
 @pytest.mark.parametrize("draft_len", [1, 3, 7])
-def test_at_the_least_acceptance_drafting_is_exactly_as_fast(draft_len: int) -> None:
+def test_at_the_least_acceptance_the_speedup_is_one(draft_len: int) -> None:
     model = BreakEven(draft_time=0.25, target_time=4.1, plain_time=4.0)
     least = model.least_acceptance(draft_len)
     assert least is not None and model.speedup(least, draft_len) == pytest.approx(1)
     assert 0 < least < 1
 
 
-def test_drafts_may_never_pay() -> None:
+def test_there_is_no_least_acceptance_when_drafting_never_pays() -> None:
     assert BreakEven(draft_time=3.0, target_time=9.0, plain_time=4.0).least_acceptance(1) is None
 
 

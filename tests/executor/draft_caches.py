@@ -14,8 +14,8 @@ from tests.models.eagle3_runner import HeadRunner, captured_states
 from tests.models.helpers import PagedRunner
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.request import LlmRequest, RequestState
-from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, Eagle3Net
+from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
 
@@ -72,15 +72,14 @@ def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmReq
 
 
 def worker_of(harness: Harness) -> DraftWorker:
-    round_end = harness.parts.runner.round_end
-    worker = round_end._worker if isinstance(round_end, DeferredDrafter) else round_end
+    worker = harness.parts.runner.round_end
     assert isinstance(worker, DraftWorker)
     return worker
 
 
 def pools_of(harness: Harness) -> list[KVPool]:
     """The target's, then the one of the layers that share its pages, if there are any."""
-    if harness.parts.runner.round_end is None:
+    if type(harness.parts.runner.round_end) is RoundEnd:
         return [harness.parts.kv.pool]
     return [harness.parts.kv.pool, worker_of(harness)._layers.backend.pool]
 

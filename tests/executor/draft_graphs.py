@@ -14,6 +14,7 @@ from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
@@ -84,7 +85,7 @@ def captures_without_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @dataclass
 class Watched:
-    """`eager`: rounds drafted from without a graph, by their number of requests."""
+    """`eager`: the number of requests of each draft without a graph."""
 
     harness: Harness
     drafter: GraphDrafter
@@ -106,13 +107,14 @@ def watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Watched:
     drafter: Any = harness.parts.drafter
     assert isinstance(drafter, GraphDrafter)
     watched = Watched(harness, drafter)
-    name = "_draft" if isinstance(drafter, ModelDrafter) else "_draft_eagerly"
+    name = "_draft" if isinstance(drafter, ModelDrafter) else "draft"
     original = getattr(drafter, name)
 
-    def eagerly(first: Any, *others: Any) -> None:
-        group = others[0] if isinstance(drafter, ModelDrafter) else first.group
-        watched.eager.append(len(group.requests))
-        original(first, *others)
+    def eagerly(*arguments: Any) -> None:
+        [group] = [each for each in arguments if isinstance(each, RowGroup)]
+        if group.requests:  # a graph's group has slots only
+            watched.eager.append(len(group.requests))
+        original(*arguments)
 
     monkeypatch.setattr(drafter, name, eagerly)
     return watched
@@ -134,7 +136,7 @@ def with_graphs(
         runner.capture_graphs(rounds, DUMMY, CPU, pads=pads)
         assert runner.graphs is not None
         asked = graph_keys(sizes, lambda _: draft_lens)
-        watched.drafter.capture_graphs(runner.graphs, watched.drafter.keys(rounds, asked))
+        watched.drafter.capture_drafting(runner.graphs, watched.drafter.keys(rounds, asked))
         for captured in (c for tier in runner.graphs.tiers.values() for c in tier.graphs.values()):
             stand_in: Any = captured.graph
             stand_in.replays = 0

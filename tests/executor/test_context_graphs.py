@@ -10,6 +10,7 @@ import torch
 
 from tests.attention.plain_prefill import PlainPrefill
 from tests.executor.draft_caches import HOT, one_model
+from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.flashinfer import FlashInferAttention
@@ -48,16 +49,15 @@ def with_graphs(
     runner.engine.backend = FlashInferAttention(old.geometry, old.pool, PlainPrefill(old.geometry))
     draft_lens = {0, harness.max_draft_len}
     with torch.inference_mode():
-        runner.context_graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
-        if windows:
-            keys = graph_keys(windows, lambda _: draft_lens)
-            runner.capture_graphs(keys, DUMMY, CPU, pads=True, pool=pool)
+        runner.contexts.graphs = capture_contexts(runner.engine, SIZES, DUMMY, pool)
+    if windows:
+        capture_rounds(harness, graph_keys(windows, lambda _: draft_lens), pool=pool)
     return harness
 
 
 def replays(harness: Harness) -> dict[int, int]:
     """By number of rows."""
-    graphs = harness.parts.runner.context_graphs
+    graphs = harness.parts.runner.contexts.graphs
     assert graphs is not None
     dummies: dict[int, Any] = {size: captured.graph for size, captured in graphs._graphs.items()}
     return {size: stand_in.replays for size, stand_in in dummies.items() if stand_in.replays}
@@ -118,14 +118,12 @@ def test_texts_are_those_without_graphs(
         assert mine.counters.by_accepted == other.counters.by_accepted
         assert mine.error is None
         assert ranks(mine) == ranks(other)
-    # What the head of an engine of its own reads next round, windows would overwrite: only prompts
-    # alone fit.
-    assert len(replays(harness)) >= (1 if mode == "eagle3_two_model" else 3)
+    assert len(replays(harness)) >= 3
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.parametrize("mode", ["plain", "eagle3"])
-def test_a_prompt_beside_windows_makes_two_launches(
+@pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_two_model"])
+def test_a_prompt_with_windows_is_two_graph_launches(
     mode: str,
     tiny: Path,
     tiny_draft: Path,
@@ -139,8 +137,8 @@ def test_a_prompt_beside_windows_makes_two_launches(
     def fail(*anything: Any) -> None:
         raise AssertionError("no forward is launched kernel by kernel")
 
-    for launches_kernels in ("_run_mixed", "_run_windows"):
-        monkeypatch.setattr(runner, launches_kernels, fail)
+    monkeypatch.setattr(runner.contexts, "_launch_together", fail)
+    monkeypatch.setattr(runner.decode._step, "run", fail)
     requests = []
     for length in (20, 3, 9):
         requests.append(harness.submit(list(range(length)), max_tokens=30))
@@ -180,7 +178,7 @@ def test_states_are_those_of_an_eager_forward_for_any_chunks(
     """Also behind one another: what an earlier replay left in the buffers is nobody's."""
     harness = with_graphs(monkeypatch, tiny)
     runner, random = harness.parts.runner, Random(1)
-    graphs, engine = runner.context_graphs, runner.engine
+    graphs, engine = runner.contexts.graphs, runner.engine
     assert graphs is not None
     table = harness.parts.kv.table
     with torch.inference_mode():

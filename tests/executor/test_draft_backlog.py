@@ -37,7 +37,7 @@ from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
 
-MODES = ["draft_target", "eagle3"]
+MODES = ["draft_target", "eagle3", "eagle3_two_model"]
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 PAGES = {"kv_cache_config": {"tokens_per_block": 4}}
 NO_OVERLAP = {"disable_overlap_scheduler": True}
@@ -61,9 +61,7 @@ def waits_long(harness: Harness) -> bool:
 
 
 def backlog_of(harness: Harness) -> DraftBacklog:
-    backlog = harness.parts.runner._backlog
-    assert backlog is not None and backlog is worker_of(harness)._backlog
-    return backlog
+    return worker_of(harness)._backlog
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -5,19 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.executor.draft_caches import HOT, one_model, worker_of
+from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.graphs.graph_pool import Captured
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 
 MODES = ["draft_target", "eagle3", "eagle3_two_model"]
-CPU = torch.device("cpu")
-DUMMY = 8  # the slot behind those of max_batch_size
 PAUSES = {"draft_len_schedule": {1: 3, 5: 0}}
 
 
@@ -27,13 +24,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def captured(harness: Harness, sizes: tuple[int, ...], *, pads: bool = True) -> Harness:
-    with torch.inference_mode():
-        runner, drafter = harness.parts.runner, harness.parts.drafter
-        keys = graph_keys(sizes, lambda _: {0, 3})
-        runner.capture_graphs(keys, DUMMY, CPU, pads=pads)
-        if isinstance(drafter, DeferredDrafter):
-            assert runner.graphs is not None
-            drafter.capture_graphs(runner.graphs, drafter.keys(keys, ()))
+    capture_rounds(harness, graph_keys(sizes, lambda _: {0, 3}), pads=pads)
     return harness
 
 

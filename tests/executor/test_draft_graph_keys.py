@@ -17,8 +17,8 @@ from tests.executor.draft_graphs import (
     two_model,
     with_graphs,
 )
+from tests.executor.graph_rounds import KeyRecorder
 from tests.executor.harness import Harness
-from tests.executor.test_cuda_graphs import KeyRecorder
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.building.memory import reserved_bytes
@@ -28,7 +28,6 @@ from tllm_spec.executor.draft_lens import measure_round_times
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, SlotGraphs
-from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
@@ -57,16 +56,13 @@ def build_keys(
     )
     plan.device = torch.device("cuda")
     recorder, seen = KeyRecorder(), list[GraphKey]()
-    monkeypatch.setattr(drafter, "capture_graphs", lambda target, keys: seen.extend(keys))
-    round_end = drafter if isinstance(drafter, DeferredDrafter) else None
+    monkeypatch.setattr(drafter, "capture_drafting", lambda rounds, keys: seen.extend(keys))
     runner: Any = recorder
-    build_controller(
-        plan, runner, Speculation(drafter, round_end=round_end, graph_drafter=drafter), []
-    )
+    build_controller(plan, runner, Speculation(drafter, graph_drafter=drafter), [])
     return recorder.keys, seen
 
 
-def test_which_drafts_are_captured_beside_which_rounds(
+def test_drafting_graphs_cover_the_draft_lengths_that_may_be_asked_for(
     tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuts = {"draft_len_schedule": {1: 3, 6: 1}}
@@ -93,7 +89,7 @@ def test_which_drafts_are_captured_beside_which_rounds(
 def test_drafts_are_captured_into_the_memory_of_the_rounds(depth: list[int]) -> None:
     rounds = SlotGraphs(lambda *_: None, DUMMY, CPU, pads=False)
     rounds.capture([GraphKey(1, 0, False)])
-    drafting = rounds.beside(lambda *_: None)
+    drafting = rounds.for_same_slots(lambda *_: None)
     assert drafting._pool is rounds._pool
     drafting.capture([GraphKey(2, 3, False)])
     assert drafting.run([1, 2], 3, False) and not drafting.run(
@@ -146,7 +142,7 @@ def test_drafts_are_timed_with_graphs_and_without(
     ("mode", "lengths", "drafts_of"),
     [("draft_target", (0, 1, 2, 3), (3,)), ("eagle3", (0, 3), (0, 3)), ("one_model", (0, 3), ())],
 )
-def test_memory_is_set_aside_for_the_graphs_that_are_captured_and_what_they_leave_behind(
+def test_the_memory_plan_counts_the_captured_graphs_and_their_buffers(
     tiny: Path,
     drafts: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,

@@ -19,9 +19,9 @@ from tests.executor.draft_graphs import (
     watch,
     with_graphs,
 )
+from tests.executor.graph_rounds import on_cuda, submit_mixture
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.executor.test_cuda_graphs import on_cuda, submit_mixture
-from tests.executor.test_deferred_drafter import forbid_foreign_writes, watch_windows
+from tests.executor.test_head_drafter import watch_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.graphs.graph_pool import Captured
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
@@ -85,8 +85,7 @@ def test_the_drafts_of_graphs_are_those_without(
     assert windows[0] == windows[1] and sum(len(window) == 4 for window in windows[0].values()) > 20
     assert {key.batch_size for key in watched.replays()} == {1, 4, 8}
     assert any(key.sampled for key in watched.replays()) == is_sampled
-    # Of the prompts, and of the last round, when nobody wants drafts any more.
-    assert watched.eager == ([7, 1] if mode == "eagle3" else [])
+    assert watched.eager == ([7] if mode == "eagle3" else [])  # after the prompts
     assert all_pages_are_back(watched.harness.executor)
 
 
@@ -132,33 +131,6 @@ def test_a_steady_round_is_two_launches_and_nothing_else(
     assert not ops.names
 
 
-def test_a_head_writes_only_into_pages_of_requests_that_go_on(
-    tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = SMALL_POOL | {"max_num_tokens": 40, "max_batch_size": 8}
-    plain = Harness(tiny)
-    watched = with_graphs(monkeypatch, tiny, (2, 8), {3}, **options, **two_model(drafts, "eagle3"))
-    harness = watched.harness
-    num_gone = forbid_foreign_writes(harness, monkeypatch)
-    graphs, with_dummies = watched.drafter.graphs, []
-    assert graphs is not None
-    run = graphs.run
-
-    def spy(slots: list[int], draft_len: int, sampled: bool) -> Captured[None] | None:
-        found = run(slots, draft_len, sampled)
-        with_dummies.append(found is not None and DUMMY in slots)
-        return found
-
-    monkeypatch.setattr(graphs, "run", spy)
-    expected, requests = (submit_traffic(each, Random(1), 24) for each in (plain, harness))
-    plain.run()
-    run_with_cancellations(harness)
-    assert sum(num_gone) > 15 and sum(with_dummies) > 5
-    for ours, theirs in zip(requests, expected, strict=True):
-        assert output_of(ours) == output_of(theirs)[: len(output_of(ours))]
-    assert all_pages_are_back(harness.executor)
-
-
 def test_padding_of_a_draft_model_writes_into_nobodys_pages(
     tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,14 +155,13 @@ def test_padding_of_a_draft_model_writes_into_nobodys_pages(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_round_of_another_length_than_the_one_before_costs_a_head_one_eager_draft(
+def test_a_change_of_the_draft_length_is_drafted_for_in_graphs(
     tiny: Path,
     drafts: tuple[Path, Path],
     depth: list[int],
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
 ) -> None:
-    """A draft model has graphs for any length that is asked for."""
     speculation = two_model(drafts, mode)
     watched = with_graphs(monkeypatch, tiny, (1,), {1, 3}, **speculation)
     eager = Harness(tiny, **speculation)
@@ -205,14 +176,8 @@ def test_a_round_of_another_length_than_the_one_before_costs_a_head_one_eager_dr
     assert windows[0] == windows[1]
     seen = {len(window) for window in windows[0].values()}
     assert {1, 2, 4} <= seen
-    if mode == "draft_target":
-        assert watched.eager == [] and {key.draft_len for key in watched.replays()} == {1, 3}
-    else:  # the prompt; 3 -> 1 -> 0 -> 3; and the end, where nothing is wanted
-        assert len(watched.eager) in (4, 5) and {key.draft_len for key in watched.replays()} == {
-            0,
-            1,
-            3,
-        }
+    prompt, lengths = ([], {1, 3}) if mode == "draft_target" else ([1], {0, 1, 3})
+    assert watched.eager == prompt and {key.draft_len for key in watched.replays()} == lengths
 
 
 def test_a_draft_model_takes_a_longer_graph_for_fewer_drafts_but_none_that_outgrows_its_pages(
@@ -259,7 +224,7 @@ def test_what_fits_no_graph_is_drafted_eagerly(
         watched.harness.run()
         eager.run()
         assert_same(ours, theirs)
-        # A draft model ignores penalties, and reads nothing but slots; a head reads what the
+        # A draft model ignores penalties, and reads nothing but slots; a head's graph reads what the
         # target's graph left.
         assert bool(watched.replays()) == (mode == "draft_target") == (not watched.eager)
 
@@ -278,11 +243,9 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
     speculation = two_model(drafts, mode)
     harness, eager = (
         on_cuda(tiny, [1, 4, 8], **speculation),
-        on_cuda(tiny, [1, 4, 8], **speculation),
+        on_cuda(tiny, None, **speculation),
     )
     plain, watched = on_cuda(tiny, None), watch(harness, monkeypatch)
-    other: Any = eager.parts.drafter
-    other.graphs = None  # the target's rounds are graphs on both sides
     windows = [watch_windows(each, monkeypatch) for each in (harness, eager)]
     num_replayed, graphs = list[int](), watched.drafter.graphs
     assert graphs is not None
@@ -302,7 +265,7 @@ def test_on_a_gpu_the_drafts_of_graphs_are_those_without(
     assert_same(ours, theirs)
     assert windows[0] == windows[1] and list(map(output_of, ours)) == list(map(output_of, expected))
     assert len(num_replayed) > 10 and {1, 3} <= set(num_replayed)
-    assert watched.eager == ([7, 1] if mode == "eagle3" else [])
+    assert watched.eager == ([7] if mode == "eagle3" else [])
     assert all_pages_are_back(harness.executor)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness, output_of
-from tests.executor.test_cuda_graphs import keys_of_build
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.draft_lens import controller_for, without_outliers
 from tllm_spec.executor.engine.model_engine import ModelEngine

@@ -43,7 +43,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-MODES = ["draft_target", "eagle3"]
+MODES = ["draft_target", "eagle3", "eagle3_two_model"]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,8 @@ def test_for_rejection_sampling_the_worker_says_what_the_drafts_were_drawn_from(
     for _ in range(6):
         harness.round()
         slots = torch.tensor([request.slot for request in requests])
-        probs = worker_of(harness).draft_probs(slots, 3)
+        probs = worker_of(harness).draft_probs(harness.parts.sampler.groups.get(requests, 4), None)
+        assert probs is not None
         drafts = harness.parts.slots.window[slots, 1:]
         assert probs.shape == (2, 3, 64) and torch.allclose(probs.sum(-1), torch.ones(2, 3))
         assert (probs.gather(2, drafts.unsqueeze(2)) > 0).all()

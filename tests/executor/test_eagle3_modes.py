@@ -14,9 +14,10 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.request import RequestState
-from tllm_spec.executor.speculative.drafting.deferred_drafter import DeferredDrafter
 from tllm_spec.executor.speculative.drafting.drafter import OneModelDrafter
+from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 
 PROMPT = [3, 14, 15, 9, 26]
@@ -182,7 +183,7 @@ def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path)
     to."""
     for options, drafter, round_end, in_flight, extra in (
         (eagle3(head, 3), OneModelDrafter, DraftWorker, True, 2),
-        (eagle3(head, 3, eagle3_one_model=False), DeferredDrafter, DeferredDrafter, False, 2),
+        (eagle3(head, 3, eagle3_one_model=False), HeadDrafter, HeadDrafter, True, 2),
         (
             draft_target(tiny_draft, 3, draft_target_one_model=True),
             OneModelDrafter,
@@ -190,7 +191,7 @@ def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path)
             True,
             3,
         ),
-        (draft_target(tiny_draft, 3), ModelDrafter, type(None), False, 0),
+        (draft_target(tiny_draft, 3), ModelDrafter, RoundEnd, False, 0),
     ):
         parts = Harness(tiny, **options).parts
         assert type(parts.drafter) is drafter and type(parts.runner.round_end) is round_end

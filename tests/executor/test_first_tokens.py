@@ -16,12 +16,12 @@ from tllm_spec.executor.rounds.device_span import DeviceSpan
 from tllm_spec.executor.rounds.round_clock import RoundClock
 from tllm_spec.executor.rounds.transfer import ToHost
 
-ONE_MODEL = ("draft_target_one_model", "eagle3")
+ON_DEVICE = ("draft_target_one_model", "eagle3", "eagle3_two_model")
 
 
 @pytest.mark.parametrize("how", ["alone", "alone, in a graph", "beside windows"])
-@pytest.mark.parametrize("mode", ONE_MODEL)
-def test_first_tokens_are_under_way_before_anything_is_drafted_behind_their_prompts(
+@pytest.mark.parametrize("mode", ON_DEVICE)
+def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
     tiny: Path,
     drafts: tuple[Path, Path],
     eager_graphs: None,
@@ -47,7 +47,7 @@ def test_first_tokens_are_under_way_before_anything_is_drafted_behind_their_prom
             super().__init__(*arguments)
 
     monkeypatch.setattr(worker, "draft", watched)
-    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.ToHost", Recorded)
+    monkeypatch.setattr("tllm_spec.executor.rounds.result_sender.ToHost", Recorded)
     requests = []
     for each in (harness, plain):
         requests.append([each.submit([3, 1, 4], max_tokens=30)])
@@ -57,7 +57,7 @@ def test_first_tokens_are_under_way_before_anything_is_drafted_behind_their_prom
             requests[-1].append(each.submit([1, 5, 9, 2], max_tokens=30))
         each.run()
     behind = [before for before, now in pairwise(happened) if now == "contexts"]
-    assert bool(harness.parts.runner.context_graphs) == ("graph" in how)
+    assert bool(harness.parts.runner.contexts.graphs) == ("graph" in how)
     assert behind == ["sent"] * (1 + beside_windows)
     assert list(map(output_of, requests[0])) == list(map(output_of, requests[1]))
 
@@ -70,7 +70,7 @@ class Behind:
         return 0.002
 
 
-def test_a_round_ends_when_the_device_is_done_behind_its_results() -> None:
+def test_the_next_rounds_time_begins_when_the_device_has_finished_after_the_results() -> None:
     clock, behind = RoundClock(), cast(DeviceSpan, Behind())
     assert clock.lap(1.0) is None
     assert clock.lap(1.010, behind) == pytest.approx(0.010)
@@ -83,14 +83,14 @@ def test_a_round_ends_when_the_device_is_done_behind_its_results() -> None:
     assert clock.lap(1.060) == pytest.approx(0.010)
 
 
-@pytest.mark.parametrize("mode", ONE_MODEL)
+@pytest.mark.parametrize("mode", ON_DEVICE)
 def test_drafts_behind_a_prompt_are_in_no_time_that_the_controller_learns_from(
     tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """On a clock that moves by 3 ms whenever somebody looks at it."""
     now = count(0)
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
-    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.DeviceSpan", Behind)
+    monkeypatch.setattr("tllm_spec.executor.speculative.drafting.worker.DeviceSpan", Behind)
     monkeypatch.setattr(
         "tllm_spec.executor.rounds.round_clock.perf_counter", lambda: 0.003 * next(now)
     )

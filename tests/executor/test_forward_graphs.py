@@ -9,8 +9,8 @@ import torch
 
 from tests.executor.draft_caches import HOT
 from tests.executor.draft_graphs import DUMMY, assert_same, captures_without_a_device
+from tests.executor.graph_rounds import MODES, on_cuda, speculate, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
-from tests.executor.test_cuda_graphs import MODES, on_cuda, speculate, with_graphs
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest
 
@@ -50,7 +50,7 @@ def submit_rules(harness: Harness, rules: dict[str, Any]) -> list[LlmRequest]:
 
 def forwards_of(harness: Harness) -> dict[tuple[int, int], int]:
     """Replays by batch size and draft length."""
-    graphs = harness.parts.runner.forward_graphs
+    graphs = harness.parts.runner.decode.forward_graphs
     assert graphs is not None
     found: dict[tuple[int, int], Any] = {
         (size, tier.draft_len): captured.graph
@@ -115,12 +115,12 @@ def test_the_forward_of_any_windows_is_a_graph_and_the_text_that_without(
 
 
 @torch.inference_mode()
-def test_what_forwards_leave_stands_in_one_place_for_all_graphs(
+def test_all_forward_graphs_write_their_hidden_states_to_one_buffer(
     tiny: Path, depth: list[int]
 ) -> None:
     runner = with_graphs(tiny, SIZES, {0}).parts.runner
     left = [
-        runner._forward_for(torch.tensor(slots), 0, False) for slots in ([DUMMY], [DUMMY, DUMMY])
+        runner.decode._forward(torch.tensor(slots), 0, False) for slots in ([DUMMY], [DUMMY, DUMMY])
     ]
     assert left[0].data_ptr() == left[1].data_ptr() and list(map(len, left)) == [1, 2]
 
@@ -142,7 +142,7 @@ def test_on_a_gpu_a_replayed_forward_is_the_eager_one(
 ) -> None:
     speculation = speculate(tiny_draft, head, mode)
     harness, eager = (on_cuda(tiny, sizes, **speculation) for sizes in (list(SIZES), None))
-    graphs, num_replayed = harness.parts.runner.forward_graphs, list[int]()
+    graphs, num_replayed = harness.parts.runner.decode.forward_graphs, list[int]()
     assert graphs is not None
     run = graphs.run
 

@@ -11,8 +11,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from scripted_rounds import ScriptedEngine
 
+from benchmarks.scripted_rounds import ScriptedEngine
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
@@ -305,9 +305,7 @@ def test_placeholders_are_a_list_of_its_own_for_each_request_whatever_the_round_
     assert not any(request.py_num_draft_tokens for request in requests)
 
 
-def test_drafts_of_the_forward_are_as_many_as_were_made_as_the_round_has_and_as_the_request_wants() -> (
-    None
-):
+def test_ready_drafts_are_limited_by_the_round_and_by_the_request() -> None:
     requests = ScriptedEngine(25, RATES["three"]).put(25, 5, 20)
     numbers = list(product(range(5), repeat=2))
     for request, (ready, limit) in zip(requests, numbers, strict=True):

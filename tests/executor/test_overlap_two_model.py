@@ -1,15 +1,13 @@
-"""On the two-model path a round with drafts begins when all before it were read; rounds of draft
-length 0 overlap."""
+"""A two-model drafter that needs tokens on the host begins when all rounds were read; its rounds of
+draft length 0 overlap."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.executor.draft_caches import eagle3
 from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, draft_target
 from tests.executor.tiny_llama import write_tiny_llama
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
@@ -18,11 +16,6 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35]
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("draft"))
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
 
 
 TWO_MODEL: dict[str, dict[str, Any]] = {
@@ -37,15 +30,11 @@ TWO_MODEL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["ngram", "user_provided", "draft_target", "eagle3"])
-def test_on_the_two_model_path_a_drafter_sees_all_tokens_and_rounds_without_drafts_overlap(
-    mode: str, tiny: Path, draft: Path, head: Path
+@pytest.mark.parametrize("mode", ["ngram", "user_provided", "draft_target"])
+def test_such_a_drafter_sees_all_tokens_and_rounds_without_drafts_overlap(
+    mode: str, tiny: Path, draft: Path
 ) -> None:
-    models = {
-        "draft_target": draft_target(draft, 3),
-        "eagle3": eagle3(head, 3, eagle3_one_model=False),
-    }
-    harness = Harness(tiny, **(TWO_MODEL | models)[mode])
+    harness = Harness(tiny, **(TWO_MODEL | {"draft_target": draft_target(draft, 3)})[mode])
     for place in range(3):
         harness.submit([place, *PROMPT], max_tokens=40)
     executor, drafter = harness.executor, harness.parts.drafter
@@ -69,7 +58,7 @@ def test_on_the_two_model_path_a_drafter_sees_all_tokens_and_rounds_without_draf
     assert all_pages_are_back(executor)
 
 
-def test_who_disables_overlap_has_none_on_the_two_model_path_either(
+def test_disabling_overlap_also_disables_it_for_rounds_without_drafts(
     tiny: Path, draft: Path
 ) -> None:
     harness = Harness(tiny, **draft_target(draft, 3), disable_overlap_scheduler=True)

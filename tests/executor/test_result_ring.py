@@ -96,6 +96,6 @@ def test_graphs_that_were_captured_and_timed_answer_with_their_own_results(
         replayed = graphs.replay(slots, draft_len, False)
         assert replayed is not None and replayed.to_host is not None
         table = [[1 + draft_len, *range(10 * slot, 10 * slot + 1 + draft_len)] for slot in slots]
-        assert replayed.side_by_side().tolist() == table
+        assert replayed.table().tolist() == table
         under_way.append((replayed.to_host, table))
         assert under_way[-1][0].wait()[0].tolist() == under_way[-1][1]

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tllm_spec.executor.rounds.transfer import Places, ToHost, to_device
+from tllm_spec.executor.rounds.transfer import PinnedBuffers, ToHost, to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -110,14 +110,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> PinnedMemory:
     return PinnedMemory(monkeypatch)
 
 
-def test_rounds_in_turn_use_two_places_and_none_is_written_before_it_was_read(
+def test_rounds_in_turn_use_two_buffers_and_none_is_written_before_it_was_read(
     memory: PinnedMemory,
 ) -> None:
-    places = Places()
-    before = ToHost([on_device([0, 0])], places)
+    buffers = PinnedBuffers()
+    before = ToHost([on_device([0, 0])], buffers)
     for number in range(1, 9):
         after = ToHost(
-            [on_device([number, -number])], places
+            [on_device([number, -number])], buffers
         )  # launched before the one before it is read
         assert not before.is_here
         assert before.wait()[0].tolist() == [number - 1, 1 - number]
@@ -127,17 +127,17 @@ def test_rounds_in_turn_use_two_places_and_none_is_written_before_it_was_read(
 
 
 def test_a_round_that_is_read_twice_gives_its_place_back_once(memory: PinnedMemory) -> None:
-    places = Places()
-    to_host = ToHost([on_device([1, 2])], places)
+    buffers = PinnedBuffers()
+    to_host = ToHost([on_device([1, 2])], buffers)
     assert to_host.wait()[0].tolist() == to_host.wait()[0].tolist() == [1, 2]
-    both = [ToHost([on_device([value, 0])], places) for value in (3, 4)]
+    both = [ToHost([on_device([value, 0])], buffers) for value in (3, 4)]
     assert [each.wait()[0].tolist() for each in both] == [[3, 0], [4, 0]]
 
 
-def test_places_are_of_one_shape_and_type_and_a_lost_one_is_made_again(
+def test_buffers_have_one_shape_and_dtype_and_a_lost_one_is_made_again(
     memory: PinnedMemory,
 ) -> None:
-    places = Places()
+    buffers = PinnedBuffers()
     tensors = [
         on_device([1, 2, 3]),
         on_device([4, 5]),
@@ -146,16 +146,16 @@ def test_places_are_of_one_shape_and_type_and_a_lost_one_is_made_again(
     ]  # type: ignore[list-item]
     for tensor in tensors:
         for _ in range(2):
-            assert ToHost([tensor], places).wait()[0].tolist() == tensor.tolist()
+            assert ToHost([tensor], buffers).wait()[0].tolist() == tensor.tolist()
     assert len(memory.given) == len(tensors)
-    ToHost([tensors[0]], places)  # of a round that broke off
-    assert ToHost([tensors[0]], places).wait()[0].tolist() == [1, 2, 3]
+    ToHost([tensors[0]], buffers)  # of a round that broke off
+    assert ToHost([tensors[0]], buffers).wait()[0].tolist() == [1, 2, 3]
     assert len(memory.given) == len(tensors) + 1
 
 
 def test_what_comes_beside_the_first_tensor_has_memory_of_its_own(memory: PinnedMemory) -> None:
-    places = Places()
-    rounds = [ToHost([on_device([value]), on_device([-value])], places) for value in (1, 2)]
+    buffers = PinnedBuffers()
+    rounds = [ToHost([on_device([value]), on_device([-value])], buffers) for value in (1, 2)]
     assert [[tensor.tolist() for tensor in each.wait()] for each in rounds] == [
         [[1], [-1]],
         [[2], [-2]],

@@ -32,13 +32,13 @@ class FakeRunner:
         self._events += ["warmed up"] if self._events[-1:] != ["warmed up"] else []
         return SimpleNamespace(wait=lambda: None)
 
-    def forget_round(self) -> None:
+    def discard_dummy_round(self) -> None:
         return
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_products_are_tuned_for_the_rows_of_graphs_and_of_contexts_before_graphs_are_captured(
+def test_gemms_are_tuned_for_all_row_counts_before_graphs_are_captured(
     has_graphs: bool, deterministic: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
@@ -65,7 +65,7 @@ def test_products_are_tuned_for_the_rows_of_graphs_and_of_contexts_before_graphs
     )
     building.device = torch.device("cuda")
     runner: Any = FakeRunner(events)
-    rounds.build_controller(building, runner, Speculation(drafter, round_end=None), [])
+    rounds.build_controller(building, runner, Speculation(drafter), [])
     windows = {size * window for size in (1, 2, 4, 8) for window in (1, 2, 3)}
     rows = {300, 37} | (windows if has_graphs else set())
     assert events == ([] if deterministic else [rows]) + (

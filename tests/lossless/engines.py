@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any] | None] = {
         "eagle3_one_model": False,
     },
 }
-OVERLAPPING = ("plain", "draft_target_one_model", "eagle3")
+OVERLAPPING = ("plain", "draft_target_one_model", "eagle3", "eagle3_two_model")
 
 
 def engine(

@@ -21,7 +21,7 @@ DRAFT_LENS = (1, 2, 3, 5, 7)
 # lies inside one.
 ENGINES = [
     ("plain", 0),
-    *[(mode, length) for mode in ("itself", "eagle3") for length in DRAFT_LENS],
+    *[(mode, length) for mode in ("itself", "eagle3", "eagle3_two_model") for length in DRAFT_LENS],
 ]
 
 

@@ -1,25 +1,25 @@
-"""The EAGLE-3 head on a paged cache computes what the paper's forward computes without one."""
+"""The EAGLE-3 head on a paged cache computes what its reference computes without a cache."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.eagle3_reference import Eagle3Reference
 from tests.models.eagle3_runner import HeadRunner, captured_states, load_head
 from tests.models.helpers import CPU, MAX_POSITIONS, load, random_tokens, save_checkpoint
 from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.layers import RMSNorm
 
 VOCAB_SIZE = 64
 TOKENS = [token % VOCAB_SIZE for token in random_tokens(24)]
 
+SPECULATORS: dict[str, Any] = {"speculators": True, "spelling": "layers"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "reduced vocabulary": {},
     "whole vocabulary": {"draft_vocab_size": VOCAB_SIZE},
@@ -33,7 +33,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two layers": {"num_layers": 2},
     "five captured layers": {"num_captured": 5, "fc_norm": True},
     "wide enough for packed weights": {"intermediate_size": 2048, "draft_vocab_size": 60},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_residual, two layers": {"norm_before_residual": True, "num_layers": 2},
+    "norm_before_fc": {"norm_before_fc": True},
+    "norm_before_fc, biased": {"norm_before_fc": True, "bias": True},
+    "norm_before_fc and fc_norm": {"norm_before_fc": True, "fc_norm": True},
+    "speculators": SPECULATORS,
+    "speculators, all norms": SPECULATORS
+    | {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "fc_norm": True,
+        "norm_output": True,
+    },
+    "speculators, a Qwen3 layer": SPECULATORS
+    | {"model_type": "qwen3", "norm_before_residual": True, "num_layers": 2},
 }
+# Without what is specialised for float32 on a CPU: the path of CUDA, on its kernels' references.
+UNSPECIALISED = ("reduced vocabulary", "norm_before_residual, two layers", "speculators, all norms")
 
 
 @pytest.fixture
@@ -41,93 +58,24 @@ def target(tmp_path: Path) -> CausalLM:
     return load(write_tiny_llama(tmp_path / "target", num_layers=6))
 
 
-class Paper:
-    """The head as arXiv 2503.01840 describes it, on the checkpoint's own tensors, over a whole text
-    without a cache."""
-
-    def __init__(self, folder: Path, target: CausalLM) -> None:
-        self.tensors = load_file(folder / "model.safetensors")
-        self.config = json.loads((folder / "config.json").read_text())
-        weights = target.state_dict()
-        self.embedding = weights["model.embed_tokens.weight"]
-        self.output = self.tensors.get("lm_head.weight", weights["lm_head.weight"])
-        if self.config["tie_word_embeddings"]:
-            self.output = self.embedding
-
-    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        scale = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
-        return x * scale * self.tensors[f"{name}.weight"]
-
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
-
-    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        names = ["aux_norm_low", "aux_norm_mid", "aux_norm_high", "fc_norm.3", "fc_norm.4"]
-        if self.config["fc_norm"]:
-            states = captured.split(self.config["hidden_size"], -1)
-            captured = torch.cat([self.norm(names[i], state) for i, state in enumerate(states)], -1)
-        return self.linear("fc", captured)
-
-    def forward(self, tokens: list[int], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and the states that the next step reads, of every position."""
-        embeddings = self.embedding[torch.tensor(tokens)]
-        for layer in range(self.config["num_hidden_layers"]):
-            name = f"layers.{layer}" if layer else "midlayer"
-            x = self.norm(f"{name}.input_layernorm", hidden if layer else embeddings)
-            if layer == 0:
-                x = torch.cat((x, self.norm("midlayer.hidden_norm", hidden)), -1)
-            hidden = hidden + self.attention(f"{name}.self_attn", x)
-            x = self.norm(f"{name}.post_attention_layernorm", hidden)
-            gate, up = (
-                self.linear(f"{name}.mlp.gate_proj", x),
-                self.linear(f"{name}.mlp.up_proj", x),
-            )
-            hidden = hidden + self.linear(f"{name}.mlp.down_proj", F.silu(gate) * up)
-        normed = self.norm("norm", hidden)
-        return F.linear(normed, self.output), normed if self.config["norm_output"] else hidden
-
-    def attention(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        size, kv_heads = self.config["head_dim"], self.config["num_key_value_heads"]
-        q, k, v = (self.linear(f"{name}.{kind}_proj", x).view(len(x), -1, size) for kind in "qkv")
-        q, k = self.rotated(q), self.rotated(k)
-        group = q.shape[1] // kv_heads
-        outputs = []
-        for head in range(q.shape[1]):
-            scores = q[:, head] @ k[:, head // group].T * size**-0.5
-            later = torch.ones_like(scores).triu(1).bool()
-            outputs.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ v[:, head // group])
-        return self.linear(f"{name}.o_proj", torch.cat(outputs, -1))
-
-    def rotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """RoPE as a product of complex numbers: dimension i is the real part, i + D/2 the
-        imaginary."""
-        half = heads.shape[-1] // 2
-        theta = self.config.get("rope_theta", 10000.0)
-        factor = (self.config.get("rope_scaling") or {}).get("factor", 1.0)
-        angles = torch.outer(
-            torch.arange(len(heads)) / factor, theta ** (-torch.arange(half) / half)
-        )
-        pairs = torch.complex(heads[..., :half].contiguous(), heads[..., half:].contiguous())
-        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((turned.real, turned.imag), -1)
-
-
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.std() > 0.3, "values this flat would hide a difference"
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
-def assert_drafts_like_the_paper(head: Eagle3Head, paper: Paper, captured: torch.Tensor) -> None:
-    """A prompt in two chunks, three recurrent steps beside another request's, then a verified
-    window of 4."""
+def assert_drafts_like_the_reference(
+    head: Eagle3Head, reference: Eagle3Reference, captured: torch.Tensor
+) -> None:
+    """A prompt in two chunks, three recurrent steps together with another request's, then a
+    verified window of 4."""
     fused = head.fuse(captured)
-    assert_close(fused, paper.fuse(captured))
+    assert_close(fused, reference.fuse(captured))
     runner = HeadRunner(head)
     runner.draft({1: (TOKENS[:7], fused[1:8])})
     first = runner.draft({0: (TOKENS[:12], fused[:12])})[0]
     second = runner.draft({0: (TOKENS[12:20], fused[12:20])})[0]
     logits, recurrent = (torch.cat(parts) for parts in zip(first, second, strict=True))
-    expected = paper.forward(TOKENS[:20], fused[:20])
+    expected = reference.forward(TOKENS[:20], fused[:20])
     assert_close(logits, expected[0])
     assert_close(recurrent, expected[1])
     tokens, hidden = TOKENS[:20], fused[:20]
@@ -138,29 +86,43 @@ def assert_drafts_like_the_paper(head: Eagle3Head, paper: Paper, captured: torch
         tokens, hidden = [*tokens, token], torch.cat((hidden, own))
         drafted = runner.draft(windows={1: ([3], other), 0: ([token], own)})
         logits, own = drafted[0]
-        expected = paper.forward(tokens, hidden)
+        expected = reference.forward(tokens, hidden)
         assert_close(logits, expected[0][-1:])
         assert_close(own, expected[1][-1:])
     runner.rewind(0, 3)
     verified = [*TOKENS[:20], 5, 9, 2, 6]
     window = runner.draft(windows={0: (verified[20:], fused[20:])})[0]
-    expected = paper.forward(verified, fused)
+    expected = reference.forward(verified, fused)
     assert_close(window[0], expected[0][20:])
     assert_close(window[1], expected[1][20:])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_prefill_and_recurrent_steps_equal_the_papers_forward(
+def test_prefill_and_recurrent_steps_equal_the_references_forward(
     name: str, target: CausalLM, tmp_path: Path
 ) -> None:
     folder = write_tiny_eagle3(tmp_path / "head", **VARIANTS[name])
     num_captured = VARIANTS[name].get("num_captured", 3)
     captured = captured_states(target, TOKENS, layers=tuple(range(num_captured)))
     head = load_head(folder, target, num_captured=num_captured)
-    assert_drafts_like_the_paper(head, Paper(folder, target), captured)
+    assert_drafts_like_the_reference(head, Eagle3Reference(folder, target), captured)
 
 
-@pytest.mark.parametrize("name", ["reduced vocabulary", "norm_output", "two layers"])
+@pytest.mark.parametrize("name", UNSPECIALISED)
+def test_the_path_of_other_devices_computes_the_same(
+    name: str, target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RMSNorm, "specialize_for_cpu", lambda norm: None)
+    folder = write_tiny_eagle3(tmp_path / "head", **VARIANTS[name])
+    head = load_head(folder, target)
+    assert head.norm.scaled_weight is None
+    captured = captured_states(target, TOKENS, (0, 1, 2))
+    assert_drafts_like_the_reference(head, Eagle3Reference(folder, target), captured)
+
+
+@pytest.mark.parametrize(
+    "name", ["reduced vocabulary", "norm_output", "two layers", "norm_before_residual"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_kv(
@@ -204,8 +166,8 @@ def test_a_qwen3_target_with_its_own_head_size_is_drafted_for_like_any_other(
     )
     head = load_head(folder, target, num_captured=2)
     assert head.config.head_dim != head.config.hidden_size // head.config.num_heads
-    assert_drafts_like_the_paper(
-        head, Paper(folder, target), captured_states(target, TOKENS, (0, 1))
+    assert_drafts_like_the_reference(
+        head, Eagle3Reference(folder, target), captured_states(target, TOKENS, (0, 1))
     )
 
 

@@ -1,4 +1,4 @@
-"""Random EAGLE-3 heads of a few thousand parameters, in every published spelling.
+"""Random EAGLE-3 heads of a few thousand parameters, in every published spelling and format.
 
 The default sizes are those of the targets of `tests/executor/tiny_llama.py`.
 """
@@ -31,16 +31,20 @@ def write_tiny_eagle3(
     intermediate_size: int = 48,
     num_layers: int = 1,
     norm_output: bool = False,
+    norm_before_fc: bool = False,
+    norm_before_residual: bool = False,
     fc_norm: bool = False,
     bias: bool = False,
+    model_type: Literal["llama", "qwen3"] = "llama",
+    speculators: bool = False,
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
     **config: Any,
 ) -> Path:
-    """Fills `folder` with an untied head; equal arguments give equal weights, whatever the spelling
-    and the file.
+    """Fills `folder` with an untied head; equal arguments give equal weights in every spelling,
+    format and file.
 
-    `config`: further keys of config.json. Like published heads it has `t2d` and an embedding, which
-    no one needs."""
+    `speculators`: config.json in the speculators format, otherwise flat. `config`: further keys of
+    its top level. Like published heads it has `t2d` and an embedding, which are not used."""
     sizes = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -51,28 +55,62 @@ def write_tiny_eagle3(
         "intermediate_size": intermediate_size,
         "num_hidden_layers": num_layers,
     }
-    settings = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+    layer = {
+        "model_type": model_type,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 16,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
+    }
+    flags = {
         "norm_output": norm_output,
+        "norm_before_fc": norm_before_fc,
+        "norm_before_residual": norm_before_residual,
         "fc_norm": fc_norm,
         "bias": bias,
     }
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: _random(name, shape, generator)
-        for name, shape in _shapes(sizes, num_captured, settings).items()
+        for name, shape in _shapes(sizes, num_captured, flags | layer).items()
     }
     tensors |= _vocabulary(vocab_size, draft_vocab_size, generator)
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / file, {_spelt(name, spelling): tensor for name, tensor in tensors.items()})
-    (folder / "config.json").write_text(json.dumps(settings | sizes | config))
+    flat = layer | sizes | flags | _FLAT | config
+    nested = _nested(layer, sizes) | flags | config
+    (folder / "config.json").write_text(json.dumps(nested if speculators else flat))
     return folder
+
+
+_FLAT = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def _nested(layer: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """The speculators format, but for the flags."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": sizes["draft_vocab_size"],
+        "dtype": "float32",
+        "eagle_aux_hidden_state_layer_ids": None,
+        "embed_requires_grad": False,
+        "has_no_defaults_at_init": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "some/target"},
+        },
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.4.0.1",
+        "target_hidden_size": None,
+        "transformer_layer_config": layer
+        | {key: size for key, size in sizes.items() if key != "draft_vocab_size"},
+    }
 
 
 def save(file: Path, tensors: Tensors) -> None:
@@ -110,6 +148,12 @@ def _shapes(
         shapes["lm_head.weight"] = (sizes["draft_vocab_size"], size)
     if settings["bias"]:
         shapes["fc.bias"] = (size,)
+    if settings["norm_before_fc"]:
+        shapes["input_norm.weight"] = (num_captured * size,)
+    if settings["model_type"] == "qwen3":
+        for layer in range(sizes["num_hidden_layers"]):
+            for name in ("q_norm", "k_norm"):
+                shapes[f"layers.{layer}.self_attn.{name}.weight"] = (sizes["head_dim"],)
     for index in range(num_captured if settings["fc_norm"] else 0):
         shapes[f"fc_norm.{index}.weight"] = (size,)
     for layer in range(sizes["num_hidden_layers"]):
@@ -151,7 +195,7 @@ def _vocabulary(
 def _spelt(name: str, spelling: Spelling) -> str:
     if spelling.endswith("flat"):
         name = name.replace("layers.0.", "midlayer.")
-        for index, place in enumerate(("low", "mid", "high")):
-            name = name.replace(f"fc_norm.{index}.", f"aux_norm_{place}.")
+        for index, level in enumerate(("low", "mid", "high")):
+            name = name.replace(f"fc_norm.{index}.", f"aux_norm_{level}.")
     prefixed = spelling.startswith("model.") and not name.startswith("lm_head.")
     return f"model.{name}" if prefixed else name

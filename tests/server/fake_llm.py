@@ -7,6 +7,7 @@ from typing import Any
 
 from tllm_spec.executor.response import Response
 from tllm_spec.outputs import Logprob, SpeculativeStats
+from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import check_text, load_tokenizer
@@ -38,6 +39,7 @@ STATE = {
     "controller": {"decisions": {"num_switches": 16}},
 }
 MODEL = "fake"
+MAX_LEN = 100_000  # tokens of a prompt
 FAILING_PROMPT = "fail"
 SLOW_PROMPT = "slow"
 
@@ -47,8 +49,7 @@ def answer_text(index: int) -> str:
 
 
 class FakeLLM:
-    """`running` and `aborted` hold request ids. A slow prompt is answered only until it is
-    aborted."""
+    """`running` and `aborted` hold request ids. A slow prompt generates until it is aborted."""
 
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer("zoo:llama")
@@ -75,6 +76,8 @@ class FakeLLM:
         token_ids = self.tokenizer.encode(inputs) if isinstance(inputs, str) else inputs
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
+        if len(token_ids) > MAX_LEN:
+            raise ContextLengthExceeded(f"the maximum context length is {MAX_LEN} tokens")
         request_id = len(self.prompts)
         self.prompts.append(token_ids)
         self.sampling.append(params)
@@ -109,7 +112,8 @@ class FakeLLM:
                 respond(index, [token])
             reason = "length" if limit < len(tokens) else "stop"
             rest = [] if streaming else tokens[:limit]
-            respond(index, rest, finish_reason=reason, speculative=STATS, cached_tokens=1)
+            end = {"finish_reason": reason, "speculative": STATS, "cached_tokens": 1}
+            respond(index, rest, **end, first_scheduled_time=handle.metrics.arrival_time)
         self.running.discard(handle.request_id)
 
 

@@ -1,4 +1,4 @@
-"""Bodies that cannot be served are answered with 400 in OpenAI's shape, by a sentence that names
+"""Bodies that cannot be served are answered with 400 and OpenAI's error object, whose message names
 the field."""
 
 import json
@@ -30,7 +30,7 @@ CHAT = [{"role": "user", "content": "hello"}]
             "-1e+20 to 1e+20",
         ),
         ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not repeated"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not returned"),
         (
             "/v1/completions",
             {"prompt": "a", "speculation": {"x": 1}},
@@ -49,13 +49,23 @@ CHAT = [{"role": "user", "content": "hello"}]
         ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "a non-empty string or a list"),
         ("/v1/completions", {"prompt": "a", "n": 10**7}, "n", "less than or equal to 128"),
         ("/v1/completions", {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
-        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 65}, "stop", "at most 64 of 4096"),
-        ("/v1/completions", {"prompt": "a", "stop": "a" * 4097}, "stop", "at most 64 of 4096"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stop": ["a"] * 65},
+            "stop",
+            "at most 64 strings with 4096",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stop": "a" * 4097},
+            "stop",
+            "at most 64 strings with 4096",
+        ),
         (
             "/v1/chat/completions",
             {"messages": CHAT, "bad": ["a"] * 65},
             "bad",
-            "at most 64 of 4096",
+            "at most 64 strings with 4096",
         ),
         (
             "/v1/completions",
@@ -79,19 +89,19 @@ CHAT = [{"role": "user", "content": "hello"}]
             "/v1/completions",
             {"prompt": "a", "logit_bias": {"x": 1}},
             "logit_bias",
-            "'x' is no token id",
+            "'x' is not a token id",
         ),
         (
             "/v1/completions",
             {"prompt": "a", "logit_bias": {"-1": 1}},
             "logit_bias",
-            "'-1' is no token id",
+            "'-1' is not a token id",
         ),
         (
             "/v1/completions",
             {"prompt": "a", "logit_bias": {"1": 1, "01": 2}},
             "logit_bias",
-            "in it twice",
+            "has a token id twice",
         ),
         ("/v1/completions", {"prompt": ["a"] * 4097}, "prompt", "a body may ask for 4096"),
         (
@@ -113,7 +123,7 @@ CHAT = [{"role": "user", "content": "hello"}]
             "accepted: None or 0.0 or",
         ),
         ("/v1/completions", {"prompt": "a", "guided_json": {}}, "guided_json", "not served yet"),
-        ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "equal rank"),
+        ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "the same priority"),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
         (
             "/v1/chat/completions",
@@ -142,7 +152,7 @@ CHAT = [{"role": "user", "content": "hello"}]
         ),
     ],
 )
-def test_a_bad_request_is_answered_with_400_in_openais_shape(
+def test_a_bad_request_is_answered_with_400_and_openais_error_object(
     post: Callable[..., httpx.Response],
     path: str,
     body: dict[str, Any],
@@ -159,7 +169,7 @@ def test_a_bad_request_is_answered_with_400_in_openais_shape(
         assert error["param"] == param
 
 
-def test_a_body_that_is_no_json_is_a_bad_request(url: str) -> None:
+def test_a_body_that_is_not_json_is_a_bad_request(url: str) -> None:
     response = httpx.post(
         f"{url}/v1/completions", content="{", headers={"content-type": "application/json"}
     )
@@ -167,7 +177,7 @@ def test_a_body_that_is_no_json_is_a_bad_request(url: str) -> None:
     assert "error" in response.json()
 
 
-def test_a_refusal_that_quotes_half_a_character_can_be_sent(url: str) -> None:
+def test_an_error_message_that_quotes_a_lone_surrogate_can_be_sent(url: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "a", "speculation": {"\ud800": 1}})
     response = httpx.post(
         f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}
@@ -176,7 +186,7 @@ def test_a_refusal_that_quotes_half_a_character_can_be_sent(url: str) -> None:
     assert "speculation.? = 1 is not a known option" in response.json()["error"]["message"]
 
 
-def test_a_body_of_another_content_type_is_answered_with_what_is_wanted(url: str) -> None:
+def test_a_wrong_content_type_is_answered_with_the_right_one(url: str) -> None:
     response = httpx.post(
         f"{url}/v1/completions", content=json.dumps({"model": MODEL, "prompt": "a"})
     )
@@ -187,7 +197,7 @@ def test_a_body_of_another_content_type_is_answered_with_what_is_wanted(url: str
 @pytest.mark.parametrize(
     "name", ["tokenize", "self", "conversations", "messages", "tokenizer_kwargs"]
 )
-def test_what_rendering_a_chat_template_takes_itself_is_no_variable_of_it(
+def test_names_that_the_template_renderer_uses_are_refused_as_variables(
     post: Callable[..., httpx.Response], name: str
 ) -> None:
     response = post(
@@ -217,7 +227,7 @@ def test_variables_that_a_chat_template_cannot_use_are_a_bad_request(
     assert (response.status_code, "chat template" in response.text) == (400, True)
 
 
-def test_half_a_character_is_a_bad_request(url: str) -> None:
+def test_a_lone_surrogate_is_a_bad_request(url: str) -> None:
     for path, prompt in (
         ("completions", r'"prompt": "\ud800"'),
         ("chat/completions", r'"messages": [{"role": "user", "content": "\ud800"}]'),

@@ -1,4 +1,4 @@
-"""Tokens, offsets and log-probabilities of an answer: streamed as in the whole, and at home in its
+"""Tokens, text offsets and log probabilities: the same streamed or whole, and consistent with the
 text."""
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ def handle_of(tokenizer: Tokenizer, stops: list[str], num_best: int = 0) -> Requ
 def responses(
     tokenizer: Tokenizer, token_ids: list[int], stops: list[str], run: int
 ) -> list[Response]:
-    """As the executor gives them, `run` tokens at a time, up to the first stop string, whose last
-    token comes with the end."""
+    """As the executor sends them: `run` tokens at a time, up to and including the last token of the
+    first stop string."""
     checker = StopStringChecker(IncrementalDetokenizer(tokenizer), stops, include_stop=False)
     matches = map(checker.feed, token_ids)
     num_tokens, match = next(
@@ -47,7 +47,7 @@ def responses(
 
 
 def streamed(answer: Answer, handle: RequestHandle, made: list[Response]) -> Json:
-    """What the chunks' choices have, joined."""
+    """The chunks' choices, joined."""
     text, joined = "", dict[str, list[Any]]()
     for response in made:
         handle.receive(response)
@@ -63,7 +63,7 @@ def streamed(answer: Answer, handle: RequestHandle, made: list[Response]) -> Jso
 def both_ways(
     kind: type[Answer], tokenizer: Tokenizer, token_ids: list[int], stops: list[str], run: int = 1
 ) -> tuple[Json, Json]:
-    """The whole answer's choice and what is streamed."""
+    """The choice of the whole answer, and the streamed one."""
     answer, handle = kind("model", tokenizer, 1, 0), handle_of(tokenizer, stops)
     stream = streamed(answer, handle, responses(tokenizer, token_ids, stops, run))
     (choice,) = answer.whole([handle])["choices"]
@@ -72,8 +72,8 @@ def both_ways(
 
 
 def check_offsets(answer: Json) -> None:
-    """Every token that is whole characters stands where its offset says; a stop may cut the last
-    one."""
+    """Every token that consists of whole characters is in the text at its offset. A stop string may
+    cut the last one."""
     text, offsets = answer["text"], answer["text_offset"]
     assert offsets == sorted(offsets) and all(offset <= len(text) for offset in offsets)
     for token, offset in zip(answer["tokens"], offsets, strict=True):
@@ -94,7 +94,7 @@ def check_offsets(answer: Json) -> None:
 @example(text="a\n\nb", stops=["\n\nQ"], run=1)
 @example(text="日本 é😀 = 1", stops=[], run=1)
 @example(text="aaaa", stops=["aaaa"], run=1)
-def test_streamed_offsets_are_the_whole_answers_and_lie_in_the_text(
+def test_streamed_offsets_equal_those_of_the_whole_answer(
     text: str, stops: list[str], run: int
 ) -> None:
     token_ids = byte_level().encode(text)
@@ -110,7 +110,7 @@ def test_streamed_offsets_are_the_whole_answers_and_lie_in_the_text(
     run=st.integers(1, 5),
 )
 @example(words=[[2], [1], EURO, [2], [3]], stops=[], run=1)
-def test_a_token_of_a_sentencepiece_tokenizer_has_its_space_where_the_text_has_it(
+def test_offsets_of_sentencepiece_tokens_agree_with_the_spaces_of_the_text(
     words: list[list[int]], stops: list[str], run: int
 ) -> None:
     token_ids = [token for word in words for token in word]
@@ -132,7 +132,7 @@ def test_sentencepiece_tokens_join_to_the_text(kind: type[Answer]) -> None:
     assert stream == whole
 
 
-def test_a_special_token_stands_between_its_neighbours_without_a_place_in_the_text() -> None:
+def test_a_special_token_has_an_offset_although_the_text_leaves_it_out() -> None:
     token_ids = [*byte_level().encode("a"), 1, *byte_level().encode("b")]
     whole, stream = both_ways(CompletionAnswer, byte_level(), token_ids, [])
     assert (whole["text"], whole["tokens"]) == ("ab", ["a", "<|endoftext|>", "b"])
@@ -154,25 +154,25 @@ def best_of_one_token(
 @pytest.mark.parametrize(
     ("num_best", "best"), [(0, {}), (1, {"the": -0.5}), (2, {"the": -0.5, "é": -1.0})]
 )
-def test_the_best_tokens_of_a_completion_have_the_sampled_one_beside_them(
+def test_top_logprobs_of_a_completion_include_the_sampled_token(
     num_best: int, best: dict[str, float]
 ) -> None:
     answer = best_of_one_token(CompletionAnswer, 3, {2: -0.5, 4: -1.0, 3: -7.0}, num_best)
     assert answer["top_logprobs"] == [{**best, "ing": -7.0}]
 
 
-def test_a_sampled_token_that_is_among_the_best_is_named_once() -> None:
+def test_a_sampled_token_among_the_best_is_listed_once() -> None:
     answer = best_of_one_token(CompletionAnswer, 2, {2: -0.5, 4: -1.0, 3: -7.0}, 2)
     assert answer["top_logprobs"] == [{"the": -0.5, "é": -1.0}]
 
 
-def test_the_best_tokens_of_a_chat_are_as_many_as_asked() -> None:
+def test_top_logprobs_of_a_chat_have_the_requested_number() -> None:
     answer = best_of_one_token(ChatAnswer, 3, {2: -0.5, 4: -1.0, 3: -7.0}, 2)
     assert [each["token"] for each in answer["content"][0]["top_logprobs"]] == ["the", "é"]
 
 
-def test_of_two_tokens_with_the_same_text_the_more_probable_one_is_named() -> None:
-    token, letter = 1, 6 + ord("a")  # "▁a" at the start of a text, and the byte
+def test_of_two_tokens_with_the_same_text_the_more_probable_one_is_listed() -> None:
+    token, letter = 1, 6 + ord("a")  # "▁a" at the start of a text, and the byte "a"
     assert best_of_one_token(CompletionAnswer, letter, {letter: -3.0, token: -0.5, 2: -1.0}, 3)[
         "top_logprobs"
     ] == [{"a": -0.5, "the": -1.0}]

@@ -1,4 +1,4 @@
-"""`/metrics` is read by Prometheus' own parser, and every figure is the engine's."""
+"""`/metrics`, read by Prometheus' own parser, and `/server_info`."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/prometheus/metrics"])
-def test_every_figure_of_the_engine_is_under_its_name(client: TestClient, path: str) -> None:
+def test_metrics_have_every_figure_of_the_engines_state(client: TestClient, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 200 and response.headers["content-type"].startswith(
         "text/plain; version="
@@ -69,18 +69,18 @@ def test_every_figure_of_the_engine_is_under_its_name(client: TestClient, path: 
     }
 
 
-def test_the_engine_is_asked_once_for_each_scrape_and_never_beforehand() -> None:
-    asked: list[int] = []
+def test_the_engines_state_is_read_once_for_each_scrape() -> None:
+    calls: list[int] = []
 
     def info() -> dict[str, object]:
-        asked.append(1)
+        calls.append(1)
         return {"internal_states": [STATE]}
 
     metrics = EngineMetrics(info)
-    assert not asked
+    assert not calls
     metrics.text()
     metrics.text()
-    assert len(asked) == 2
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])

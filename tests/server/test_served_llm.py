@@ -1,4 +1,4 @@
-"""`tllm-serve` as a process of its own, with the real engine: it answers as `LLM` does in this
+"""`tllm-serve` as a process of its own, with the real engine: its texts are those of `LLM` in this
 process."""
 
 import re
@@ -27,7 +27,7 @@ OPTIONS = {
         "max_draft_len": 3,
         "speculative_model": "zoo:llama-draft",
         "load_format": "dummy",
-        # Three drafts are given up unless nearly all are accepted, and tried again at once: a
+        # Draft length 3 is left unless nearly all drafts are accepted, and tried again at once: a
         # switch every 3 rounds.
         "adaptive": {
             "strategy": "ema",
@@ -43,9 +43,9 @@ SAMPLED = {"temperature": 0.8, "seed": 5, "max_tokens": 40}
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Runs the server from its command line until interrupted; an interrupt is a clean end."""
+    """Runs the server from its command line. An interrupt ends it cleanly."""
     options = tmp_path_factory.mktemp("serve") / "options.yaml"
-    options.write_text(repr(OPTIONS))  # these literals are YAML too
+    options.write_text(repr(OPTIONS))  # these literals are YAML, too
     run = "from tllm_spec.cli.serve import main; main()"
     command = [sys.executable, "-c", run, MODEL, "--port", "0", "--config", str(options)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
@@ -82,7 +82,9 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_a_completion_is_the_llms_own_text_streamed_or_not(client: openai.OpenAI, llm: LLM) -> None:
+def test_a_completion_is_the_text_of_the_llm_streamed_or_not(
+    client: openai.OpenAI, llm: LLM
+) -> None:
     expected = llm.generate("def f(", SamplingParams(**SAMPLED), use_tqdm=False).outputs[0].text
     whole = client.completions.create(model=MODEL, prompt="def f(", **SAMPLED)
     streamed = client.completions.create(model=MODEL, prompt="def f(", **SAMPLED, stream=True)
@@ -90,7 +92,7 @@ def test_a_completion_is_the_llms_own_text_streamed_or_not(client: openai.OpenAI
     assert "".join(chunk.choices[0].text for chunk in streamed) == expected
 
 
-def test_several_streams_of_samples_at_once_keep_apart(client: openai.OpenAI, llm: LLM) -> None:
+def test_streams_of_several_samples_are_not_mixed_up(client: openai.OpenAI, llm: LLM) -> None:
     prompts = ["import os", "class A:", "return x"]
     results = llm.generate(prompts, SamplingParams(**SAMPLED, n=2), use_tqdm=False)
     texts = [""] * 6
@@ -102,7 +104,7 @@ def test_several_streams_of_samples_at_once_keep_apart(client: openai.OpenAI, ll
     assert texts == [output.text for result in results for output in result.outputs]
 
 
-def test_an_answer_tells_what_speculation_did(client: openai.OpenAI) -> None:
+def test_an_answer_has_the_figures_of_its_speculation(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "hello"}],
@@ -115,7 +117,7 @@ def test_an_answer_tells_what_speculation_did(client: openai.OpenAI) -> None:
     assert figures["num_drafted_tokens"] >= figures["num_accepted_tokens"]
 
 
-def test_logprobs_of_a_stop_string_end_with_the_text(client: openai.OpenAI) -> None:
+def test_logprobs_end_with_the_text_at_a_stop_string(client: openai.OpenAI) -> None:
     full = client.completions.create(model=MODEL, prompt="a", **SAMPLED).choices[0].text
     stop = full[len(full) // 2 :][:3]
     choice = client.completions.create(
@@ -150,11 +152,13 @@ def test_streamed_logprobs_are_those_of_the_whole_answer_up_to_a_stop_string(
     assert logprobs == pytest.approx(whole.logprobs.token_logprobs, abs=1e-4)
 
 
-def test_a_prompt_that_is_too_long_is_refused_and_the_server_goes_on(
+def test_a_prompt_that_is_too_long_is_refused_and_the_server_keeps_serving(
     client: openai.OpenAI, url: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match="at most"):
-        client.completions.create(model=MODEL, prompt=[5] * 100_000)
+    for prompt in ([5] * 5000, "a " * 100_000):
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as refusal:
+            client.completions.create(model=MODEL, prompt=prompt)
+        assert refusal.value.code == "context_length_exceeded"
     assert httpx.get(f"{url}/health").status_code == 200
     assert (
         client.completions.create(model=MODEL, prompt="a", max_tokens=2).usage.completion_tokens
@@ -162,7 +166,16 @@ def test_a_prompt_that_is_too_long_is_refused_and_the_server_goes_on(
     )
 
 
-def test_server_info_and_metrics_tell_what_was_served(client: openai.OpenAI, url: str) -> None:
+def test_the_engine_is_probed_and_requests_are_timed(client: openai.OpenAI, url: str) -> None:
+    assert httpx.get(f"{url}/health_generate", timeout=60).status_code == 200
+    httpx.get(f"{url}/perf_metrics")
+    client.completions.create(model=MODEL, prompt="def f(", max_tokens=30)
+    (record,) = httpx.get(f"{url}/perf_metrics").json()
+    times = record["perf_metrics"]["timing_metrics"]
+    assert list(times.values()) == sorted(times.values())
+
+
+def test_server_info_and_metrics_count_what_was_served(client: openai.OpenAI, url: str) -> None:
     before = httpx.get(f"{url}/server_info").json()["internal_states"][0]
     client.completions.create(
         model=MODEL, prompt="def f(", max_tokens=60, extra_body={"ignore_eos": True}
@@ -181,7 +194,7 @@ def test_server_info_and_metrics_tell_what_was_served(client: openai.OpenAI, url
     assert 'tllm_spec_rounds_total{draft_len="0"}' in text
 
 
-def test_questions_are_answered_while_requests_run(client: openai.OpenAI, url: str) -> None:
+def test_metrics_are_answered_while_requests_run(client: openai.OpenAI, url: str) -> None:
     stream = client.completions.create(
         model=MODEL, prompt="a", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
     )

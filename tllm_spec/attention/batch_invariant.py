@@ -1,9 +1,8 @@
-"""Attention of `deterministic: true`: a token's result has the same bits in whatever batch, chunk
-or window it runs.
+"""Attention for `deterministic: true`: a token's result has the same bits in every batch, chunk and
+window.
 
-Prompts and windows go through one kernel in one launch (`kernels/batch_invariant_attention.py`). A
-plan of windows only depends on no true length, so a forward over it can be captured in a CUDA
-graph."""
+Prompts and windows run in one launch of one kernel (`kernels/batch_invariant_attention.py`). The
+plan of a batch without prompts depends on no length, so a CUDA graph can hold its forward."""
 
 from dataclasses import dataclass
 
@@ -31,8 +30,8 @@ class BatchInvariantPlan(AttentionPlan):
 
 
 class BatchInvariantAttention(AttentionBackend):
-    """Holds on CUDA in float32, bfloat16 and float16; on other devices the kernels' references run,
-    which promise less."""
+    """Batch-invariant on CUDA in float32, bfloat16 and float16. On other devices the kernels'
+    references run, which are not."""
 
     supports_graphs = True
 

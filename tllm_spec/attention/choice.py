@@ -1,5 +1,5 @@
-"""Which attention backend runs: what `attn_backend` means for a device and a dtype, and what is
-said about it."""
+"""Which attention backend runs for an `attn_backend`, a device and a dtype; the choice is
+logged."""
 
 import logging
 from importlib import import_module
@@ -23,8 +23,8 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
-    """What `attn_backend` = `name` means here. Raises ValueError for a FLASHINFER that cannot be
-    had."""
+    """The class for `attn_backend` = `name`. Raises ValueError for 'FLASHINFER' if FlashInfer
+    cannot be used."""
     if name == "auto" and device.type != "cuda":
         name = "VANILLA"
     elif name in ("auto", "FLASHINFER"):
@@ -44,7 +44,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[
 def create_backend(
     kind: type[AttentionBackend], geometry: AttentionGeometry, pool: KVPool
 ) -> AttentionBackend:
-    """The backend of one pool; TRITON with a warning where FlashInfer has no kernels for its
+    """The backend for one pool: TRITON, with a warning, if FlashInfer has no kernels for its
     heads."""
     if kind is not FlashInferAttention:
         return kind(geometry, pool)
@@ -56,7 +56,7 @@ def create_backend(
         except (RuntimeError, OSError, ImportError) as error:
             reason = f"{reason} ready, and they cannot be compiled: {error}"
     logger.warning(
-        "contexts of %d layers with %d heads run as TRITON's, which is slower: %s",
+        "the context chunks of %d layers with %d heads use TRITON, which is slower: %s",
         geometry.num_layers,
         geometry.num_heads,
         reason,
@@ -68,9 +68,13 @@ def _why_no_flashinfer(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"it needs a CUDA device, and device is {device.type!r}"
     if dtype not in DTYPES:
-        return f"it has bfloat16 and float16 kernels, and the model runs in {str(dtype).removeprefix('torch.')}"
+        name = str(dtype).removeprefix("torch.")
+        return f"it has bfloat16 and float16 kernels, and the model runs in {name}"
     try:
         import_module("flashinfer")
     except (ImportError, RuntimeError, OSError) as error:
-        return f"flashinfer cannot be imported ({error}); pip install flashinfer-python, or tllm_spec[cuda]"
+        return (
+            f"flashinfer cannot be imported ({error}); pip install flashinfer-python, "
+            "or tllm_spec[cuda]"
+        )
     return None

@@ -1,9 +1,8 @@
-"""FLASHINFER: context chunks through FlashInfer's paged prefill, generation windows as TRITON runs
-them.
+"""FLASHINFER: context chunks run FlashInfer's paged prefill, generation windows run as in TRITON.
 
-A forward without chunks is TRITON's, so CUDA graphs hold the same kernels. Contexts are planned
-once per forward from lengths on the host; page numbers stay on the device. On Hopper a plan in
-place serves CUDA graphs of contexts."""
+A forward without chunks is the same as TRITON's, in CUDA graphs too. Context chunks are planned
+once per forward from lengths on the host; page numbers stay on the device. On Hopper, CUDA graphs
+of context chunks share a plan that is updated in place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Prefill(Protocol):
-    """`PagedPrefill`, or its reference in tests."""
+    """`PagedPrefill`, or its reference implementation in tests."""
 
     def plan(self, rows: PrefillRows) -> Any: ...
     def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None: ...
@@ -37,21 +36,21 @@ class Prefill(Protocol):
 
 
 class InPlace(Protocol):
-    """`PrefillInPlace`, or its reference in tests."""
+    """`PrefillInPlace`, or its reference implementation in tests."""
 
     def plan(self, rows: PrefillRows) -> Any: ...
 
 
 @dataclass(frozen=True)
 class FlashInferPlan(TritonPlan):
-    """The chunks in the first `num_rows` rows, in the place of TRITON's; at least one."""
+    """At least one chunk, in the first `num_rows` rows. They replace TRITON's chunks."""
 
     num_rows: int
     prefill: Any
 
 
 class FlashInferContexts(ContextPlans):
-    """Chunks of the same number, planned in place."""
+    """A fixed number of chunks; their plan is updated in place."""
 
     def __init__(self, prefill: InPlace, limits: PrefillLimits, page_size: int) -> None:
         self._prefill, self._limits, self._page_size = prefill, limits, page_size
@@ -67,8 +66,8 @@ class FlashInferContexts(ContextPlans):
 
 
 class FlashInferAttention(TritonAttention):
-    """Raises what `PagedPrefill` raises where its kernels cannot be had. `prefill`: in their
-    place."""
+    """Raises what `PagedPrefill` raises if its kernels cannot be used. `prefill` replaces it in
+    tests."""
 
     def __init__(
         self, geometry: AttentionGeometry, pool: KVPool, prefill: Prefill | None = None

@@ -1,11 +1,11 @@
-"""The sizes of attention that pools, backends and models agree on. Plain numbers."""
+"""The sizes of attention that pools, backends and models share."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """The sizes of one rank's share of the heads."""
+    """One rank's share of the heads. `scale` multiplies the scores before the softmax."""
 
     num_layers: int
     num_heads: int

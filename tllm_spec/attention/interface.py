@@ -1,7 +1,6 @@
-"""What a model asks of attention. Models know only this file; backends implement it; the engine
-fills it in.
+"""The interface between models and attention backends. The engine fills in the metadata.
 
-Nothing here knows requests, the scheduler or sampling: rows, pages and lengths are all there is.
+Requests, scheduling and sampling are not known here, only rows, pages and lengths.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
 @dataclass
 class AttentionMetadata:
     """The rows of one forward: first C context chunks one after another, then B generation windows
-    of `window` tokens each; T rows in all.
+    of `window` tokens each; T rows in total.
 
-    A request's rows are its last ones, up to `kv_lens`. Lengths of generation requests live on the
-    device; the host has only the bound `max_kv_len`. A row of `block_tables` may be padded with any
-    valid page."""
+    The rows of a request are its last tokens, up to `kv_lens`. The lengths of generation requests
+    are on the device; the host has only the bound `max_kv_len`. A row of `block_tables` may be
+    padded with any valid page."""
 
     context_lens: tuple[int, ...]
     """[C] query tokens of each chunk, host."""
@@ -48,38 +47,40 @@ class AttentionMetadata:
     max_kv_len: int
     """Host upper bound over the generation rows of kv_lens."""
     num_padding: torch.Tensor | None = None
-    """[B] int64, device: so many rows at the front of each window are nobody's. Their K and V go where kv_slots says
-    and nobody sees them; at their positions the pool may have keys. None: no rows."""
+    """[B] int64, device: how many rows at the start of each window are padding. Their K and V are
+    written to `kv_slots`, and no row attends to them. The pool may hold keys of the request at
+    their positions. None: no padding."""
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What a backend prepares once per forward for all layers; each adds its own. Alone it serves
-    `write`."""
+    """What a backend prepares once per forward for all layers; each backend adds fields. This base
+    is enough for `write`."""
 
     kv_slots: torch.Tensor
     """[T] int64, as in the metadata."""
 
 
 class ContextPlans(Protocol):
-    """Plans of context chunks in memory that stays where it is, so that a CUDA graph can hold their
+    """A plan of context chunks in memory with fixed addresses, so that a CUDA graph can hold their
     forward."""
 
     def update(self, lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor) -> None:
         """The next replay runs chunks of `lens` tokens, as many as the limits say, and no windows.
-        kv_lens: as `context_kv_lens`. pages: int32, on the device, those of the first chunk's
-        request that its length reaches, then those of the second's."""
+        kv_lens: as `context_kv_lens`. pages: int32, on the device: the pages that hold the first
+        chunk's request up to its length, then those of the second's, and so on."""
 
     def for_graph(self, kv_slots: torch.Tensor) -> AttentionPlan:
-        """What a forward of so many rows captures; `kv_slots` `[T]` holds the slots of a replay's
-        rows."""
+        """The plan for capturing a forward of T rows; `kv_slots` `[T]` holds the slots of the rows
+        of each replay."""
 
 
 class AttentionBackend(ABC):
     """Paged attention over one pool."""
 
     supports_graphs: ClassVar[bool] = False
-    """Whether generation windows take their lengths from the device, so that a CUDA graph can hold them."""
+    """Whether generation windows read their lengths from the device, so that a CUDA graph can hold
+    them."""
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         self.geometry = geometry
@@ -87,11 +88,11 @@ class AttentionBackend(ABC):
 
     @classmethod
     def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
-        """Device memory that each instance allocates beside the pool, for memory planning."""
+        """Device memory that each instance allocates besides the pool, for memory planning."""
         return 0
 
     def context_plans(self, limits: PrefillLimits) -> ContextPlans | None:
-        """For CUDA graphs of context chunks; None where a plan of chunks depends on lengths on the
+        """For CUDA graphs of context chunks; None if the plan of chunks depends on lengths on the
         host."""
         return None
 
@@ -114,8 +115,8 @@ class AttentionBackend(ABC):
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
     ) -> torch.Tensor:
-        """Norm and rotate the rows' q and k, write their K and V into the pool, then attend
-        causally to all that their requests have there.
+        """Normalise and rotate the rows' q and k, write their K and V into the pool, then attend
+        causally to all keys of the row's request.
 
         Args:
             layer: index into the pool's layers.
@@ -136,20 +137,20 @@ class AttentionBackend(ABC):
         plan: AttentionPlan,
         norm: HeadWeights | None = None,
     ) -> None:
-        """What `run` does before anything is attended to, with the same arguments: for rows whose
-        results nobody wants."""
+        """The part of `run` before attention, with the same arguments: for rows whose outputs are
+        not needed."""
         rotary_write(qkv, rotary, plan.kv_slots, self.pool.data[layer], norm)
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a model's forward gets besides its tokens."""
+    """What a model's forward gets besides tokens and positions."""
 
     backend: AttentionBackend
     plan: AttentionPlan
     spec: SpecMetadata | None = None
-    """Where the hidden states go that a draft head reads; None when nobody reads them."""
+    """Captures the hidden states that a draft head reads; None without such a head."""
     wanted: torch.Tensor | None = None
-    """[R] int64, device: the rows that come out of the model. The others go no further than the last layer's attention,
-    which has their keys and values (where R is 0 these are all that it makes); what `spec` captures behind that layer
-    is not theirs. None: all rows."""
+    """[R] int64, device: the rows that the model returns. The other rows end in the last layer,
+    which writes their keys and values and nothing else; what `spec` captures after that layer has
+    the R rows only. None: all rows."""

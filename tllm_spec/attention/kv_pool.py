@@ -1,5 +1,5 @@
-"""The paged KV memory of one model on one device. Which page is whose only the KV cache manager
-knows."""
+"""The paged KV memory of one model on one device. The KV cache manager knows which request owns a
+page."""
 
 import torch
 
@@ -9,8 +9,8 @@ from tllm_spec.attention.geometry import AttentionGeometry
 class KVPool:
     """`data`: `[layers, 2, pages, page_size, kv_heads, head_dim]`, keys at 0 and values at 1.
 
-    A slot is one token's place: `page * page_size + offset`. The memory starts as zeros: a masked
-    value is still multiplied by zero, and must be a number for that."""
+    A slot is the index of one token: `page * page_size + offset`. The memory starts as zeros, since
+    masked values are still multiplied by zero and must not be NaN."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class KVPool:
 
     @staticmethod
     def page_bytes(geometry: AttentionGeometry, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page over all layers: what memory planning divides by."""
+        """Bytes of one page over all layers, for memory planning."""
         return (
             geometry.num_layers
             * 2
@@ -46,6 +46,5 @@ class KVPool:
         )
 
     def copy_page(self, source: int, destination: int) -> None:
-        """Copy one page in all layers (a partly matching prefix block gets its own copy to write
-        on)."""
+        """Copy one page in all layers: a prefix that matches part of a page continues on a copy."""
         self.data[:, :, destination].copy_(self.data[:, :, source])

@@ -1,8 +1,6 @@
-"""Hidden states of the target that a draft head reads: which layers, and the buffer they are copied
-into.
+"""The target's hidden states that a draft head reads: which layers, and the buffer for them.
 
-It does not know drafting; the engine hands it to the target's forward, and the drafter reads the
-buffer afterwards."""
+The engine passes it to the target's forward; the drafter reads the buffer afterwards."""
 
 import torch
 
@@ -10,17 +8,15 @@ from tllm_spec.kernels.row_copies import copy_rows
 
 
 def default_capture_layers(num_layers: int) -> tuple[int, ...]:
-    """The low, middle and high layer whose outputs an EAGLE-3 head reads unless it is told
-    otherwise.
+    """The low, middle and high layer whose outputs an EAGLE-3 head reads by default.
 
-    Raises ValueError for a model that is too shallow to have three different ones.
+    Raises ValueError for a model that has too few layers for three different ones.
     """
     layers = (1, num_layers // 2 - 1, num_layers - 4)
     if num_layers < 7:
         raise ValueError(
-            f"a model of {num_layers} layers is too shallow for the default capture layers, which "
-            "need 7; "
-            "set eagle3_layers_to_capture"
+            f"a model of {num_layers} layers has too few for the default capture layers, which "
+            "need 7; set eagle3_layers_to_capture"
         )
     return layers
 
@@ -41,14 +37,13 @@ class SpecMetadata:
         self._buffer = torch.zeros(
             (max_num_tokens, len(layers) * hidden_size), dtype=dtype, device=device
         )
-        self._columns = dict[
-            int, torch.Tensor
-        ]()  # of the layers, so many rows as the forward before had
+        # Views of the buffer by layer id, for as many rows as the latest forward had.
+        self._columns: dict[int, torch.Tensor] = {}
         self._num_rows = -1
 
     def maybe_capture_hidden_states(self, layer_id: int, hidden: torch.Tensor) -> None:
-        """Called after every layer with its output, `[T, H]`, residual included; it is kept for the
-        wanted layers."""
+        """Called after every layer with its output `[T, H]`, residual included; keeps it if the
+        layer is captured."""
         if layer_id not in self.layers:
             return
         if hidden.shape[0] != self._num_rows:
@@ -58,5 +53,6 @@ class SpecMetadata:
         copy_rows(hidden, self._columns[layer_id])
 
     def captured(self, num_rows: int) -> torch.Tensor:
-        """What the latest forward left, `[T, n * H]`: a view that the next forward overwrites."""
+        """The states of the latest forward, `[T, n * H]`: a view that the next forward
+        overwrites."""
         return self._buffer[:num_rows]

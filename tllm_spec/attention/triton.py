@@ -1,11 +1,8 @@
-"""TRITON: generation windows through a kernel that takes lengths and block tables from the device.
+"""TRITON: generation windows run a kernel that reads lengths and block tables from the device;
+context chunks run as in VANILLA. Without Triton the kernels' plain-torch references run.
 
-Nothing of a pure-generation plan depends on true lengths, so a forward over it can be captured in a
-CUDA graph and replayed. Context chunks run as VANILLA runs them. Where there is no Triton the
-kernels' plain-torch references run.
-
-A capture needs one run of the same shape before it: kernels are compiled when they are first
-launched."""
+A plan without context chunks depends on no length, so a CUDA graph can hold its forward. Before a
+capture, a forward of the same shape must have run: kernels are compiled at their first launch."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +19,7 @@ from tllm_spec.kernels.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """All generation windows, rows `first` and after: views of the metadata."""
+    """All generation windows, which start at row `first`. Tensors are views of the metadata."""
 
     first: int
     batch: int
@@ -32,13 +29,13 @@ class WindowPlan:
 
 @dataclass(frozen=True)
 class TritonPlan(VanillaPlan):
-    """VANILLA's chunks, and `windows` in the place of its generation plan."""
+    """VANILLA's chunks, and `windows` instead of its generation plan."""
 
     windows: WindowPlan | None
 
 
 class TritonAttention(VanillaAttention):
-    """As VANILLA, a request's result depends on its own tokens only."""
+    """As in VANILLA, a request's result depends on its own tokens only."""
 
     supports_graphs = True
 

@@ -1,10 +1,10 @@
-"""VANILLA: paged attention in plain torch, on any device. The CPU's default and the oracle of all
-kernels.
+"""VANILLA: paged attention in plain torch on any device. The default on a CPU and the reference of
+the other backends.
 
-Generation windows cost three ops a layer: one index_copy_ writes K and V of all rows, one
-index_select gathers K and V of all requests, and one scaled_dot_product_attention runs with the
-query heads of a group folded into the query axis, so that K and V need no repeating. Context chunks
-run one after another."""
+Generation windows take three ops a layer: one index_copy_ writes K and V of all rows, one
+index_select gathers K and V of all requests, and one scaled_dot_product_attention has the query
+heads of a group folded into the query axis, so that K and V are not repeated. Context chunks run
+one after another."""
 
 from dataclasses import dataclass
 
@@ -23,27 +23,27 @@ from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """One context chunk of n rows. Without `kv_rows` nothing is cached and the chunk attends to
-    itself."""
+    """One context chunk of n rows. Without `kv_rows` it is the start of its request and attends to
+    itself only."""
 
     rows: slice
     kv_rows: torch.Tensor | None = None
-    """[2 * L] rows of the flat layer: the request's keys, then its values."""
+    """[2 * L] row indices into the flat layer: the request's keys, then its values."""
     mask: torch.Tensor | None = None
     """[n, L], added to the scores."""
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """All generation windows, rows `first` and after."""
+    """All generation windows, which start at row `first`."""
 
     first: int
     q_shape: tuple[int, int, int, int, int]
     """B, W, Hkv, G, D."""
     kv_rows: torch.Tensor
-    """[2 * B * L] rows of the flat layer: all keys, then all values."""
+    """[2 * B * L] row indices into the flat layer: all keys, then all values."""
     gathered: torch.Tensor
-    """[2 * B * L, Hkv * D]: what `kv_rows` selects; every layer overwrites it."""
+    """[2 * B * L, Hkv * D]: the rows at `kv_rows`; every layer overwrites it."""
     keys: torch.Tensor
     """[B, Hkv, L, D], a view of `gathered`."""
     values: torch.Tensor
@@ -54,16 +54,16 @@ class GenerationPlan:
 
 @dataclass(frozen=True)
 class VanillaPlan(AttentionPlan):
-    """The chunks; then the windows, if there are any."""
+    """The chunks, then the windows, if there are any."""
 
     contexts: tuple[ContextPlan, ...]
     generation: GenerationPlan | None
 
 
 class VanillaAttention(AttentionBackend):
-    """A request's result depends on its own tokens only: what lies beyond its length is replaced,
-    not just masked, since those pages may be another request's, whose values may be NaN, and zero
-    times NaN is NaN."""
+    """A request's result depends on its own tokens only. Slots beyond its length are replaced, not
+    only masked: they may belong to another request, whose values may be NaN, and zero times NaN is
+    NaN."""
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
@@ -126,12 +126,12 @@ class VanillaAttention(AttentionBackend):
         return GenerationPlan(first, q_shape, kv_rows, gathered, cached[0], cached[1], mask)
 
     def _slots_of(self, block_tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Places of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
+        """Slots of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
         page_size = self.pool.page_size
         return block_tables.gather(1, keys // page_size) * page_size + keys % page_size
 
     def _kv_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of the flat layer where the keys, then the values of `slots` are."""
+        """Row indices into the flat layer: the keys of `slots`, then their values."""
         keys = slots.flatten()
         return torch.cat((keys, keys + self._num_slots))
 

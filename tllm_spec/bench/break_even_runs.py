@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.break_even import BreakEven, expected_tokens
 from tllm_spec.bench.draft_lens import difference
-from tllm_spec.bench.prepare import LengthDistribution, synthetic_requests
+from tllm_spec.bench.prepare import NormalLengths, synthetic_requests
 from tllm_spec.bench.report import total_stats
 from tllm_spec.bench.runner import run_requests, sampling_for
 from tllm_spec.executor.batch import ScheduledBatch
@@ -175,7 +175,7 @@ class BreakEvenRuns:
         """Every run has its own luck, the same for all engines."""
         workload = self._workload
         inputs, outputs = (
-            LengthDistribution(length, 0) for length in (workload.input_len, workload.output_len)
+            NormalLengths(length, 0) for length in (workload.input_len, workload.output_len)
         )
         vocab_size = llm.model_config.vocab_size
         requests = list(

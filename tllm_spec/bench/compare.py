@@ -1,9 +1,7 @@
-"""Runs the same requests through several engines in turn and sets their texts and speeds side by
-side.
+"""Runs the same requests through several engines and compares their texts and speeds.
 
-All engines stay alive, and each round visits all of them, every second round backwards, so that a
-slow minute of the machine meets every configuration. Knows nothing of files or of how the table is
-printed."""
+All engines stay in memory. Each pass runs all of them, every second pass in reverse order, so that
+a slow phase of the machine affects every configuration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One configuration: its name, its engine, and the runs that count."""
+    """One configuration: its name, its engine and its measured runs."""
 
     name: str
     llm: "LLM"
@@ -36,8 +34,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a text is not the first configuration's; None stands for the end of a
-    text."""
+    """The first position at which a text differs from the baseline's; None: the text has
+    ended."""
 
     name: str
     task_id: int
@@ -48,7 +46,7 @@ class Difference:
     def __str__(self) -> str:
         return (
             f"{self.name}, task_id {self.task_id}: output token {self.position} is {self.found}, "
-            f"the first configuration has {self.expected}"
+            f"the baseline has {self.expected}"
         )
 
 
@@ -60,8 +58,8 @@ def run_in_turn(
     warmup: int,
     concurrency: int,
 ) -> None:
-    """Fills every contestant's `runs` with `repeat` runs, after `warmup` rounds that do not
-    count."""
+    """Appends `repeat` runs to every contestant's `runs`, after `warmup` runs that are
+    discarded."""
     for number in range(warmup + repeat):
         for contestant in contestants[:: -1 if number % 2 else 1]:
             run = run_requests(contestant.llm, requests, sampling, concurrency)
@@ -72,15 +70,15 @@ def run_in_turn(
 def differences(
     contestants: Sequence[Contestant], requests: Sequence[BenchRequest]
 ) -> list[Difference]:
-    """Where a run's text of a request is not that of the first configuration's first run; one entry
-    each."""
+    """Texts that differ from those of the baseline's first run: one entry for each configuration
+    and request."""
     expected = [token_ids(output) for output in contestants[0].runs[0].outputs]
     found: dict[tuple[str, int], Difference] = {}
     for contestant in contestants:
         for run in contestant.runs:
             for request, wanted, output in zip(requests, expected, run.outputs, strict=True):
-                if place := first_difference(wanted, token_ids(output)):
-                    difference = Difference(contestant.name, request.task_id, *place)
+                if found_at := first_difference(wanted, token_ids(output)):
+                    difference = Difference(contestant.name, request.task_id, *found_at)
                     found.setdefault((contestant.name, request.task_id), difference)
     return list(found.values())
 
@@ -98,8 +96,8 @@ def first_difference(
 
 
 def comparison(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
-    """One row each: median, lowest and highest speed over the runs; speedup is the ratio of the
-    medians."""
+    """A row for each configuration: median, lowest and highest speed of its runs. The speedup is a
+    ratio of medians."""
     baseline = median(contestants[0].output_tokens_per_s)
     rows = []
     for contestant in contestants:

@@ -1,7 +1,7 @@
-"""The benchmark's data set: JSON lines in TensorRT-LLM's form, read and written.
+"""The benchmark's data set: JSON lines in TensorRT-LLM's format, read and written.
 
 One request a line: {"task_id": 0, "input_ids": [..] or "prompt": "..", "output_tokens": 128};
-`input_ids` wins over `prompt`. Knows nothing of engines or tokenizers."""
+`input_ids` takes precedence over `prompt`."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -22,22 +22,20 @@ class BenchRequest:
 
 
 def read_dataset(path: Path, num_requests: int = 0) -> list[BenchRequest]:
-    """The first `num_requests` requests (0 = all); a ValueError names the file and the line."""
+    """The first `num_requests` requests; 0: all. Raises ValueError naming file and line."""
     numbered = [
         (number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip()
     ]
     if not numbered:
-        raise ValueError(f"{path} holds no request: one JSON object a line is expected")
+        raise ValueError(f"{path} has no request: one JSON object a line is expected")
     if num_requests > len(numbered):
-        raise ValueError(
-            f"{path} holds {len(numbered)} requests, but num_requests is {num_requests}"
-        )
+        raise ValueError(f"{path} has {len(numbered)} requests, but num_requests is {num_requests}")
     chosen = numbered[: num_requests or None]
     return [parse_request(line, f"{path}, line {number}") for number, line in chosen]
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """One after another; a ValueError names a file that cannot be read or is not UTF-8."""
+    """Yields the lines. Raises ValueError for a file that cannot be read or is not UTF-8."""
     try:
         with path.open(encoding="utf-8") as lines:
             yield from lines
@@ -54,7 +52,7 @@ def parse_request(line: str, where: str) -> BenchRequest:
         raise ValueError(f"{where}: a JSON object is expected, not {line.strip()[:40]!r}")
     if unknown := sorted(entry.keys() - KEYS):
         raise ValueError(
-            f"{where}: {', '.join(unknown)} not served; the keys are {', '.join(sorted(KEYS))}"
+            f"{where}: {', '.join(unknown)} not supported; the keys are {', '.join(sorted(KEYS))}"
         )
     task_id, output_tokens = entry.get("task_id"), entry.get("output_tokens")
     if not is_count(task_id):

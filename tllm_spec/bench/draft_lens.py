@@ -1,4 +1,4 @@
-"""Which draft lengths a run had, from the engine's state before and after it."""
+"""The draft lengths that a run used, from the engine's state before and after it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from tllm_spec.speculative_config import DecodingBaseConfig
 
 
 def may_vary(config: DecodingBaseConfig | None) -> bool:
-    """Whether rounds of one engine may differ in their draft length."""
+    """Whether rounds of one engine may have different draft lengths."""
     if config is None:
         return False
     limits = (config.draft_len_schedule, config.max_concurrency, config.acceptance_rate_threshold)
@@ -15,10 +15,11 @@ def may_vary(config: DecodingBaseConfig | None) -> bool:
 
 
 def draft_lens_section(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """From two answers of `LLM.server_info`. A switch is a decision of the controller; a change, a
-    round with another
-    draft length than the one before it: probes and limits make changes that are no switches. Shares
-    of time leave out rounds with prompts in them."""
+    """The rounds between two answers of `LLM.server_info`.
+
+    `num_switches` counts decisions of the controller; `num_changes` counts rounds whose draft
+    length differs from the previous round's, also because of probes and limits. Times exclude
+    rounds that contain prompts."""
     old, new = _state(before), _state(after)
     rows = difference(before, after)
     rounds = sum(row["rounds"] for row in rows.values())
@@ -39,8 +40,8 @@ def draft_lens_section(before: Mapping[str, Any], after: Mapping[str, Any]) -> d
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The totals of the rounds between two answers of `LLM.server_info`, by draft length, where
-    there were any."""
+    """The totals of the rounds between two answers of `LLM.server_info`, by draft length. Draft
+    lengths without rounds are left out."""
     old, new = (_state(each)["totals"]["by_draft_len"] for each in (before, after))
     rows = {
         int(draft_len): {

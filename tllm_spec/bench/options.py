@@ -1,7 +1,6 @@
-"""The options that the benchmark commands share, turned into an engine's arguments, requests and
-sampling.
+"""The options of the benchmark commands, turned into LLM arguments, requests and sampling.
 
-The names are trtllm-bench's. An option that is None was not given.
+The names are trtllm-bench's. None means that an option was not given.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from tllm_spec.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Arguments of the engine that have an option of their own; the YAML file is laid over them."""
+    """The options that become arguments of `LLM`. `llm_arguments` are already named and nested as
+    those are."""
 
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -26,36 +26,34 @@ class EngineOptions:
     kv_cache_free_gpu_mem_fraction: float | None = None
     enable_chunked_context: bool = False
     scheduler_policy: str | None = None
-    own_names: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # further options, named as LLM's arguments are
+    llm_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def sharing_memory(self, num_engines: int) -> "EngineOptions":
-        """For several engines on one device: each takes its part of the cache memory that one would
-        take."""
+        """For several engines on one device: each takes an equal part of the memory that a single
+        one would take for its KV cache."""
         if self.kv_cache_free_gpu_mem_fraction is not None:
             return self
         one = KvCacheConfig().free_gpu_memory_fraction
         return replace(self, kv_cache_free_gpu_mem_fraction=one / num_engines)
 
     def arguments(self, yaml_path: Path | None) -> dict[str, Any]:
-        """Keyword arguments of `LLM` beside the model: where an option and the file both speak, the
-        file wins."""
+        """Keyword arguments of `LLM`, without the model. The file takes precedence over the
+        options. Raises ValueError when the file names a model or cannot be read."""
         file = read_yaml(yaml_path) if yaml_path else {}
         if "model" in file:
             raise ValueError(
                 f"model = {file['model']!r} in {yaml_path}: the command line names the model"
             )
-        flags = {
-            "max_batch_size": self.max_batch_size,
-            "max_num_tokens": self.max_num_tokens,
-            "max_seq_len": self.max_seq_len,
-            "max_input_len": self.max_input_len,
-            "enable_chunked_prefill": self.enable_chunked_context or None,
-            "kv_cache_config": given(free_gpu_memory_fraction=self.kv_cache_free_gpu_mem_fraction),
-            "scheduler_config": given(capacity_scheduler_policy=self.scheduler_policy),
-        }
-        return overlay(given(**flags, **self.own_names), file)
+        flags = given(
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_seq_len=self.max_seq_len,
+            max_input_len=self.max_input_len,
+            enable_chunked_prefill=self.enable_chunked_context or None,
+            kv_cache_config=given(free_gpu_memory_fraction=self.kv_cache_free_gpu_mem_fraction),
+            scheduler_config=given(capacity_scheduler_policy=self.scheduler_policy),
+        )
+        return overlay(overlay(self.llm_arguments, flags), file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +77,18 @@ class WorkloadOptions:
         return sampling_for(requests, options, self.eos_id)
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[WorkloadOptions, EngineOptions]:
-    """The two groups out of one command's options; what has no field in them is an argument of
-    `LLM`."""
-    workload = {each.name: options[each.name] for each in fields(WorkloadOptions)}
-    names = {each.name for each in fields(EngineOptions)}
-    engine = {name: value for name, value in options.items() if name in names}
-    others = {name: value for name, value in options.items() if name not in names | workload.keys()}
-    return WorkloadOptions(**workload), EngineOptions(**engine, own_names=others)
+def split_options(
+    options: Mapping[str, Any], llm_arguments: Mapping[str, Any]
+) -> tuple[WorkloadOptions, EngineOptions]:
+    """A command's options, separated."""
+    workload = {each.name for each in fields(WorkloadOptions)}
+    return (
+        WorkloadOptions(**{name: options[name] for name in workload}),
+        EngineOptions(
+            **{name: options[name] for name in options.keys() - workload},
+            llm_arguments=llm_arguments,
+        ),
+    )
 
 
 def given(**options: Any) -> dict[str, Any]:

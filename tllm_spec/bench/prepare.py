@@ -1,4 +1,4 @@
-"""Makes data sets: random token ids of normally distributed lengths, or pieces of text files.
+"""Makes data sets: random token ids, or pieces of text files.
 
 Needs a vocabulary's size or a tokenizer's `encode`, never a model.
 """
@@ -8,15 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from tllm_spec.bench.dataset import BenchRequest
 
 Encode = Callable[[str], list[int]]
 
 
+class Lengths(Protocol):
+    """A distribution of lengths in tokens."""
+
+    def draw(self, generator: random.Random) -> int:
+        """A length of 1 or more."""
+
+
 @dataclass(frozen=True)
-class LengthDistribution:
-    """A normal distribution of lengths in tokens; what is drawn below 1 counts as 1."""
+class NormalLengths:
+    """Normally distributed, rounded; a length below 1 becomes 1."""
 
     mean: float
     stdev: float
@@ -25,12 +33,19 @@ class LengthDistribution:
         return max(1, round(generator.gauss(self.mean, self.stdev)))
 
 
+@dataclass(frozen=True)
+class UniformLengths:
+    """Every length from `shortest` to `longest` is equally likely."""
+
+    shortest: int
+    longest: int
+
+    def draw(self, generator: random.Random) -> int:
+        return generator.randint(self.shortest, self.longest)
+
+
 def synthetic_requests(
-    num_requests: int,
-    inputs: LengthDistribution,
-    outputs: LengthDistribution,
-    vocab_size: int,
-    seed: int,
+    num_requests: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int
 ) -> Iterator[BenchRequest]:
     """Requests of uniformly random token ids; the same seed gives the same requests."""
     generator = random.Random(seed)
@@ -47,10 +62,10 @@ def text_requests(
     output_len: int,
     seed: int,
 ) -> Iterator[BenchRequest]:
-    """Prompts of exactly `input_len` tokens that begin at random lines, spread evenly over the
-    files.
+    """Prompts of exactly `input_len` tokens that start at random lines, spread evenly over the
+    files. Files shorter than a prompt are skipped.
 
-    Files shorter than a prompt are passed over. Raises ValueError when that leaves none.
+    Raises ValueError when no file is long enough.
     """
     generator = random.Random(seed)
     shuffled = generator.sample(files, len(files))
@@ -60,7 +75,7 @@ def text_requests(
     )
     if not long_enough:
         raise ValueError(
-            f"none of the {len(files)} files has {input_len} tokens: lower --input_len"
+            f"none of the {len(files)} files has {input_len} tokens: lower --input-len"
         )
     for task_id in range(num_requests):
         text = long_enough[task_id % len(long_enough)]
@@ -68,7 +83,8 @@ def text_requests(
 
 
 def _cut(text: str, encode: Encode, input_len: int, generator: random.Random) -> list[int]:
-    """`input_len` tokens from a random line on; from the first line where the rest is too short."""
+    """The first `input_len` tokens from a random line on, or of the whole text when too few
+    follow."""
     lines = text.splitlines(keepends=True)
     first = generator.randrange(len(lines))
     input_ids = encode("".join(lines[first:]))

@@ -1,7 +1,7 @@
-"""The figures of a run as a dict with trtllm-bench's keys. Knows nothing of how they are printed.
+"""The figures of a run as a dict with trtllm-bench's keys.
 
-Two definitions differ from trtllm-bench's on purpose: drafted tokens are those really proposed (not
-draft length times iterations), and the prefill is no decoding round."""
+Two definitions differ from trtllm-bench's on purpose: drafted tokens are the proposed ones (not
+draft length times iterations), and prefill is not a decode round."""
 
 import os
 import platform
@@ -27,8 +27,8 @@ def build_report(
     streaming: bool,
     infos: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Everything known about a run; `streaming_metrics`, `speculation`, `decoding_stats` and
-    `draft_lens` only where they apply. `infos`: of `LLM.server_info`, before and after the run."""
+    """The whole report; `streaming_metrics`, `speculation`, `decoding_stats` and `draft_lens` only
+    where they apply. `infos`: answers of `LLM.server_info` before and after the run."""
     report: dict[str, Any] = {
         "engine": engine_section(model_name, args),
         "machine": machine_section(args.device),
@@ -49,8 +49,7 @@ def build_report(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, maximum, average, and percentiles interpolated between neighbours; all 0 without
-    values."""
+    """Minimum, maximum, average and percentiles, interpolated linearly; all 0 without values."""
     data = numpy.asarray(values or [0.0], dtype=numpy.float64)
     ranks = {f"p{rank}": float(numpy.percentile(data, rank)) for rank in (50, 90, 95, 99)}
     return {
@@ -72,7 +71,7 @@ def time_to_first_token_s(output: RequestOutput) -> float:
 
 
 def time_per_output_token_s(output: RequestOutput) -> float:
-    """Decoding time over the tokens after the first; needs two tokens or more."""
+    """Decode time divided by the tokens after the first. The output has two tokens or more."""
     return (latency_s(output) - time_to_first_token_s(output)) / (num_output_tokens(output) - 1)
 
 
@@ -115,9 +114,11 @@ def total_stats(outputs: Sequence[RequestOutput]) -> SpeculativeStats:
 
 
 def speculation_section(config: DecodingBaseConfig) -> dict[str, Any]:
-    """Every option that has a value: the decoding type alone tells neither the path nor synthetic
-    rates."""
+    """Every option that has a value and an effect. The decoding type alone would not show the path
+    or synthetic acceptance."""
     options = {name: getattr(config, name) for name in type(config).model_fields}
+    if config.overlaps or config.adaptive is not None:
+        del options["max_rejected_rounds"]  # refused there, so its default has no effect
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in options.items()
@@ -126,8 +127,7 @@ def speculation_section(config: DecodingBaseConfig) -> dict[str, Any]:
 
 
 def decoding_section(mode: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Percentiles are over requests; the four last entries weigh every round and every draft
-    alike."""
+    """Percentiles are over requests; the last four entries are over all rounds and drafts."""
     each = [output.speculative_decoding for output in outputs]
     stats = [one for one in each if one is not None and one.rounds]
     total = total_stats(outputs)
@@ -211,7 +211,7 @@ def machine_section(device: str) -> dict[str, Any]:
 
 
 def request_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-    """What `--request_json` holds: lengths, times and speculation of every request."""
+    """The content of `--request_json`: lengths, times and speculation of every request."""
     return [
         {
             "request_id": output.request_id,
@@ -227,7 +227,7 @@ def request_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
 
 
 def output_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-    """What `--output_json` holds: the generated text and tokens."""
+    """The content of `--output_json`: the generated texts and tokens."""
     return [
         {
             "request_id": output.request_id,

@@ -1,5 +1,4 @@
-"""Runs a data set through an engine and takes the time. Knows the public interface of `LLM`
-only."""
+"""Runs a data set through an `LLM` and measures the time."""
 
 import asyncio
 import time
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One pass over the data set: its answers in order, and the seconds from first submission to
-    last end."""
+    """One pass over the data set: the outputs in its order, and the seconds from the first
+    submission to the last completion."""
 
     outputs: list[RequestOutput]
     elapsed_s: float
@@ -44,22 +43,21 @@ def sampling_for(
     sampler_options: Mapping[str, Any] | None = None,
     eos_id: int = -1,
 ) -> list[SamplingParams]:
-    """One SamplingParams a request, for exactly its output length where EOS is ignored.
+    """The SamplingParams of each request.
 
-    As in TensorRT-LLM, without sampler options decoding is greedy and EOS ignored; `eos_id` >= 0
-    ends a text. Without a seed of its own a request has its task_id, so that a run can be repeated.
-    Raises ValueError for unknown or illegal sampler options, and for `max_tokens`, which the
-    requests say."""
+    As in TensorRT-LLM, without sampler options decoding is greedy and ignores EOS, so that an
+    output has exactly `output_tokens` tokens. `eos_id` >= 0 ends an output. The seed is the task_id
+    unless the options have one, so that a run can be repeated. Raises ValueError for unknown or
+    invalid sampler options, and for `max_tokens`, which the requests define."""
     options = {"ignore_eos": True} if sampler_options is None else dict(sampler_options)
     if "max_tokens" in options:
         raise ValueError(
-            f"max_tokens = {shown(options['max_tokens'])} is refused in sampler options: how many "
-            "tokens a request "
-            "gets is said by output_tokens of the data set, or by --target_output_len for all"
+            f"max_tokens = {shown(options['max_tokens'])} is refused in sampler options: the "
+            "output length is output_tokens of the data set, or --target_output_len for all"
         )
     if eos_id >= 0:
         options |= {"end_id": eos_id, "ignore_eos": False}
-    # Each request's own length comes below; until then there is none that min_tokens could exceed.
+    # max_tokens None: min_tokens is compared with each request's own max_tokens below.
     common = SamplingParams.from_dict({**options, "max_tokens": None})
     return [
         replace(
@@ -78,11 +76,10 @@ def run_requests(
     concurrency: int = -1,
     streaming: bool = False,
 ) -> Run:
-    """All requests, at most `concurrency` at a time (-1 = all at once).
+    """Runs all requests, at most `concurrency` at a time (-1: all at once).
 
-    Raises ValueError when one fails, and for one that the engine would cut short, before any runs
-    if prompts are token
-    ids: a figure for fewer tokens than were asked for would look like one for all of them.
+    Raises ValueError when a request fails, and for one that the engine would cut short: its figures
+    would be wrong without notice. Prompts of token ids are checked before any request runs.
     """
     for request, params in zip(requests, sampling, strict=True):
         if not isinstance(request.prompt, str):
@@ -103,7 +100,7 @@ def warm_up(
     concurrency: int,
     count: int,
 ) -> None:
-    """Runs `count` requests from the top of the data set, which begins anew when it is shorter."""
+    """Runs `count` requests from the top of the data set, which repeats when it is shorter."""
     chosen = list(islice(cycle(zip(requests, sampling, strict=True)), count))
     run_requests(
         llm, [request for request, _ in chosen], [params for _, params in chosen], concurrency
@@ -113,13 +110,13 @@ def warm_up(
 def _check_fits(
     llm: "LLM", request: BenchRequest, params: SamplingParams, num_prompt_tokens: int
 ) -> None:
-    """Raises ValueError where the model's length would end the text before its output_tokens."""
+    """Raises ValueError when max_seq_len would end the output before its output_tokens."""
     num_kept = min(num_prompt_tokens, params.truncate_prompt_tokens or num_prompt_tokens)
     if num_kept + request.output_tokens > llm.max_seq_len:
         raise ValueError(
             f"task_id {request.task_id} is refused: its {num_kept} prompt tokens and "
-            f"{request.output_tokens} output "
-            f"tokens exceed max_seq_len = {llm.max_seq_len}, where the text would be cut"
+            f"{request.output_tokens} output tokens exceed max_seq_len = {llm.max_seq_len}, which "
+            "would end the output early"
         )
 
 
@@ -144,8 +141,8 @@ async def _answer(
     streaming: bool,
     gate: AbstractAsyncContextManager[Any],
 ) -> RequestOutput:
-    """The finished output. With streaming every increment is taken, as by a client: its cost is
-    measured."""
+    """The finished output. With streaming every increment is read, as by a client, so that its cost
+    is measured."""
     async with gate:
         try:
             handle = llm.generate_async(request.prompt, params, streaming=streaming)

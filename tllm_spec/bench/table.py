@@ -1,4 +1,4 @@
-"""Prints reports: dicts in, text out."""
+"""Formats reports: dicts in, text out."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -31,8 +31,8 @@ TITLES = {
 
 
 def format_report(report: dict[str, dict[str, Any]]) -> str:
-    """A block for each section: plain figures first, then one table of those that have several
-    values each."""
+    """A block for each section: first the single figures, then a table of those with several
+    values."""
     return "\n\n".join(_format_section(TITLES[name], section) for name, section in report.items())
 
 
@@ -76,11 +76,14 @@ def _comparison_row(row: dict[str, Any]) -> list[str]:
 
 
 def format_speedups(times: dict[str, float], rows: Sequence[dict[str, Any]]) -> str:
-    """`times`: seconds of a plain round, one with `draft_len` free drafts, and one with the
-    drafter's."""
+    """`times`: seconds of a plain round, of one that verifies `draft_len` drafts made at no cost,
+    and of one with the drafter's."""
     plain, free, drafted = (f"{1e3 * times[name]:.2f} ms" for name in ("plain", "free", "drafted"))
     draft_len = times["draft_len"]
-    first = f"a round: plain {plain}, with {draft_len} free drafts {free}, with {draft_len} of the drafter's {drafted}"
+    first = (
+        f"round time: plain {plain}, verifying {draft_len} drafts {free}, "
+        f"drafting and verifying {draft_len} {drafted}"
+    )
     header = [
         "a",
         "K",
@@ -108,8 +111,7 @@ def _speedup_row(row: dict[str, Any]) -> list[str]:
 
 
 def format_texts(outputs: Iterable[RequestOutput], tokenizer: Tokenizer | None) -> Iterator[str]:
-    """The last lines of each prompt, and what was generated behind them; token ids without a
-    tokenizer."""
+    """The last lines of each prompt and the generated text; token ids without a tokenizer."""
     for number, output in enumerate(outputs):
         prompt, generated = (
             tokenizer.decode(token_ids) if tokenizer else str(token_ids)
@@ -121,7 +123,7 @@ def format_texts(outputs: Iterable[RequestOutput], tokenizer: Tokenizer | None) 
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first to the left, the others to the right."""
+    """Columns as wide as their widest cell; the first left-aligned, the others right-aligned."""
     lines = [list(header), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = (

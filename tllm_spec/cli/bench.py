@@ -1,12 +1,12 @@
-"""`tllm-bench`: speed, latency, comparisons and data sets, in the manner of trtllm-bench.
+"""`tllm-bench`: throughput, latency, comparisons and data sets, in the manner of trtllm-bench.
 
-Only the command line is here; `tllm_spec.bench` does the work and is imported when a command runs.
+Only the command line is here. `tllm_spec.bench` does the work and is imported when a command runs.
 """
 
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,38 +22,81 @@ from tllm_spec.cli.bench_options import (
     ModelCommand,
     write_json,
 )
+from tllm_spec.cli.trtllm_options import (
+    BY_NAME,
+    either_spelling,
+    log_level_option,
+    refused_together,
+    split_trtllm_options,
+    trtllm_options,
+)
+
+if TYPE_CHECKING:
+    from tllm_spec.bench.options import WorkloadOptions
 
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
-LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
 
 
 class FriendlyGroup(click.Group):
-    """Ends a user's mistake (ValueError) as one sentence; `--log_level debug` shows where it was
-    found."""
+    """Reports a user's mistake (ValueError) as a sentence; `--log_level debug` adds the
+    traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except ValueError as error:
-            logging.getLogger(__name__).debug("found here:", exc_info=error)
+            logging.getLogger(__name__).debug("raised here:", exc_info=error)
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=FriendlyGroup, context_settings={"show_default": True})
+@click.group(
+    cls=FriendlyGroup,
+    context_settings={"show_default": True, "token_normalize_func": either_spelling},
+    epilog="Options may be spelled with - or _. TensorRT-LLM's other options are accepted with the "
+    "values that this engine supports, and refused with the reason otherwise.",
+)
 @click.option("--model", "-m", help="A checkpoint's folder or a zoo model, such as zoo:llama.")
-@click.option("--model_path", help="The folder, if --model is only the name that the report shows.")
-@click.option("--log_level", type=LOG_LEVELS, default="warning")
+@click.option(
+    "--model_path",
+    help="The checkpoint's folder, when --model is only the name for reports. [default: --model]",
+)
+@click.option(
+    "--workspace",
+    "-w",
+    expose_value=False,
+    hidden=True,
+    help="Accepted without effect: no intermediate files are written.",
+)
+@log_level_option("warning")
+@trtllm_options(BY_NAME["hf_revision"])
 @click.pass_context
-def main(context: click.Context, model: str | None, model_path: str | None, log_level: str) -> None:
-    """Measure a model, and what speculative decoding gains it."""
+def main(
+    context: click.Context,
+    /,
+    model: str | None,
+    model_path: str | None,
+    log_level: str,
+    **options: Any,
+) -> None:
+    """Benchmark a model, and what it gains from speculative decoding."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    if model is not None:
-        context.obj = Model(model, model_path or model)
+    *_, refusals = split_trtllm_options(options)
+    with refused_together(refusals):
+        context.obj = None if model is None else Model(model, model_path or model)
 
 
 main.add_command(prepare_dataset)
 main.add_command(adaptive_replay)
 main.add_command(break_even)
+
+
+def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) -> int:
+    if value != 1:
+        raise click.BadParameter(
+            f"{value} is refused: latency runs one request after another; accepted: 1. "
+            "throughput --streaming takes any concurrency"
+        )
+    return value
 
 
 @main.command(cls=ModelCommand)
@@ -63,15 +106,20 @@ main.add_command(break_even)
 @bench_options.yaml_option
 @bench_options.warmup_option
 @click.option(
-    "--concurrency", type=CONCURRENCY, default=-1, help="Requests under way at a time; -1 = all."
+    "--concurrency",
+    type=CONCURRENCY,
+    default=-1,
+    help="Maximum number of requests in flight; -1: no limit.",
 )
 @click.option(
-    "--streaming", is_flag=True, help="Take the tokens as they come, and report their times."
+    "--streaming",
+    is_flag=True,
+    help="Stream the tokens, and report times to the first token and between tokens.",
 )
 @bench_options.record_options
 @click.pass_obj
 def throughput(model: Model, /, **options: Any) -> None:
-    """Tokens and requests per second with many requests at once."""
+    """Measure tokens and requests per second with many requests in flight."""
     measure(model, **options)
 
 
@@ -80,11 +128,18 @@ def throughput(model: Model, /, **options: Any) -> None:
 @bench_options.engine_options
 @bench_options.yaml_option
 @bench_options.warmup_option
+@click.option(
+    "--concurrency",
+    type=int,
+    default=1,
+    callback=_one_at_a_time,
+    help="Only 1: one request after another.",
+)
 @bench_options.record_options
 @click.pass_obj
 def latency(model: Model, /, **options: Any) -> None:
-    """Times of requests that run one after another and are streamed."""
-    measure(model, max_batch_size=1, concurrency=1, streaming=True, **options)
+    """Measure the times of requests that are streamed one after another."""
+    measure(model, max_batch_size=1, streaming=True, **options)
 
 
 def measure(
@@ -100,15 +155,14 @@ def measure(
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
-    from tllm_spec.bench.options import split_options
     from tllm_spec.bench.runner import run_requests, warm_up
     from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
 
-    workload, engine = split_options(options)
+    workload, (arguments,) = read_options(model, [yaml_path], options)
     requests = workload.requests()
     sampling = workload.sampling(requests)
-    with LLM(model.path, **engine.arguments(yaml_path)) as llm:
+    with LLM(model.path, **arguments) as llm:
         warm_up(llm, requests, sampling, concurrency, warmup)
         before = llm.server_info()
         run = run_requests(llm, requests, sampling, concurrency, streaming)
@@ -121,24 +175,50 @@ def measure(
     write_json(request_json, reports.request_records(run.outputs))
 
 
+def read_options(
+    model: Model, yaml_paths: list[Path | None], options: dict[str, Any]
+) -> "tuple[WorkloadOptions, list[dict[str, Any]]]":
+    """The workload, and LLM's keyword arguments for each YAML file. Raises ValueError with every
+    option and key that is refused."""
+    from tllm_spec.bench.options import split_options
+    from tllm_spec.config import LlmArgs
+
+    options, llm_arguments, refusals = split_trtllm_options(options)
+    workload, engine = split_options(options, llm_arguments)
+    engine = engine.sharing_memory(len(yaml_paths))
+    arguments = [engine.arguments(path) for path in yaml_paths]
+    with refused_together(refusals):
+        for each in arguments:
+            LlmArgs.from_kwargs(model.path, **each)
+    return workload, arguments
+
+
 @main.command(cls=ModelCommand)
 @click.argument("configs", nargs=-1, required=True, type=EXISTING_FILE)
 @bench_options.workload_options
 @bench_options.max_batch_size_option
 @bench_options.engine_options
 @click.option(
-    "--concurrency", type=CONCURRENCY, default=1, help="Requests under way at a time; -1 = all."
+    "--concurrency",
+    type=CONCURRENCY,
+    default=1,
+    help="Maximum number of requests in flight; -1: no limit.",
 )
 @click.option(
-    "--repeat", type=POSITIVE, default=3, help="Runs of each configuration; medians are shown."
+    "--repeat",
+    type=POSITIVE,
+    default=3,
+    help="Measured runs of each configuration; the table shows medians.",
 )
 @click.option(
-    "--warmup", type=NOT_NEGATIVE, default=1, help="Runs of each configuration that do not count."
+    "--warmup", "-w", type=NOT_NEGATIVE, default=1, help="Runs of each before the measured ones."
 )
 @click.option(
-    "--show_text", type=NOT_NEGATIVE, default=0, help="How many of the generated texts to print."
+    "--show_text", type=NOT_NEGATIVE, default=0, help="Number of generated texts to print."
 )
-@click.option("--allow_differences", is_flag=True, help="Exit with 0 although texts differ.")
+@click.option(
+    "--allow_differences", is_flag=True, help="Exit with status 0 even when texts differ."
+)
 @bench_options.report_json_option
 @click.pass_obj
 def compare(
@@ -153,27 +233,23 @@ def compare(
     report_json: Path | None,
     **options: Any,
 ) -> None:
-    """Run the same requests through several YAML files of LLM arguments, the first being the
-    baseline.
+    """Run the same requests through several YAML files of LLM arguments. The first is the baseline.
 
-    All engines are in memory together and run in turn. A prompt's pages stay in the cache from run
-    to run
-    unless a file says `enable_block_reuse: false`, so that mostly decoding is compared. Exits with
-    1 when a text is not the baseline's."""
+    All engines are in memory together and take turns. Prompts stay in the prefix cache from run to
+    run unless a file sets `kv_cache_config.enable_block_reuse: false`, so mostly decoding is
+    compared. Exits with status 1 when a text differs from the baseline's."""
     from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
-    from tllm_spec.bench.options import split_options
     from tllm_spec.bench.table import format_comparison, format_texts
     from tllm_spec.llm import LLM
 
-    workload, engine = split_options(options)
-    engine = engine.sharing_memory(len(configs))
+    workload, arguments = read_options(model, list(configs), options)
     requests = workload.requests()
     sampling = workload.sampling(requests)
     with ExitStack() as stack:
-        contestants = []
-        for path in configs:
-            llm = stack.enter_context(LLM(model.path, **engine.arguments(path)))
-            contestants.append(Contestant(path.stem, llm))
+        contestants = [
+            Contestant(path.stem, stack.enter_context(LLM(model.path, **each)))
+            for path, each in zip(configs, arguments, strict=True)
+        ]
         run_in_turn(contestants, requests, sampling, repeat, warmup, concurrency)
         texts = format_texts(
             contestants[0].runs[0].outputs[:show_text], contestants[0].llm.tokenizer

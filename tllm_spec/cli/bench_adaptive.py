@@ -1,5 +1,5 @@
-"""`tllm-bench adaptive-replay`: the decisions of the adaptive draft length on recorded rounds,
-without any model."""
+"""`tllm-bench adaptive-replay`: the draft lengths that the adaptive policy chooses for recorded
+decode rounds. No model is loaded."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def sizes(context: click.Context, option: click.Parameter, value: str | None) ->
         return None
     parts = value.split(",")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{value!r} is no list of batch sizes such as 1,2,4,8")
+        raise click.BadParameter(f"{value!r} is not a list of batch sizes such as 1,2,4,8")
     return [int(part) for part in parts]
 
 
@@ -24,17 +24,21 @@ def sizes(context: click.Context, option: click.Parameter, value: str | None) ->
     "--config",
     type=EXISTING_FILE,
     required=True,
-    help="YAML of LLM arguments, or of the keys of `adaptive`.",
+    help="YAML file with LLM arguments, or with the keys of `adaptive` alone.",
 )
 @click.option(
-    "--round_times", type=EXISTING_FILE, help="JSON of measured round times, for the cost model."
+    "--round_times",
+    type=EXISTING_FILE,
+    help="JSON file with measured round times, for the cost model.",
 )
 @click.option(
-    "--graph_batch_sizes", callback=sizes, help="Batches are padded to these, e.g. 1,2,4,8."
+    "--graph_batch_sizes",
+    callback=sizes,
+    help="Batch sizes that batches are padded to, such as 1,2,4,8.",
 )
-@click.option("--initial_steps", type=NOT_NEGATIVE, help="The draft length to begin with.")
+@click.option("--initial_steps", type=NOT_NEGATIVE, help="Draft length of the first round.")
 @click.option(
-    "--every_round", is_flag=True, help="Print every round, not only those after a change."
+    "--every_round", is_flag=True, help="Print every round, not only those that change it."
 )
 def adaptive_replay(
     trace: Path,
@@ -44,12 +48,12 @@ def adaptive_replay(
     initial_steps: int | None,
     every_round: bool,
 ) -> None:
-    """Show which draft lengths would have been chosen for the rounds in TRACE.
+    """Print the draft lengths that would have been chosen for the rounds in TRACE.
 
-    TRACE has one JSON object a line: batch_size, num_accepted (a list, one number a request), and
-    optionally num_steps (the draft length that was verified), seconds (the round's time) and
-    sampled (true where not all requests were greedy). LLM arguments are replayed with all their
-    limits on the draft length, as an engine has them."""
+    TRACE has one JSON object a line: batch_size, num_accepted (a list with a number for each
+    request), and optionally num_steps (the draft length that was verified), seconds (the round's
+    time) and sampled (true unless all requests were greedy). When --config holds LLM arguments,
+    their limits on the draft length apply as in an engine."""
     from tllm_spec.bench import adaptive_replay as replays
     from tllm_spec.bench.dataset import read_lines
 

@@ -1,5 +1,5 @@
-"""`tllm-bench break-even`: predicted and measured speedups of drafting, by acceptance and draft
-length."""
+"""`tllm-bench break-even`: predicted and measured speedups of speculation, by acceptance rate and
+draft length."""
 
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ def pairs_of(
         0 <= acceptance <= 1 and draft_len > 0 for acceptance, draft_len in pairs
     ):
         raise click.BadParameter(
-            f"{value!r} is no list of acceptances and draft lengths such as 0.3:2,0.7:4"
+            f"{value!r} is not a list of acceptance rates and draft lengths such as 0.3:2,0.7:4"
         )
     return pairs
 
@@ -42,13 +42,16 @@ def pairs_of(
     "--pairs",
     callback=pairs_of,
     default=USUAL,
-    help="acceptance:draft length, separated by commas.",
+    help="Pairs of acceptance rate and draft length to measure, such as 0.3:2,0.7:4.",
 )
-@click.option("--batch_size", type=POSITIVE, default=1, help="Requests that decode together.")
-@click.option("--input_len", type=POSITIVE, default=16, help="Tokens of a prompt.")
-@click.option("--output_len", type=POSITIVE, default=64, help="Tokens of an output.")
+@click.option("--batch_size", type=POSITIVE, default=1, help="Number of requests in the batch.")
+@click.option("--input_len", type=POSITIVE, default=16, help="Length of a prompt, in tokens.")
+@click.option("--output_len", type=POSITIVE, default=64, help="Length of an output, in tokens.")
 @click.option(
-    "--repeat", type=POSITIVE, default=3, help="Runs of each engine after a warm-up; medians count."
+    "--repeat",
+    type=POSITIVE,
+    default=3,
+    help="Measured runs of each engine after a warm-up; the table shows medians.",
 )
 @report_json_option
 @click.pass_obj
@@ -60,11 +63,11 @@ def break_even(
     report_json: Path | None,
     **workload: int,
 ) -> None:
-    """Set the speedup that n = (1 - a^(K+1)) / (1 - a) tokens in K t_draft + t_target predict
-    beside what is measured.
+    """Compare the predicted speedup of drafting with the measured one.
 
-    The drafter is the YAML file's; its drafts are accepted by chance, each with probability a given
-    the one before, so the texts mean nothing. Round times are measured with the longest K and
+    The prediction: n = (1 - a^(K+1)) / (1 - a) tokens take the time K t_draft + t_target. The
+    drafter is the YAML file's. Each draft is accepted at random, with probability a when the one
+    before was accepted, so the texts mean nothing. Round times are measured with the largest K and
     without drafts."""
     from tllm_spec.bench.break_even_runs import BreakEvenRuns, Workload
     from tllm_spec.bench.options import EngineOptions

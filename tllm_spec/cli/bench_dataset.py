@@ -1,24 +1,31 @@
-"""`tllm-bench prepare-dataset`: writes data sets, of random tokens or of text files."""
+"""`tllm-bench prepare-dataset`: writes data sets of random tokens or of pieces of text files."""
 
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tllm_spec.cli.bench_options import NOT_NEGATIVE, OUTPUT_FILE, POSITIVE, Model, ModelCommand
+from tllm_spec.cli.trtllm_options import (
+    DATASET_OPTIONS,
+    refused_together,
+    split_trtllm_options,
+    trtllm_options,
+)
 
 if TYPE_CHECKING:
     from tllm_spec.bench.dataset import BenchRequest
+    from tllm_spec.bench.prepare import Lengths
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whose tokens are written, where to, and the seed of all choices."""
+    """The model whose tokenizer is used, the file to write, and the random seed."""
 
     model: Model
     output: Path | None
@@ -26,20 +33,38 @@ class Target:
 
 
 @click.group(name="prepare-dataset")
-@click.option("--output", type=OUTPUT_FILE, help="The file to write; without it, standard output.")
-@click.option("--random-seed", "--random_seed", type=int, default=42)
+@click.option("--output", type=OUTPUT_FILE, help="File to write. [default: standard output]")
+@click.option("--random-seed", type=int, default=42, help="Seed of all random choices.")
+@trtllm_options(*DATASET_OPTIONS)
 @click.pass_context
-def prepare_dataset(context: click.Context, output: Path | None, random_seed: int) -> None:
+def prepare_dataset(
+    context: click.Context, /, output: Path | None, random_seed: int, **options: Any
+) -> None:
     """Write a data set for the other commands: one JSON object a line."""
-    context.obj = Target(context.obj, output, random_seed)
+    *_, refusals = split_trtllm_options(options)
+    with refused_together(refusals):
+        context.obj = Target(context.obj, output, random_seed)
+
+
+num_requests_option = click.option(
+    "--num-requests", type=POSITIVE, required=True, help="Number of requests to write."
+)
 
 
 @prepare_dataset.command("token-norm-dist", cls=ModelCommand)
-@click.option("--num-requests", "--num_requests", type=POSITIVE, required=True)
-@click.option("--input-mean", "--input_mean", type=POSITIVE, required=True, help="Tokens.")
-@click.option("--input-stdev", "--input_stdev", type=NOT_NEGATIVE, default=0)
-@click.option("--output-mean", "--output_mean", type=POSITIVE, required=True, help="Tokens.")
-@click.option("--output-stdev", "--output_stdev", type=NOT_NEGATIVE, default=0)
+@num_requests_option
+@click.option(
+    "--input-mean", type=POSITIVE, required=True, help="Mean length of a prompt, in tokens."
+)
+@click.option(
+    "--input-stdev", type=NOT_NEGATIVE, default=0, help="Standard deviation of the prompt length."
+)
+@click.option(
+    "--output-mean", type=POSITIVE, required=True, help="Mean length of an output, in tokens."
+)
+@click.option(
+    "--output-stdev", type=NOT_NEGATIVE, default=0, help="Standard deviation of the output length."
+)
 @click.pass_obj
 def token_norm_dist(
     target: Target,
@@ -49,31 +74,92 @@ def token_norm_dist(
     output_mean: int,
     output_stdev: int,
 ) -> None:
-    """Random token ids; the lengths are normally distributed."""
-    from tllm_spec.bench.prepare import LengthDistribution, synthetic_requests
+    """Random token ids with normally distributed lengths."""
+    from tllm_spec.bench.prepare import NormalLengths
+
+    write_random_tokens(
+        target,
+        num_requests,
+        NormalLengths(input_mean, input_stdev),
+        NormalLengths(output_mean, output_stdev),
+    )
+
+
+@prepare_dataset.command("token-unif-dist", cls=ModelCommand)
+@num_requests_option
+@click.option(
+    "--input-min", type=POSITIVE, required=True, help="Shortest length of a prompt, in tokens."
+)
+@click.option(
+    "--input-max", type=POSITIVE, required=True, help="Longest length of a prompt, in tokens."
+)
+@click.option(
+    "--output-min", type=POSITIVE, required=True, help="Shortest length of an output, in tokens."
+)
+@click.option(
+    "--output-max", type=POSITIVE, required=True, help="Longest length of an output, in tokens."
+)
+@click.pass_obj
+def token_unif_dist(
+    target: Target,
+    num_requests: int,
+    input_min: int,
+    input_max: int,
+    output_min: int,
+    output_max: int,
+) -> None:
+    """Random token ids with uniformly distributed lengths, both bounds included."""
+    from tllm_spec.bench.prepare import UniformLengths
+
+    for kind, low, high in (("input", input_min, input_max), ("output", output_min, output_max)):
+        if low > high:
+            raise ValueError(f"--{kind}-min {low} exceeds --{kind}-max {high}")
+    write_random_tokens(
+        target,
+        num_requests,
+        UniformLengths(input_min, input_max),
+        UniformLengths(output_min, output_max),
+    )
+
+
+def write_random_tokens(
+    target: Target, num_requests: int, inputs: "Lengths", outputs: "Lengths"
+) -> None:
+    from tllm_spec.bench.prepare import synthetic_requests
     from tllm_spec.tokenizer import load_tokenizer
 
     vocab_size = len(load_tokenizer(target.model.path).get_vocab())
-    inputs, outputs = (
-        LengthDistribution(input_mean, input_stdev),
-        LengthDistribution(output_mean, output_stdev),
-    )
     write(target, synthetic_requests(num_requests, inputs, outputs, vocab_size, target.seed))
 
 
+@prepare_dataset.command(
+    "real-dataset",
+    context_settings={"ignore_unknown_options": True},
+    short_help="Refused: data sets are not downloaded.",
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def real_dataset(arguments: tuple[str, ...]) -> None:
+    """Refused: TensorRT-LLM downloads a data set from Hugging Face here, and this program downloads
+    nothing. Use `text`."""
+    raise ValueError(
+        "prepare-dataset real-dataset is refused: data sets are not downloaded; "
+        "prepare-dataset text --folder FOLDER reads local files"
+    )
+
+
 @prepare_dataset.command("text", cls=ModelCommand)
-@click.option("--folder", type=EXISTING_FOLDER, help="Where the files are, at any depth.")
-@click.option("--glob", "pattern", default="*", help="Only files of this name, as in '*.py'.")
+@click.option("--folder", type=EXISTING_FOLDER, help="Folder with the files, at any depth.")
 @click.option(
-    "--heldout", is_flag=True, help="Instead of a folder: the files no zoo model was trained on."
-)
-@click.option("--num-requests", "--num_requests", type=POSITIVE, required=True)
-@click.option(
-    "--input-len", "--input_len", type=POSITIVE, required=True, help="Tokens of every prompt."
+    "--glob", "pattern", default="*", help="Only files whose name matches, such as '*.py'."
 )
 @click.option(
-    "--output-len", "--output_len", type=POSITIVE, required=True, help="Tokens to generate."
+    "--heldout",
+    is_flag=True,
+    help="Instead of --folder: the files that no zoo model was trained on.",
 )
+@num_requests_option
+@click.option("--input-len", type=POSITIVE, required=True, help="Length of a prompt, in tokens.")
+@click.option("--output-len", type=POSITIVE, required=True, help="Length of an output, in tokens.")
 @click.pass_obj
 def text(
     target: Target,
@@ -84,7 +170,7 @@ def text(
     input_len: int,
     output_len: int,
 ) -> None:
-    """Pieces of text files, cut at a number of tokens."""
+    """Pieces of text files, all of the same length."""
     from tllm_spec.bench.prepare import text_requests
     from tllm_spec.tokenizer import load_tokenizer
     from tllm_spec.zoo.corpus import heldout_files
@@ -97,14 +183,14 @@ def text(
         else heldout_files()
     )
     files = [path for path in found if path.match(pattern)]
-    # It warns of texts longer than the model's context; ours are cut afterwards.
+    # It warns of texts longer than the model's context; these are cut after tokenisation.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     encode = load_tokenizer(target.model.path).encode
     write(target, text_requests(files, encode, num_requests, input_len, output_len, target.seed))
 
 
 def write(target: Target, requests: Iterable["BenchRequest"]) -> None:
-    """Nothing is written before the last request could be made."""
+    """Writes the requests once all are made: an error leaves no partial file."""
     from tllm_spec.bench.dataset import write_dataset
 
     lines = list(requests)

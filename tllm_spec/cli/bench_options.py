@@ -10,15 +10,14 @@ from typing import Any
 
 import click
 
-from tllm_spec.cli.trtllm_options import trtllm_options
+from tllm_spec.cli.trtllm_options import BENCH_OPTIONS, ENGINE_OPTIONS, trtllm_options
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 
 
 class OutputFile(click.Path):
-    """A file that can be written once the work is done: where that cannot be, it is known
-    before."""
+    """A file to write when the work is done. Its folder is checked before the work starts."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -31,32 +30,31 @@ EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = OutputFile(dir_okay=False, writable=True, path_type=Path)
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.IntRange(min=0)
-SHARE = click.FloatRange(0, 1, min_open=True)
+FRACTION = click.FloatRange(0, 1, min_open=True)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is measured: the name that reports show, and the checkpoint's folder or zoo name."""
+    """The benchmarked model: the name for reports, and the checkpoint's folder or zoo name."""
 
     name: str
     path: str
 
 
 class ModelCommand(click.Command):
-    """A command that needs `--model` of the command line before it. Its `--help` ends before
-    anybody asks for one."""
+    """A command that needs the group's `--model`. Its `--help` works without a model."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             rest = super().parse_args(ctx, args)
         except click.UsageError:
-            self._need_model(ctx)  # what stands first on the command line is said first
+            self._need_model(ctx)  # report the missing group option before the command's own error
             raise
         self._need_model(ctx)
         return rest
 
     def _need_model(self, context: click.Context) -> None:
-        # A shell that wants to know how the line may go on parses it, too (resilient_parsing).
+        # Shell completion parses the command line, too (resilient_parsing).
         if context.find_object(Model) is None and not context.resilient_parsing:
             raise click.UsageError("Missing option '--model' / '-m'.", context.find_root())
 
@@ -66,7 +64,7 @@ def upper_case(context: click.Context, option: click.Parameter, value: str | Non
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator, shown by `--help` in this order."""
+    """Several options as one decorator; `--help` shows them in this order."""
     return lambda command: reduce(
         lambda wrapped, decorator: decorator(wrapped), reversed(decorators), command
     )
@@ -82,70 +80,90 @@ workload_options = together(
         "--dataset",
         type=EXISTING_FILE,
         required=True,
-        help="JSON lines, as prepare-dataset writes.",
+        help="Requests as JSON lines, as written by prepare-dataset.",
     ),
     click.option(
         "--num_requests",
         type=NOT_NEGATIVE,
         default=0,
-        help="How many of them, from the top; 0 = all.",
+        help="Number of requests to take from the top of the data set; 0: all.",
     ),
     click.option(
-        "--target_output_len", type=POSITIVE, help="Replaces the data set's output_tokens."
+        "--target_output_len",
+        type=POSITIVE,
+        help="Output length of every request, instead of the data set's output_tokens.",
     ),
     click.option(
-        "--eos_id", type=int, default=-1, help="The token that ends a text; -1 = none does."
+        "--eos_id",
+        type=int,
+        default=-1,
+        help="Token id that ends an output; -1: outputs have exactly output_tokens tokens.",
     ),
     click.option(
         "--sampler_options",
         type=EXISTING_FILE,
-        help="YAML of SamplingParams, without max_tokens. Without the file decoding is greedy and EOS is ignored.",
+        help="YAML file with SamplingParams, without max_tokens. "
+        "[default: greedy decoding that ignores EOS]",
     ),
 )
 engine_options = together(
-    trtllm_options,
-    click.option("--max_num_tokens", type=POSITIVE, help="Tokens of one forward."),
-    click.option("--max_seq_len", type=POSITIVE, help="Prompt and output of one request together."),
-    click.option("--max_input_len", type=POSITIVE, help="Longer prompts are refused."),
+    click.option(
+        "--max_num_tokens", type=POSITIVE, help="Maximum number of tokens in one forward pass."
+    ),
+    click.option(
+        "--max_seq_len", type=POSITIVE, help="Maximum length of a prompt and its output, in tokens."
+    ),
+    click.option("--max_input_len", type=POSITIVE, help="Maximum length of a prompt, in tokens."),
     click.option(
         "--kv_cache_free_gpu_mem_fraction",
-        type=SHARE,
-        help="Of the memory that is free at the start.",
+        type=FRACTION,
+        help="Fraction of the free device memory that the KV cache takes.",
     ),
-    click.option("--enable_chunked_context", is_flag=True, help="Prefill long prompts in pieces."),
+    click.option(
+        "--enable_chunked_context",
+        is_flag=True,
+        help="Split long prompts over several forward passes.",
+    ),
     click.option(
         "--scheduler_policy",
         type=click.Choice(["guaranteed_no_evict", "max_utilization"]),
         callback=upper_case,
+        help="max_utilization admits more requests and may pause one when KV pages run out.",
     ),
+    trtllm_options(*ENGINE_OPTIONS, *BENCH_OPTIONS),
 )
 max_batch_size_option = click.option(
-    "--max_batch_size", type=POSITIVE, help="Requests that decode together."
+    "--max_batch_size", type=POSITIVE, help="Maximum number of requests in a batch."
 )
 yaml_option = click.option(
     "--extra_llm_api_options",
     "--config",
     "yaml_path",
     type=EXISTING_FILE,
-    help="YAML of LLM arguments; where an option says otherwise, the file wins.",
+    help="YAML file with arguments of LLM, such as speculative_config. "
+    "It takes precedence over the options of the command line.",
 )
 warmup_option = click.option(
     "--warmup",
+    "-w",
     type=NOT_NEGATIVE,
     default=2,
-    help="Requests, from the top, that run beforehand; their prompts may then be in the prefix cache.",
+    help="Number of requests, from the top of the data set, to run before measuring. "
+    "Their prompts may then be in the prefix cache.",
 )
 report_json_option = click.option(
-    "--report_json", type=OUTPUT_FILE, help="Receives the report's figures."
+    "--report_json", type=OUTPUT_FILE, help="File to write the report to, as JSON."
 )
 record_options = together(
     report_json_option,
     click.option(
-        "--output_json", type=OUTPUT_FILE, help="Receives every request's text and tokens."
+        "--output_json",
+        type=OUTPUT_FILE,
+        help="File to write the text and tokens of every request to, as JSON.",
     ),
     click.option(
         "--request_json",
         type=OUTPUT_FILE,
-        help="Receives every request's lengths, times and drafts.",
+        help="File to write the lengths, times and draft counts of every request to, as JSON.",
     ),
 )

@@ -1,38 +1,232 @@
-"""Options of TensorRT-LLM's command lines that have one served value: whoever brings a command line
-along reads why.
+"""TensorRT-LLM's command-line options that have at most one useful value here.
 
-They only carry names of LLM's arguments; what is served, and why not more, stands in
-`tllm_spec.config`."""
+A command line written for trtllm-serve or trtllm-bench works when it asks for that value; any other
+value is refused with the reason. `--help` hides these options.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
+from tllm_spec.config import LlmArgs, overlay
+from tllm_spec.config_base import ConfigError
+from tllm_spec.option_checks import NotServed, shown
+
 Command = Callable[..., Any]
+Values = dict[str, Any]
 
-NUMBERS = {
-    "tensor_parallel_size": ("--tp_size", "--tp"),
-    "pipeline_parallel_size": ("--pp_size", "--pp"),
-    "context_parallel_size": ("--cp_size", "--cp"),
-    "moe_expert_parallel_size": ("--ep_size", "--ep"),
-    "moe_cluster_parallel_size": ("--cluster_size",),
-    "max_beam_width": ("--beam_width",),
-    "num_postprocess_workers": (),
+# Python's level for each of TensorRT-LLM's names and for Python's own.
+LOG_LEVELS = {
+    "internal_error": "critical",
+    "critical": "critical",
+    "error": "error",
+    "warning": "warning",
+    "info": "info",
+    "verbose": "debug",
+    "debug": "debug",
+    "trace": "debug",
 }
-TEXTS = ("backend", "reasoning_parser", "revision")
+
+ONE_DEVICE = "a model runs on one device"
+ONE_SERVER = "prefill and decoding run in one server"
+ONLY_TEXT = "only text is served"
+NO_LORA = "LoRA is not served"
 
 
-def trtllm_options(command: Command) -> Command:
-    """Adds the options to a command, each under its argument's name; `--help` does not show
-    them."""
-    numbers = [
-        click.option(f"--{name}", *others, name, type=int, hidden=True)
-        for name, others in NUMBERS.items()
-    ]
-    texts = [click.option(f"--{name}", hidden=True) for name in TEXTS]
-    trust = click.option("--trust_remote_code", is_flag=True, default=None, hidden=True)
-    return reduce(lambda wrapped, option: option(wrapped), [*numbers, *texts, trust], command)
+class TrtllmOption(NamedTuple):
+    """An option: its flags, its type (bool: a flag without a value), and what decides about it.
+
+    `target` is the argument of `LLM` that receives the value and accepts or refuses it (dotted when
+    it is nested), or the values that the command itself accepts and why it refuses all others."""
+
+    flags: str
+    type: Any
+    target: str | NotServed
+
+    @property
+    def name(self) -> str:
+        return self.flags.split()[0].partition("/")[0].removeprefix("--")
+
+
+ENGINE_OPTIONS = (
+    TrtllmOption("--backend", str, "backend"),
+    TrtllmOption("--tensor_parallel_size --tp_size --tp", int, "tensor_parallel_size"),
+    TrtllmOption("--pipeline_parallel_size --pp_size --pp", int, "pipeline_parallel_size"),
+    TrtllmOption("--context_parallel_size --cp_size --cp", int, "context_parallel_size"),
+    TrtllmOption("--moe_expert_parallel_size --ep_size --ep", int, "moe_expert_parallel_size"),
+    TrtllmOption("--moe_cluster_parallel_size --cluster_size", int, "moe_cluster_parallel_size"),
+    TrtllmOption("--gpus_per_node", int, NotServed((1,), ONE_DEVICE)),
+    TrtllmOption("--enable_attention_dp", bool, "enable_attention_dp"),
+    TrtllmOption("--max_beam_width --beam_width", int, "max_beam_width"),
+    TrtllmOption("--kv_cache_dtype", str, "kv_cache_config.dtype"),
+    TrtllmOption("--num_postprocess_workers", int, "num_postprocess_workers"),
+    TrtllmOption("--trust_remote_code", bool, "trust_remote_code"),
+    TrtllmOption(
+        "--hf_revision --revision",
+        str,
+        NotServed(("main",), "models are local folders; nothing is downloaded"),
+    ),
+    TrtllmOption("--generation_config", str, "generation_config"),
+    TrtllmOption("--reasoning_parser", str, "reasoning_parser"),
+    TrtllmOption(
+        "--telemetry/--no-telemetry", bool, NotServed((False,), "no usage data is collected")
+    ),
+)
+SERVER_OPTIONS = (
+    TrtllmOption(
+        "--custom_tokenizer",
+        str,
+        NotServed((), "--tokenizer takes a folder in Hugging Face's format"),
+    ),
+    TrtllmOption(
+        "--custom_module_dirs", str, NotServed((), "no Python code is imported from folders")
+    ),
+    TrtllmOption(
+        "--chat_template",
+        str,
+        NotServed((), "the chat template is the one in the tokenizer's folder"),
+    ),
+    TrtllmOption(
+        "--allow_request_chat_template",
+        bool,
+        NotServed((), "the chat template is the one in the tokenizer's folder"),
+    ),
+    TrtllmOption("--tool_parser", str, NotServed((), "tool calls are not served")),
+    TrtllmOption("--metadata_server_config_file", str, NotServed((), ONE_SERVER)),
+    TrtllmOption("--server_role", str, NotServed((), ONE_SERVER)),
+    TrtllmOption("--disagg_cluster_uri", str, NotServed((), ONE_SERVER)),
+    TrtllmOption(
+        "--fail_fast_on_attention_window_too_large",
+        bool,
+        NotServed((True,), "TensorRT-LLM reads it for TensorRT engines only"),
+    ),
+    TrtllmOption(
+        "--otlp_traces_endpoint",
+        str,
+        NotServed((), "no traces are sent; times are at /perf_metrics and /metrics"),
+    ),
+    TrtllmOption("--media_io_kwargs", str, NotServed((), ONLY_TEXT)),
+    TrtllmOption("--video_pruning_rate", float, NotServed((), ONLY_TEXT)),
+    TrtllmOption("--visual_gen_args --extra_visual_gen_options", str, NotServed((), ONLY_TEXT)),
+    TrtllmOption("--enable_visual_gen", bool, NotServed((), ONLY_TEXT)),
+    TrtllmOption("--grpc", bool, NotServed((), "the server speaks HTTP")),
+    TrtllmOption(
+        "--set", str, NotServed((), "arguments of LLM belong into the YAML file of --config")
+    ),
+)
+BENCH_OPTIONS = (
+    TrtllmOption("--engine_dir", str, NotServed((), "there are no compiled engines to load")),
+    TrtllmOption("--modality", str, NotServed((), ONLY_TEXT)),
+    TrtllmOption("--medusa_choices", str, NotServed((), "Medusa is not served")),
+    TrtllmOption(
+        "--target_input_len",
+        int,
+        NotServed((), "limits are not tuned to a length; prompts have those of the data set"),
+    ),
+)
+DATASET_OPTIONS = (
+    TrtllmOption("--task_id", int, NotServed((-1,), NO_LORA)),
+    TrtllmOption("--rand_task_id", (int, int), NotServed((), NO_LORA)),
+    TrtllmOption("--lora_dir", str, NotServed((), NO_LORA)),
+)
+BY_NAME = {
+    option.name: option
+    for option in (*ENGINE_OPTIONS, *SERVER_OPTIONS, *BENCH_OPTIONS, *DATASET_OPTIONS)
+}
+
+
+def either_spelling(name: str) -> str:
+    """For click's `token_normalize_func`: `--max-batch-size` means `--max_batch_size`."""
+    return name.replace("-", "_")
+
+
+def trtllm_options(*options: TrtllmOption) -> Callable[[Command], Command]:
+    """A decorator that adds the options to a command, each under its `name`."""
+    return lambda command: reduce(
+        lambda wrapped, option: _click_option(option)(wrapped), reversed(options), command
+    )
+
+
+def _click_option(option: TrtllmOption) -> Callable[[Command], Command]:
+    kind = {"is_flag": True} if option.type is bool else {"type": option.type}
+    return click.option(
+        *option.flags.split(), option.name, default=None, hidden=True, help=_help(option), **kind
+    )
+
+
+def _help(option: TrtllmOption) -> str:
+    target = option.target
+    if isinstance(target, str):
+        head, _, nested = target.partition(".")
+        table: Any = LlmArgs.model_fields[head].annotation if nested else LlmArgs
+        target = table.not_served.get(nested or head)
+        if target is None:
+            return f"The argument {option.target} of LLM."
+    accepted = " or ".join(str(value) for value in target.accepted if value is not None)
+    values = f"Only {accepted} is accepted" if accepted and option.type is not bool else "Refused"
+    if True in target.accepted:
+        values = "Accepted without effect"
+    return f"{values}: {target.reason}."
+
+
+def split_trtllm_options(values: Mapping[str, Any]) -> tuple[Values, Values, list[str]]:
+    """Separates a command's values: (all other options, arguments of LLM, refusals as
+    sentences)."""
+    others: Values = {}
+    arguments: Values = {}
+    refusals: list[str] = []
+    for name, value in values.items():
+        option = BY_NAME.get(name)
+        if option is None:
+            others[name] = value
+        elif value is None:
+            continue
+        elif isinstance(option.target, str):
+            arguments = overlay(arguments, _nested(option.target, value))
+        elif value not in option.target.accepted:
+            refusals.append(_refusal(option, value, option.target))
+    return others, arguments, refusals
+
+
+def _nested(path: str, value: object) -> Values:
+    head, _, rest = path.partition(".")
+    return {head: _nested(rest, value) if rest else value}
+
+
+def _refusal(option: TrtllmOption, value: object, not_served: NotServed) -> str:
+    given = f"--{option.name}" if option.type is bool else f"--{option.name} {shown(value)}"
+    accepted = " or ".join(map(repr, not_served.accepted)) if option.type is not bool else ""
+    return f"{given} is refused: {not_served.reason}; " + (
+        f"accepted: {accepted}" if accepted else "leave it out"
+    )
+
+
+@contextmanager
+def refused_together(refusals: list[str]) -> Iterator[None]:
+    """Raises one ConfigError for `refusals` and for what a ConfigError inside refuses."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([*refusals, *error.lines]) from None
+    if refusals:
+        raise ConfigError(refusals)
+
+
+def _python_level(context: click.Context, option: click.Parameter, value: str) -> str:
+    return LOG_LEVELS[value]
+
+
+def log_level_option(default: str) -> Callable[[Command], Command]:
+    """`--log_level`; its value is one of Python's levels in lower case."""
+    return click.option(
+        "--log_level",
+        type=click.Choice(list(LOG_LEVELS)),
+        default=default,
+        callback=_python_level,
+        help="The least severe messages to log. verbose and trace mean debug.",
+    )

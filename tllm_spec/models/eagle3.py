@@ -1,11 +1,11 @@
-"""The EAGLE-3 draft head (arXiv 2503.01840): a one-layer decoder that reads a token and a hidden
-state.
+"""The EAGLE-3 draft head (arXiv 2503.01840): a decoder of one or a few layers that reads a token
+and a hidden state, with the norms of EAGLE-3.1 (arXiv 2605.09992) and of speculators' heads.
 
-The state comes from the target (`fuse`) or from the head's own previous step. Embedding, and
-without a draft vocabulary the output layer too, are the target's. It knows no requests, pages or
-drafting loop."""
+The state comes from the target (`fuse`) or from the head's own previous step. The embedding is the
+target's, and without a draft vocabulary the output layer too. Requests, pages and the drafting loop
+are not known here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,16 +30,15 @@ from tllm_spec.models.weights import fill, fill_random
 
 @dataclass(frozen=True)
 class BorrowedModules:
-    """The target's. Not registered in the head, so that no one fills them or counts them a second
-    time."""
+    """The target's modules. They are not submodules of the head: its checkpoint does not fill them,
+    and its parameters do not include them."""
 
     embed_tokens: Embedding
     lm_head: Linear
 
     @classmethod
     def of(cls, target: CausalLM, *, tied: bool, placement: Placement) -> "BorrowedModules":
-        """`tied`: the output layer has the embedding's weight, also where the target's own has
-        another."""
+        """`tied`: the output layer has the embedding's weight, even if the target is not tied."""
         embed_tokens, lm_head = (
             target.get_submodule("model.embed_tokens"),
             target.get_submodule("lm_head"),
@@ -54,8 +53,8 @@ class BorrowedModules:
 
 
 class Eagle3Layer(Module):
-    """The first layer: its attention reads the embedding beside the hidden state, which alone is
-    carried on."""
+    """The first layer. Its attention reads the normed embedding and the normed hidden state,
+    concatenated; the residual is the hidden state alone, normed or not (`norm_before_residual`)."""
 
     def __init__(self, config: Eagle3Config, placement: Placement) -> None:
         super().__init__()
@@ -66,6 +65,7 @@ class Eagle3Layer(Module):
         self.self_attn = Attention(config, 0, placement, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps, placement)
         self.mlp = MLP(config, placement)
+        self.norm_before_residual = config.norm_before_residual
 
     def forward(
         self,
@@ -76,7 +76,7 @@ class Eagle3Layer(Module):
         context: ForwardContext,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The running sum behind the block, `[T, H]`; of the rows `wanted` only, `[R, H]`. `hidden`
+        """The residual stream after the block, `[T, H]`, or `[R, H]` of the rows `wanted`. `hidden`
         is not changed."""
         given = self._input(input_ids, embedding, hidden, rotary, wanted)
         if not len(given.total):
@@ -97,15 +97,26 @@ class Eagle3Layer(Module):
         rotary: Rotary,
         wanted: torch.Tensor | None,
     ) -> DraftInput:
-        """See `draft_input`. Norms that are specialised for a CPU are faster there than its
-        reference's."""
+        """See `draft_input`. The norms that are specialised for a CPU are faster there than its
+        reference."""
         if self.hidden_norm.scaled_weight is None:
-            return draft_input(input_ids, embedding.weight, hidden, self._norms, rotary, wanted)
+            given = draft_input(input_ids, embedding.weight, hidden, self._norms, rotary, wanted)
+            if self.norm_before_residual and len(given.total):
+                normed = given.both[:, hidden.shape[1] :]
+                return replace(given, total=_copied_rows(normed, wanted))
+            return given
         embedded = self.input_layernorm.forward(embedding.forward(input_ids))
-        both = torch.cat((embedded, self.hidden_norm.forward(hidden)), -1)
-        return DraftInput(
-            both, hidden.clone() if wanted is None else hidden.index_select(0, wanted), rotary
-        )
+        normed = self.hidden_norm.forward(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        both = torch.cat((embedded, normed), -1)
+        return DraftInput(both, _copied_rows(residual, wanted), rotary)
+
+
+def _copied_rows(rows: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    """A contiguous copy of all rows, or of `wanted`."""
+    if wanted is not None:
+        return gather_rows(rows, wanted)
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 class Eagle3Head(Module):
@@ -113,7 +124,7 @@ class Eagle3Head(Module):
     fused."""
 
     draft_to_target: torch.Tensor | None
-    """`[V_draft]` int64: the target's id of each of the head's tokens; None: they are the same."""
+    """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
 
     def __init__(
         self,
@@ -127,9 +138,11 @@ class Eagle3Head(Module):
         self.config = config
         self.num_captured = num_captured
         size, target_size, eps = config.hidden_size, config.target_hidden_size, config.rms_norm_eps
+        fused_size = num_captured * target_size
+        self.input_norm = RMSNorm(fused_size, eps, placement) if config.norm_before_fc else None
         norms = num_captured if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(target_size, eps, placement) for _ in range(norms))
-        self.fc = Linear(num_captured * target_size, size, bias=config.bias, placement=placement)
+        self.fc = Linear(fused_size, size, bias=config.bias, placement=placement)
         later = (DecoderLayer(config, layer, placement) for layer in range(1, config.num_layers))
         self.layers = nn.ModuleList([Eagle3Layer(config, placement), *later])
         self.norm = RMSNorm(size, eps, placement)
@@ -161,13 +174,14 @@ class Eagle3Head(Module):
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
-        never pass here."""
-        if self.config.fc_norm:
-            states = captured.chunk(self.num_captured, -1)
-            captured = torch.cat(
-                [norm.forward(state) for norm, state in zip(self.fc_norm, states, strict=True)], -1
-            )
-        return self.fc.forward(captured)
+        are not fused."""
+        if not self.config.fc_norm:
+            return self.fc.forward(captured, self.input_norm)
+        if self.input_norm is not None:
+            captured = self.input_norm.forward(captured)
+        states = captured.chunk(self.num_captured, -1)
+        normed = [norm.forward(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        return self.fc.forward(torch.cat(normed, -1))
 
     def forward(
         self,
@@ -179,16 +193,14 @@ class Eagle3Head(Module):
         """One step. `hidden` is not changed.
 
         Args:
-            input_ids: `[T]`; each is the token after the one that its hidden state was computed
-            from.
+            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
             positions: `[T]`.
             hidden: `[T, H]`, from `fuse` or from the previous step.
             context: of the head's own KV pool.
 
         Returns:
-            `[T, H]`, or `[R, H]` of the rows that the context wants: for `compute_logits` and for
-            the next step. With `norm_output` it is normed, otherwise only the output layer reads it
-            through the norm.
+            `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
+            the next step: after the final norm with `norm_output`, otherwise before it.
         """
         rotary = Rotary(self.rotary, positions)
         first, *later = self.layers
@@ -206,7 +218,7 @@ class Eagle3Head(Module):
         return self.norm.forward(total) if self.config.norm_output and len(total) else total
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` to `[R, V_draft]`, of what `forward` returns."""
+        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`."""
         lm_head = self.borrowed.lm_head if self.lm_head is None else self.lm_head
         return lm_head.forward(hidden, None if self.config.norm_output else self.norm)
 
@@ -220,16 +232,16 @@ def load_eagle3_head(
     max_positions: int,
     mapping: Mapping = SINGLE_RANK,
 ) -> Eagle3Head:
-    """Build the head that `path/config.json` describes, of the target's dtype and on its device,
-    and fill it.
+    """Build the head that `path/config.json` describes, in the target's dtype and on its device,
+    and load its weights.
 
     Args:
         path: folder in Hugging Face's format; `dummy` needs its config.json only.
         target: the model that it drafts for.
-        num_captured: layers of the target whose outputs `fuse` gets.
+        num_captured: how many layers of the target are captured for `fuse`.
         load_format: `auto` reads safetensors or pytorch_model.bin, `dummy` fills random weights.
-        max_positions: rows of the rotary table: no request may be longer, whatever length the head
-        was trained on.
+        max_positions: rows of the rotary table, which no request may exceed; the length that the
+            head was trained on is not a limit.
         mapping: this rank's place.
 
     Raises:
@@ -271,7 +283,7 @@ def _fill_from_checkpoint(head: Eagle3Head, path: Path) -> None:
 
 
 def _fill_dummy(head: Eagle3Head) -> None:
-    """A reduced vocabulary gets ids spread evenly over the target's."""
+    """The ids of a reduced vocabulary are spread evenly over the target's."""
     fill_random(head)
     size, vocab_size = head.config.output_size, head.config.vocab_size
     if size < vocab_size:

@@ -1,8 +1,5 @@
-"""The tensors of a published EAGLE-3 head under one set of names, whatever the file and the
-spelling.
-
-It knows names, files and what the config asks of them, not the module that they fill.
-"""
+"""Reads the tensors of a published EAGLE-3 head, renames them to one set of names and checks them
+against its config. The module that they fill is not known here."""
 
 import pickle
 from collections.abc import Iterable
@@ -21,14 +18,20 @@ _RENAMED = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-# The embedding is the target's, `t2d` is `d2t` seen from the other side, and the rotary table is
-# computed.
-_UNUSED = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq")
+# The embedding is the target's, `t2d` is the inverse of `d2t`, the rotary table is computed, and
+# the verifier's modules are for training.
+_UNUSED = (
+    "embed_tokens.weight",
+    "t2d",
+    "rotary_emb.inv_freq",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)
 
 
 def head_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The memory-mapped tensors of the head in the folder `path`, as `fc.weight`, `fc_norm.{i}.*`,
-    `layers.{i}.*`, `norm.weight`, `lm_head.weight` and `d2t`.
+    """The memory-mapped tensors of the head in the folder `path`, as `input_norm.weight`,
+    `fc_norm.{i}.weight`, `fc.*`, `layers.{i}.*`, `norm.weight`, `lm_head.weight` and `d2t`.
 
     Raises:
         ValueError: no checkpoint, a file that is not readable, or two tensors of one name.
@@ -48,25 +51,22 @@ def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_capt
     vocabulary."""
     if "fc.weight" not in tensors:
         raise ValueError(
-            "The checkpoint has no fc.weight; an EAGLE-3 head fuses captured states of the target "
-            "with it, "
-            "and heads without it are not served."
+            "The checkpoint has no fc.weight; EAGLE-3 heads that do not fuse captured states of "
+            "the target with it are not served."
         )
-    in_features = tensors["fc.weight"].shape[-1]
-    if in_features != num_captured * config.target_hidden_size:
+    in_features, size = tensors["fc.weight"].shape[-1], config.target_hidden_size
+    if in_features != num_captured * size:
         raise ValueError(
             f"fc.weight of the EAGLE-3 head takes {in_features} inputs; {num_captured} captured "
-            "layers of "
-            f"{config.target_hidden_size} each give {num_captured * config.target_hidden_size}. "
-            "Set "
-            "eagle3_layers_to_capture to as many layers as the head was trained on."
+            f"layers of {size} each give {num_captured * size}. Set eagle3_layers_to_capture to as "
+            "many layers as the head was trained on."
         )
     rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else None
     if rows is not None and config.draft_vocab_size is None:
         raise ValueError(
             f"The EAGLE-3 head has an lm_head.weight of {rows} rows and draft_vocab_size is null, "
-            "which means "
-            f"the target's output layer; set draft_vocab_size to {rows} in the head's config.json."
+            f"which means the target's output layer; set draft_vocab_size to {rows} in the head's "
+            "config.json."
         )
     if rows not in (None, config.draft_vocab_size):
         raise ValueError(
@@ -77,7 +77,7 @@ def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_capt
 
 def target_ids(offsets: torch.Tensor | None, config: Eagle3Config) -> torch.Tensor | None:
     """`[V_draft]` ids of the target from `d2t`, which holds target id - draft id; None: the ids are
-    the same.
+    equal.
 
     Raises:
         ValueError: `d2t` is missing where it is needed, misshapen, or leads out of the target's
@@ -126,7 +126,7 @@ def _stored(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _bin_tensors(file: Path) -> list[tuple[str, torch.Tensor]]:
-    """Of a pickled state dict. `weights_only` lets it hold tensors and nothing that runs."""
+    """The tensors of a pickled state dict. `weights_only` refuses pickles that run code."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:

@@ -1,25 +1,14 @@
 """The shape of an EAGLE-3 draft head, read from its `config.json`.
 
-A head is one Llama layer and a little more, so its configuration is a Llama's and a little more.
-Which layers of the target are captured in the end, weights and devices are unknown here."""
+A head is one Llama or Qwen3 layer with a different input, so its configuration is a `ModelConfig`
+with further fields. `eagle3_format.py` knows the published spellings."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig, read_json
-
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
-# Variants that compute something else, each with the one value that is served; a missing key means
-# that value.
-_SERVED = {
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-}
+from tllm_spec.models.eagle3_format import flat_config
 
 
 @dataclass(frozen=True)
@@ -32,11 +21,15 @@ class Eagle3Config(ModelConfig):
     capture_layers: tuple[int, ...] | None
     """Layers of the target whose outputs the head was trained on, in the order of its input."""
     num_aux_hidden_states: int | None
-    """How many of them, where the config says so."""
-    norm_output: bool
-    """The recurrent hidden state is taken after the final norm instead of before."""
+    """How many captured states the head reads, if the config says so."""
+    norm_before_fc: bool
+    """One RMSNorm over all captured states together, before `fc_norm` and `fc`."""
     fc_norm: bool
-    """Each captured state has a norm of its own before `fc`."""
+    """An RMSNorm for each captured state, before `fc`."""
+    norm_before_residual: bool
+    """The first layer's residual is the normed hidden state instead of the hidden state."""
+    norm_output: bool
+    """The next step reads the hidden state after the final norm instead of before it."""
     bias: bool
     """Of `fc`."""
 
@@ -47,7 +40,7 @@ class Eagle3Config(ModelConfig):
 
     @property
     def has_own_lm_head(self) -> bool:
-        """Else the output layer is the target's, or its embedding."""
+        """Otherwise the output layer is the target's, or its embedding."""
         return self.draft_vocab_size is not None and not self.tie_word_embeddings
 
     @classmethod
@@ -62,27 +55,25 @@ class Eagle3Config(ModelConfig):
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "Eagle3Config":
         """The same, from the parsed file."""
-        architecture = _architecture(raw)
-        llama = ModelConfig.from_dict(raw | {"architectures": ["LlamaForCausalLM"]})
-        eagle: dict[str, Any] = raw.get("eagle_config") or {}
-        _refuse_unserved(raw | eagle, llama)
-        captured = eagle.get("eagle_aux_hidden_state_layer_ids")
+        flat = flat_config(raw)
         config = cls(
-            **vars(llama) | {"architecture": architecture},
-            draft_vocab_size=raw.get("draft_vocab_size"),
-            target_hidden_size=int(raw.get("target_hidden_size") or llama.hidden_size),
-            capture_layers=tuple(captured) if captured else None,
-            num_aux_hidden_states=raw.get("num_aux_hidden_states"),
-            norm_output=bool(raw.get("norm_output")),
-            fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
-            bias=bool(raw.get("bias")),
+            **vars(ModelConfig.from_dict(flat)),
+            draft_vocab_size=_draft_vocab_size(flat),
+            target_hidden_size=int(flat.get("target_hidden_size") or flat["hidden_size"]),
+            capture_layers=flat["capture_layers"],
+            num_aux_hidden_states=flat.get("num_aux_hidden_states"),
+            norm_before_fc=bool(flat.get("norm_before_fc")),
+            fc_norm=bool(flat.get("fc_norm") or flat.get("use_aux_norm")),
+            norm_before_residual=bool(flat.get("norm_before_residual")),
+            norm_output=bool(flat.get("norm_output")),
+            bias=bool(flat.get("bias")),
         )
-        _check_vocabulary(config)
+        _check(config)
         return config
 
     def check_target(self, target: ModelConfig, num_captured: int) -> None:
-        """Raises ValueError unless the head was trained for such a target with so many captured
-        layers."""
+        """Raises ValueError unless the head was trained for such a target with `num_captured`
+        captured layers."""
         for key, own, wanted in (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -90,9 +81,8 @@ class Eagle3Config(ModelConfig):
         ):
             if own != wanted:
                 raise ValueError(
-                    f"{key} of the EAGLE-3 head is {own}, the target's is {wanted}; the head reads "
-                    "the target's "
-                    "embeddings and hidden states, so it must be the same."
+                    f"{key} of the EAGLE-3 head is {own}, the target's is {wanted}; they must be "
+                    "equal, since the head reads the target's embeddings and hidden states."
                 )
         from_layers = None if self.capture_layers is None else len(self.capture_layers)
         for key, trained in (
@@ -102,35 +92,31 @@ class Eagle3Config(ModelConfig):
             if trained not in (None, num_captured):
                 raise ValueError(
                     f"{num_captured} layers of the target are captured; the EAGLE-3 head reads "
-                    f"{trained} "
-                    f"({key} of its config.json). Set eagle3_layers_to_capture to so many layers."
+                    f"{trained} ({key} of its config.json). Set eagle3_layers_to_capture to "
+                    f"{trained} layers."
                 )
 
 
-def _architecture(raw: dict[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in ARCHITECTURES:
+def _draft_vocab_size(flat: dict[str, Any]) -> int | None:
+    """`truncated_vocab_size` is another name for it; there the whole vocabulary's size means that
+    nothing is truncated."""
+    size, truncated = flat.get("draft_vocab_size"), flat.get("truncated_vocab_size")
+    if truncated in (None, flat["vocab_size"]):
+        return size
+    if size not in (None, truncated):
         raise ValueError(
-            f"architectures of the EAGLE-3 head is {names}; served is one of "
-            f"{', '.join(ARCHITECTURES)}."
+            f"draft_vocab_size of the EAGLE-3 head is {size} and truncated_vocab_size is "
+            f"{truncated}; they must be equal."
         )
-    return str(names[0])
+    return int(truncated)
 
 
-def _refuse_unserved(raw: dict[str, Any], llama: ModelConfig) -> None:
-    for key, served in _SERVED.items():
-        value = raw.get(key)
-        if value is not None and value != served:
-            raise ValueError(f"{key} of the EAGLE-3 head is {value!r}; only {served} is served.")
-    if llama.sliding_window is not None:
+def _check(config: Eagle3Config) -> None:
+    if config.sliding_window is not None:
         raise ValueError(
-            f"sliding_window of the EAGLE-3 head is {llama.sliding_window}; its attention is "
-            "served over the "
-            "whole text only."
+            f"sliding_window of the EAGLE-3 head is {config.sliding_window}; sliding-window "
+            "attention is not served."
         )
-
-
-def _check_vocabulary(config: Eagle3Config) -> None:
     if not 0 < config.output_size <= config.vocab_size:
         raise ValueError(
             f"draft_vocab_size is {config.draft_vocab_size}; it must be 1 to vocab_size, which is "
@@ -138,7 +124,6 @@ def _check_vocabulary(config: Eagle3Config) -> None:
         )
     if config.tie_word_embeddings and config.output_size != config.vocab_size:
         raise ValueError(
-            f"tie_word_embeddings is true and draft_vocab_size is {config.draft_vocab_size}; "
-            "embeddings of all "
-            f"{config.vocab_size} tokens cannot be the output layer of fewer."
+            f"tie_word_embeddings is true and draft_vocab_size is {config.draft_vocab_size}; the "
+            f"embeddings of all {config.vocab_size} tokens cannot be the output layer of fewer."
         )

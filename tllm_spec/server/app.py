@@ -1,8 +1,6 @@
-"""The HTTP server's routes: each checks a request, starts it on the LLM and answers in OpenAI's
-form.
+"""The HTTP server's routes: check a request, start it on the LLM, answer in OpenAI's format.
 
-What a body may hold is in `protocol`, what an answer looks like in `responses`, its way in
-`streaming`."""
+`protocol` defines the bodies, `responses` the answers, `streaming` how an answer is sent."""
 
 from __future__ import annotations
 
@@ -18,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from tllm_spec import __version__
 from tllm_spec.executor.faults import described
+from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.metrics import EngineMetrics
+from tllm_spec.server.perf_metrics import PerfMetrics
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -35,23 +34,30 @@ from tllm_spec.server.protocol import (
     param_of,
 )
 from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
-from tllm_spec.server.streaming import EngineError, event_stream, unless_disconnected, whole_answer
+from tllm_spec.server.streaming import (
+    EngineError,
+    event_stream,
+    finished_outputs,
+    unless_disconnected,
+)
 from tllm_spec.tokenizer import check_text
 
 if TYPE_CHECKING:
     from tllm_spec.llm import LLM
     from tllm_spec.request_handle import RequestHandle
 
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it
-LONG_BODY = 1 << 16  # bytes; so much text takes some tens of milliseconds to become tokens
+CLIENT_CLOSED_REQUEST = 499  # a status that no client receives
+LONG_BODY = 1 << 16  # bytes; tokenising this much text takes tens of milliseconds
+MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
 ENGINE_DOWN = "the engine is down"
-# Names that a chat template's rendering fills itself, beside the options of a tokenizer's
-# `apply_chat_template`.
+ONE_TOKEN = SamplingParams(max_tokens=1)
+# Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
+# either.
 RENDERED_NAMES = {"self", "conversations", "messages"}
 
 
 class RequestRefused(Exception):
-    """An answer with an error status."""
+    """Ends a request with an error status and OpenAI's error object."""
 
     def __init__(self, status: int, message: str, kind: str, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -60,8 +66,8 @@ class RequestRefused(Exception):
 
 
 class OpenAIServer:
-    """The routes over one LLM, which ends with the server. Raises ValueError if it has no
-    tokenizer."""
+    """The routes over one LLM, which shuts down with the server. Raises ValueError for an LLM
+    without a tokenizer."""
 
     def __init__(self, llm: LLM, served_model_name: str) -> None:
         if llm.tokenizer is None:
@@ -73,8 +79,10 @@ class OpenAIServer:
         self._model = served_model_name
         self._created = int(time.time())
         self._metrics = EngineMetrics(llm.server_info)
-        # Turning a long prompt into tokens takes seconds, in which everybody else's answers and
-        # short prompts must go on. Of tokenizers only those in Rust are for two threads.
+        self._perf_metrics = PerfMetrics()
+        # Tokenising a long prompt takes seconds. It must delay neither the answers of other
+        # requests nor short prompts, so it has a thread of its own. Only tokenizers implemented in
+        # Rust are thread-safe.
         self._intake = self._long_intake = _one_thread("tllm-intake")
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
@@ -83,11 +91,13 @@ class OpenAIServer:
         """The application to run."""
         app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
         app.add_api_route("/health", self.health, methods=["GET", "HEAD"])
+        app.add_api_route("/health_generate", self.health_generate, response_model=None)
         app.add_api_route("/version", self.version)
         for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
             app.add_api_route(path, self.server_info)
         for path in ("/metrics", "/prometheus/metrics"):  # the second is TensorRT-LLM's
             app.add_api_route(path, self.metrics, response_model=None)
+        app.add_api_route("/perf_metrics", self.perf_metrics)
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/models/{model:path}", self.model)
         app.add_api_route(
@@ -112,52 +122,66 @@ class OpenAIServer:
         """200 while the engine can serve, else 503."""
         return Response() if self._llm.is_healthy else PlainTextResponse(ENGINE_DOWN, 503)
 
+    async def health_generate(self, request: Request) -> Response:
+        """200 once the engine has generated one token, 500 when that fails, 503 when it is down."""
+        self._check_healthy()
+        handles = await self._start(request, lambda: ["hi"], ONE_TOKEN, streaming=False)
+        await unless_disconnected(request, finished_outputs(handles))
+        return Response()
+
     async def version(self) -> dict[str, str]:
         """The package's version."""
         return {"version": __version__}
 
     def server_info(self) -> dict[str, Any]:
-        """Options and state of the engine, in a thread of its own: the answer waits for a round's
-        end."""
+        """Options and state of the engine. Not async, so that FastAPI runs it in a thread: it waits
+        for the end of a round."""
         with engine_running():
             return {"served_model_name": self._model, **self._llm.server_info()}
 
     def metrics(self) -> Response:
-        """What Prometheus scrapes; in a thread of its own, too."""
+        """Metrics for Prometheus. Runs in a thread, as `server_info`."""
         with engine_running():
             return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    async def perf_metrics(self) -> list[dict[str, Any]]:
+        """Timings of the requests that have finished since the last call."""
+        return self._perf_metrics.take()
+
     async def models(self) -> dict[str, Any]:
-        """The one model that is served."""
+        """A list with the served model."""
         return {"object": "list", "data": [await self.model(self._model)]}
 
     async def model(self, model: str) -> dict[str, Any]:
-        """The one model by its name."""
+        """The served model, by its name."""
         self._check_name(model)
         return {"id": model, "object": "model", "created": self._created, "owned_by": "tllm_spec"}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """Continues each prompt of the body."""
+        """`/v1/completions`: continues each prompt of the body."""
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
         handles = await self._start(request, lambda: body.prompt, params, body.stream)
         answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
-        return await _respond(body, request, answer, handles)
+        return await self._respond(body, request, answer, handles)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
-        """Answers the conversation in the body."""
+        """`/v1/chat/completions`: answers the conversation in the body."""
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
         handles = await self._start(request, lambda: [self._chat_prompt(body)], params, body.stream)
         answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
-        return await _respond(body, request, answer, handles)
+        return await self._respond(body, request, answer, handles)
 
     def _check_servable(self, body: GenerationRequest) -> None:
+        self._check_healthy()
+        self._check_name(body.model)
+
+    def _check_healthy(self) -> None:
         if not self._llm.is_healthy:
             raise RequestRefused(503, ENGINE_DOWN, "internal_error")
-        self._check_name(body.model)
 
     def _check_name(self, model: str) -> None:
         if model != self._model:
@@ -165,8 +189,8 @@ class OpenAIServer:
             raise RequestRefused(404, message, "invalid_request_error", code="model_not_found")
 
     def _chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
-        """Token ids of the conversation. Raises ValueError when the model's template cannot express
-        it."""
+        """Token ids of the conversation. Raises ValueError when the model's chat template does not
+        accept it."""
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         variables = body.chat_template_kwargs or {}
         options = signature(self._tokenizer.apply_chat_template).parameters.keys()
@@ -174,9 +198,9 @@ class OpenAIServer:
             raise ValueError(
                 f"chat_template_kwargs = {sorted(taken)} are not variables of a template"
             )
+        given = json.dumps([messages, variables], ensure_ascii=False)
+        check_text(given, "messages and chat_template_kwargs as JSON")
         try:
-            given = json.dumps([messages, variables], ensure_ascii=False)
-            check_text(given, "messages and chat_template_kwargs as JSON")
             token_ids: list[int] = self._tokenizer.apply_chat_template(
                 messages,
                 tokenize=True,
@@ -184,13 +208,10 @@ class OpenAIServer:
                 add_generation_prompt=body.add_generation_prompt,
                 **variables,
             )
-        except (
-            TemplateError,
-            TypeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:  # templates are programs
-            raise ValueError(f"messages do not fit the model's chat template: {error}") from error
+        except Exception as error:  # a template is a program: any exception can come out of it
+            raise ValueError(
+                f"messages do not fit the model's chat template: {described(error)}"
+            ) from error
         return token_ids
 
     async def _start(
@@ -200,8 +221,8 @@ class OpenAIServer:
         params: SamplingParams,
         streaming: bool,
     ) -> list[RequestHandle]:
-        """Starts a request for each prompt, or none. Raises RequestRefused for a prompt that cannot
-        be served."""
+        """Starts a request for each prompt. Raises RequestRefused when one cannot be served; then
+        none keeps running."""
 
         def start() -> list[RequestHandle]:
             handles: list[RequestHandle] = []
@@ -214,20 +235,26 @@ class OpenAIServer:
                 raise
             return handles
 
-        is_long = len(await request.body()) > LONG_BODY  # it has been read, and is kept
+        is_long = len(await request.body()) > LONG_BODY  # FastAPI has read it already
         intake = self._long_intake if is_long else self._intake
         with bad_request(), engine_running():
             return await asyncio.get_running_loop().run_in_executor(intake, start)
 
-
-async def _respond(
-    body: GenerationRequest, request: Request, answer: Answer, handles: Sequence[RequestHandle]
-) -> Response:
-    if body.stream:
-        events = event_stream(answer, handles, body.stream_options or StreamOptions())
-        return StreamingResponse(events, media_type="text/event-stream")
-    whole = await unless_disconnected(request, whole_answer(answer, handles))
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+    async def _respond(
+        self,
+        body: GenerationRequest,
+        request: Request,
+        answer: Answer,
+        handles: Sequence[RequestHandle],
+    ) -> Response:
+        record = self._perf_metrics.add
+        if body.stream:
+            events = event_stream(answer, handles, body.stream_options or StreamOptions(), record)
+            return StreamingResponse(events, media_type="text/event-stream")
+        results = await unless_disconnected(request, finished_outputs(handles, record))
+        if results is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(answer.whole(results))
 
 
 def _one_thread(name: str) -> ThreadPoolExecutor:
@@ -236,16 +263,19 @@ def _one_thread(name: str) -> ThreadPoolExecutor:
 
 @contextmanager
 def bad_request() -> Iterator[None]:
-    """A ValueError inside is the client's mistake."""
+    """Answers a ValueError inside, which is the client's mistake, with 400."""
     try:
         yield
+    except ContextLengthExceeded as error:
+        kind, code = "invalid_request_error", "context_length_exceeded"
+        raise RequestRefused(400, str(error), kind, code=code) from error
     except ValueError as error:
         raise RequestRefused(400, str(error), "invalid_request_error") from error
 
 
 @contextmanager
 def engine_running() -> Iterator[None]:
-    """A RuntimeError inside says that the engine has ended."""
+    """Answers a RuntimeError inside, which says that the engine has ended, with 503."""
     try:
         yield
     except RuntimeError as error:
@@ -264,7 +294,10 @@ async def _engine_error(request: Request, error: Exception) -> JSONResponse:
 async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
     assert isinstance(invalid, RequestValidationError)
     causes = [detail.get("ctx", {}).get("error") or detail["msg"] for detail in invalid.errors()]
-    message = "\n".join(map(str, causes))
+    lines = [line for cause in causes for line in str(cause).splitlines()]
+    if len(lines) > MAX_MISTAKES:
+        lines[MAX_MISTAKES - 1 :] = [f"... and {len(lines) - MAX_MISTAKES + 1} more mistakes"]
+    message = "\n".join(lines)
     if any(
         detail["loc"] == ("body",) and "error" not in detail.get("ctx", {})
         for detail in invalid.errors()

@@ -1,8 +1,7 @@
-"""`/metrics` in Prometheus' text format, from what `LLM.server_info` says.
+"""`/metrics` in Prometheus' text format, from `LLM.server_info`.
 
-Names with `trtllm_` mean what they mean in TensorRT-LLM; those with `tllm_spec_` have no
-counterpart there. Counters
-count since the start: rates over time are the reader's to take.
+Names that start with `trtllm_` have the meaning that they have in TensorRT-LLM; those with
+`tllm_spec_` have no counterpart there. Counters start at 0 with the server.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,69 +13,68 @@ from prometheus_client.registry import Collector
 
 SUCCESSES = ("stop", "length")
 
-Described = Mapping[
-    str, tuple[str, tuple[str, ...]]
-]  # by name: a sentence, and where the state has it
+# By name: the help text, and the path in the engine's state.
+Described = Mapping[str, tuple[str, tuple[str, ...]]]
 
 GAUGES: Described = {
-    "trtllm_num_requests_running": ("Requests that have a slot", ("num_requests_running",)),
+    "trtllm_num_requests_running": ("Running requests", ("num_requests_running",)),
     "trtllm_num_requests_waiting": (
-        "Requests that wait for a slot or pages",
+        "Requests waiting for a slot or KV pages",
         ("num_requests_waiting",),
     ),
     "tllm_spec_draft_len": (
-        "Draft length now for a batch of the latest size",
+        "Current draft length for the latest batch size",
         ("speculative_num_steps",),
     ),
 }
 COUNTERS: Described = {
-    "tllm_spec_preemptions": ("Running requests that were put back", ("num_preemptions",)),
-    "tllm_spec_prompt_tokens": ("Tokens of prompts", ("totals", "prompt_tokens")),
+    "tllm_spec_preemptions": ("Preemptions of running requests", ("num_preemptions",)),
+    "tllm_spec_prompt_tokens": ("Prompt tokens", ("totals", "prompt_tokens")),
     "tllm_spec_prefix_hit_tokens": (
-        "Prompt tokens found in the cache",
+        "Prompt tokens found in the prefix cache",
         ("totals", "cached_prompt_tokens"),
     ),
-    "tllm_spec_generated_tokens": ("Tokens of outputs", ("totals", "generated_tokens")),
+    "tllm_spec_generated_tokens": ("Generated tokens", ("totals", "generated_tokens")),
     "tllm_spec_draft_len_changes": (
-        "Rounds with another draft length than the round before",
+        "Rounds whose draft length differs from the previous round's",
         ("totals", "draft_len_changes"),
     ),
     "tllm_spec_draft_len_switches": (
-        "Decisions of the controller for another draft length",
+        "Changes of the draft length decided by the controller",
         ("controller", "decisions", "num_switches"),
     ),
     "trtllm_spec_decode_num_draft_tokens": (
-        "Drafts that were really proposed",
+        "Draft tokens proposed",
         ("totals", "speculation", "num_drafted_tokens"),
     ),
     "trtllm_spec_decode_num_accepted_tokens": (
-        "Drafts that were accepted",
+        "Draft tokens accepted",
         ("totals", "speculation", "num_accepted_tokens"),
     ),
 }
 BY_POSITION = {
     "trtllm_spec_decode_drafted_tokens": (
-        "Drafts proposed at a position from 0",
+        "Draft tokens proposed, by position from 0",
         "per_position_drafted",
     ),
     "trtllm_spec_decode_accepted_tokens": (
-        "Drafts accepted at a position from 0",
+        "Draft tokens accepted, by position from 0",
         "per_position_accepted",
     ),
 }
 BY_DRAFT_LEN = {
-    "tllm_spec_rounds": ("Generation rounds", "rounds"),
+    "tllm_spec_rounds": ("Decode rounds", "rounds"),
     "tllm_spec_request_rounds": (
-        "Generation rounds, once for each request in them",
+        "Decode rounds, counted once for each request in them",
         "request_rounds",
     ),
-    "tllm_spec_emitted_tokens": ("Tokens of generation rounds", "emitted_tokens"),
-    "tllm_spec_round_seconds": ("Time of generation rounds without prompts", "seconds"),
+    "tllm_spec_emitted_tokens": ("Tokens emitted by decode rounds", "emitted_tokens"),
+    "tllm_spec_round_seconds": ("Time of decode rounds without prompts", "seconds"),
 }
 
 
 class EngineMetrics(Collector):
-    """Asks for the engine's state each time that it is read."""
+    """Reads the engine's state for each scrape."""
 
     def __init__(self, info: Callable[[], Mapping[str, Any]]) -> None:
         self._info = info
@@ -87,7 +85,7 @@ class EngineMetrics(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """None beforehand: registering must not ask the engine."""
+        """Empty, so that registering does not read the engine's state."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -110,11 +108,11 @@ def _at(state: Any, path: tuple[str, ...]) -> float:
 
 def _requests(by_reason: Mapping[str, int]) -> Iterator[Metric]:
     done = CounterMetricFamily(
-        "trtllm_request_success", "Requests that were completed", labels=["finished_reason"]
+        "trtllm_request_success", "Completed requests", labels=["finished_reason"]
     )
     failed = CounterMetricFamily(
         "tllm_spec_request_failure",
-        "Requests that failed or were cancelled",
+        "Failed and cancelled requests",
         labels=["finished_reason"],
     )
     for reason in (*SUCCESSES, *sorted(by_reason.keys() - set(SUCCESSES))):
@@ -131,7 +129,7 @@ def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
         yield metric
     if stats["rounds"]:
         help_text = (
-            "Tokens emitted per round of a request since the start, the target's own included"
+            "Tokens emitted per decode round of a request since the start, bonus token included"
         )
         yield GaugeMetricFamily(
             "trtllm_spec_decode_acceptance_length", help_text, value=stats["acceptance_length"]
@@ -144,18 +142,16 @@ def _speculation(totals: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _pages(cache: Mapping[str, Any], totals: Mapping[str, Any]) -> Iterator[Metric]:
-    pages = GaugeMetricFamily(
-        "tllm_spec_kv_cache_pages", "KV pages by where they are", labels=["place"]
-    )
+    pages = GaugeMetricFamily("tllm_spec_kv_cache_pages", "KV pages by state", labels=["place"])
     for place in ("free", "used", "cached"):
         pages.add_metric([place], cache[place])
     yield pages
-    share = "Share of the KV pages that requests hold"
+    share = "Fraction of the KV pages held by requests"
     yield GaugeMetricFamily(
         "trtllm_kv_cache_utilization", share, value=cache["used"] / cache["num_pages"]
     )
     hits, prompts = totals["cached_prompt_tokens"], totals["prompt_tokens"]
-    hit_rate = "Prompt tokens found in the cache / prompt tokens, since the start"
+    hit_rate = "Fraction of prompt tokens found in the prefix cache since the start"
     yield GaugeMetricFamily(
         "trtllm_kv_cache_hit_rate", hit_rate, value=hits / prompts if prompts else 0.0
     )

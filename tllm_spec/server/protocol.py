@@ -1,8 +1,7 @@
-"""Bodies of OpenAI's completion and chat requests, with our extensions, and the shape of its
-errors.
+"""Bodies of OpenAI's completion and chat requests, with our extensions, and its error object.
 
-A body is turned into prompts and `SamplingParams` here; ranges are checked there, once. Fields of
-OpenAI that are not served are refused unless they say "off"."""
+A body becomes prompts and `SamplingParams`, which check the ranges. OpenAI's fields that are not
+served are refused unless they have a neutral value."""
 
 from __future__ import annotations
 
@@ -20,10 +19,9 @@ from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128  # both as at OpenAI
-# All of a body's prompts, n times each, are requests at once: a few KB of it could fill the host's
-# memory.
+# Each prompt of a body becomes n requests at once, so a few KB could fill the host's memory.
 MAX_CHOICES = 4096
-# Each round looks for them in everybody's thread; OpenAI takes 4 stop strings.
+# They are searched for in every round, in the thread of all requests. OpenAI takes 4 stop strings.
 MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
 NO_TOOLS = "tools are not served"
 NOT_STORED = "nothing is stored"
@@ -37,14 +35,14 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
     },
     "cache_salt": NotServed((None,), "all requests share the prefix cache"),
     "detokenize": NotServed((None, True), "answers are text"),
-    "disaggregated_params": NotServed((None,), "prefill and decoding run in one place"),
+    "disaggregated_params": NotServed((None,), "prefill and decoding run in one server"),
     "guided_choice": NotServed((None,), NO_GUIDANCE),
     "guided_grammar": NotServed((None,), NO_GUIDANCE),
     "guided_json": NotServed((None,), NO_GUIDANCE),
     "guided_regex": NotServed((None,), NO_GUIDANCE),
     "lora_request": NotServed((None,), "LoRA is not served"),
-    "priority": NotServed((None, 0), "requests over HTTP have equal rank"),
-    "prompt_logprobs": NotServed((None,), "they are served by LLM.generate"),
+    "priority": NotServed((None, 0), "requests over HTTP have the same priority"),
+    "prompt_logprobs": NotServed((None,), "only LLM.generate returns them"),
     "response_format": NotServed((None, {"type": "text"}), NO_GUIDANCE),
     "return_token_ids": NotServed((None, False), "answers are text"),
     "spaces_between_special_tokens": NotServed((None, True), "the tokenizer decides on spaces"),
@@ -52,15 +50,16 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
 }
 COMPLETION_NOT_SERVED: Mapping[str, NotServed] = {
     **GENERATION_NOT_SERVED,
-    "echo": NotServed((None, False), "the prompt is not repeated"),
-    "suffix": NotServed((None, ""), "text is not inserted before a suffix"),
+    "echo": NotServed((None, False), "the prompt is not returned"),
+    "suffix": NotServed((None, ""), "text is only appended to the prompt"),
 }
 CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     **GENERATION_NOT_SERVED,
     "audio": NotServed((None,), "only text is served"),
     "chat_template": NotServed((None,), "the model's own template is used"),
-    "continue_final_message": NotServed((None, False), "an answer begins a message of its own"),
+    "continue_final_message": NotServed((None, False), "an answer is a message of its own"),
     "documents": NotServed((None, []), "use chat_template_kwargs"),
+    "echo": NotServed((None, False), "the prompt is not returned"),
     "function_call": NotServed((None, "none"), NO_TOOLS),
     "functions": NotServed((None, []), NO_TOOLS),
     "metadata": NotServed((None, {}), NOT_STORED),
@@ -77,12 +76,12 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "verbosity": NotServed((None,), "use chat_template_kwargs"),
     "web_search_options": NotServed((None,), NO_TOOLS),
 }
-# What answers have beside their text, at OpenAI: a conversation brings it back.
+# Other fields of OpenAI's answers: clients send them back with the conversation.
 MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
     "annotations": NotServed((None, []), "only text is served"),
     "audio": NotServed((None,), "only text is served"),
     "function_call": NotServed((None,), NO_TOOLS),
-    "refusal": NotServed((None,), "a message has its text in content"),
+    "refusal": NotServed((None,), "the text of a message is in content"),
     "tool_calls": NotServed((None, []), NO_TOOLS),
 }
 
@@ -90,8 +89,8 @@ MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
 def error_body(
     message: str, kind: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's error object. Half a character that the message quotes is written as '?': it could
-    not be sent."""
+    """OpenAI's error object. A lone surrogate that the message quotes becomes '?': UTF-8 cannot
+    encode it."""
     texts = [
         None if text is None else text.encode(errors="replace").decode()
         for text in (message, param)
@@ -100,47 +99,46 @@ def error_body(
 
 
 def param_of(message: str) -> str | None:
-    """The option that one of our error sentences begins with."""
+    """The option that one of our error messages starts with."""
     named = re.match(r"([\w.]+)(?:\[\S+\])? (?:= |is required)", message)
     return named[1] if named else None
 
 
 def _token_ids_as_integers(bias: object) -> object:
-    """JSON has only strings as keys. Raises ValueError for one that is no token id, and for two
-    that are the same."""
+    """Keys of JSON objects are strings. Raises ValueError for a key that is not a token id, and
+    for duplicates."""
     if not isinstance(bias, Mapping):
         return bias
     if wrong := [key for key in bias if not str(key).isdecimal()]:
-        raise ValueError(f"{shown(wrong[0])} is no token id")
+        raise ValueError(f"{shown(wrong[0])} is not a token id")
     if len(found := {int(key): value for key, value in bias.items()}) < len(bias):
-        raise ValueError("a token id is in it twice")
+        raise ValueError("it has a token id twice")
     return found
 
 
 def _check_words(words: object) -> object:
-    """Raises ValueError for more text than every round can look for. Of what kind it is
-    `SamplingParams` checks."""
+    """Raises ValueError for more text than a round can search for. `SamplingParams` checks the
+    types."""
     listed = [words] if isinstance(words, str) else words
     if isinstance(listed, list):
         num_chars = sum(len(word) for word in listed if isinstance(word, str))
         if len(listed) > MAX_WORDS or num_chars > MAX_WORD_CHARS:
             raise ValueError(
-                f"{len(listed)} strings of {num_chars} characters together; at most {MAX_WORDS} of "
-                f"{MAX_WORD_CHARS} are accepted"
+                f"{len(listed)} strings with {num_chars} characters in all; at most {MAX_WORDS} "
+                f"strings with {MAX_WORD_CHARS} characters are accepted"
             )
     return words
 
 
 def _check_token_ids(token_ids: object) -> object:
-    """The same for a list of token ids, or of sequences of them."""
+    """The same for a list of token ids or of token sequences."""
     if isinstance(token_ids, list):
         lengths = [len(each) for each in token_ids if isinstance(each, list)]
         number = len(token_ids) - len(lengths) + sum(lengths)
         if len(lengths) > MAX_WORDS or number > MAX_TOKEN_IDS:
             raise ValueError(
                 f"{number} token ids, {len(lengths)} sequences; at most {MAX_TOKEN_IDS} ids and "
-                f"{MAX_WORDS} sequences "
-                "are accepted"
+                f"{MAX_WORDS} sequences are accepted"
             )
     return token_ids
 
@@ -148,9 +146,22 @@ def _check_token_ids(token_ids: object) -> object:
 Words = Annotated[str | list[str] | None, SkipValidation, BeforeValidator(_check_words)]
 
 
-class StreamOptions(ConfigModel):
+def _minus_one_is_off(top_k: object) -> object:
+    """As in vLLM and SGLang."""
+    return 0 if type(top_k) is int and top_k == -1 else top_k
+
+
+class BodyModel(ConfigModel):
+    """A part of a request body. null means the default of an option, and is ignored for an unknown
+    name: clients send null for options that are not set."""
+
+    def __init__(self, /, **options: Any) -> None:
+        super().__init__(**{name: value for name, value in options.items() if value is not None})
+
+
+class StreamOptions(BodyModel):
     """`include_usage`: a last chunk with the token counts. `continuous_usage_stats`: every chunk
-    has them so far."""
+    has the counts so far."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -160,15 +171,14 @@ class StreamOptions(ConfigModel):
     }
 
 
-class GenerationRequest(ConfigModel):
-    """What both kinds of request have. Absent options are OpenAI's defaults, null ones too."""
+class GenerationRequest(BodyModel):
+    """The options of both kinds of request, with OpenAI's defaults."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = (
-        None  # this and the next two are for the caller's own records: they have no effect
-    )
+    # These three are for the caller's records and have no effect.
+    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
@@ -183,7 +193,7 @@ class GenerationRequest(ConfigModel):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids_as_integers)] = None
 
     # Extensions, named as in SamplingParams.
-    top_k: int | None = None
+    top_k: Annotated[int | None, BeforeValidator(_minus_one_is_off)] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
@@ -198,16 +208,6 @@ class GenerationRequest(ConfigModel):
     truncate_prompt_tokens: int | None = None
     speculation: dict[str, Any] | None = None
 
-    def __init__(self, **options: Any) -> None:
-        known = type(self).model_fields
-        super().__init__(
-            **{
-                name: value
-                for name, value in options.items()
-                if value is not None or name not in known
-            }
-        )
-
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -215,18 +215,16 @@ class GenerationRequest(ConfigModel):
         return self
 
     def sampling_params(self, **own: object) -> SamplingParams:
-        """The sampling options of the body and `own`. Raises ValueError for a value out of
+        """The sampling options of the body, and `own`. Raises ValueError for a value out of
         range."""
         given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_NAMES}
         if given.get("temperature") is None:
-            given["temperature"] = (
-                1.0  # OpenAI's default; without it an unset request would be greedy
-            )
+            given["temperature"] = 1.0  # OpenAI's default; SamplingParams would decode greedily
         return SamplingParams.from_dict(given | own)
 
 
 def _as_prompts(prompt: object) -> object:
-    """A list of prompts, each text or token ids, from any of the four forms that OpenAI takes."""
+    """A list of prompts, each text or token ids, from any of OpenAI's four forms."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -257,8 +255,7 @@ class CompletionRequest(GenerationRequest):
         if number * samples > MAX_CHOICES:
             raise ValueError(
                 f"prompt = [...] has {number} prompts with {samples} choices each; a body may ask "
-                "for "
-                f"{MAX_CHOICES} choices, so send several"
+                f"for {MAX_CHOICES} choices, so send several bodies"
             )
         return self
 
@@ -268,7 +265,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def _join_text_parts(content: object) -> object:
-    """The text of a message given as a list of parts."""
+    """The text of a message; a list of text parts is joined."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -282,8 +279,8 @@ def _join_text_parts(content: object) -> object:
     return "".join(part["text"] for part in content)
 
 
-class ChatMessage(ConfigModel):
-    """One message; a list of text parts is joined. `name` reaches the chat template."""
+class ChatMessage(BodyModel):
+    """One message. `name` is passed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_join_text_parts)]
@@ -293,7 +290,7 @@ class ChatMessage(ConfigModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """Body of `/v1/chat/completions`. `chat_template_kwargs` are variables for the model's chat
+    """Body of `/v1/chat/completions`. `chat_template_kwargs` are variables of the model's chat
     template."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -312,13 +309,13 @@ class ChatCompletionRequest(GenerationRequest):
             raise ValueError(f"top_logprobs = {self.top_logprobs} needs logprobs = true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError(
-                f"max_tokens = {self.max_tokens} is max_completion_tokens under its older name"
+                f"max_tokens = {self.max_tokens} repeats max_completion_tokens under its older name"
             )
         return self
 
     def to_sampling_params(self) -> SamplingParams:
-        """Without a limit the answer may fill the model's length. Raises ValueError as
-        `sampling_params`."""
+        """Without a limit an answer may be as long as the model's context allows. Raises ValueError
+        for a value out of range."""
         limit = (
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )

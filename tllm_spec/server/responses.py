@@ -1,7 +1,6 @@
-"""OpenAI's response objects, made of our outputs: whole answers and the chunks of a stream.
+"""OpenAI's response objects, made from `RequestOutput`: whole answers and the chunks of a stream.
 
-Two extensions stand in each choice: `stop_reason`, and `speculative_decoding` once the sample is
-finished."""
+Each choice has two extensions: `stop_reason`, and `speculative_decoding` once it is finished."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Json = dict[str, Any]
 
 
 def usage_of(results: Sequence[RequestOutput]) -> Json:
-    """Token counts of a whole HTTP request."""
+    """Token counts of an HTTP request."""
     prompt = sum(len(result.prompt_token_ids) for result in results)
     completion = sum(output.length for result in results for output in result.outputs)
     return {
@@ -32,7 +31,8 @@ def usage_of(results: Sequence[RequestOutput]) -> Json:
 
 
 class Answer(ABC):
-    """One HTTP request's answer. A choice's index counts the `n` samples of each prompt in turn."""
+    """The answer to one HTTP request. Its choices are the `n` samples of the first prompt, followed
+    by those of the next."""
 
     kind: str
     chunk_kind: str
@@ -48,7 +48,7 @@ class Answer(ABC):
         }
         self._tokenizer = tokenizer
         self._num_samples = num_samples
-        self._top_logprobs = top_logprobs  # None: no logprobs are wanted
+        self._top_logprobs = top_logprobs  # None: without logprobs
         self._started: set[int] = set()
         self._finished: set[int] = set()
 
@@ -61,7 +61,7 @@ class Answer(ABC):
         """A growing sample's new text and logprobs."""
 
     def whole(self, results: Sequence[RequestOutput]) -> Json:
-        """The answer that is not streamed."""
+        """The answer without streaming."""
         choices = [
             {"index": self._index(i, output), **self._content(output), **_ending(output)}
             for i, result in enumerate(results)
@@ -70,11 +70,11 @@ class Answer(ABC):
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(results)}
 
     def chunks(self, prompt_index: int, result: RequestOutput) -> Iterator[Json]:
-        """Chunks with what is new in `result`."""
+        """Chunks with the new part of `result`."""
         for output in result.outputs:
             index = self._index(prompt_index, output)
-            news = output.text_diff or (self._top_logprobs is not None and output.token_ids_diff)
-            if index in self._finished or not (news or output.finish_reason):
+            has_new = output.text_diff or (self._top_logprobs is not None and output.token_ids_diff)
+            if index in self._finished or not (has_new or output.finish_reason):
                 continue
             delta = self._delta(output, is_first=index not in self._started)
             self._started.add(index)
@@ -93,8 +93,8 @@ class Answer(ABC):
         return prompt_index * self._num_samples + output.index
 
     def _token_text(self, token_id: int, offset: int) -> str:
-        """A token's text at `offset`. A decoder may drop the space that a text begins with, so
-        elsewhere it is the second half of the text of two such tokens."""
+        """A token's text at character `offset` of the output. A decoder may drop a leading space:
+        after the start, it is the second half of the text of two such tokens."""
         text = self._tokenizer.decode(
             [token_id] * (2 if offset else 1),
             skip_special_tokens=False,
@@ -103,7 +103,7 @@ class Answer(ABC):
         return text[len(text) // 2 :] if offset else text
 
     def _best(self, logprobs: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-        """The wanted number of most probable tokens."""
+        """The requested number of most probable tokens."""
         ranked = sorted(logprobs.items(), key=lambda item: item[1].logprob, reverse=True)
         return ranked[: self._top_logprobs]
 
@@ -139,8 +139,8 @@ class CompletionAnswer(Answer):
         }
 
     def _top(self, chosen: int, logprobs: Mapping[int, Logprob], offset: int) -> Json:
-        """The best tokens and the chosen one by their texts; a text that several have is the most
-        probable one's."""
+        """Log probabilities of the best tokens and the chosen one, by text. Of tokens with the same
+        text the most probable one counts."""
         top: Json = {}
         for token, logprob in [*self._best(logprobs), (chosen, logprobs[chosen])]:
             top.setdefault(self._token_text(token, offset), _number(logprob))
@@ -183,7 +183,7 @@ class ChatAnswer(Answer):
 
     def _token(self, token_id: int, logprob: Logprob, offset: int) -> Json:
         text = self._token_text(token_id, offset)
-        # A token that is a part of a character has no text, and its bytes are not known here.
+        # A part of a character has no text, and its bytes are not known here.
         utf8 = None if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _number(logprob), "bytes": utf8}
 

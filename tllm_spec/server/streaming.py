@@ -1,15 +1,15 @@
-"""From running requests to one HTTP answer; streamed or whole, it is the same generator of updates.
+"""Turns running requests into one HTTP answer, streamed or whole.
 
-It knows neither prompts nor sampling. Whoever stops listening ends the requests: leaving the
-generator aborts them."""
+Both consume one generator of updates. Closing it, as when the client disconnects, aborts the
+requests."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
@@ -22,19 +22,26 @@ if TYPE_CHECKING:
 
 DONE = "data: [DONE]\n\n"
 
+Result = TypeVar("Result")
+OnFinish = Callable[[RequestOutput], None]
+
 
 class EngineError(Exception):
-    """A request was taken and could not be finished."""
+    """A request was started and failed."""
+
+
+def _ignore(output: RequestOutput) -> None:
+    """An `on_finish` that does nothing."""
 
 
 async def updates(
-    handles: Sequence[RequestHandle],
+    handles: Sequence[RequestHandle], on_finish: OnFinish = _ignore
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """`(index of the handle, its output so far)` as they come. Each is used before its handle goes
-    on.
+    """Yields `(index of the handle, its output so far)` for each update. An output must be read
+    before the next update, which changes it. `on_finish` is called with each finished output.
 
-    Raises EngineError when a request fails. Whatever still runs when the generator is left is
-    aborted."""
+    Raises EngineError when a request fails. Requests that still run when the generator is closed
+    are aborted."""
     streams = [aiter(handle) for handle in handles]
     waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
@@ -46,6 +53,8 @@ async def updates(
                     continue
                 if result.error is not None:
                     raise EngineError(result.error)
+                if result.finished:
+                    on_finish(result)
                 yield i, result
                 waiting[asyncio.ensure_future(anext(streams[i], None))] = i
     finally:
@@ -55,21 +64,23 @@ async def updates(
             handle.abort()
 
 
-async def whole_answer(answer: Answer, handles: Sequence[RequestHandle]) -> Json:
-    """The answer when every request is finished. Raises EngineError."""
+async def finished_outputs(
+    handles: Sequence[RequestHandle], on_finish: OnFinish = _ignore
+) -> list[RequestOutput]:
+    """The outputs once every request has finished. Raises EngineError."""
     results: dict[int, RequestOutput] = {}
-    async with aclosing(updates(handles)) as outputs:
+    async with aclosing(updates(handles, on_finish)) as outputs:
         async for i, result in outputs:
             results[i] = result
-    return answer.whole([results[i] for i in range(len(handles))])
+    return [results[i] for i in range(len(handles))]
 
 
 async def event_stream(
-    answer: Answer, handles: Sequence[RequestHandle], options: StreamOptions
+    answer: Answer, handles: Sequence[RequestHandle], options: StreamOptions, on_finish: OnFinish
 ) -> AsyncGenerator[str, None]:
     """The answer as server-sent events. A request that fails ends the stream with an error
     event."""
-    async with aclosing(updates(handles)) as outputs:
+    async with aclosing(updates(handles, on_finish)) as outputs:
         try:
             async for i, result in outputs:
                 for chunk in answer.chunks(i, result):
@@ -89,8 +100,8 @@ def _event(data: Json) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Json]) -> Json | None:
-    """The result of `work`, or None when the client went away first; then `work` is cancelled."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`, or None when the client disconnects first; then `work` is cancelled."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)

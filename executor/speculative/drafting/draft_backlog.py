@@ -117,7 +117,7 @@ class DraftBacklog:
         """From now on reading is one graph launch where one of the keys' sizes fits. `target`: with
         its graphs."""
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
-        self._graphs = target.beside(self._catch_up_for)
+        self._graphs = target.for_same_slots(self._catch_up_for)
         self._graphs.capture(GraphKey(size, 0, False) for size in sizes)
 
     def _missed_of_prefixes(self, requests: Sequence[LlmRequest]) -> list[Missed]:

@@ -8,12 +8,14 @@ from tllm_spec.models.config import read_json
 from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 
 # Keys of config.json that only EAGLE-3 heads have.
-HEAD_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_config"})
+HEAD_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
 
 
-def check_draft(draft: DraftModel, tokenizer: Tokenizer | None) -> None:
+def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None) -> None:
     """Raises ValueError, naming the option, when the folder has a head instead of a model or a
     model instead of a head, and when a model's tokenizer is not the target's."""
+    if draft is None:
+        return
     folder = draft_folder(draft)
     option = f"speculative_config.speculative_model = {draft.path!r}"
     config = read_json(folder / "config.json")

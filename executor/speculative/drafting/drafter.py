@@ -1,15 +1,16 @@
-"""What makes draft tokens between scheduling and the target's forward: the two-model path's one
-interface.
+"""The interface of everything that makes draft tokens between scheduling and the target's forward.
 
-A drafter of your own subclasses `Drafter` and is given to `UserProvidedDecodingConfig`.
-"""
+A drafter of your own subclasses `Drafter` and is given to `UserProvidedDecodingConfig`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from operator import attrgetter
 from types import MappingProxyType
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
+
+_num_ready = attrgetter("num_drafts_ready")
 
 
 class Drafter(ABC):
@@ -43,24 +44,30 @@ class Drafter(ABC):
         ids that may follow `request.tokens` (prompt and output so far; read it, do not change it).
         More than are wanted, up to `max_draft_len`, are cut off. An exception, more tokens than
         that or an id outside the vocabulary fails that request with a message, and no other.
-        `resource_manager` is the one that was given beside the drafter."""
+        `resource_manager` is the one that was configured with the drafter."""
 
 
 class OneModelDrafter(Drafter):
-    """The drafts were made inside the last forward and are in the slots: there is only their number
-    to say."""
+    """The forward of the round before has left the drafts in the slots."""
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
-        draft_len = scheduled_requests.draft_len
-        for request in scheduled_requests.generation_requests:
-            ready, limit = request.num_drafts_ready, request.draft_limit
-            # Not `min` of three, which takes longer than the rest of the loop: most requests have
-            # them all.
-            request.py_num_draft_tokens = (
-                draft_len if ready >= draft_len <= limit else min(ready, limit)
-            )
+        report_ready_drafts(scheduled_requests)
+
+
+def report_ready_drafts(batch: ScheduledBatch) -> None:
+    """Says how many drafts the round before has left in the slot of each generating request."""
+    draft_len = batch.draft_len
+    longest = max(map(_num_ready, batch.generation_requests), default=0)
+    batch.num_steps = batch.num_asked = min(draft_len, longest)
+    for request in batch.generation_requests:
+        ready, limit = request.num_drafts_ready, request.draft_limit
+        # `min` of three numbers would take longer than the rest of the loop, and most requests have
+        # all drafts.
+        request.py_num_draft_tokens = (
+            draft_len if ready >= draft_len <= limit else min(ready, limit)
+        )
 
 
 class NoDrafter(Drafter):

@@ -1,8 +1,5 @@
-"""Drafting before the target's forward as CUDA graphs of its own, so that a round is two launches:
-the drafts, then the round that verifies them.
-
-It knows graphs and keys; what is captured is the drafter's.
-"""
+"""Drafting in CUDA graphs of its own, so that a round is two launches: the drafts, and the round of
+the target that verifies drafts."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -17,7 +14,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 
 class GraphDrafter(Drafter):
-    """A drafter whose work of a steady round is a function of the slots. It runs eagerly where no
+    """A drafter whose work in a steady round is a function of the slots. It runs eagerly where no
     graph fits."""
 
     graphs: SlotGraphs[None] | None = None
@@ -25,33 +22,33 @@ class GraphDrafter(Drafter):
     @abstractmethod
     def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
         """Writes `draft_len` drafts into the windows of the slots `[B]`, some of which may be the
-        dummy."""
+        dummy slot."""
 
     @abstractmethod
     def draft_for_dummies(
         self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
     ) -> torch.Tensor:
-        """The same without a graph of the round before, for the dummy slot B times. Something to
-        wait for."""
+        """The same without graphs, for timing: slot_ids `[B]` are all the dummy slot. Returns a
+        tensor to wait for."""
 
     @abstractmethod
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
-        """Which graphs are worth having. of_rounds: the target's; asked: those of lengths that it
-        may be asked for."""
+        """Which graphs to capture. of_rounds: the target's; asked: those of lengths that the
+        controller may ask for."""
 
     def run_round_before(self, key: GraphKey) -> None:
-        """A round of dummies, for whoever drafts from what a round has left."""
+        """A round of dummy requests, for a drafter that reads what such a round leaves."""
 
-    def capture_graphs(self, target: CudaGraphs, keys: list[GraphKey]) -> None:
-        """From now on drafting that fits one of the keys is one graph launch. `target`: with graphs
-        of its rounds."""
-        graphs = target.beside(self.draft_from_slots)
+    def capture_drafting(self, rounds: CudaGraphs, keys: list[GraphKey]) -> None:
+        """From now on drafting that fits one of the keys is one graph launch. `rounds`: the
+        target's graphs."""
+        graphs = rounds.for_same_slots(self.draft_from_slots)
         graphs.capture(keys, self.run_round_before)
         self.graphs = graphs
 
     def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
-        """How long drafting takes for nothing but dummies. 0 where there are graphs, and none of
-        it: nothing to draft, then."""
+        """The device's time of drafting for dummy requests. 0 where there are graphs, but none for
+        the key: then there is nothing to draft."""
         if self.graphs is None:
             slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
             draft = partial(

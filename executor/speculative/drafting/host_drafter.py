@@ -51,6 +51,7 @@ class HostDrafter(Drafter):
             return
         placeholders = [request.py_draft_tokens for request in batch.generation_requests]
         wanted = [request.num_drafts_wanted for request in batch.generation_requests]
+        batch.num_asked = max(wanted)
         self._propose(batch)
         for request, limit, untouched in zip(
             batch.generation_requests, wanted, placeholders, strict=True
@@ -129,6 +130,7 @@ class HostDrafter(Drafter):
         for request in requests:
             request.py_num_draft_tokens = len(request.py_draft_tokens)
         batch.draft_len = max(request.py_num_draft_tokens for request in requests)
+        batch.num_steps = batch.draft_len
         if not batch.draft_len:
             return
         for request in requests:

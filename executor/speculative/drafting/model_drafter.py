@@ -1,10 +1,10 @@
 """Draft/Target: a small model in its own engine, with its own KV cache, proposes chains of tokens
 (two-model path).
 
-Its cache follows the target's: context chunk by chunk, then one or two tokens a round. When all K
+Its cache follows the target's: a context chunk by chunk, then one or two tokens a round. When all K
 drafts were accepted, the last of them is not in the draft cache yet, so every round starts by
-re-reading the last two tokens; that is the same shape whatever was accepted, and needs no news from
-the host: a CUDA graph holds all K steps."""
+re-reading the last two tokens. That is the same shape whatever was accepted, so a CUDA graph holds
+all K steps."""
 
 from collections.abc import Iterable
 from operator import attrgetter
@@ -30,8 +30,8 @@ _is_greedy = attrgetter("rules.is_greedy")
 
 
 class DraftKVManager(ResourceManager):
-    """The draft model's cache through the life of a request. `draft_kv_len` is what is final in
-    it."""
+    """The draft model's cache through the life of a request, whose `draft_kv_len` counts the final
+    tokens in it."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self.kv = kv
@@ -51,7 +51,7 @@ class DraftKVManager(ResourceManager):
 
 
 class ModelDrafter(GraphDrafter):
-    """Requests whose draft cache cannot get pages are not drafted for; nobody waits for them."""
+    """A request whose draft cache cannot get pages is not drafted for in this round."""
 
     def __init__(
         self,
@@ -82,20 +82,18 @@ class ModelDrafter(GraphDrafter):
             return
         for request in drafting:
             request.py_num_draft_tokens = request.num_drafts_wanted
-        room, batch.draft_len = (
-            batch.draft_len,
-            max(request.py_num_draft_tokens for request in drafting),
-        )
+        room, draft_len = batch.draft_len, max(r.py_num_draft_tokens for r in drafting)
+        batch.draft_len = batch.num_steps = draft_len
         for request in drafting:
-            request.draft_kv_len = request.num_tokens + batch.draft_len - 1
+            request.draft_kv_len = request.num_tokens + draft_len - 1
         self._kv.table.flush()
-        if not self._replay(drafting, batch.draft_len, room):
+        if not self._replay(drafting, draft_len, room):
             self._draft(batch, self._groups.get(drafting, batch.window))
-        self._cut(drafting, batch.draft_len)
+        self._limit_drafts(drafting, draft_len)
 
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
-        """A round in which everybody wants less than was asked for takes what is there: the drafts
-        behind are not looked at."""
+        """Where all requests want fewer drafts than were asked for, a longer graph runs and its
+        last drafts are not used."""
         wanted = set(asked)
         return [key for key in of_rounds if key.draft_len and key in wanted]
 
@@ -113,9 +111,10 @@ class ModelDrafter(GraphDrafter):
 
     def _follow(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Brings the draft cache up to the target's, prefilling what is missing. Returns the
-        requests to draft for."""
+        requests to draft for and sets `batch.num_asked`."""
         ends = {r: r.kv_len + r.context_chunk for r in batch.context_requests if r.draft_limit}
         wanting = [r for r in batch.generation_requests if batch.draft_len and r.num_drafts_wanted]
+        batch.num_asked = max((r.num_drafts_wanted for r in wanting), default=0)
         ends |= {r: r.num_tokens - 2 for r in wanting}
         following = {r: end for r, end in ends.items() if self._reserve(r, end, batch)}
         missed = [
@@ -131,19 +130,18 @@ class ModelDrafter(GraphDrafter):
         return [request for request in wanting if request in following]
 
     def _reserve(self, request: LlmRequest, end: int, batch: ScheduledBatch) -> bool:
-        """Draft pages for the request's next tokens, drafts included."""
+        """Takes draft pages for the request's next tokens, drafts included; False when there are
+        not enough."""
         if not self._kv.holds(request):
             request.draft_kv_len = self._kv.start(request)
         return self._kv.extend(request, end + 1 + batch.draft_len)
 
     def _replay(self, drafting: list[LlmRequest], draft_len: int, room: int) -> bool:
-        """By the shortest graph that makes as many drafts; `room` of them have pages."""
+        """By the shortest graph that makes as many drafts; there are pages for `room` drafts."""
         if self.graphs is None:
             return False
-        slots, is_sampled = (
-            [request.slot for request in drafting],
-            not all(map(_is_greedy, drafting)),
-        )
+        slots = [request.slot for request in drafting]
+        is_sampled = not all(map(_is_greedy, drafting))
         lengths, run = range(draft_len, room + 1), self.graphs.run
         return any(run(slots, length, is_sampled) for length in lengths)
 
@@ -155,15 +153,15 @@ class ModelDrafter(GraphDrafter):
             batch.draft_probs = self._spread(batch, group, stacked)
 
     def _steps(self, group: RowGroup, draft_len: int, longest: int) -> list[torch.Tensor]:
-        """K steps on the device, and what each drew from, where rejection sampling needs it. The
-        first reads the last two tokens, the others the draft before. longest: bound of the group's
-        tokens."""
+        """K steps on the device. Returns what each drew from, `[B, V]`, where rejection sampling
+        needs it. The first step reads the last two tokens, the others the draft before. longest:
+        bound of the group's tokens."""
         slots = self._slots
-        places = slots.places(group.slots, draft_len)
+        positions = slots.places(group.slots, draft_len)
         previous = gather_rows(slots.previous_token, group.slots)
         bonus = gather_rows(slots.window[:, 0], group.slots)
         # The dummy slot, which pads graphs, has no token before the bonus token.
-        token_ids, first = torch.stack((previous, bonus), dim=1), (places[0] - 1).clamp_min(0)
+        token_ids, first = torch.stack((previous, bonus), dim=1), (positions[0] - 1).clamp_min(0)
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for step in range(draft_len):
@@ -172,24 +170,25 @@ class ModelDrafter(GraphDrafter):
                 [], Windows(group.slots, first, token_ids, longest + step)
             )
             logits = self._engine.compute_logits(hidden[width - 1 :: width])
-            tokens, distribution = self._sampling.choose(group, step, logits, places[1])
+            tokens, distribution = self._sampling.choose(group, step, logits, positions[1])
             drafts.append(tokens)
             if distribution is not None:
                 probs.append(distribution)
-            token_ids, first = tokens.unsqueeze(1), places[step + 1]
+            token_ids, first = tokens.unsqueeze(1), positions[step + 1]
         slots.write_drafts(group.slots, torch.stack(drafts, dim=1))
         return probs
 
-    def _cut(self, drafting: list[LlmRequest], draft_len: int) -> None:
-        """The slots have as many drafts as each request ever wants; near its end it wants fewer."""
+    def _limit_drafts(self, drafting: list[LlmRequest], draft_len: int) -> None:
+        """The slots count as many drafts as each request may ever want; near its end it wants
+        fewer."""
         wanted = [request.py_num_draft_tokens for request in drafting]
         if wanted != [min(draft_len, request.draft_limit) for request in drafting]:
             slots = to_device([request.slot for request in drafting], self._slots.device)
             self._slots.num_drafts[slots] = to_device(wanted, self._slots.device)
 
     def _spread(self, batch: ScheduledBatch, group: RowGroup, probs: torch.Tensor) -> torch.Tensor:
-        """Rows for all generating requests `[B, K, V]`; those not drafted for have none that is
-        ever read."""
+        """Rows for all generating requests `[B, K, V]`; the rows of requests without drafts are
+        never read."""
         if len(group.requests) == len(batch.generation_requests):
             return probs
         drafted = set(group.requests)

@@ -1,0 +1,226 @@
+"""This engine against transformers' `generate`, and speculation against plain decoding, on a CPU.
+
+    python -m benchmarks.cpu [--quick] [--output result.json]
+
+Held-out prompts of 256 tokens, 128 new tokens, float32, greedy. The zoo runs on one thread, which
+is also transformers' faster setting for it; a random-weight Llama of 151 M parameters on all. The
+two sides of a row take turns; its ratio is the median over the turns."""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.harness.engine import in_turns
+from benchmarks.harness.report import Options, Row, Subject, main, table
+from tllm_spec import LLM, SamplingParams
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.outputs import SpeculativeStats
+from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.zoo.corpus import heldout_files, read_source
+from tllm_spec.zoo.registry import resolve_model
+
+SMALL = {
+    "device": "cpu",
+    "max_batch_size": 8,
+    "max_num_tokens": 4096,
+    "kv_cache_config": {"enable_block_reuse": False},
+}
+DRAFT_TARGET = {
+    "decoding_type": "Draft_Target",
+    "speculative_model": "zoo:llama-draft",
+    "max_draft_len": 4,
+}
+NGRAM = {
+    "decoding_type": "NGram",
+    "max_draft_len": 8,
+    "max_matching_ngram_size": 4,
+    "is_use_oldest": False,
+}
+MEDIUM = {  # 151 M parameters
+    "hidden_size": 896,
+    "intermediate_size": 2432,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 14,
+    "head_dim": 64,
+    "vocab_size": 8192,
+}
+
+
+class NeverRight(Drafter):
+    """Drafts that the target never emits."""
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        for request in scheduled_requests.generation_requests:
+            request.py_draft_tokens = [0] * request.num_drafts_wanted
+
+
+NEVER_RIGHT = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": NeverRight()}
+
+
+@dataclass(frozen=True)
+class Side:
+    """`run` generates `num_tokens` and returns what is worth a note."""
+
+    name: str
+    run: Callable[[], str]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    new_tokens: int
+    repeats: int
+
+    def compare(self, name: str, bar: float | None, ours: Side, other: Side) -> Row:
+        sides = {"ours": partial(tokens_per_s, ours), "other": partial(tokens_per_s, other)}
+        found = in_turns(sides, self.repeats)
+        pairs = zip(found["ours"], found["other"], strict=True)
+        return {
+            "name": name,
+            "contender": ours.name,
+            "reference": other.name,
+            "ratio": statistics.median(own / reference for own, reference in pairs),
+            "bar": bar,
+            "contender_tokens_per_s": statistics.median(found["ours"]),
+            "reference_tokens_per_s": statistics.median(found["other"]),
+            "note": ours.run(),
+        }
+
+    def at_once(self, name: str, llm: LLM, prompts: list[list[int]]) -> Side:
+        def run() -> str:
+            outputs = llm.generate(prompts, self._greedy(), use_tqdm=False)
+            assert isinstance(outputs, list) and not any(output.error for output in outputs)
+            return note([output.speculative_decoding for output in outputs])
+
+        return Side(name, run, self.new_tokens * len(prompts))
+
+    def one_by_one(self, name: str, llm: LLM, prompts: list[list[int]]) -> Side:
+        def run() -> str:
+            outputs = [llm.generate_async(prompt, self._greedy()).result() for prompt in prompts]
+            return note([output.speculative_decoding for output in outputs])
+
+        return Side(name, run, self.new_tokens * len(prompts))
+
+    def transformers(self, name: str, model: Any, prompts: list[list[int]], **more: Any) -> Side:
+        def run() -> str:
+            for prompt in prompts:
+                ids = torch.tensor([prompt])
+                lengths = {"max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens}
+                mask = torch.ones_like(ids)
+                model.generate(ids, attention_mask=mask, do_sample=False, **lengths, **more)
+            return ""
+
+        return Side(name, run, self.new_tokens * len(prompts))
+
+    def _greedy(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.new_tokens, ignore_eos=True, detokenize=False)
+
+
+def tokens_per_s(side: Side) -> float:
+    start = time.perf_counter()
+    side.run()
+    return side.num_tokens / (time.perf_counter() - start)
+
+
+def note(stats: Sequence[SpeculativeStats | None]) -> str:
+    total = sum((each for each in stats if each), SpeculativeStats())
+    return f"acceptance length {total.acceptance_length:.2f}" if total.rounds else ""
+
+
+def load_transformers(path: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(path), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def against_transformers(options: Options) -> Iterator[Row]:
+    bench = Bench(8, 1) if options.quick else Bench(128, 7)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield from zoo_rows(bench)
+    torch.set_num_threads(threads)
+    if not options.quick:
+        yield medium_row(bench)
+
+
+def zoo_rows(bench: Bench) -> Iterator[Row]:
+    tokenizer = load_tokenizer("zoo:llama")
+    texts = [tokenizer.encode(read_source(path) or "") for path in heldout_files()]
+    eight = [tokens[:256] for tokens in texts if len(tokens) > 600][:8]
+    source = next(tokens for tokens in texts if len(tokens) > 600)[:300]
+    one, copied = eight[:1], [source + source + source[:60]]  # like an edit of a file
+    theirs, assistant = load_transformers("zoo:llama"), load_transformers("zoo:llama-draft")
+    with ExitStack() as stack:
+
+        def llm(speculation: dict[str, Any] | None) -> LLM:
+            return stack.enter_context(LLM("zoo:llama", speculative_config=speculation, **SMALL))
+
+        plain, draft_target, ngram = llm(None), llm(DRAFT_TARGET), llm(NGRAM)
+        for name, bar, prompts in (("zoo, 1 request", 2.0, one), ("zoo, 8 requests", 4.0, eight)):
+            ours = bench.at_once(f"plain x{len(prompts)}", plain, prompts)
+            other = bench.transformers("transformers x1", theirs, prompts)
+            yield bench.compare(name, bar, ours, other)
+        ours = bench.one_by_one("Draft/Target", draft_target, eight)
+        assisted = {"assistant_model": assistant}
+        for bar, other in (
+            (1.3, bench.one_by_one("plain", plain, eight)),
+            (1.0, bench.transformers("transformers assisted", theirs, eight, **assisted)),
+        ):
+            yield bench.compare("zoo, 1 request", bar, ours, other)
+        other = bench.at_once("plain", plain, copied)
+        yield bench.compare("zoo, copying", 1.3, bench.at_once("NGram", ngram, copied), other)
+        # 8 is the default; None shows what verifying windows in vain costs.
+        for name, bar, rounds in (("useless drafts", 0.8, 8), ("never pausing", None, None)):
+            useless = llm(NEVER_RIGHT | {"max_rejected_rounds": rounds})
+            ours, other = (
+                bench.at_once("never right", useless, one),
+                bench.at_once("plain", plain, one),
+            )
+            yield bench.compare(f"zoo, {name}", bar, ours, other)
+
+
+def medium_row(bench: Bench) -> Row:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**MEDIUM)).save_pretrained(folder)
+        theirs, prompts = load_transformers(folder), [list(range(256))]
+        with LLM(folder, skip_tokenizer_init=True, max_seq_len=1024, **SMALL) as plain:
+            ours = bench.at_once("plain", plain, prompts)
+            other = bench.transformers("transformers", theirs, prompts)
+            return bench.compare("151 M, 1 request", 1.0, ours, other)
+
+
+def ratios_table(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        speeds = [row[f"{side}_tokens_per_s"] for side in ("contender", "reference")]
+        versus = f"{row['contender']} / {row['reference']}"
+        bar = "–" if row["bar"] is None else f"{row['bar']:.1f}"
+        ratio, speed = f"**{row['ratio']:.2f}**", " / ".join(f"{each:,.0f}" for each in speeds)
+        lines.append([row["name"], versus, ratio, bar, speed, row["note"]])
+    return table(("case", "", "ratio", "bar", "tok/s", ""), lines)
+
+
+SUBJECTS = (
+    Subject("transformers", "This engine and transformers", against_transformers, ratios_table),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(SUBJECTS, __doc__))

@@ -1,0 +1,275 @@
+"""The kernels of a decoding round on one GPU, each in a CUDA graph, next to what they replace and
+to the floor.
+
+    python -m benchmarks.gpu_kernels [attention] [small_m_gemm] [tuned_gemm] [sampling]
+
+attention     query windows of 1 to 8 tokens over a paged KV cache, layer after layer
+small_m_gemm  our GEMM of up to 8 rows, with what is fused into it, and torch's GEMM and ops
+tuned_gemm    all GEMMs of the 8B shape by torch, and by the fastest cuBLASLt algorithms
+sampling      choosing tokens of 128,256 logits, with filters, and the same with torch.sort
+
+Shapes are an 8B Llama's in bf16. Every call has weights or pools of its own, so that no cache holds
+them. The floor reads the bytes once at 4.45 TB/s, or computes at 790 TFLOP/s."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.harness.device_time import call_us
+from benchmarks.harness.models import MATMUL_FLOPS, READ_BYTES_PER_S
+from benchmarks.harness.report import Options, Row, Subject, main, number, numbers, table
+
+LAYERS, VOCAB, CUDA, BF16 = 32, 128256, "cuda", torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
+CASES = ((1, 1050), (8, 1050), (64, 1050), (1, 8192), (32, 1050), (64, 1250), (96, 1050),
+         (16, 4096), (32, 4200), (64, 4200))  # fmt: skip
+WINDOWS = (1, 4, 8)
+GEMMS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
+NORMED, ADDS = ("qkv", "gate_up"), ("o", "down")
+
+
+def read_us(num_bytes: float) -> float:
+    return num_bytes / READ_BYTES_PER_S * 1e6
+
+
+def attention(options: Options) -> Iterator[Row]:
+    for batch_size, context in CASES[: 4 if options.quick else None]:
+        pages = -(-context // PAGE_SIZE)
+        num_pages = batch_size * pages + 1
+        shape = (LAYERS, 2, num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+        pools = torch.empty(shape, dtype=BF16, device=CUDA).normal_()
+        tables = torch.zeros(batch_size, pages + 16, dtype=torch.int32, device=CUDA)
+        order = torch.randperm(num_pages - 1, device=CUDA) + 1
+        tables[:, :pages] = order.view(batch_size, pages).to(torch.int32)
+        floor = read_us(batch_size * context * 2 * KV_HEADS * HEAD_DIM * 2)
+        for window in WINDOWS:
+            us = window_us(pools, tables, context, window)
+            yield {
+                "batch_size": batch_size, "context": context, "window": window, "us": us,
+                "floor": floor,
+            }  # fmt: skip
+
+
+def window_us(pools: torch.Tensor, tables: torch.Tensor, context: int, window: int) -> float:
+    """Microseconds of one layer: norm and rotary embedding, the KV write, and attention."""
+    from tllm_spec.kernels.window_attention import WindowPlaces, window_attention
+    from tllm_spec.kernels.window_splits import WindowWorkspace
+
+    batch_size = tables.shape[0]
+    shape = (batch_size, window, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    qkv = torch.randn(shape, device=CUDA).to(BF16)
+    cos_sin = torch.randn(batch_size * window, 2, 1, HEAD_DIM, device=CUDA).to(BF16)
+    positions = context - window + torch.arange(window, device=CUDA)
+    slots = tables[:, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    lengths = torch.full((batch_size,), context, dtype=torch.int32, device=CUDA)
+    places = WindowPlaces(tables, lengths, slots.flatten())
+    workspace = WindowWorkspace.allocate(HEAD_DIM, torch.device(CUDA))
+
+    def call(pool: torch.Tensor) -> Callable[[], object]:
+        return lambda: window_attention(qkv, cos_sin, pool, places, HEAD_DIM**-0.5, workspace)
+
+    return call_us({"ours": [call(pool) for pool in pools]})["ours"]
+
+
+def attention_table(rows: Sequence[Row]) -> list[str]:
+    cases = list(dict.fromkeys((row["batch_size"], row["context"]) for row in rows))
+    us = {(row["batch_size"], row["context"], row["window"]): row["us"] for row in rows}
+    floors = {(row["batch_size"], row["context"]): row["floor"] for row in rows}
+    titles = ("µs, by requests x context", *(f"{size} x {context:,}" for size, context in cases))
+    lines = [[f"window of {w}", *(number(us[(*case, w)]) for case in cases)] for w in WINDOWS]
+    return table(titles, [*lines, ["floor", *(number(floors[case]) for case in cases)]])
+
+
+def weights_of(in_features: int, out_features: int, count: int = LAYERS) -> list[torch.Tensor]:
+    shape = (out_features, in_features)
+    scale = in_features**-0.5
+    return [torch.randn(shape, device=CUDA, dtype=BF16) * scale for _ in range(count)]
+
+
+def small_m_gemm(options: Options) -> Iterator[Row]:
+    for layer, (in_features, out_features) in GEMMS.items():
+        weights = weights_of(in_features, out_features)
+        for rows in (1, 8) if options.quick else (1, 4, 8):
+            sides = small_m_sides(layer, rows, in_features, out_features)
+            found = call_us({name: bound(call, weights) for name, call in sides.items()})
+            yield {
+                "layer": layer, "rows": rows, "floor": read_us(2 * in_features * out_features)
+            } | found  # fmt: skip
+
+
+def bound(
+    call: Callable[[torch.Tensor], object], inputs: Sequence[torch.Tensor]
+) -> list[Callable[[], object]]:
+    return [lambda value=value: call(value) for value in inputs]
+
+
+def small_m_sides(
+    layer: str, rows: int, in_features: int, out_features: int
+) -> dict[str, Callable[[torch.Tensor], object]]:
+    """qkv and gate_up follow a norm; o and down add to a running sum."""
+    from tllm_spec.kernels.rms_norm import rms_norm
+    from tllm_spec.kernels.silu_and_mul import silu_and_mul
+    from tllm_spec.kernels.small_m_gemm import NormWeight, small_m_gemm
+
+    x = torch.randn(rows, in_features, device=CUDA, dtype=BF16)
+    norm = NormWeight(torch.ones(in_features, device=CUDA, dtype=BF16), 1e-5)
+    total = torch.zeros(rows, out_features, device=CUDA, dtype=BF16)
+
+    def ours(weight: torch.Tensor) -> object:
+        if layer in NORMED:
+            return small_m_gemm(x, weight, norm=norm, gated=layer == "gate_up")
+        return small_m_gemm(x, weight, add_to=total)
+
+    def product_and_ops(weight: torch.Tensor) -> object:
+        if layer not in NORMED:
+            return total.addmm_(x, weight.t())
+        output = F.linear(rms_norm(x, norm.weight, norm.eps), weight)
+        return silu_and_mul(output) if layer == "gate_up" else output
+
+    return {
+        "ours": ours,
+        "product": lambda weight: F.linear(x, weight),
+        "product_and_ops": product_and_ops,
+    }
+
+
+def small_m_table(rows: Sequence[Row]) -> list[str]:
+    sizes = list(dict.fromkeys(row["rows"] for row in rows))
+    lines = []
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        own = [row for row in rows if row["layer"] == layer]
+        columns = [[row[key] for row in own] for key in ("ours", "product_and_ops", "product")]
+        lines.append([layer, *map(numbers, columns), number(own[0]["floor"])])
+    by_rows = f"µs, with {' / '.join(map(str, sizes))} rows"
+    return table((by_rows, "ours, fused", "torch GEMM and ops", "torch GEMM", "floor"), lines)
+
+
+def tuned_gemm(options: Options) -> Iterator[Row]:
+    """The GEMMs of 32 layers and lm_head one after the other, all tuned at the beginning as at an
+    engine's first start. From 1,024 rows on without lm_head, which only runs for a few rows."""
+    from tllm_spec.kernels.cublas_lt import CublasLt, shared_library
+    from tllm_spec.kernels.linear_table import LinearTable
+    from tllm_spec.kernels.linear_tuner import Product, tune_missing
+    from tllm_spec.kernels.tuned_linear import TunedProducts, plain_tuned_linear, tuned_linear
+
+    library = shared_library()
+    if library is None:
+        sys.exit("tuned_gemm needs libcublasLt")
+    tuned = TunedProducts(CublasLt(library, torch.device(CUDA)), LinearTable())
+    weights = {layer: weights_of(*shape) for layer, shape in GEMMS.items()}
+    weights["lm_head"] = weights_of(4096, VOCAB, 1)
+    counts = (16, 64) if options.quick else (16, 32, 64, 128, 256, 1024, 8192)
+    products = [Product(each, layer in ADDS) for layer, each in weights.items()]
+    tune_missing(tuned.table, tuned.lt, products, counts)
+
+    def model(rows: int, linear: Callable[..., object]) -> list[Callable[[], object]]:
+        calls: dict[str, list[Callable[[], object]]] = {}
+        for layer, own in weights.items():
+            x = torch.randn(rows, own[0].shape[1], device=CUDA, dtype=BF16)
+            shape = (rows, own[0].shape[0])
+            total = torch.zeros(shape, device=CUDA, dtype=BF16) if layer in ADDS else None
+            calls[layer] = bound(lambda w, x=x, total=total: linear(x, w, add_to=total), own)
+        last = calls.pop("lm_head")
+        layers = [call for of_a_layer in zip(*calls.values(), strict=True) for call in of_a_layer]
+        return layers + (last if rows < 1024 else [])
+
+    for rows in counts:
+        calls = {
+            "torch": model(rows, plain_tuned_linear),
+            "tuned": model(rows, lambda x, w, add_to: tuned_linear(x, w, tuned, add_to=add_to)),
+        }
+        found = {name: us * len(calls[name]) / 1e3 for name, us in call_us(calls).items()}
+        size = sum(w.numel() for layer, each in weights.items() for w in each
+                   if rows < 1024 or layer != "lm_head")  # fmt: skip
+        floor = max(read_us(2 * size), 2 * size * rows / MATMUL_FLOPS * 1e6) / 1e3
+        yield {"rows": rows, "floor": floor} | found
+
+
+def tuned_table(rows: Sequence[Row]) -> list[str]:
+    rows = sorted(rows, key=lambda row: row["rows"])
+    titles = ("ms of the model's GEMMs, by rows", *(f"{row['rows']:,}" for row in rows))
+    keys = ("torch", "tuned", "floor")
+    return table(titles, [[key, *(number(row[key]) for row in rows)] for key in keys])
+
+
+def sorted_filters(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Logits `[R, V]` filtered by sorting whole rows; parameters `[R, 1]`."""
+    descending = logits.sort(dim=-1, descending=True).values
+    floor = descending.gather(1, top_k - 1)
+    kept = torch.where(descending < floor, -torch.inf, descending).softmax(dim=-1)
+    before = kept.cumsum(dim=-1) - kept
+    last_kept = ((before < top_p).sum(dim=-1, keepdim=True) - 1).clamp_min(0)
+    floor = torch.maximum(floor, descending.gather(1, last_kept))
+    return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def sampling(options: Options) -> Iterator[Row]:
+    for rows in (1, 64) if options.quick else (1, 4, 32, 64, 256):
+        count = max(2, min(20, (200 << 20) // (rows * VOCAB * 2)))  # more than the L2 cache holds
+        inputs = [(torch.randn(rows, VOCAB, device=CUDA) * 3).to(BF16) for _ in range(count)]
+        for way, (ours, replaced) in sampling_ways(rows).items():
+            sides = {"ours": bound(ours, inputs), "replaced": bound(replaced, inputs)}
+            yield {"way": way, "rows": rows} | call_us(sides)
+
+
+Choice = Callable[[torch.Tensor], object]
+
+
+def sampling_ways(rows: int) -> dict[str, tuple[Choice, Choice]]:
+    """Our kernels, and what they replaced: a float32 copy of the logits; sorted filters."""
+    from tllm_spec.kernels.choose_token import choose_best, choose_token
+    from tllm_spec.kernels.filter_cut import filter_cut
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=CUDA)
+
+    seeds, zero, one = torch.arange(rows, device=CUDA), full(0), full(1)
+    temperature, top_p = full(0.8), full(0.9)
+
+    def filtered(top_k: torch.Tensor) -> tuple[Choice, Choice]:
+        def ours(logits: torch.Tensor) -> object:
+            cut = filter_cut(logits, temperature, top_k, top_p, zero)
+            return choose_token(logits, temperature, seeds, seeds, cut=cut)
+
+        def replaced(logits: torch.Tensor) -> object:
+            scaled = logits.float() / temperature.unsqueeze(1)
+            kept = sorted_filters(scaled, top_k.unsqueeze(1), top_p.unsqueeze(1))
+            return choose_token(kept, one, seeds, seeds)
+
+        return ours, replaced
+
+    return {
+        "greedy": (choose_best, lambda x: choose_token(x.float(), zero, seeds, seeds)),
+        "sampled": (
+            lambda x: choose_token(x, temperature, seeds, seeds),
+            lambda x: choose_token(x.float(), temperature, seeds, seeds),
+        ),
+        "top_k 50, top_p 0.9": filtered(full(50, torch.int64)),
+        "top_p 0.9": filtered(full(VOCAB, torch.int64)),
+    }
+
+
+def sampling_table(rows: Sequence[Row]) -> list[str]:
+    sizes = list(dict.fromkeys(row["rows"] for row in rows))
+    found = {(row["way"], row["rows"]): row for row in rows}
+    lines = []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        own = [found[way, size] for size in sizes]
+        lines.append([way, *(f"{number(e['replaced'])} → {number(e['ours'])}" for e in own)])
+    return table(("µs, replaced → ours, by rows", *map(str, sizes)), lines)
+
+
+SUBJECTS = (
+    Subject("attention", "Attention of query windows", attention, attention_table, needs_cuda=True),
+    Subject("small_m_gemm", "GEMMs of up to 8 rows", small_m_gemm, small_m_table, needs_cuda=True),
+    Subject("tuned_gemm", "GEMMs of more rows", tuned_gemm, tuned_table, needs_cuda=True),
+    Subject(
+        "sampling", "Choosing tokens of 128,256 logits", sampling, sampling_table, needs_cuda=True
+    ),
+)
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main(SUBJECTS, __doc__))

@@ -1,0 +1,117 @@
+"""What every script shares: subjects, options, the result file and the Markdown table.
+
+A result file holds one object per subject: `about` (device, versions, commit) and `rows`."""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tllm_spec.bench.report import machine_section
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`shape`: `llama-8b` (random weights) or `zoo`."""
+
+    quick: bool
+    device: str
+    shape: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One table: `run` yields its rows, `table` makes Markdown lines of them."""
+
+    name: str
+    title: str
+    run: Callable[[Options], Iterator[Row]]
+    table: Callable[[Sequence[Row]], list[str]]
+    needs_cuda: bool = False
+
+
+def about(device: str) -> Row:
+    """Where, with which versions and at which commit a run took place."""
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return {
+        "device": machine_section(device)["name"],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def main(
+    subjects: Sequence[Subject], description: str | None, argv: list[str] | None = None
+) -> int:
+    names = [subject.name for subject in subjects]
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("subjects", nargs="*", help=f"of {', '.join(names)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--shape", choices=("llama-8b", "zoo"))
+    parser.add_argument("--output", type=Path, help="result file; other subjects in it are kept")
+    args = parser.parse_args(argv)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = Options(args.quick, device, args.shape or {"cuda": "llama-8b", "cpu": "zoo"}[device])
+    if unknown := set(args.subjects) - set(names):
+        parser.error(f"unknown subjects {sorted(unknown)}: there are {', '.join(names)}")
+    for subject in subjects:
+        if args.subjects and subject.name not in args.subjects:
+            continue
+        if subject.needs_cuda and device != "cuda":
+            parser.error(f"{subject.name} needs a CUDA device")
+        rows = []
+        for row in subject.run(options):
+            print(f"{subject.name}: {json.dumps(row)}", file=sys.stderr, flush=True)
+            rows.append(row)
+        print("\n".join([subject.title, "", *subject.table(rows), ""]), flush=True)
+        if args.output:
+            save(args.output, {subject.name: {"about": about(device), "rows": rows}})
+    return 0
+
+
+def save(file: Path, results: Row) -> None:
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    text = json.dumps(known | results, indent=1, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def load(script: str) -> Row:
+    found: Row = json.loads((RESULTS / f"{script}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def number(value: float | None) -> str:
+    """At least three digits of a float; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def numbers(values: Iterable[float | None]) -> str:
+    return " / ".join(number(value) or "–" for value in values)

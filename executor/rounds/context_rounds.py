@@ -1,0 +1,158 @@
+"""Rounds with context chunks.
+
+Chunks and generation windows share one forward, or a few short chunks are a CUDA graph and the
+windows follow as in a round without chunks. First tokens are sent before anything is drafted after
+them."""
+
+import torch
+
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.graphs.context_graphs import ContextGraphs
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.decode_rounds import DecodeRounds
+from tllm_spec.executor.rounds.decode_step import DecodeStep
+from tllm_spec.executor.rounds.result_sender import ResultSender, SentResults, joined
+from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.prompt_logprobs import collect_prompt_logprobs
+from tllm_spec.executor.speculative.drafting.round_end import WindowResult
+
+
+class ContextRounds:
+    """`decode` runs the windows where they do not share the chunks' forward."""
+
+    graphs: ContextGraphs | None = None
+
+    def __init__(self, step: DecodeStep, decode: DecodeRounds, sender: ResultSender) -> None:
+        self._step, self._decode, self._sender = step, decode, sender
+        self._engine, self._sampler = step.engine, step.sampler
+        self._round_end, self._slots = step.round_end, step.sampler.slots
+
+    def launch(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SentResults:
+        chunks = [
+            ContextChunk(r.slot, r.kv_len, r.tokens[r.kv_len : r.kv_len + r.context_chunk])
+            for r in batch.context_requests
+        ]
+        hidden = self._replay(batch, chunks)
+        if hidden is None:
+            return self._launch_together(batch, chunks, logprobs)
+        return self._launch_apart(batch, chunks, hidden, logprobs)
+
+    def _replay(self, batch: ScheduledBatch, chunks: list[ContextChunk]) -> torch.Tensor | None:
+        """Hidden states of each chunk's last row, `[C, H]`; None where no graph fits."""
+        if self.graphs is None or _wants_prompt_logprobs(batch):
+            return None
+        return self.graphs.run(chunks)
+
+    def _launch_apart(
+        self,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        hidden: torch.Tensor,
+        logprobs: LogprobRows,
+    ) -> SentResults:
+        """The chunks' graph was replayed and left `hidden` `[C, H]`; the windows, if any, follow
+        after the drafting, since they overwrite the states that it reads."""
+        self._start_joining(batch)
+        ended, parts = batch.last_chunk_requests, list[SampledTokens]()
+        if ended:
+            if len(ended) < len(chunks):
+                rows = [i for i, r in enumerate(batch.context_requests) if r.is_last_context_chunk]
+                hidden = hidden.index_select(0, to_device(rows, hidden.device))
+            parts = [self._sample_first(ended, self._engine.compute_logits(hidden), logprobs)]
+        if not batch.generation_requests:
+            return self._send_then_draft(batch, chunks, parts, None, logprobs)
+        first_tokens = _first_tokens(batch, parts)
+        self._round_end.after_contexts(batch, chunks, first_tokens, None, is_timed=False)
+        parts.append(self._decode.run(batch, logprobs))
+        sampled = joined(parts, batch.window, hidden.device)
+        return SentResults(self._sender.send(sampled, logprobs))
+
+    def _launch_together(
+        self, batch: ScheduledBatch, chunks: list[ContextChunk], logprobs: LogprobRows
+    ) -> SentResults:
+        """One forward of the chunks and, after them, the windows, if there are any."""
+        ended, group, windows = batch.last_chunk_requests, None, None
+        if batch.generation_requests:
+            group = self._step.group(batch)
+            windows = self._step.windows(group, batch.max_kv_len)
+        hidden = self._forward(batch, chunks, windows)
+        self._start_joining(batch)
+        logits = self._engine.compute_logits(hidden)
+        parts, result = list[SampledTokens](), None
+        if ended:
+            parts = [self._sample_first(ended, logits[: len(ended)], logprobs)]
+        if group is not None and windows is not None:
+            of_windows = logits[len(ended) :]
+            result = self._step.sample(group, windows, of_windows, batch.draft_probs, logprobs)
+            parts.append(result.sampled)
+        return self._send_then_draft(batch, chunks, parts, result, logprobs)
+
+    def _forward(
+        self, batch: ScheduledBatch, chunks: list[ContextChunk], windows: Windows | None
+    ) -> torch.Tensor:
+        """Hidden states of the rows that are sampled, `[R, H]`."""
+        wanted = _sampled_rows(batch, self._slots.device)
+        if not _wants_prompt_logprobs(batch):
+            return self._engine.forward(chunks, windows, wanted)
+        hidden = self._engine.forward(chunks, windows)
+        collect_prompt_logprobs(batch.context_requests, hidden, self._engine.compute_logits)
+        return hidden.index_select(0, wanted)
+
+    def _send_then_draft(
+        self,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        parts: list[SampledTokens],
+        windows: WindowResult | None,
+        logprobs: LogprobRows,
+    ) -> SentResults:
+        """In this order, so that first tokens do not wait for drafts. windows: of the chunks'
+        forward."""
+        sampled = joined(parts, batch.window, self._slots.device)
+        to_host = self._sender.send(sampled, logprobs)
+        first_tokens = _first_tokens(batch, parts)
+        post_send = self._round_end.after_contexts(
+            batch, chunks, first_tokens, windows, is_timed=not to_host.is_here
+        )
+        return SentResults(to_host, post_send)
+
+    def _start_joining(self, batch: ScheduledBatch) -> None:
+        """Writes the rows of the slots that requests were given for this round. A context's forward
+        does not read them, so they are written while the device is busy with it."""
+        for request in batch.joining:
+            self._sampler.start(request)
+            self._slots.start(request)
+
+    def _sample_first(
+        self, ended: list[LlmRequest], logits: torch.Tensor, logprobs: LogprobRows
+    ) -> SampledTokens:
+        """The first tokens of contexts that ended. logits `[C, V]`."""
+        group = self._sampler.groups.get(ended, 1)
+        numbers = [r.num_tokens for r in ended], [r.tokens[-1] for r in ended]
+        lens, last_tokens = to_device(numbers, logits.device).unbind(0)
+        self._slots.kv_lens[group.slots] = lens
+        return self._sampler.sample_contexts(group, logits, last_tokens, logprobs)
+
+
+def _wants_prompt_logprobs(batch: ScheduledBatch) -> bool:
+    return any(request.rules.prompt_logprobs is not None for request in batch.context_requests)
+
+
+def _first_tokens(batch: ScheduledBatch, parts: list[SampledTokens]) -> torch.Tensor | None:
+    """`[C]`, of the ended contexts, which are the first part; None: there are none."""
+    return parts[0].new_tokens[:, 0] if batch.last_chunk_requests else None
+
+
+def _sampled_rows(batch: ScheduledBatch, device: torch.device) -> torch.Tensor:
+    """`[R]`: the last row of each ended context, then all window rows."""
+    rows: list[int] = []
+    end = 0
+    for request in batch.context_requests:
+        end += request.context_chunk
+        rows += [end - 1] if request.is_last_context_chunk else []
+    rows += range(end, end + len(batch.generation_requests) * batch.window)
+    if not rows:  # pieces of prompts only
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return to_device(rows, device)

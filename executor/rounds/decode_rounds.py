@@ -1,0 +1,82 @@
+"""Rounds of generation windows: replayed as a CUDA graph where one fits, eager otherwise.
+
+Where a request's rules need more than a round's graph knows, the forward at least is a graph."""
+
+from dataclasses import replace
+from operator import attrgetter
+
+import torch
+
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.graph_pool import GraphPool
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
+from tllm_spec.executor.rounds.decode_step import DecodeStep
+from tllm_spec.executor.sampling.logprobs import LogprobRows
+
+_graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
+
+
+class DecodeRounds:
+    """Nothing is captured before `capture`."""
+
+    graphs: CudaGraphs | None = None
+    forward_graphs: SlotGraphs[torch.Tensor] | None = None
+
+    def __init__(self, step: DecodeStep) -> None:
+        self._step = step
+        self._hidden = torch.empty(0)  # [T, H], where every forward graph leaves its result
+
+    def run(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
+        sampled = self._replay(batch)
+        if sampled is None:
+            sampled = self._step.run(batch, logprobs, self._replay_forward(batch))
+        return sampled
+
+    def capture(
+        self,
+        keys: list[GraphKey],
+        dummy_slot: int,
+        device: torch.device,
+        *,
+        pads: bool,
+        pool: GraphPool | None,
+    ) -> CudaGraphs:
+        """Raises ValueError when the memory does not suffice."""
+        graphs = CudaGraphs(self._round, dummy_slot, device, pads=pads, pool=pool)
+        graphs.capture(keys)
+        model, num_rows = self._step.engine.model, max((key.num_tokens for key in keys), default=0)
+        size = num_rows, model.config.hidden_size
+        self._hidden = torch.empty(size, dtype=model.dtype, device=device)
+        forwards = graphs.for_same_slots(self._forward)
+        forwards.capture({replace(key, sampled=False) for key in keys})
+        self.graphs, self.forward_graphs = graphs, forwards
+        return graphs
+
+    def _round(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> SampledTokens:
+        return self._step.from_slots(slot_ids, draft_len, is_sampled, self._step.max_len)
+
+    def _forward(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> torch.Tensor:
+        hidden = self._step.forward_from_slots(slot_ids, draft_len)
+        return self._hidden[: len(hidden)].copy_(hidden)
+
+    def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
+        """None where no graph fits the batch, or a request's rules."""
+        requests = batch.generation_requests
+        needed = set(map(_graph_samples, requests))
+        if self.graphs is None or None in needed:
+            return None
+        slots, draft_len, is_sampled = list(map(_slot, requests)), batch.draft_len, True in needed
+        sampled = self.graphs.replay(slots, draft_len, is_sampled)
+        if sampled is not None:
+            self._step.round_end.after_replay(slots, draft_len, is_sampled)
+        return sampled
+
+    def _replay_forward(self, batch: ScheduledBatch) -> torch.Tensor | None:
+        """Hidden states of the windows, `[B * (K+1), H]`, which the next replay of any graph
+        overwrites; None where no graph fits."""
+        if self.forward_graphs is None:
+            return None
+        slots = list(map(_slot, batch.generation_requests))
+        captured = self.forward_graphs.run(slots, batch.draft_len, False)
+        return None if captured is None else captured.result[: len(slots) * batch.window]

@@ -1,0 +1,91 @@
+"""One round of generation windows as device work: the target's forward, acceptance, drafting.
+
+`run` takes the requests of a batch. `from_slots` takes nothing but slot numbers on the device,
+which is what a CUDA graph captures."""
+
+import torch
+
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.speculative.drafting.round_end import RoundEnd, WindowResult
+from tllm_spec.kernels.row_copies import gather_rows
+
+
+class DecodeStep:
+    """Never waits for the device. `round_end`: the drafter's part of the round."""
+
+    def __init__(self, engine: ModelEngine, sampler: Sampler, round_end: RoundEnd) -> None:
+        self.engine = engine
+        self.sampler = sampler
+        self.round_end = round_end
+        self._slots = sampler.slots
+        self._groups = sampler.groups
+
+    def run(
+        self, batch: ScheduledBatch, logprobs: LogprobRows, hidden: torch.Tensor | None = None
+    ) -> SampledTokens:
+        """The batch's windows. hidden `[B * (K+1), H]`: of a forward that ran already; None: it
+        runs here."""
+        group = self.group(batch)
+        windows = self.windows(group, batch.max_kv_len)
+        if hidden is None:
+            hidden = self.engine.forward([], windows)
+        logits = self.engine.compute_logits(hidden)
+        result = self.sample(group, windows, logits, batch.draft_probs, logprobs)
+        self.round_end.after_windows(batch, result)
+        return result.sampled
+
+    def from_slots(
+        self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool, max_kv_len: int
+    ) -> SampledTokens:
+        """The windows of the slots `[B]`, whose KV lengths are `max_kv_len` at most."""
+        self._slots.reset_dummy()
+        group = self._groups.of_slots(slot_ids, 1 + draft_len, sampled=is_sampled)
+        windows = self.windows(group, max_kv_len)
+        logits = self.engine.compute_logits(self.engine.forward([], windows))
+        result = self.sample(group, windows, logits, None, LogprobRows())
+        self.round_end.in_graph(group, result, draft_len)
+        return result.sampled
+
+    def forward_from_slots(self, slot_ids: torch.Tensor, draft_len: int) -> torch.Tensor:
+        """Hidden states of the slots' windows, `[B * (K+1), H]`: the same for every way of
+        sampling."""
+        self._slots.reset_dummy()
+        windows = self._windows(slot_ids, 1 + draft_len, self.max_len)
+        return self.engine.forward([], windows)
+
+    @property
+    def max_len(self) -> int:
+        """The KV length of the longest request that there can be."""
+        return self.engine.rows.max_len
+
+    def group(self, batch: ScheduledBatch) -> RowGroup:
+        return self._groups.get(batch.generation_requests, batch.window)
+
+    def windows(self, group: RowGroup, max_kv_len: int) -> Windows:
+        return self._windows(group.slots, group.window, max_kv_len)
+
+    def sample(
+        self,
+        group: RowGroup,
+        windows: Windows,
+        logits: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        logprobs: LogprobRows,
+    ) -> WindowResult:
+        """Accepts drafts and advances the slots. logits `[B * (K+1), V]`."""
+        probs = self.round_end.draft_probs(group, draft_probs)
+        sampled = self.sampler.sample_windows(group, logits, windows.first, probs, logprobs)
+        return WindowResult(windows, sampled)
+
+    def _windows(self, slot_ids: torch.Tensor, width: int, max_kv_len: int) -> Windows:
+        return Windows(
+            slots=slot_ids,
+            first=gather_rows(self._slots.kv_lens, slot_ids),
+            token_ids=gather_rows(self._slots.window[:, :width], slot_ids),
+            max_kv_len=max_kv_len,
+        )

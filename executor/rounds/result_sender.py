@@ -1,0 +1,40 @@
+"""Sends the results of a round to the host without waiting for the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.rounds.device_span import DeviceSpan
+from tllm_spec.executor.rounds.transfer import PinnedBuffers, ToHost
+from tllm_spec.executor.sampling.logprobs import LogprobRows
+
+
+@dataclass(frozen=True)
+class SentResults:
+    """`post_send`: what the device does in this round after sending them; None: nothing."""
+
+    to_host: ToHost
+    post_send: DeviceSpan | None = None
+
+
+class ResultSender:
+    """Reuses the pinned memory of rounds that were read."""
+
+    def __init__(self) -> None:
+        self._buffers = PinnedBuffers()
+
+    def send(self, sampled: SampledTokens, logprobs: LogprobRows) -> ToHost:
+        return ToHost([sampled.table(), *logprobs.tensors], self._buffers)
+
+
+def joined(parts: Sequence[SampledTokens], width: int, device: torch.device) -> SampledTokens:
+    """The results of all requests as one, rows padded to `width` tokens."""
+    if not parts:  # chunks of contexts only, and none of them the last
+        empty = torch.empty((0, width), dtype=torch.int64, device=device)
+        return SampledTokens(empty, empty[:, 0])
+    tokens = [
+        torch.nn.functional.pad(p.new_tokens, (0, width - p.new_tokens.shape[1])) for p in parts
+    ]
+    return SampledTokens(torch.cat(tokens), torch.cat([p.new_lens for p in parts]))

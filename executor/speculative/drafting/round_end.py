@@ -1,0 +1,99 @@
+"""The hooks through which a drafter on the device takes part in the target's rounds.
+
+`RoundEnd` itself drafts nothing: it serves plain decoding, and drafters on the host or with a KV
+cache of their own."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
+from tllm_spec.executor.engine.rows import ContextChunk, Windows
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.device_span import DeviceSpan
+from tllm_spec.executor.sampling.row_group import RowGroup
+
+
+@dataclass(frozen=True)
+class ContextResult:
+    """The context chunks that the target has read, one per request.
+
+    `following`: the prompt token after each chunk; None after the last chunk of a context, whose
+    next token is in `first_tokens` `[C]`, one per ended context (None: no context ended)."""
+
+    requests: list[LlmRequest]
+    chunks: list[ContextChunk]
+    following: list[int | None]
+    first_tokens: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        first_tokens: torch.Tensor | None,
+    ) -> "ContextResult":
+        requests = batch.context_requests
+        following = [
+            None if r.is_last_context_chunk else r.tokens[r.kv_len + r.context_chunk]
+            for r in requests
+        ]
+        return cls(requests, chunks, following, first_tokens)
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """The windows that the target has verified, and the tokens that it emitted for them."""
+
+    windows: Windows
+    sampled: SampledTokens
+
+    @property
+    def width(self) -> int:
+        return self.sampled.new_tokens.shape[1]
+
+
+class RoundEnd:
+    """The null object: every hook does nothing. When a hook runs, the slots have advanced by what
+    the round emitted."""
+
+    def prepare(self, batch: ScheduledBatch) -> None:
+        """Before the target's forward is launched."""
+
+    def after_contexts(
+        self,
+        batch: ScheduledBatch,
+        chunks: list[ContextChunk],
+        first_tokens: torch.Tensor | None,
+        windows: WindowResult | None,
+        *,
+        is_timed: bool,
+    ) -> DeviceSpan | None:
+        """After the sampling of a forward with context chunks. first_tokens `[C]`: of the ended
+        contexts; windows: of the same forward. Returns the span of the work that was launched, if
+        `is_timed`."""
+        return None
+
+    def after_windows(self, batch: ScheduledBatch, windows: WindowResult) -> None:
+        """After the sampling of a round of windows that no graph holds."""
+
+    def in_graph(self, group: RowGroup, windows: WindowResult, num_drafts: int) -> None:
+        """The part of a round of windows that is captured in the round's own graph."""
+
+    def after_replay(self, slots: list[int], draft_len: int, is_sampled: bool) -> None:
+        """After the replay of a round's graph for these slots, of a key with this draft length and
+        way of sampling. Its results stay where they are until the next replay of any graph."""
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """After everything of the round was launched."""
+
+    def capture_graphs(self, rounds: CudaGraphs, keys: Iterable[GraphKey]) -> None:
+        """The graphs of the rounds were captured, one for each key."""
+
+    def draft_probs(self, group: RowGroup, given: torch.Tensor | None) -> torch.Tensor | None:
+        """What the drafts in the group's windows were drawn from, `[B, K, V]` over the target's
+        vocabulary, for rejection sampling. given: what the drafter put into the batch."""
+        return given

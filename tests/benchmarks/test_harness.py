@@ -1,0 +1,116 @@
+"""The benchmarks' harness: what it times, that the scripts run, and that the page shows their
+results."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import cpu, draft_sampling, ngram, rounds
+from benchmarks.harness import engine, report
+from benchmarks.harness.device_time import idle_us
+from benchmarks.harness.engine import Rounds, in_turns, stopwatch
+from benchmarks.harness.models import Models
+from benchmarks.tables import DOCUMENT, filled
+from tllm_spec.executor.rounds.transfer import ToHost
+
+
+def test_host_time_leaves_out_the_wait_for_the_device() -> None:
+    def step() -> None:
+        time.sleep(0.002)
+        ToHost([]).wait()
+
+    driven = Rounds.__new__(Rounds)
+    driven.executor = SimpleNamespace(step=step)  # type: ignore[assignment] # only step is used
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ToHost, "wait", lambda self: time.sleep(0.2))
+        found = driven.host_time(3)
+    assert 2.0 <= found.median < 100 and found.launch == 0.0
+
+
+def test_a_stopwatch_leaves_the_method_as_it_was() -> None:
+    before = ToHost.wait
+    with stopwatch(ToHost, "wait") as seconds:
+        assert ToHost([]).wait() == []
+    assert len(seconds) == 1 and ToHost.wait is before
+
+
+def test_rounds_of_fewer_requests_are_not_timed(tmp_path: Path) -> None:
+    models = Models("zoo", "cpu", tmp_path)
+    driven = Rounds(models.target, max_batch_size=2, max_seq_len=48, **models.options)
+    driven.start(2, 16)
+    assert driven.timed(4).tokens_per_round == 1.0
+    with pytest.raises(RuntimeError, match="max_seq_len is too small"):
+        driven.run(20)
+    driven.stop()
+    driven.executor.check_integrity()
+
+
+def test_sides_take_turns_and_the_first_turn_does_not_count() -> None:
+    log: list[str] = []
+
+    def side(name: str) -> float:
+        log.append(name)
+        return float(len(log))
+
+    assert in_turns({n: lambda n=n: side(n) for n in "ab"}, 2) == {"a": [3, 5], "b": [4, 6]}
+    assert log == ["a", "b"] * 3
+
+
+def test_idle_time_between_graphs_does_not_include_copies() -> None:
+    def work(start: float, duration: float, graph: int, kind: str = "kernel") -> dict[str, object]:
+        return {"cat": kind, "ts": start, "dur": duration, "args": {"correlation": graph}}
+
+    launches = [{"name": "cudaGraphLaunch", "args": {"correlation": number}} for number in (1, 2)]
+    copy = work(105, 10, 7, "gpu_memcpy")
+    events = [*launches, work(0, 50, 1), work(40, 60, 1), copy, work(130, 50, 2)]
+    assert idle_us(events) == 20
+
+
+@pytest.mark.parametrize(
+    ("script", "subject", "num_rows"),
+    [
+        (rounds, "zero_drafts", 5),
+        (rounds, "sampling_params", 8),
+        (ngram, "host_time", 12),
+        (draft_sampling, "ways", 3),
+        pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_runs_on_a_cpu_and_adds_its_result_to_the_file(
+    script: SimpleNamespace,
+    subject: str,
+    num_rows: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "WARM_UP_ROUNDS", 1)
+    file = tmp_path / "result.json"
+    file.write_text('{"another subject": {}}')
+    options = ["--quick", "--device", "cpu", "--output", str(file)]
+    assert report.main(script.SUBJECTS, None, [subject, *options]) == 0
+    result = json.loads(file.read_text())
+    assert result.keys() == {"another subject", subject}
+    assert len(result[subject]["rows"]) == num_rows
+    assert result[subject]["about"]["torch"]
+
+
+def test_a_subject_that_needs_a_gpu_is_refused_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        report.main(rounds.SUBJECTS, None, ["launch", "--device", "cpu"])
+    assert "launch needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_page_shows_the_tables_of_the_results() -> None:
+    page = DOCUMENT.read_text(encoding="utf-8")
+    assert page.count("### ") == 13
+    assert filled(page) == page, "run python -m benchmarks.tables --write"
+
+
+def test_a_heading_without_a_result_is_refused() -> None:
+    with pytest.raises(ValueError, match="no result for 'Other: `python -m benchmarks"):
+        filled("### Other: `python -m benchmarks.cpu`\n")

@@ -1,0 +1,144 @@
+"""Executors with stand-ins for CUDA graphs, their traffic, and what a build would capture."""
+
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.executor.draft_caches import HOT, one_model
+from tests.executor.harness import Harness, draft_target
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.building.rounds import build_controller
+from tllm_spec.executor.graphs.graph_pool import GraphPool
+from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
+from tllm_spec.executor.speculative.modes import Speculation
+
+CPU = torch.device("cpu")
+DUMMY = 8  # the slot behind those of max_batch_size
+MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
+
+
+def speculate(tiny_draft: Path, head: Path, mode: str, **options: Any) -> dict[str, Any]:
+    if mode == "draft_target_two_model":
+        return draft_target(tiny_draft, 3, **options)
+    return one_model(tiny_draft, head, mode, **options)
+
+
+def with_graphs(
+    model: Path, sizes: tuple[int, ...], draft_lens: set[int], *, pads: bool = True, **options: Any
+) -> Harness:
+    harness = Harness(model, **options)
+    capture_rounds(harness, graph_keys(sizes, lambda _: draft_lens), pads=pads)
+    return harness
+
+
+@torch.inference_mode()
+def capture_rounds(
+    harness: Harness, keys: list[GraphKey], *, pads: bool = True, pool: GraphPool | None = None
+) -> None:
+    """As the composition root does for every key; a head of its own drafts in graphs, too."""
+    runner, drafter = harness.parts.runner, harness.parts.drafter
+    runner.capture_graphs(keys, DUMMY, CPU, pads=pads, pool=pool)
+    if isinstance(drafter, HeadDrafter):
+        assert runner.graphs is not None
+        drafter.capture_drafting(runner.graphs, drafter.keys(keys, keys))
+        for captured in (c for tier in runner.graphs.tiers.values() for c in tier.graphs.values()):
+            stand_in: Any = captured.graph
+            stand_in.replays = 0  # those that the head's captures needed do not count
+
+
+def num_replays(harness: Harness) -> dict[GraphKey, int]:
+    graphs = harness.parts.runner.graphs
+    assert graphs is not None
+    dummies: dict[GraphKey, Any] = {
+        GraphKey(size, draft_len, is_sampled): captured.graph
+        for draft_len, tier in graphs.tiers.items()
+        for (size, is_sampled), captured in tier.graphs.items()
+    }
+    return {key: stand_in.replays for key, stand_in in dummies.items() if stand_in.replays}
+
+
+def submit_mixture(harness: Harness, number: int, is_sampled: bool) -> list[LlmRequest]:
+    """Requests of many lengths, so that many batch sizes from `number` down occur; one is alone in
+    the end."""
+    random = Random(3)
+    return [
+        harness.submit(
+            [random.randrange(64) for _ in range(random.randrange(1, 12))],
+            max_tokens=5 + 4 * i + 30 * (i == number - 1),
+            temperature=HOT if is_sampled and i % 2 else None,
+            top_k=20 if is_sampled and i % 4 == 1 else None,
+            draft_limit=(3, 1, 0)[i % 3] if harness.max_draft_len else None,
+            seed=i,
+        )
+        for i in range(number)
+    ]
+
+
+class KeyRecorder:
+    """Stands in for a round runner on a CUDA device."""
+
+    engine = SimpleNamespace(backend=SimpleNamespace(supports_graphs=True))
+
+    def __init__(self) -> None:
+        self.keys: list[GraphKey] = []
+        self.graphs: list[GraphKey] | None = None
+
+    def capture_contexts(self, sizes: tuple[int, ...], dummy_slot: int, pool: GraphPool) -> None:
+        self.pool = pool
+
+    def capture_graphs(
+        self,
+        keys: list[GraphKey],
+        dummy_slot: int,
+        device: torch.device,
+        *,
+        pads: bool,
+        pool: GraphPool,
+    ) -> None:
+        assert (dummy_slot, device.type, pads) == (DUMMY, "cuda", True)
+        assert pool is self.pool  # the memory of contexts, which need more
+        self.keys = self.graphs = keys
+
+    def launch(self, batch: ScheduledBatch) -> Any:
+        """Rounds that warm up have the windows of rounds that there will be."""
+        sizes = {(key.batch_size, key.draft_len) for key in self.keys} | {(0, 0)}
+        assert (len(batch.generation_requests), batch.draft_len) in sizes
+        return SimpleNamespace(wait=lambda: None)
+
+    def discard_dummy_round(self) -> None:
+        return
+
+    def seconds(self, key: GraphKey, dummy_slot: int, device: torch.device) -> float:
+        assert key in self.keys
+        return 1.0
+
+    def seconds_with_contexts(self, key: GraphKey, limits: Any) -> float | None:
+        assert key in self.keys
+        return None
+
+
+def keys_of_build(model: Path, **options: Any) -> list[GraphKey]:
+    """What the composition root would have captured on a CUDA device."""
+    built, recorder = Harness(model, **options), KeyRecorder()
+    plan = BuildPlan(
+        LlmArgs.from_kwargs(model, **{"max_batch_size": 8, "max_seq_len": 256} | options)
+    )
+    plan.device = torch.device("cuda")
+    runner: Any = recorder
+    speculation = Speculation(built.parts.drafter, round_end=built.parts.runner.round_end)
+    build_controller(plan, runner, speculation, [])
+    return recorder.keys
+
+
+def on_cuda(model: Path, sizes: list[int] | None, **options: Any) -> Harness:
+    graphs = None if sizes is None else {"batch_sizes": sizes}
+    harness = Harness(model, device="cuda", cuda_graph_config=graphs, **options)
+    assert (harness.parts.runner.graphs is not None) == (sizes is not None)
+    return harness

@@ -1,0 +1,92 @@
+"""Executors whose rounds overlap, requests for them, and views of the rounds in flight."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import (
+    one_model,
+)
+from tests.executor.harness import Harness, output_of
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.tiny_eagle3 import rewrite, write_tiny_eagle3
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35]
+PAGE = {"kv_cache_config": {"tokens_per_block": 4}}
+NAN_TOKEN = 63
+NO_OVERLAP = {"disable_overlap_scheduler": True}
+Make = Callable[..., Harness]
+
+
+MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model"]
+GOOD: dict[str, Any] = {
+    "logit_bias": {NAN_TOKEN: -100.0},
+    "presence_penalty": 0.5,
+    "temperature": 0.9,
+}
+
+
+def make_of(folder: Path, tiny: Path, mode: str) -> Make:
+    """Makes harnesses of a mode whose rounds overlap. Drafts never propose the token after which
+    there are no numbers."""
+    (folder / "draft").mkdir()
+    (folder / "head").mkdir()
+    draft = write_tiny_llama(folder / "draft", vocab_size=NAN_TOKEN)
+    head = write_tiny_eagle3(folder / "head", num_captured=2)
+    rewrite(head, lambda tensors: tensors.update(d2t=torch.zeros(48, dtype=torch.int64)))
+
+    def make(target: Path = tiny, **options: Any) -> Harness:
+        harness = Harness(target, **PAGE | options, **one_model(draft, head, mode))
+        assert harness.parts.max_in_flight == int("disable_overlap_scheduler" not in options)
+        return harness
+
+    return make
+
+
+def before_launch(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, look: Callable[..., None]
+) -> None:
+    launch = harness.parts.runner.launch
+
+    def watched(batch: ScheduledBatch) -> LaunchedRound:
+        look(batch)
+        return launch(batch)
+
+    monkeypatch.setattr(harness.parts.runner, "launch", watched)
+
+
+def num_rounds_with(harness: Harness, request: LlmRequest) -> int:
+    """Rounds in flight that bring the request at least one token."""
+    return sum(
+        request in launched.ended_contexts or request in launched.batch.generation_requests
+        for launched in harness.executor._in_flight
+    )
+
+
+def assert_same_text(ours: list[LlmRequest], theirs: list[LlmRequest]) -> None:
+    assert not [request.error for request in ours if request.error]
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
+    assert [r.finish_reason for r in ours] == [r.finish_reason for r in theirs]
+
+
+def text_alone(make: Make, prompt: list[int], max_tokens: int, **params: Any) -> list[int]:
+    harness = make(**NO_OVERLAP)
+    request = harness.submit(prompt, max_tokens, **params)
+    harness.run()
+    return output_of(request)
+
+
+@cache
+def good_texts(make: Make, num_requests: int = 3) -> list[list[int]]:
+    return [text_alone(make, [i, *PROMPT], 24, seed=i, **GOOD) for i in range(num_requests)]
+
+
+def submit_good(harness: Harness, num_requests: int = 3) -> list[LlmRequest]:
+    return [harness.submit([i, *PROMPT], 24, seed=i, **GOOD) for i in range(num_requests)]

@@ -1,0 +1,110 @@
+"""CUDA graphs of rounds on a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.graph_rounds import (
+    DUMMY,
+    MODES,
+    on_cuda,
+    speculate,
+    submit_mixture,
+)
+from tests.executor.harness import all_pages_are_back, output_of
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.batch import SampledTokens
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_rounds_without_drafts_are_graphs_of_draft_length_0(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    harness = on_cuda(tiny, [1, 4], **speculate(tiny_draft, head, mode))
+    graphs: Any = harness.parts.runner.graphs
+    replay, lengths = graphs.replay, []
+
+    def watched(slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
+        result = replay(slots, draft_len, sampled)
+        lengths.append(draft_len if result is not None else None)
+        return result
+
+    graphs.replay = watched
+    requests = [harness.submit([i, 2, 3], max_tokens=40, draft_limit=0) for i in range(3)]
+    harness.run()
+    assert lengths == [0] * 39 and all(request.num_output_tokens == 40 for request in requests)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_a_replayed_round_is_the_eager_one(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str, is_sampled: bool
+) -> None:
+    speculation = speculate(tiny_draft, head, mode)
+    harness, eager = (on_cuda(tiny, sizes, **speculation) for sizes in ([1, 4, 8], None))
+    graphs = harness.parts.runner.graphs
+    assert graphs is not None
+    replay, num_replayed = graphs.replay, []
+
+    def watched(slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
+        result = replay(slots, draft_len, sampled)
+        num_replayed.append(0 if result is None else len(slots))
+        return result
+
+    graphs.replay = watched  # type: ignore[method-assign] # a spy on this one object
+    ours, theirs = (submit_mixture(each, 7, is_sampled) for each in (harness, eager))
+    harness.run()
+    eager.run()
+    assert len(num_replayed) > 10 and {1, 7} <= set(num_replayed)
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
+    assert [r.counters.by_accepted for r in ours] == [r.counters.by_accepted for r in theirs]
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_the_dummy_slot_of_padded_batches_does_not_grow(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    harness = on_cuda(tiny, [8], **speculate(tiny_draft, head, mode))
+    submit_mixture(harness, 3, is_sampled=True)
+    while harness.round():
+        assert harness.parts.slots.kv_lens[DUMMY].item() <= 1 + harness.max_draft_len
+    assert not harness.parts.kv.table.device_rows[DUMMY].any()
+    with torch.inference_mode():
+        harness.parts.slots.reset_dummy()
+    assert harness.parts.slots.kv_lens[DUMMY].item() == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_batch_above_the_largest_graph_runs_without(tiny: Path) -> None:
+    harness, eager = on_cuda(tiny, [2]), on_cuda(tiny, None)
+    graphs = harness.parts.runner.graphs
+    assert graphs is not None and graphs.replay([0, 1, 2], 0, False) is None
+    ours, theirs = (submit_mixture(each, 5, False) for each in (harness, eager))
+    harness.run()
+    eager.run()
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_running_out_of_memory_while_capturing_says_which_options_to_lower(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    with pytest.raises(
+        ValueError, match="out of memory while the CUDA graph of 8 requests with 0 drafts"
+    ):
+        on_cuda(tiny, [1, 8])

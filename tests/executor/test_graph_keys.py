@@ -1,0 +1,96 @@
+"""Which CUDA graphs of rounds are captured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.graph_rounds import (
+    keys_of_build,
+    speculate,
+)
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.config import CudaGraphConfig
+from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
+from tllm_spec.executor.graphs.slot_graphs import graph_keys
+from tllm_spec.speculative_config import NGramDecodingConfig
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+def config(**options: Any) -> NGramDecodingConfig:
+    return NGramDecodingConfig(max_draft_len=4, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_concurrency": 5},
+        {"draft_len_schedule": {1: 4, 3: 2, 7: 0}},
+        {"draft_len_schedule": {4: 1}},
+    ],
+)
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (3, 8), (8,), (1, 2, 3, 4, 5, 6, 7, 8)])
+def test_keys_are_exactly_the_combinations_that_batches_can_have(
+    options: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    spec = config(**options)
+    keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
+    padded = {n: min(size for size in sizes if size >= n) for n in range(1, 9)}
+    needed = {
+        (padded[n], controller_for(spec).steps_for(n), sampled)
+        for n in padded
+        for sampled in (False, True)
+    }
+    assert {(key.batch_size, key.draft_len, key.sampled) for key in keys} == needed
+    assert len(keys) == len(needed)
+
+
+def test_drafters_that_may_come_with_fewer_drafts_have_a_graph_for_every_length() -> None:
+    spec = config(draft_len_schedule={1: 3, 3: 1})
+    keys = graph_keys((2, 4), draft_lens_of_rounds(controller_for(spec), spec, None))
+    lengths = {size: {key.draft_len for key in keys if key.batch_size == size} for size in (2, 4)}
+    assert lengths == {2: {0, 1, 2, 3}, 4: {0, 1}}
+
+
+def test_sizes_end_where_the_schedule_changes_so_that_no_batch_pads_beyond() -> None:
+    schedule = {1: 4, 6: 0}
+    sizes = CudaGraphConfig(batch_sizes=(1, 8)).sizes(
+        8, [size - 1 for size in schedule if size > 1]
+    )
+    spec = config(draft_len_schedule=schedule)
+    keys = graph_keys(sizes, controller_for(spec).draft_lens_at)
+    assert {(key.batch_size, key.draft_len) for key in keys} == {(1, 4), (5, 4), (8, 0)}
+
+
+def test_the_keys_of_a_build_follow_the_mode_and_the_schedule(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    cuts = {"draft_len_schedule": {1: 3, 6: 1}}
+
+    def pairs(mode: str, **options: Any) -> set[tuple[int, int]]:
+        keys = keys_of_build(tiny, **speculate(tiny_draft, head, mode, **options))
+        return {(key.batch_size, key.draft_len) for key in keys}
+
+    assert pairs("plain") == {(1, 0), (2, 0), (4, 0), (8, 0)}
+    for mode in ("draft_target", "eagle3"):
+        plain = {(1, 0), (2, 0), (4, 0), (8, 0)}  # where nobody wants drafts
+        assert pairs(mode) == plain | {(1, 3), (2, 3), (4, 3), (8, 3)}
+        assert pairs(mode, **cuts) == plain | {(5, 0)} | {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)}
+    # The draft model may have no pages for anybody's drafts.
+    assert pairs("draft_target_two_model", **cuts) >= {(4, 0), (4, 3), (8, 0), (8, 1)}
+    rejecting = speculate(tiny_draft, head, "draft_target_two_model", use_rejection_sampling=True)
+    assert keys_of_build(tiny, **rejecting) == []
+    assert keys_of_build(tiny, cuda_graph_config=None) == []
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "draft_target", "eagle3_two_model"])
+def test_no_graph_has_more_rows_than_the_buffers_of_a_round(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    keys = keys_of_build(tiny, max_num_tokens=20, **speculate(tiny_draft, head, mode))
+    assert keys and all(key.batch_size * (1 + key.draft_len) <= 20 for key in keys)

@@ -1,0 +1,153 @@
+"""An EAGLE-3 head in launches of its own (two-model path): it drafts in the round that it reads, what
+the one-model path would draft, and its rounds overlap."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import SMALL_POOL, eagle3, submit_traffic
+from tests.executor.graph_rounds import with_graphs
+from tests.executor.harness import Harness, all_pages_are_back
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.slot_graphs import SlotGraphs
+from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.rounds.transfer import ToHost
+from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+def two_model(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
+    return eagle3(head, draft_len, eagle3_one_model=False, **options)
+
+
+def watch_windows(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> dict[tuple[int, int], list[int]]:
+    """The bonus token and the real drafts of every window that is launched, by request id and
+    length."""
+    seen: dict[tuple[int, int], list[int]] = {}
+    launch, slots = harness.parts.runner.launch, harness.parts.slots
+
+    def record(batch: ScheduledBatch) -> Any:
+        for request in batch.generation_requests:
+            num_drafts = min(batch.draft_len, int(slots.num_drafts[request.slot]))
+            assert num_drafts == request.py_num_draft_tokens
+            window = slots.window[request.slot, : 1 + num_drafts].tolist()
+            seen[request.request_id, request.num_tokens] = window
+        return launch(batch)
+
+    monkeypatch.setattr(harness.parts.runner, "launch", record)
+    return seen
+
+
+@pytest.mark.parametrize("in_turn", [False, True], ids=["overlap", "in_turn"])
+@pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
+@pytest.mark.parametrize("sampling", ["coupled", "greedy"])
+def test_the_windows_are_those_of_the_one_model_path(
+    tiny: Path,
+    head: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    sampling: str,
+    in_turn: bool,
+) -> None:
+    windows = []
+    for speculation in (
+        two_model(head, draft_sampling=sampling),
+        eagle3(head, draft_sampling=sampling),
+    ):
+        harness = Harness(tiny, **options, **speculation, disable_overlap_scheduler=in_turn)
+        windows.append(watch_windows(harness, monkeypatch))
+        submit_traffic(harness, Random(4), 14)
+        harness.run()
+        assert bool(harness.parts.scheduler.num_preemptions) == bool(options)
+        assert all_pages_are_back(harness.executor)
+    assert windows[0] == windows[1]
+    assert sum(len(window) == 4 for window in windows[0].values()) > (50 if in_turn else 20)
+
+
+def test_the_heads_graph_is_replayed_after_the_targets_before_the_round_before_is_read(
+    tiny: Path, head: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = with_graphs(tiny, (2,), {0, 3}, **two_model(head))
+    drafter = harness.parts.drafter
+    assert isinstance(drafter, HeadDrafter) and drafter is harness.parts.runner.round_end
+    requests = [harness.submit([i, *PROMPT], max_tokens=60) for i in range(2)]
+    for request in requests:
+        harness.run_until(request, RequestState.GENERATION)
+    harness.round()
+    events: list[str] = []
+    replay, run, wait = CudaGraphs.replay, SlotGraphs.run, ToHost.wait
+
+    def watched_replay(graphs: CudaGraphs, *arguments: Any) -> Any:
+        events.append("target")
+        return replay(graphs, *arguments)
+
+    def watched_run(graphs: SlotGraphs[None], *arguments: Any) -> Any:
+        events.append("head" if graphs is drafter.graphs else "other")
+        return run(graphs, *arguments)
+
+    def watched_wait(to_host: ToHost) -> list[torch.Tensor]:
+        events.append("read")
+        return wait(to_host)
+
+    monkeypatch.setattr(CudaGraphs, "replay", watched_replay)
+    monkeypatch.setattr(SlotGraphs, "run", watched_run)
+    monkeypatch.setattr(ToHost, "wait", watched_wait)
+    for lengths, num_rounds in (([3], 4), ([0], 3)):
+        harness.parts.draft_len_for = lambda *_, lengths=lengths: lengths[0]
+        del events[:]
+        for _ in range(num_rounds):
+            harness.round()
+            assert len(harness.executor._in_flight) == 1
+        assert events == ["target", "head", "read"] * num_rounds
+
+
+def test_the_host_reports_the_drafts_of_the_round_before(tiny: Path, head: Path) -> None:
+    """A longer draft is ready one round after it is asked for, and so is the first one."""
+    harness = Harness(tiny, **two_model(head), disable_overlap_scheduler=True)
+    request = harness.submit(PROMPT, max_tokens=60)
+    reported: list[tuple[int, int]] = []
+    launch = harness.parts.runner.launch
+
+    def watched(batch: ScheduledBatch) -> Any:
+        if batch.generation_requests:
+            reported.append((batch.draft_len, batch.num_steps))
+            assert request.py_num_draft_tokens == batch.num_steps
+        return launch(batch)
+
+    harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on
+    for draft_len in (0, 0, 2, 3, 3, 1, 0, 2):
+        harness.parts.draft_len_for = lambda *_, draft_len=draft_len: draft_len
+        harness.round()
+    assert reported == [(0, 0), (2, 0), (3, 2), (3, 3), (1, 1), (0, 0), (2, 0)]
+
+
+def test_after_a_pause_the_head_drafts_as_if_there_had_been_none(
+    tiny: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = []
+    for company in (False, True):
+        speculation = two_model(head, max_concurrency=1)
+        harness = Harness(tiny, **speculation, disable_overlap_scheduler=True)
+        windows.append(watch_windows(harness, monkeypatch))
+        request = harness.submit(PROMPT, max_tokens=50, seed=1)
+        if company:
+            harness.submit(PROMPT[::-1], max_tokens=15)
+        harness.run()
+        assert (request.counters.by_drafted[0] > 5) == company
+    own = {key: window for key, window in windows[1].items() if key[0] == 1 and len(window) > 1}
+    assert len(own) > 15 and all(
+        windows[0][key] == window for key, window in own.items() if key in windows[0]
+    )

@@ -1,0 +1,120 @@
+"""EAGLE-3 heads in the published formats through the engine, on both paths."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import HOT, eagle3, generating, worker_of
+from tests.executor.harness import Harness, output_of
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.eagle3_reference import Eagle3Reference
+from tests.models.eagle3_runner import captured_states
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.request import LlmRequest
+
+PROMPT = [3, 14, 15, 9, 26]
+DRAFT_LEN = 3
+LAYERS = (0, 2, 5)
+INPUTS = [1, 3, 6]  # as the speculators format counts the same layers
+
+HEADS: dict[str, dict[str, Any]] = {
+    "speculators": {
+        "speculators": True,
+        "spelling": "layers",
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "speculators, EAGLE-3.1": {
+        "speculators": True,
+        "spelling": "layers",
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "norm_output": True,
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "speculators, a Qwen3 layer": {
+        "speculators": True,
+        "spelling": "layers",
+        "model_type": "qwen3",
+        "eagle_aux_hidden_state_layer_ids": INPUTS,
+    },
+    "flat, EAGLE-3.1": {
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+    },
+    "flat, norm_before_fc in eagle_config": {
+        "norm_before_fc": True,
+        "eagle_config": {
+            "norm_before_fc": True,
+            "eagle_aux_hidden_state_layer_ids": list(LAYERS),
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("deep"), num_layers=7)
+
+
+def head_options(head: Path, **options: Any) -> dict[str, Any]:
+    return eagle3(head, DRAFT_LEN, eagle3_layers_to_capture=None, **options)
+
+
+def submit(harness: Harness) -> list[LlmRequest]:
+    return [
+        harness.submit([number, *PROMPT], 24, temperature=HOT if number % 2 else None, seed=number)
+        for number in range(4)
+    ]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_text_equals_plain_decoding_and_both_paths_accept_the_same_drafts(
+    name: str, deep: Path, tmp_path: Path
+) -> None:
+    head = write_tiny_eagle3(tmp_path, **HEADS[name])
+    plain = Harness(deep)
+    expected = submit(plain)
+    plain.run()
+    counts = []
+    for one_model in (True, False):
+        harness = Harness(deep, **head_options(head, eagle3_one_model=one_model))
+        spec = harness.parts.runner.engine.spec
+        assert spec is not None and spec.layers == LAYERS
+        requests = submit(harness)
+        harness.run()
+        assert [output_of(each) for each in requests] == [output_of(each) for each in expected]
+        counts.append([(each.counters.rounds, each.counters.by_accepted) for each in requests])
+    assert counts[0] == counts[1]
+    assert sum(sum(by_accepted[1:]) for _, by_accepted in counts[0]) > 0
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
+    name: str, deep: Path, tmp_path: Path
+) -> None:
+    head = write_tiny_eagle3(tmp_path, **HEADS[name])
+    harness = Harness(deep, **head_options(head), disable_overlap_scheduler=True)
+    target, slots = harness.parts.runner.engine.model, harness.parts.slots
+    reference = Eagle3Reference(head, target)
+    token_map = worker_of(harness).net.token_map
+    assert token_map is not None
+    submit(harness)
+    num_checked = 0
+    while harness.round():
+        for request in generating(harness):
+            if request.rules.temperature:
+                continue  # its drafts are sampled
+            tokens = request.tokens[1:]
+            hidden = reference.fuse(captured_states(target, request.tokens[:-1], LAYERS))
+            for _ in range(DRAFT_LEN):
+                logits, states = reference.forward(tokens, hidden)
+                hidden = torch.cat((hidden, states[-1:]))
+                tokens = [*tokens, int(token_map[logits[-1].argmax()])]
+            window = slots.window[request.slot].tolist()
+            assert window == [request.tokens[-1], *tokens[-DRAFT_LEN:]]
+            num_checked += 1
+    assert num_checked > 20

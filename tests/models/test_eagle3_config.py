@@ -1,0 +1,255 @@
+"""The config.json of an EAGLE-3 head: the published formats are read, and what is not served is
+named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.eagle3_runner import load_head
+from tests.models.helpers import load
+from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.eagle3_config import Eagle3Config
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> CausalLM:
+    return load(write_tiny_llama(tmp_path / "target", num_layers=6))
+
+
+CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "hidden_size": (
+        {"hidden_size": 48},
+        "hidden_size of the EAGLE-3 head is 48, the target's is 32",
+    ),
+    "target_hidden_size": (
+        {"target_hidden_size": 40},
+        "target_hidden_size of .* is 40, the target's is 32",
+    ),
+    "vocab_size": (
+        {"vocab_size": 128},
+        "vocab_size of the EAGLE-3 head is 128, the target's is 64",
+    ),
+    "large draft vocabulary": ({"draft_vocab_size": 65}, "draft_vocab_size is 65; .*, which is 64"),
+    "no draft vocabulary": (
+        {"draft_vocab_size": 0},
+        "draft_vocab_size is 0; it must be 1 to vocab_size",
+    ),
+    "tied reduced": (
+        {"tie_word_embeddings": True},
+        "tie_word_embeddings is true and draft_vocab_size is 48",
+    ),
+    "architecture": (
+        {"architectures": ["Eagle3Speculator"]},
+        r"\['Eagle3Speculator'\]; .*LlamaForCausalLMEagle3.*speculators_model_type",
+    ),
+    "no architecture": ({"architectures": None}, r"architectures of the EAGLE-3 head is \[\]"),
+    "no aux states": (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        "EAGLE-3 head: use_aux_hidden_state is False, and only True is served",
+    ),
+    "layer ids": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+        "3 layers of the target are captured; the EAGLE-3 head reads 2 "
+        ".eagle_aux_hidden_state_layer_ids",
+    ),
+    "number of states": (
+        {"num_aux_hidden_states": 4},
+        "the EAGLE-3 head reads 4 .num_aux_hidden_states",
+    ),
+    "window": (
+        {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+        "sliding_window .* is 8",
+    ),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not served"),
+    "parallel drafter": ({"parallel_drafting": True}, "parallel_drafting is True, and only False"),
+    "parallel steps": (
+        {"eagle_config": {"parallel_draft_step": 4}},
+        "parallel_draft_step is 4, and only 1 is served",
+    ),
+    "a trained embedding": ({"embed_requires_grad": True}, "embed_requires_grad is True, and only"),
+    "unknown": ({"gate_width": 7}, "gate_width is 7, which is an unknown key; delete it if"),
+    "unknown in eagle_config": (
+        {"eagle_config": {"gate_width": 7}},
+        "gate_width is 7, which is an unknown key",
+    ),
+    "two vocabularies": (
+        {"truncated_vocab_size": 32},
+        "draft_vocab_size of the EAGLE-3 head is 48 and truncated_vocab_size is 32; .* equal",
+    ),
+    "inputs and outputs": (
+        {
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        },
+        r"\[1, 2, 3\] at the top level, .* and \[0, 1, 2\] in eagle_config",
+    ),
+    "the embedding's output": (
+        {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
+        r"\[0, 2, 3\]; 0, the target's embedding, is not served",
+    ),
+    "no vocab_size": ({"vocab_size": None}, r"config\.json has no vocab_size"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG_ERRORS)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_config_that_is_not_served_or_does_not_fit_the_target_is_named(
+    name: str, load_format: str, target: CausalLM, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path / "head")
+    changes, message = CONFIG_ERRORS[name]
+    edit_config(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_head(folder, target, load_format=load_format)
+
+
+def test_a_published_config_is_read() -> None:
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+    }
+    config = Eagle3Config.from_dict(raw)
+    assert config.attention_geometry(Mapping()) == AttentionGeometry(1, 32, 8, 128, 128**-0.5)
+    assert (config.draft_vocab_size, config.target_hidden_size, config.rope.theta) == (
+        32000,
+        4096,
+        10000.0,
+    )
+    assert config.capture_layers is None
+    assert not (config.norm_output or config.fc_norm or config.bias)
+
+
+@pytest.mark.parametrize(("ids", "layers"), [([1, 15, 28], (1, 15, 28)), ([], None), (None, None)])
+def test_layers_to_capture_are_those_of_the_eagle_config(
+    ids: list[int] | None, layers: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    assert Eagle3Config.from_pretrained(folder).capture_layers == layers
+
+
+@pytest.mark.parametrize(("ids", "layers"), [([2, 16, 29], (1, 15, 28)), ([], None), (None, None)])
+@pytest.mark.parametrize("speculators", [True, False])
+def test_layer_ids_at_the_top_level_count_the_states_that_enter_layers(
+    ids: list[int] | None, layers: tuple[int, ...] | None, speculators: bool, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(
+        tmp_path, speculators=speculators, eagle_aux_hidden_state_layer_ids=ids
+    )
+    assert Eagle3Config.from_pretrained(folder).capture_layers == layers
+
+
+def test_flags_in_eagle_config_count_like_those_at_the_top_level(tmp_path: Path) -> None:
+    flags = {"norm_before_fc": True, "next_layer_regular": True, "parallel_draft_step": None}
+    folder = write_tiny_eagle3(tmp_path, eagle_config=flags)
+    assert Eagle3Config.from_pretrained(folder).norm_before_fc
+
+
+@pytest.mark.parametrize(
+    ("draft", "truncated", "size"),
+    [(None, 48, 48), (48, 48, 48), (48, 64, 48), (48, None, 48), (None, 64, None)],
+)
+def test_truncated_vocab_size_is_another_name_of_draft_vocab_size(
+    draft: int | None, truncated: int | None, size: int | None, tmp_path: Path
+) -> None:
+    folder = write_tiny_eagle3(tmp_path, draft_vocab_size=draft, truncated_vocab_size=truncated)
+    assert Eagle3Config.from_pretrained(folder).draft_vocab_size == size
+
+
+def test_keys_that_are_off_or_without_effect_are_ignored(tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path)
+    expected = Eagle3Config.from_pretrained(folder)
+    edit_config(folder, initializer_range=0.02, transformers_version="4.55.2", logit_scale=1.0)
+    edit_config(folder, gate_width=None, use_gate=False, gates=[], parallel_drafting=False)
+    assert Eagle3Config.from_pretrained(folder) == expected
+
+
+def test_all_that_is_not_served_is_named_at_once(tmp_path: Path) -> None:
+    folder = write_tiny_eagle3(tmp_path, parallel_drafting=True, mask_token_id=5, logit_scale=0.5)
+    named = r"parallel_drafting is True.*logit_scale is 0\.5, and only 1\.0.*mask_token_id is 5"
+    with pytest.raises(ValueError, match=named):
+        Eagle3Config.from_pretrained(folder)
+
+
+SPECULATORS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "another algorithm": (
+        {"speculators_model_type": "peagle"},
+        "speculators_model_type is 'peagle'; served is 'eagle3'",
+    ),
+    "no layer": ({"transformer_layer_config": None}, "transformer_layer_config .* a JSON object"),
+    "another layer": (
+        {"transformer_layer_config": {"model_type": "deepseek_v3"}},
+        "model_type .* is 'deepseek_v3'; served are llama, qwen3",
+    ),
+    "no draft vocabulary": ({"draft_vocab_size": None}, "EAGLE-3 head has no draft_vocab_size"),
+    "no residual": ({"norm_before_residual": None}, "EAGLE-3 head has no norm_before_residual"),
+    "unknown": ({"gate_width": 7}, "gate_width is 7, which is an unknown key"),
+}
+
+
+@pytest.mark.parametrize("name", SPECULATORS_ERRORS)
+def test_a_speculators_config_that_is_not_served_is_named(name: str, tmp_path: Path) -> None:
+    changes, message = SPECULATORS_ERRORS[name]
+    edit_config(write_tiny_eagle3(tmp_path, speculators=True), **changes)
+    with pytest.raises(ValueError, match=message):
+        Eagle3Config.from_pretrained(tmp_path)
+
+
+def test_a_published_speculators_config_is_read() -> None:
+    """The keys of a published head for Llama 3.1 8B."""
+    raw = {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": 32000,
+        "has_no_defaults_at_init": False,
+        "norm_before_residual": True,
+        "speculators_config": {"algorithm": "eagle3"},
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.1.0.dev14",
+        "target_hidden_size": None,
+        "torch_dtype": "float32",
+        "transformer_layer_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 2048,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+            "vocab_size": 128256,
+        },
+        "transformers_version": "4.53.2",
+    }
+    config = Eagle3Config.from_dict(raw)
+    assert config.attention_geometry(Mapping()) == AttentionGeometry(1, 32, 8, 128, 128**-0.5)
+    assert (config.draft_vocab_size, config.vocab_size) == (32000, 128256)
+    assert config.target_hidden_size == 4096 and config.has_own_lm_head
+    assert config.norm_before_residual and config.capture_layers is None
+    assert not (config.norm_output or config.norm_before_fc or config.fc_norm or config.bias)

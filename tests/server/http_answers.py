@@ -1,0 +1,24 @@
+"""What tests of the HTTP server share: a conversation, and reading streamed answers."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+CHAT = [{"role": "user", "content": "hello"}]
+FULL = 100  # tokens, more than any answer has
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 60 s"
+        time.sleep(0.005)
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The data of each server-sent event; "[DONE]" stays text."""
+    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]

@@ -1,0 +1,133 @@
+"""How the options of a request body become sampling parameters."""
+
+from collections.abc import Callable
+
+import httpx
+
+from tests.server.fake_llm import FakeLLM
+from tests.server.http_answers import CHAT
+
+
+def test_sampling_options_and_extensions_reach_the_llm(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    body = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop": ["x"],
+        "logit_bias": {"12": -3},
+        "presence_penalty": 1,
+    }
+    ours = {
+        "top_k": 4,
+        "min_p": 0.1,
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "speculation": {"max_draft_len": 2},
+    }
+    assert post("/v1/completions", prompt="a", **body, **ours).status_code == 200
+    params = llm.sampling[-1]
+    assert (params.temperature, params.top_p, params.seed, params.stop_strings) == (
+        0.5,
+        0.9,
+        7,
+        ("x",),
+    )
+    assert (params.logit_bias, params.presence_penalty, params.top_k, params.min_p) == (
+        {12: -3},
+        1,
+        4,
+        0.1,
+    )
+    assert (params.ignore_eos, params.min_tokens, params.speculation.max_draft_len) == (True, 2, 2)
+
+
+def test_the_default_temperature_is_openais_1_and_not_greedy(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    post("/v1/completions", prompt="a")
+    assert (llm.sampling[-1].temperature, llm.sampling[-1].is_greedy) == (1.0, False)
+    post("/v1/completions", prompt="a", temperature=0)
+    assert llm.sampling[-1].is_greedy
+
+
+def test_neutral_values_of_options_that_are_not_served_are_accepted(
+    post: Callable[..., httpx.Response],
+) -> None:
+    off = {"response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": None}
+    neutral = {"length_penalty": 1.0, "early_stopping": False, "top_p_min": 0, "priority": 0}
+    for options in (off, neutral):
+        assert post("/v1/completions", prompt="a", guided_json=None, **options).status_code == 200
+
+
+NULLABLE = (
+    *(
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "max_tokens",
+        "n",
+        "presence_penalty",
+        "seed",
+        "stop",
+    ),
+    *("stream", "stream_options", "temperature", "top_p", "user"),
+)
+NULLABLE_IN_COMPLETIONS = ("best_of", "echo", "suffix", *NULLABLE)
+NULLABLE_IN_CHAT = (
+    *(
+        "audio",
+        "function_call",
+        "functions",
+        "max_completion_tokens",
+        "metadata",
+        "modalities",
+        "moderation",
+    ),
+    *(
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+    ),
+    *("response_format", "safety_identifier", "service_tier", "store", "tool_choice", "tools"),
+    *(
+        "top_logprobs",
+        "verbosity",
+        "web_search_options",
+        "add_generation_prompt",
+        "chat_template_kwargs",
+    ),
+    *NULLABLE,
+)
+
+
+def test_null_means_the_default_of_every_option(
+    post: Callable[..., httpx.Response], llm: FakeLLM
+) -> None:
+    for path, names, needed in (
+        ("/v1/completions", NULLABLE_IN_COMPLETIONS, {"prompt": "a"}),
+        ("/v1/chat/completions", NULLABLE_IN_CHAT, {"messages": CHAT}),
+    ):
+        answers = [post(path, **needed, **options) for options in ({}, dict.fromkeys(names))]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+        assert llm.sampling[-1] == llm.sampling[-2]
+        assert llm.prompts[-1] == llm.prompts[-2]
+
+
+def test_null_for_an_unknown_name_is_ignored(post: Callable[..., httpx.Response]) -> None:
+    message = {"role": "user", "content": "hello", "reasoning_content": None}
+    for path, own in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [message]}),
+    ):
+        assert post(path, **own, newest_option=None).status_code == 200
+        assert post(path, **own, newest_option=0).status_code == 400
+
+
+def test_top_k_of_minus_one_means_off(post: Callable[..., httpx.Response], llm: FakeLLM) -> None:
+    assert post("/v1/completions", prompt="a", top_k=-1).status_code == 200
+    assert llm.sampling[-1].top_k == 0
+    assert post("/v1/completions", prompt="a", top_k=-2).status_code == 400

@@ -1,0 +1,79 @@
+"""Models, version, health and unknown routes."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.fake_llm import MODEL, FakeLLM
+from tests.server.http_answers import CHAT
+from tllm_spec import __version__
+from tllm_spec.server.app import LONG_BODY
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refusal:
+        client.completions.create(model="other", prompt="a")
+    assert refusal.value.code == "model_not_found"
+    assert MODEL in refusal.value.message
+
+
+def test_an_unknown_route_is_answered_with_openais_error_object(url: str) -> None:
+    assert httpx.get(f"{url}/v2/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{url}/v1/completions").status_code == 405
+
+
+def test_models_version_and_health(client: openai.OpenAI, url: str, llm: FakeLLM) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="the model is 'fake'"):
+        client.models.retrieve("other")
+    assert httpx.head(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/version").json() == {"version": __version__}
+    assert httpx.get(f"{url}/health").status_code == 200
+    llm.is_healthy = False
+    try:
+        assert httpx.get(f"{url}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError) as refusal:
+            client.completions.create(model=MODEL, prompt="a")
+        assert refusal.value.status_code == 503
+    finally:
+        llm.is_healthy = True
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_tokenising_a_long_prompt_delays_no_other_request(
+    url: str,
+    post: Callable[..., httpx.Response],
+    llm: FakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+) -> None:
+    begun, may_end, answers, text = threading.Event(), threading.Event(), [], "a" * (LONG_BODY + 1)
+
+    def slow(given: Any, **options: Any) -> list[int]:
+        if text in str(given):
+            begun.set()
+            assert may_end.wait(30)
+        return [1]
+
+    monkeypatch.setattr(llm.tokenizer, "encode", slow)
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", slow)
+    own = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    client = threading.Thread(
+        target=lambda: answers.append(
+            httpx.post(f"{url}{path}", json={"model": MODEL} | own, timeout=60)
+        )
+    )
+    client.start()
+    assert begun.wait(30)
+    assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+    assert post("/v1/completions", prompt="short").status_code == 200
+    assert post("/v1/chat/completions", messages=CHAT).status_code == 200
+    monkeypatch.undo()
+    may_end.set()
+    client.join()
+    assert answers[0].status_code == 200

@@ -1,0 +1,135 @@
+"""The published spellings of an EAGLE-3 head's `config.json`, read into one flat dictionary.
+
+Two are in use: a flat Llama config, in which NVIDIA's heads nest some keys under `eagle_config`,
+and the speculators format (vllm-project/speculators), which nests the decoder layer's keys under
+`transformer_layer_config`. A key that is not known and is not off is refused: ignoring it could
+change what the head computes."""
+
+from typing import Any
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+# `model_type` of a speculators layer -> the architecture whose attention and MLP it has.
+_LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+# Variants that are not implemented, each with the value that means that the head is without it.
+_SERVED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_drafting": False,
+    "parallel_draft_step": 1,
+    "embed_requires_grad": False,  # the head's embedding was trained; served is the target's
+    "logit_scale": 1.0,
+    "position_embedding_type": "rope",
+}
+# What `ModelConfig` and `Eagle3Config` read.
+_READ = frozenset(
+    """
+    architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps hidden_act attention_bias mlp_bias rope_theta
+    rope_scaling rope_parameters partial_rotary_factor max_position_embeddings
+    original_max_position_embeddings sliding_window use_sliding_window max_window_layers layer_types
+    tie_word_embeddings quantization_config eos_token_id dtype torch_dtype
+    draft_vocab_size truncated_vocab_size target_hidden_size num_aux_hidden_states capture_layers
+    norm_before_residual norm_before_fc norm_output fc_norm use_aux_norm bias
+    """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
+)
+# Names, versions, training and generation settings: they do not change what the head computes.
+_WITHOUT_EFFECT = frozenset(
+    """
+    _name_or_path _attn_implementation_autoset attn_implementation auto_map model_type
+    target_model_type transformers_version speculators_model_type speculators_version
+    speculators_config has_no_defaults_at_init enable_sp_ulysses num_lookahead_tokens has_lm_head
+    parallel_draft_heads_num_layers attention_dropout initializer_range pretraining_tp use_cache
+    bos_token_id pad_token_id unk_token_id sep_token_id chunk_size_feed_forward id2label label2id
+    problem_type return_dict output_attentions output_hidden_states is_encoder_decoder torchscript
+    max_length min_length num_beams num_beam_groups num_return_sequences temperature top_k top_p
+    typical_p repetition_penalty length_penalty diversity_penalty
+    """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
+)
+
+
+def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The head's keys on one level, with the `architectures` of its decoder layer and, as
+    `capture_layers`, the layers of the target whose outputs it reads, if the file names them.
+
+    Raises:
+        ValueError: another kind of drafter, or keys that are not served; all of them are named.
+    """
+    is_speculators = raw.get("speculators_model_type") is not None
+    flat = _flat_speculators(raw) if is_speculators else _flat_llama(raw)
+    nested: dict[str, Any] = flat.pop("eagle_config", None) or {}
+    flat["capture_layers"] = _capture_layers(flat.pop(_LAYER_IDS, None), nested.get(_LAYER_IDS))
+    flat |= {key: value for key, value in nested.items() if key != _LAYER_IDS}
+    _refuse_unserved(flat)
+    return flat
+
+
+def _flat_llama(raw: dict[str, Any]) -> dict[str, Any]:
+    names = raw.get("architectures") or []
+    if len(names) != 1 or names[0] not in ARCHITECTURES:
+        raise ValueError(
+            f"architectures of the EAGLE-3 head is {names}; served is one of "
+            f"{', '.join(ARCHITECTURES)}, and the speculators format (speculators_model_type)."
+        )
+    return raw | {"architectures": ["LlamaForCausalLM"]}
+
+
+def _flat_speculators(raw: dict[str, Any]) -> dict[str, Any]:
+    """In this format a head always has an output layer of its own. Its readers assume different
+    defaults of `norm_before_residual`, so the key must be there."""
+    kind, layer = raw["speculators_model_type"], raw.get("transformer_layer_config")
+    if kind != "eagle3":
+        raise ValueError(f"speculators_model_type is {kind!r}; served is 'eagle3'.")
+    if not isinstance(layer, dict):
+        raise ValueError("transformer_layer_config of the EAGLE-3 head must be a JSON object.")
+    model_type = layer.get("model_type", "llama")
+    if model_type not in _LAYER_ARCHITECTURES:
+        raise ValueError(
+            f"model_type in transformer_layer_config of the EAGLE-3 head is {model_type!r}; "
+            f"served are {', '.join(_LAYER_ARCHITECTURES)}."
+        )
+    for key in ("draft_vocab_size", "norm_before_residual"):
+        if raw.get(key) is None:
+            raise ValueError(f"config.json of the EAGLE-3 head has no {key}.")
+    outer = {key: value for key, value in raw.items() if key != "transformer_layer_config"}
+    architectures = [_LAYER_ARCHITECTURES[model_type]]
+    return layer | outer | {"architectures": architectures, "tie_word_embeddings": False}
+
+
+def _capture_layers(inputs: list[int] | None, outputs: list[int] | None) -> tuple[int, ...] | None:
+    """At the top level, as speculators and vLLM read it, `n` is the state that enters layer n,
+    which is the output of layer n - 1. In `eagle_config`, as TensorRT-LLM and SGLang read it, it is
+    the output of layer n."""
+    if inputs and outputs:
+        raise ValueError(
+            f"{_LAYER_IDS} of the EAGLE-3 head is {inputs} at the top level, where it counts "
+            f"inputs of layers, and {outputs} in eagle_config, where it counts outputs; keep one."
+        )
+    if inputs and min(inputs) < 1:
+        raise ValueError(
+            f"{_LAYER_IDS} of the EAGLE-3 head is {inputs}; 0, the target's embedding, is not "
+            "served, only 1 and above."
+        )
+    layers = outputs or [layer - 1 for layer in inputs or ()]
+    return tuple(layers) or None
+
+
+def _refuse_unserved(flat: dict[str, Any]) -> None:
+    reasons = [
+        f"{key} is {flat[key]!r}, and only {served!r} is served"
+        for key, served in _SERVED.items()
+        if flat.get(key, served) not in (served, None)
+    ]
+    unknown = flat.keys() - _READ - _WITHOUT_EFFECT - _SERVED.keys()
+    reasons += [
+        f"{key} is {flat[key]!r}, which is an unknown key; delete it if it does not change what "
+        "the head computes"
+        for key in sorted(unknown)
+        if flat[key]
+    ]
+    if reasons:
+        raise ValueError(f"config.json of the EAGLE-3 head: {'; '.join(reasons)}.")
