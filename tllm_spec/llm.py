@@ -305,7 +305,7 @@ def _end(worker: Worker, queue: RequestQueue, results: Results) -> None:
 
 def _refuse_not_served(arguments: Mapping[str, Any]) -> None:
     """Raises TypeError for an unknown argument, and ValueError for one that is not served and has a
-    value. A list of None, one for each prompt, is no value."""
+    value. A list of None, one for each prompt, counts as None."""
     if unknown := arguments.keys() - GENERATE_NOT_SERVED.keys():
         raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
     given = {

@@ -1,4 +1,4 @@
-"""A head in the place of a draft model, and the reverse, are refused by option and cause."""
+"""A head given as a draft model, and the reverse, are refused by option and cause."""
 
 from pathlib import Path
 from typing import Any
