@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
-CHECKED := setup.py tllm_spec executor kernels tests benchmarks
+CHECKED := setup.py tllm_spec executor kernels tests benchmarks docs
 DEMO_CONFIGS := $(addprefix yaml_examples/,$(addsuffix .yaml,plain ngram draft_target eagle3_one_model))
 
-.PHONY: install fmt lint type test test-all test-gpu bench bench-gpu demo examples
+.PHONY: install fmt lint type test test-all test-gpu bench bench-gpu demo docs examples
 
 install: $(STAMP)
 
@@ -45,6 +45,9 @@ bench-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.adaptive_h200 --time-limit 440
 	$(BIN)/python -m benchmarks.rounds
 	$(BIN)/python -m benchmarks.gpu_kernels
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate_options.py
 
 demo: build/heldout.jsonl
 	$(BIN)/tllm-bench --model zoo:llama compare $(DEMO_CONFIGS) --dataset $< --show_text 2

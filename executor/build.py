@@ -15,9 +15,11 @@ from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_threads
 from tllm_spec.executor.draft_lens import watch_unverified
+from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
@@ -26,10 +28,10 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
-from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
+from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from tllm_spec.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,7 @@ def build_executor(
     """Loads the models and connects everything. Raises ValueError for arguments that cannot be
     honoured."""
     plan = BuildPlan(args)
-    if plan.draft_plan is not None and tokenizer is not None and not plan.draft_plan.is_head:
-        check_same_vocabulary(tokenizer, load_tokenizer(str(draft_folder(plan.draft_plan))))
+    check_draft(plan.draft_plan, tokenizer)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.max_draft_len, plan.device)
     sampler = _sampler(plan, slots)
@@ -80,9 +81,10 @@ def build_executor(
 
     queue, kv = RequestQueue(), engines.kv
     resources = [*speculation.resources, kv, plan.slots]
+    scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
     parts = ExecutorParts(
         queue=queue,
-        scheduler=Scheduler(plan.limits(kv), plan.slots, kv, resources),
+        scheduler=scheduler,
         kv=kv,
         resources=resources,
         slots=slots,
@@ -96,6 +98,7 @@ def build_executor(
         drafts_in_flight=plan.why_no_overlap is None,
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
+        iteration_stats=_iteration_stats(args, scheduler, kv),
     )
     return BuiltExecutor(
         PyExecutor(parts, respond),
@@ -105,6 +108,14 @@ def build_executor(
         plan.max_draft_len,
         controller.new_mark,
     )
+
+
+def _iteration_stats(
+    args: LlmArgs, scheduler: Scheduler, kv: KVCacheManager
+) -> IterationStats | None:
+    if not args.enable_iter_perf_stats:
+        return None
+    return IterationStats(args.max_stats_len, scheduler, kv.cache)
 
 
 def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:

@@ -7,13 +7,10 @@ It knows one request's rules and nothing of its progress.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from tllm_spec.logits_processor import LogitsEdit
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import check_text
-
-if TYPE_CHECKING:
-    from tllm_spec.sampling_params import LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class DecodingRules:
     stop_token_ids: frozenset[int]
     token_bias: dict[int, float]  # logit bias, and -inf for bad words of one token
     bad_sequences: tuple[tuple[int, ...], ...]  # bad words of several tokens
-    processors: tuple["LogitsProcessor", ...]
+    edits: tuple[LogitsEdit, ...]  # the user's logits processors
     logprobs: int | None
     prompt_logprobs: int | None
 
@@ -69,7 +66,7 @@ class DecodingRules:
 
     @cached_property
     def needs_host_edits(self) -> bool:
-        return bool(self.processors or self.bad_sequences)
+        return bool(self.edits or self.bad_sequences)
 
     @classmethod
     def from_params(
@@ -114,7 +111,7 @@ class DecodingRules:
             stop_token_ids=stop_token_ids,
             token_bias=bias,
             bad_sequences=tuple(sorted(sequence for sequence in sequences if len(sequence) > 1)),
-            processors=params.logits_processors,
+            edits=tuple(map(LogitsEdit.of, params.logits_processors)),
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )

@@ -21,6 +21,7 @@ import torch
 
 from tllm_spec.executor.batch import ScheduledBatch, has_sampled
 from tllm_spec.executor.faults import described
+from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -63,6 +64,7 @@ class ExecutorParts:
     drafts_in_flight: bool = True  # False: the drafter needs tokens on the host
     cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
     stream_interval: int = 1
+    iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
 
 
 class PyExecutor:
@@ -206,6 +208,8 @@ class PyExecutor:
         self.totals.add_round(batch.draft_len, seen.num_requests, seen.num_tokens, timed)
         if self._speculating and batch.generation_requests:
             seen.tell(self.parts.controller, launched)
+        if self.parts.iteration_stats is not None:
+            self.parts.iteration_stats.add(batch, seen)
         return responding
 
     def _finish_round(self, requests: list[LlmRequest]) -> None:

@@ -7,7 +7,7 @@ devices or models. Names beginning with `py_` are TensorRT-LLM's."""
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
@@ -149,6 +149,33 @@ class LlmRequest:
         self.is_sampled = not self.rules.is_greedy
         self.needs_host_edits = self.rules.needs_host_edits
         self.may_pause = self.draft_mark.patience is not None
+
+    # TensorRT-LLM's names, for drafters that were written for it.
+
+    @property
+    def py_request_id(self) -> int:
+        return self.request_id
+
+    @property
+    def py_batch_idx(self) -> int:
+        return self.slot
+
+    @property
+    def py_prompt_len(self) -> int:
+        return self.prompt_len
+
+    @property
+    def py_orig_prompt_len(self) -> int:
+        return self.prompt_len
+
+    @property
+    def py_max_new_tokens(self) -> int:
+        return self.max_tokens
+
+    def get_tokens(self, beam: int | None = None) -> Any:
+        """A copy of the tokens; without `beam` a list with the only beam's."""
+        assert not beam, "there is no beam search"
+        return [list(self.tokens)] if beam is None else list(self.tokens)
 
     @property
     def num_tokens(self) -> int:

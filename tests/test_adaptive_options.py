@@ -121,8 +121,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["acceptance_rate_threshold = 1.5"],
     ),
     (
-        {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 0},
-        ["acceptance_rate_window_size = 0"],
+        {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": -1},
+        ["acceptance_rate_window_size = -1"],
     ),
     (
         {"acceptance_length_threshold": 0.5},

@@ -1,53 +1,124 @@
-"""Mistakes in configurations that only YAML or an import path can make: each is refused by a
-sentence."""
+"""Mistakes in configurations: each is refused with its key, its value and what is accepted."""
 
 from typing import Any
 
 import pytest
 
+from tests.decoding_options import ngram, speculate
 from tllm_spec.config import LlmArgs
-from tllm_spec.speculative_config import UserProvidedDecodingConfig
 
-NGRAM: dict[Any, Any] = {"decoding_type": "NGram", "max_draft_len": 4}
+
+@pytest.mark.parametrize(
+    ("options", "sentences"),
+    [
+        ({"max_batch_sze": 3}, ["max_batch_sze = 3", "did you mean max_batch_size"]),
+        ({"max_batch_size": 0}, ["max_batch_size = 0", "greater than 0"]),
+        ({"max_batch_size": True}, ["max_batch_size = True", "integer"]),
+        ({"dtype": "fp8"}, ["dtype = 'fp8'", "'bfloat16'"]),
+        ({"device": "tpu"}, ["device = 'tpu'", "cuda"]),
+        ({"tokenizer": 4}, ["tokenizer = 4"]),
+        ({"tensor_parallel_size": True}, ["tensor_parallel_size = True", "accepted: 1"]),
+        (
+            {"kv_cache_config": {"tokens_per_block": 33}},
+            ["kv_cache_config.tokens_per_block = 33", "power of two"],
+        ),
+        (
+            {"kv_cache_config": {"max_toekns": 3}},
+            ["kv_cache_config.max_toekns = 3", "did you mean max_tok"],
+        ),
+        (
+            {"kv_cache_config": {"dtype": "fp8"}},
+            ["kv_cache_config.dtype = 'fp8'", "accepted: 'auto'"],
+        ),
+        (
+            {"scheduler_config": {"waiting_queue_policy": "x"}},
+            ["scheduler_config.waiting_queue_policy", "'fcfs'"],
+        ),
+        ({"attn_backend": "XFORMERS"}, ["attn_backend = 'XFORMERS'", "'TRITON' or 'FLASHINFER'"]),
+        (
+            speculate({"decoding_type": "MTP"}),
+            ["decoding_type = 'MTP'", "not served yet", "Eagle3"],
+        ),
+        (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
+        (speculate({"max_draft_len": 4}), ["decoding_type = None", "NGram"]),
+        (
+            speculate({"decoding_type": "NGram"}),
+            ["speculative_config.max_draft_len is required by NGram"],
+        ),
+        (
+            speculate(ngram(max_draft_len=0)),
+            ["speculative_config.max_draft_len = 0: NGram", "1 or more"],
+        ),
+        (
+            speculate(ngram(max_draft_len=None)),
+            ["max_draft_len = None: NGramDecodingConfig needs", "null"],
+        ),
+        ({"cuda_graph_config": {"batch_sizes": [1, 0]}}, ["batch_sizes.1 = 0", "greater than 0"]),
+        (
+            {"cuda_graph_config": {"batch_sizes": []}},
+            ["cuda_graph_config.batch_sizes = []", "null"],
+        ),
+        (
+            {"cuda_graph_config": {"batch_sizes": [1, 8], "max_batch_size": 4}},
+            [
+                "cuda_graph_config.max_batch_size = 4 contradicts batch_sizes = (1, 8)",
+                "largest of them, 8",
+            ],
+        ),
+        (
+            {"cuda_graph_config": {"mode": "prefill"}},
+            ["cuda_graph_config.mode = 'prefill'", "'decode'"],
+        ),
+        (
+            speculate(ngram()) | {"max_num_tokens": 4},
+            ["max_num_tokens = 4", "max_draft_len + 1 = 5"],
+        ),
+    ],
+)
+def test_a_mistake_is_named_with_its_key_value_and_what_is_accepted(
+    options: dict[str, object], sentences: list[str]
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs("m", **options)
+    for sentence in sentences:
+        assert sentence in str(refusal.value)
+    assert "pydantic" not in str(refusal.value)
+
+
+def test_a_long_value_is_shown_by_its_beginning() -> None:
+    with pytest.raises(ValueError, match="dtype") as refusal:
+        LlmArgs.from_kwargs("m", dtype="x" * 100_000)
+    assert len(str(refusal.value)) < 1000
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs.from_kwargs(
+            "m", max_batch_size=0, kv_cache_config={"max_tokens": -1, "tokens_per_block": 3}
+        )
+    assert len(str(refusal.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (
-            {"speculative_config": NGRAM | {"decoding_type": ["NGram"]}},
+            {"speculative_config": ngram() | {"decoding_type": ["NGram"]}},
             r"decoding_type = \['NGram'\] is not a known type",
         ),
         (
-            {"speculative_config": NGRAM | {5: 6}},
+            {"speculative_config": ngram() | {5: 6}},
             "speculative_config has the key 5; names of options",
         ),
         ({"kv_cache_config": {5: 6}}, "kv_cache_config has the key 5"),
         (
             {"prefill_cuda_graph_backend": "piecewise"},
-            "refused: contexts are whole graphs; accepted: 'auto' or",
+            "refused: a captured prefill is one whole graph; accepted: 'auto' or",
         ),
     ],
 )
-def test_what_yaml_can_write_and_no_option_means_is_refused_by_a_sentence(
+def test_values_that_only_yaml_can_write_are_refused_by_a_sentence(
     options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         LlmArgs.from_kwargs("m", **options)
-
-
-@pytest.mark.parametrize(
-    ("path", "arguments", "sentence"),
-    [
-        (".x:Y", None, "'.x:Y' cannot be imported"),
-        ("os:path", None, "'os:path' is no class"),
-        ("fractions:Fraction", {"sz": 2}, "drafter_args = {'sz': 2} do not fit Fraction: .*'sz'"),
-        ("no_such_module:Y", None, "cannot be imported: No module"),
-    ],
-)
-def test_an_import_path_or_arguments_that_lead_nowhere_are_named(
-    path: str, arguments: dict[str, Any] | None, sentence: str
-) -> None:
-    config = UserProvidedDecodingConfig(max_draft_len=2, drafter=path, drafter_args=arguments)
-    with pytest.raises(ValueError, match=sentence):
-        config.make_drafter()

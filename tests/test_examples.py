@@ -1,5 +1,5 @@
-"""Every file in yaml_examples is a complete set of options, changes no text, and gets drafts
-accepted if it drafts."""
+"""Every file in yaml_examples is a complete set of options, gives the text of plain decoding, and
+has accepted drafts if it drafts."""
 
 from pathlib import Path
 
@@ -44,15 +44,13 @@ def plain_tokens() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_generates_what_plain_greedy_decoding_does(
+def test_an_example_gives_the_text_of_plain_greedy_decoding(
     path: Path, plain_tokens: list[list[int]]
 ) -> None:
     with LLM("zoo:llama", **read_yaml(path)) as llm:
         tokens, num_accepted = generate(llm)
     assert tokens == plain_tokens and all(len(each) == 8 for each in tokens)
-    if (
-        path.stem == "adaptive"
-    ):  # its times are measured: here it may find that plain decoding is faster
+    if path.stem == "adaptive":  # it measures times, and may find that plain decoding is faster
         return
     assert (num_accepted > 0) == (llm.args.speculative_config is not None)
 
@@ -86,6 +84,6 @@ def test_an_adaptive_example_is_served_by_its_strategy(name: str, kind: type) ->
     assert parts.draft_len_for == controller.steps_for
 
 
-def test_rounds_overlap_in_the_examples_that_draft_inside_the_forward_or_not_at_all() -> None:
+def test_rounds_overlap_in_the_examples_without_drafts_on_the_host() -> None:
     args = {path.stem: LlmArgs.from_yaml(path, model="zoo:llama") for path in EXAMPLES}
     assert {name for name, each in args.items() if each.why_no_overlap is None} == OVERLAPPING

@@ -1,5 +1,4 @@
-"""Heavy libraries are imported where they are used: the package and the commands' help start
-without them."""
+"""The package and the commands' help start without heavy libraries."""
 
 import json
 import subprocess
@@ -25,7 +24,7 @@ except SystemExit as exit:
 
 
 def loaded_after(code: str) -> list[str]:
-    """Which of HEAVY a fresh interpreter holds after it ran `code`."""
+    """Which of HEAVY a new interpreter has loaded after running `code`."""
     command = [sys.executable, "-c", code + "\n" + PRINT_LOADED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -50,5 +49,5 @@ def test_help_is_printed_without_a_heavy_library(command: str, arguments: str) -
     assert loaded_after(RUN_HELP.format(command=command, arguments=arguments)) == []
 
 
-def test_a_name_of_the_public_interface_is_loaded_when_it_is_asked_for() -> None:
+def test_a_name_of_the_public_interface_is_loaded_at_its_first_use() -> None:
     assert "torch" in loaded_after("import tllm_spec; tllm_spec.LLM")

@@ -1,11 +1,7 @@
-"""What `LLM` takes and refuses: every mistake is a sentence, and nobody waits for an answer that
-cannot come."""
+"""What `LLM.generate` takes and refuses; every mistake is refused by a sentence."""
 
-import gc
 import re
 import sys
-import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +9,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.llm import LLM
-from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
@@ -44,12 +37,12 @@ def llm() -> Iterator[LLM]:
         ("a " * 6000, "maximum context length is 256 tokens, and the prompt has 12000 characters"),
     ],
 )
-def test_what_is_no_prompt_is_refused_in_a_sentence(llm: LLM, prompt: Any, sentence: str) -> None:
+def test_a_wrong_prompt_is_refused_by_a_sentence(llm: LLM, prompt: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         llm.generate(prompt, THREE)
 
 
-def test_what_is_no_prompt_in_a_list_does_not_harm_the_others(llm: LLM) -> None:
+def test_a_wrong_prompt_in_a_list_does_not_affect_the_others(llm: LLM) -> None:
     prompts: Any = ["import os", None, 7]
     good, none, seven = llm.generate(prompts, THREE, use_tqdm=False)
     assert good.outputs[0].length == 3
@@ -70,7 +63,7 @@ def test_token_ids_may_be_numpys_integers(llm: LLM) -> None:
         ({"priority": None}, "priority = None: a number of 0 to 1"),
     ],
 )
-def test_a_wrong_type_beside_the_prompt_is_refused_by_name(
+def test_an_argument_of_the_wrong_type_is_refused_by_name(
     llm: LLM, options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
@@ -84,19 +77,19 @@ def test_a_wrong_type_beside_the_prompt_is_refused_by_name(
         ([1] * 10, SamplingParams(max_tokens=240), "the request may need 8 KV pages"),
     ],
 )
-def test_a_request_that_no_round_could_hold_is_refused_where_it_is_made(
+def test_a_request_that_can_never_run_is_refused_when_it_is_submitted(
     llm: LLM, prompt: list[int], params: SamplingParams, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         llm.generate_async(prompt, params)
 
 
-def test_a_bad_word_outside_the_vocabulary_is_refused_by_its_own_name(llm: LLM) -> None:
+def test_a_bad_word_outside_the_vocabulary_is_refused_by_name(llm: LLM) -> None:
     with pytest.raises(ValueError, match="bad_token_ids names token id 99999"):
         llm.generate("import os", SamplingParams(bad_token_ids=[99999]))
 
 
-def test_half_a_character_in_a_bad_word_is_refused_and_does_not_harm_the_others(llm: LLM) -> None:
+def test_a_lone_surrogate_in_a_bad_word_is_refused_and_affects_no_other_request(llm: LLM) -> None:
     bad = SamplingParams(bad=["a", "b\ud800"])
     sentence = "bad: character 1 is U+D800, one half of a surrogate pair"
     with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -108,7 +101,7 @@ def test_half_a_character_in_a_bad_word_is_refused_and_does_not_harm_the_others(
 @pytest.mark.parametrize("temperature", [GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR])
 @pytest.mark.parametrize("repetition", [1 / LARGEST_FACTOR, LARGEST_FACTOR])
 @pytest.mark.parametrize("penalty", [-LARGEST_FACTOR, LARGEST_FACTOR])
-def test_the_largest_penalties_and_temperatures_leave_logits_that_are_numbers(
+def test_the_largest_penalties_and_temperatures_give_finite_logits(
     llm: LLM, penalty: float, repetition: float, temperature: float
 ) -> None:
     params = SamplingParams(
@@ -126,114 +119,18 @@ def test_the_largest_penalties_and_temperatures_leave_logits_that_are_numbers(
 @pytest.mark.parametrize(
     ("model", "sentence"), [(None, "model = None"), (5, "model = 5"), ("", "model '' is neither")]
 )
-def test_a_model_that_is_no_path_is_refused_by_name(model: Any, sentence: str) -> None:
+def test_a_model_that_is_not_a_path_is_refused_by_name(model: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         LLM(model)
 
 
-def test_a_processor_that_exits_fails_its_own_request(llm: LLM) -> None:
+def test_a_processor_that_exits_fails_only_its_own_request(llm: LLM) -> None:
     def exits(tokens: list[int], logits: Tensor) -> Tensor:
         sys.exit("no more")
 
     failed = llm.generate_async("import os", SamplingParams(max_tokens=3, logits_processor=exits))
     assert failed.result(timeout=60).error == "SystemExit: no more"
     assert llm.generate("import os", THREE).outputs[0].length == 3
-
-
-@pytest.mark.parametrize("prompt", ["import os", ["import os", "def f("]])
-def test_an_interrupted_wait_aborts_what_it_waited_for(
-    llm: LLM, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited_for: list[RequestHandle] = []
-
-    def interrupted(handle: RequestHandle, timeout: float | None) -> None:
-        waited_for.append(handle)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RequestHandle, "_wait", interrupted)
-        llm.generate(prompt, SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False)
-    assert waited_for[0].result(timeout=60).outputs[0].finish_reason == "cancelled"
-
-
-@pytest.mark.parametrize("is_last_moment", [True, False])
-def test_a_request_that_comes_while_the_engine_ends_is_answered_or_refused(
-    monkeypatch: pytest.MonkeyPatch, is_last_moment: bool
-) -> None:
-    late = LLM("zoo:llama", max_seq_len=256)
-    take_calls = RequestQueue.take_calls
-    errors: list[str | None] = []
-
-    def ask() -> None:
-        monkeypatch.setattr(late, "_is_shut_down", False)  # as a thread sees it that looked before
-        try:
-            handle = late.generate_async("import os", THREE)
-        except RuntimeError as refusal:
-            errors.append(str(refusal))
-        else:
-            waiting.append(handle)
-
-    def one_more_at_the_end(queue: RequestQueue, *, last: bool = False) -> Any:
-        if last and is_last_moment:
-            ask()
-        calls = take_calls(queue, last=last)
-        if last and not is_last_moment:
-            ask()
-        return calls
-
-    waiting: list[RequestHandle] = []
-    monkeypatch.setattr(RequestQueue, "take_calls", one_more_at_the_end)
-    late.shutdown()
-    errors += [handle.result(timeout=60).error for handle in waiting]
-    assert errors == ["the executor has been shut down"]
-    assert bool(waiting) == is_last_moment
-    with pytest.raises(RuntimeError, match="shut down"):
-        late.generate_async("import os", THREE)
-
-
-def model_of(llm: LLM) -> "weakref.ref[CausalLM]":
-    return weakref.ref(llm._executor.parts.runner.engine.model)
-
-
-@pytest.mark.parametrize(
-    "speculative_config", [None, {"decoding_type": "NGram", "max_draft_len": 3, "adaptive": {}}]
-)
-def test_an_llm_that_is_shut_down_holds_no_weights(speculative_config: Any) -> None:
-    with LLM("zoo:llama", max_seq_len=256, speculative_config=speculative_config) as llm:
-        model = model_of(llm)
-        llm.generate("import os", THREE)
-    gc.collect()
-    assert model() is None
-    with pytest.raises(RuntimeError, match="shut down"):
-        llm.check_integrity()
-
-
-def test_an_llm_that_nobody_holds_ends_though_its_answers_are_kept() -> None:
-    llm = LLM("zoo:llama", max_seq_len=256)
-    model, worker, answer = model_of(llm), llm._worker, llm.generate("import os", THREE)
-    del llm
-    gc.collect()
-    assert (model(), worker._thread.is_alive(), answer.error) == (None, False, None)
-
-
-def test_a_request_under_way_holds_its_llm() -> None:
-    handle = LLM("zoo:llama", max_seq_len=256).generate_async("import os", THREE)
-    gc.collect()
-    assert handle.result(timeout=60).outputs[0].length == 3
-
-
-def test_requests_of_many_threads_are_all_answered(llm: LLM) -> None:
-    lengths: list[int] = []
-
-    def ask(number: int) -> None:
-        lengths.append(llm.generate([number, number + 1], THREE).outputs[0].length)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert lengths == [3] * 8
 
 
 def test_a_request_that_excludes_every_token_is_refused(llm: LLM) -> None:
@@ -244,14 +141,14 @@ def test_a_request_that_excludes_every_token_is_refused(llm: LLM) -> None:
     assert llm.generate("import os", almost).outputs[0].token_ids == [0, 0]
 
 
-def test_a_long_text_is_only_refused_where_it_cannot_fit(llm: LLM) -> None:
-    """Spaces in a row are few tokens, and who truncates takes the end of any text."""
+def test_a_long_text_is_refused_only_if_it_cannot_fit(llm: LLM) -> None:
+    """Many spaces are few tokens, and a truncated prompt may be any text."""
     assert llm.generate(" " * 960, THREE).prompt_token_ids == [560] * 60
     params = SamplingParams(max_tokens=3, truncate_prompt_tokens=8)
     assert llm.generate("a " * 6000, params).error is None
 
 
-def test_a_users_tokenizer_needs_no_vocabulary(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_tokenizer_works_without_a_vocabulary(llm: LLM) -> None:
     tokenizer = llm.tokenizer
     assert tokenizer is not None
 
@@ -259,7 +156,34 @@ def test_a_users_tokenizer_needs_no_vocabulary(llm: LLM, monkeypatch: pytest.Mon
         eos_token_id, chat_template = tokenizer.eos_token_id, None
         encode, decode = staticmethod(tokenizer.encode), staticmethod(tokenizer.decode)
 
-    monkeypatch.setattr(llm, "tokenizer", Bare())
-    monkeypatch.delitem(vars(llm), "_longest_token", raising=False)
-    assert llm.generate(" " * 960, THREE).error is None
-    monkeypatch.delitem(vars(llm), "_longest_token")
+    with LLM("zoo:llama", Bare(), max_seq_len=256) as with_bare:
+        assert with_bare.generate(" " * 960, THREE).error is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lora_request", "prompt_adapter_request", "kv_cache_retention_config", "cache_salt"),
+        *("disaggregated_params", "scheduling_params", "conversation_params", "trace_headers"),
+    ],
+)
+def test_arguments_of_tensorrt_llm_that_are_not_served_must_be_none(llm: LLM, name: str) -> None:
+    assert llm.generate("import os", THREE, **{name: None}).error is None
+    prompts = ["import os", "def f("]
+    assert len(llm.generate(prompts, THREE, use_tqdm=False, **{name: [None, None]})) == 2
+    for given in ("x", ["x"]):
+        with pytest.raises(ValueError, match=rf"{name} = .* is refused: .*; accepted: None"):
+            llm.generate(prompts, THREE, **{name: given})
+    with pytest.raises(ValueError, match=name):
+        llm.generate_async("import os", THREE, **{name: "x"})
+
+
+def test_an_unknown_argument_is_a_type_error(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        llm.generate("import os", temperature=1)
+
+
+def test_kv_cache_events_are_refused_by_a_sentence(llm: LLM) -> None:
+    for method in (llm.get_kv_cache_events, llm.get_kv_cache_events_async):
+        with pytest.raises(ValueError, match="KV cache events are not reported"):
+            method(timeout=2)

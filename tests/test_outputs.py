@@ -15,11 +15,11 @@ STATS = SpeculativeStats(
 )
 
 
-def test_acceptance_length_counts_the_emitted_tokens_of_a_round_with_the_bonus() -> None:
+def test_acceptance_length_counts_emitted_tokens_with_the_bonus_token() -> None:
     assert STATS.acceptance_length == 2.0
 
 
-def test_acceptance_rate_is_over_drafts_really_proposed() -> None:
+def test_acceptance_rate_counts_proposed_drafts_only() -> None:
     assert (STATS.num_drafted_tokens, STATS.num_accepted_tokens) == (7, 4)
     assert STATS.draft_acceptance_rate == 4 / 7
     assert STATS.per_position_acceptance == (2 / 3, 1 / 2, 1 / 2)
@@ -30,7 +30,7 @@ def test_the_histogram_counts_rounds_by_accepted_drafts() -> None:
     assert sum(STATS.acceptance_histogram) == STATS.rounds
 
 
-def test_figures_of_several_samples_add_up() -> None:
+def test_figures_of_several_samples_are_added() -> None:
     other = SpeculativeStats(1, 2, (1,), (1,))
     total = STATS + other
     assert total == SpeculativeStats(4, 8, (4, 2, 2), (3, 1, 1))
@@ -47,7 +47,7 @@ def test_figures_without_rounds_are_zero() -> None:
     ) == (0, 0, ())
 
 
-def test_diffs_are_what_came_since_the_last_delivery() -> None:
+def test_diffs_begin_at_the_last_delivery() -> None:
     output = CompletionOutput(
         index=0, text="ab", token_ids=[1, 2], logprobs=[{1: Logprob(-0.5, 1)}, {2: Logprob(-1.0)}]
     )

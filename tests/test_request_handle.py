@@ -1,5 +1,4 @@
-"""A handle stands for its request, and its plain output can leave the process; a reader that is
-gone harms nobody."""
+"""`RequestHandle`: waiting, copies, stop strings, and readers that are gone."""
 
 import asyncio
 import contextlib
@@ -18,7 +17,7 @@ from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.tokenizer import load_tokenizer
 
 
-def test_a_response_for_a_reader_whose_event_loop_is_closed_is_kept_quietly() -> None:
+def test_a_response_for_a_closed_event_loop_is_kept_without_an_error() -> None:
     handle = RequestHandle(1, None, [5], SamplingParams(), None, lambda: None)
     loop = asyncio.new_event_loop()
     reading = loop.create_task(handle.aresult())
@@ -37,7 +36,7 @@ def test_waiting_longer_than_the_timeout_raises() -> None:
         handle.result(timeout=0.01)
 
 
-def test_a_tokenizer_that_fails_its_reader_fails_it_every_time_and_nobody_waits_for_ever() -> None:
+def test_a_tokenizer_that_raises_raises_at_every_read_and_no_reader_hangs() -> None:
     class Failing:
         def decode(self, token_ids: list[int], **options: object) -> str:
             raise KeyError("no such piece")
@@ -65,7 +64,7 @@ def test_handles_can_be_gathered() -> None:
     assert asyncio.run(gather()) == handles
 
 
-def test_a_handle_is_equal_to_itself_only() -> None:
+def test_a_handle_equals_only_itself() -> None:
     handle, reference = finished_handle(), finished_handle()
     reference.metrics = handle.metrics
     assert handle == handle and handle != reference
@@ -75,7 +74,7 @@ def test_a_handle_is_equal_to_itself_only() -> None:
 @pytest.mark.parametrize(
     "copied", [lambda handle: pickle.loads(pickle.dumps(handle)), copy.deepcopy, copy.copy]
 )
-def test_the_copy_of_a_handle_is_its_plain_output(
+def test_a_copy_of_a_handle_is_a_plain_output(
     copied: Callable[[RequestHandle], RequestOutput],
 ) -> None:
     handle = finished_handle()
@@ -86,7 +85,7 @@ def test_the_copy_of_a_handle_is_its_plain_output(
 
 
 @pytest.mark.parametrize("detokenize", [True, False])
-def test_tokens_that_a_stop_string_takes_back_were_never_delivered(detokenize: bool) -> None:
+def test_tokens_of_a_stop_string_are_never_delivered(detokenize: bool) -> None:
     tokenizer = load_tokenizer("zoo:llama")
     kept, stop = tokenizer.encode("x = 1"), tokenizer.encode("\n\ndef")
     params = SamplingParams(stop=["\n\ndef"], logprobs=0, detokenize=detokenize)
@@ -106,7 +105,7 @@ def test_tokens_that_a_stop_string_takes_back_were_never_delivered(detokenize: b
     assert output.text == ("x = 1" if detokenize else "")
 
 
-def test_a_request_that_ends_without_its_stop_string_delivers_what_was_held_back() -> None:
+def test_held_tokens_are_delivered_when_no_stop_string_came() -> None:
     tokenizer = load_tokenizer("zoo:llama")
     token_ids = tokenizer.encode("x = 1\n\n")
     handle = RequestHandle(1, "a", [5], SamplingParams(stop=["\n\ndef"]), tokenizer, lambda: None)

@@ -63,7 +63,7 @@ def test_an_unset_temperature_is_one_when_another_option_asks_for_sampling(
         {"min_tokens": -1},
         {"n": 0},
         {"logprobs": -1},
-        {"logprobs": True},
+        {"logprobs": "1"},
         {"repetition_penalty": 0},
         {"repetition_penalty": 1e-320},
         {"repetition_penalty": 1e308},
@@ -99,7 +99,7 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
     assert SamplingParams(min_tokens=9, max_tokens=None).max_tokens is None
 
 
-def test_single_words_and_lists_are_read_alike() -> None:
+def test_a_single_word_is_the_same_as_a_list_of_one() -> None:
     params = SamplingParams(
         stop="end", bad=["x", "y"], bad_token_ids=[7, [8, 9]], logits_processor=print
     )
@@ -115,6 +115,20 @@ def test_single_words_and_lists_are_read_alike() -> None:
     )
 
 
+def test_true_and_false_are_one_and_no_log_probability() -> None:
+    on, off = SamplingParams(logprobs=True), SamplingParams(logprobs=False)
+    assert on == SamplingParams(logprobs=1) and type(on.logprobs) is int
+    assert off == SamplingParams() and off.logprobs is None
+    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
+
+
+def test_all_options_that_are_refused_are_named_together() -> None:
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams.from_dict({"guided_decoding": 1, "use_beam_search": True, "topk": 2})
+    keys = [line.partition(" = ")[0] for line in str(refusal.value).splitlines()]
+    assert keys == ["guided_decoding", "use_beam_search", "topk"]
+
+
 def test_null_means_the_default_as_in_http_bodies() -> None:
     assert (
         SamplingParams.from_dict({"n": None, "min_tokens": None, "speculation": None})
@@ -128,7 +142,7 @@ def test_speculation_is_taken_as_a_mapping() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NOT_SERVED))
-def test_an_option_of_tensorrt_llm_that_is_not_served_is_refused_with_the_reason_unless_off(
+def test_an_option_that_is_not_served_is_refused_with_the_reason_unless_off(
     name: str,
 ) -> None:
     accepted, reason = NOT_SERVED[name]
@@ -140,7 +154,7 @@ def test_an_option_of_tensorrt_llm_that_is_not_served_is_refused_with_the_reason
     assert reason in str(refusal.value)
 
 
-def test_what_other_engines_write_out_as_their_default_is_taken() -> None:
+def test_defaults_of_other_engines_are_taken() -> None:
     defaults = {
         "length_penalty": 1.0,
         "early_stopping": False,
@@ -161,7 +175,7 @@ def test_what_other_engines_write_out_as_their_default_is_taken() -> None:
         SamplingParams.from_dict({"early_stopping": True})
 
 
-def test_an_unknown_option_is_refused_with_what_may_have_been_meant() -> None:
+def test_an_unknown_option_is_refused_with_similar_names() -> None:
     with pytest.raises(ValueError, match=r"temprature = 1 .* did you mean temperature"):
         SamplingParams.from_dict({"temprature": 1})
 
@@ -185,13 +199,13 @@ def test_the_constructor_knows_tensorrt_llms_other_options_too() -> None:
         SamplingParams(temprature=1)  # type: ignore[call-arg] # a user's mistake
 
 
-def test_so_many_samples_that_making_them_would_hang_are_refused() -> None:
+def test_more_samples_than_can_be_made_are_refused() -> None:
     with pytest.raises(ValueError, match="n = 10000000 is out of range: 1 to 16384 is accepted"):
         SamplingParams(n=10**7)
 
 
 @pytest.mark.parametrize("options", [5, "abc", None, {1: 2}])
-def test_parameters_from_something_that_is_no_mapping_are_refused(options: Any) -> None:
+def test_parameters_that_are_not_a_mapping_are_refused(options: Any) -> None:
     with pytest.raises(
         ValueError, match=r"sampling_params = .*: SamplingParams or a mapping is needed"
     ):

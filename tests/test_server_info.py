@@ -1,5 +1,4 @@
-"""`LLM.server_info`: SGLang's names, the controller's decisions, and nothing that is not plain
-JSON."""
+"""`LLM.server_info`: SGLang's names, the controller's decisions, plain JSON values only."""
 
 import json
 from math import inf, nan
@@ -35,13 +34,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def info_of(llm: LLM) -> dict[str, Any]:
-    """As a client reads it; json refuses what is not plain."""
+    """As a client reads it; json raises for values that are not plain."""
     found: dict[str, Any] = json.loads(json.dumps(llm.server_info(), allow_nan=False))
-    assert found == llm.server_info(), "no tuple, no key that is a number"
+    assert found == llm.server_info(), "it has a tuple, or a key that is a number"
     return found
 
 
-def test_before_the_first_round_there_is_no_acceptance_length_and_the_launch_draft_length(
+def test_before_the_first_round_there_is_the_initial_draft_length_and_no_acceptance(
     llm: LLM,
 ) -> None:
     info = info_of(llm)
@@ -52,7 +51,7 @@ def test_before_the_first_round_there_is_no_acceptance_length_and_the_launch_dra
     assert "avg_spec_accept_length" not in state
 
 
-def test_after_rounds_it_tells_the_draft_length_the_acceptance_and_why_it_switched(
+def test_after_rounds_there_are_draft_length_acceptance_and_the_reason_of_a_switch(
     llm: LLM,
 ) -> None:
     output = llm.generate([1, 2, 3], {"max_tokens": 40, "logit_bias": {63: -100.0}}, use_tqdm=False)
@@ -71,7 +70,7 @@ def test_after_rounds_it_tells_the_draft_length_the_acceptance_and_why_it_switch
     )
 
 
-def test_it_is_refused_after_shutdown(tmp_path: Path) -> None:
+def test_server_info_is_refused_after_shutdown(tmp_path: Path) -> None:
     llm = LLM(write_tiny_llama(tmp_path), skip_tokenizer_init=True, max_batch_size=2)
     llm.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -94,7 +93,7 @@ def test_values_without_a_json_form_become_null_or_a_name() -> None:
     json.dumps(args, allow_nan=False)
 
 
-def test_figures_that_are_no_numbers_reach_the_reader_as_null() -> None:
+def test_nan_becomes_null_in_the_internal_state() -> None:
     state = {"draft_len": 2, "totals": {"speculation": {"rounds": 0}}, "controller": {"ema": nan}}
     assert internal_state(state) == {
         "speculative_num_steps": 2,

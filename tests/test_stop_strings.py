@@ -1,5 +1,4 @@
-"""Stop strings: the same cut for any division of the text into tokens, and nothing shown too
-early."""
+"""Stop strings: found at the same position for any tokenization, and never shown in part."""
 
 from functools import cache
 
@@ -34,7 +33,7 @@ def first_match(stops: list[str], pieces: list[str]) -> tuple[int, int, str] | N
     width=st.integers(1, 30),
 )
 @example(text="ab", stops=["b", "ab"], width=2)
-def test_a_stop_is_found_at_the_same_place_for_any_division_of_the_text(
+def test_a_stop_is_found_at_the_same_position_for_any_split_of_the_text(
     text: str, stops: list[str], width: int
 ) -> None:
     expected = min(
@@ -49,7 +48,7 @@ def test_a_stop_is_found_at_the_same_place_for_any_division_of_the_text(
     assert first_match(stops, [text[i : i + width] for i in range(0, len(text), width)]) == expected
 
 
-def test_a_stop_that_was_let_pass_is_not_found_again() -> None:
+def test_a_stop_that_was_found_is_not_found_again() -> None:
     matcher = StopStringMatcher(["b", "never"])
     assert [bool(matcher.feed(piece)) for piece in ("a", "b", "c", "b")] == [
         False,
@@ -61,7 +60,7 @@ def test_a_stop_that_was_let_pass_is_not_found_again() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet="abc", max_size=30), stops=st.lists(WORDS, min_size=1, max_size=3))
-def test_what_is_held_back_is_the_longest_beginning_of_a_stop(text: str, stops: list[str]) -> None:
+def test_the_longest_beginning_of_a_stop_is_held_back(text: str, stops: list[str]) -> None:
     matcher = StopStringMatcher(stops)
     for character in text:
         matcher.feed(character)
@@ -69,7 +68,7 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop(text: str, stops: 
     assert matcher.num_held() == max(len(each) for each in beginnings if text.endswith(each))
 
 
-def test_a_stop_across_token_borders_cuts_text_and_tokens_where_it_begins() -> None:
+def test_a_stop_across_tokens_cuts_text_and_tokens_where_it_begins() -> None:
     token_ids = tokenizer().encode("total = 1\n\ndef main():")
     check = checker(["\n\ndef"])
     matches = [check.feed(token) for token in token_ids]
@@ -95,7 +94,7 @@ def test_a_token_that_only_begins_before_the_stop_is_kept() -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_bytes_that_are_no_character_lie_before_the_token_that_shows_them(include: bool) -> None:
+def test_invalid_bytes_belong_before_the_token_with_which_they_are_shown(include: bool) -> None:
     broken = tokenizer().encode("😀")[:1]
     check = checker(["stop"], include_stop=include)
     matches = [
@@ -139,7 +138,7 @@ def test_a_reader_never_sees_more_than_the_final_text_and_tokens(
     assert num_seen <= (match.num_tokens if match else len(token_ids))
 
 
-def test_tokens_are_shown_with_the_text_that_they_begin() -> None:
+def test_a_token_is_shown_when_its_text_begins() -> None:
     reader = StreamedText(IncrementalDetokenizer(tokenizer()), ["\n\nQ"])
     token_ids = tokenizer().encode("a\n\nb")
     shown = [(reader.feed([token]), reader.num_shown) for token in token_ids]
@@ -149,7 +148,7 @@ def test_tokens_are_shown_with_the_text_that_they_begin() -> None:
 
 
 @pytest.mark.parametrize("stops", [[], ["zebra"]])
-def test_without_a_beginning_of_a_stop_nothing_is_held_back(stops: list[str]) -> None:
+def test_nothing_is_held_back_without_a_beginning_of_a_stop(stops: list[str]) -> None:
     reader = StreamedText(IncrementalDetokenizer(tokenizer()), stops)
     token_ids = tokenizer().encode("plain text")
     assert reader.feed(token_ids) == "plain text"
@@ -157,7 +156,7 @@ def test_without_a_beginning_of_a_stop_nothing_is_held_back(stops: list[str]) ->
     assert reader.finish([]) == ""
 
 
-def test_without_stops_tokens_do_not_wait_for_the_rest_of_their_character() -> None:
+def test_without_stops_tokens_of_an_unfinished_character_are_shown() -> None:
     reader = StreamedText(IncrementalDetokenizer(tokenizer()))
     assert reader.feed(tokenizer().encode("😀")[:3]) == ""
     assert reader.num_shown == 3

@@ -1,5 +1,5 @@
-"""Text of growing token lists, with a byte-level tokenizer (the zoo's) and a SentencePiece-like
-one."""
+"""Incremental detokenization with a byte-level (the zoo's) and a SentencePiece-like tokenizer, and
+comparison of vocabularies."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -33,8 +33,8 @@ def byte_level() -> Tokenizer:
 
 @cache
 def sentencepiece_like() -> Tokenizer:
-    """Words with "▁" for spaces, one token a byte for everything else, a leading space that is
-    dropped."""
+    """Words with "▁" for spaces, and one token for each other byte. Decoding drops a leading
+    space."""
     words = ["<s>", "▁a", "▁the", "ing", "é", "▁"]
     vocab = {
         token: i for i, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])
@@ -53,9 +53,9 @@ def sentencepiece_like() -> Tokenizer:
 
 
 class BytesTokenizer:
-    """A user's tokenizer: its tokens are any bytes, those without any are skipped as special tokens
-    are. `each_byte` of an unfinished character is written as a replacement, instead of one for all
-    of them."""
+    """A user's tokenizer whose tokens are any bytes; empty tokens are like skipped special tokens.
+
+    each_byte: an unfinished character becomes one replacement for each byte, not one in all."""
 
     eos_token_id = chat_template = None
 
@@ -74,7 +74,7 @@ class BytesTokenizer:
 
 
 class CountingTokenizer:
-    """`lengths`: of what was decoded."""
+    """Records the length of everything that is decoded."""
 
     eos_token_id = chat_template = None
 
@@ -107,7 +107,7 @@ def any_groups(token_ids: list[int], data: st.DataObject) -> list[list[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet="ab 1\n.é漢😀\N{REPLACEMENT CHARACTER}", max_size=30), data=st.data())
-def test_pieces_of_any_text_in_any_runs_are_whole_characters_and_join_to_the_text(
+def test_pieces_are_whole_characters_and_join_to_the_text_in_any_grouping(
     text: str, data: st.DataObject
 ) -> None:
     token_ids = byte_level().encode(text)
@@ -119,7 +119,7 @@ def test_pieces_of_any_text_in_any_runs_are_whole_characters_and_join_to_the_tex
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=MAX_PENDING_TOKENS))
-def test_pieces_of_random_tokens_join_to_the_tokenizers_own_text(token_ids: list[int]) -> None:
+def test_pieces_of_random_tokens_join_to_the_tokenizers_text(token_ids: list[int]) -> None:
     assert "".join(pieces_of(byte_level(), [[i] for i in token_ids])) == text_of(
         byte_level(), token_ids
     )
@@ -140,7 +140,7 @@ def test_pieces_keep_spaces_and_byte_characters_of_a_sentencepiece_tokenizer(
     )
 
 
-def test_a_character_of_several_tokens_comes_out_with_its_last_token() -> None:
+def test_a_character_of_several_tokens_is_returned_with_its_last_token() -> None:
     token_ids = byte_level().encode("😀")
     assert len(token_ids) == 4
     assert pieces_of(byte_level(), [[i] for i in token_ids]) == ["", "", "", "😀", ""]
@@ -156,7 +156,7 @@ def test_text_before_an_unfinished_character_does_not_wait_for_it() -> None:
     assert pieces_of(byte_level(), [[*byte_level().encode("done"), first_byte]])[0] == "done"
 
 
-def test_endless_invalid_bytes_do_not_wait_for_ever() -> None:
+def test_invalid_bytes_are_returned_while_they_go_on() -> None:
     continuation = byte_level().encode("😀")[1]
     pieces = pieces_of(byte_level(), [[continuation]] * (3 * MAX_PENDING_TOKENS))
     assert "".join(pieces[:-1]).count(REPLACEMENT) >= 2 * MAX_PENDING_TOKENS
@@ -165,7 +165,7 @@ def test_endless_invalid_bytes_do_not_wait_for_ever() -> None:
 
 @pytest.mark.parametrize("num_invalid", range(MAX_PENDING_TOKENS - 6, MAX_PENDING_TOKENS + 6))
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 50])
-def test_a_character_behind_a_long_wait_is_not_given_out_by_halves(
+def test_a_character_after_many_invalid_bytes_is_returned_whole(
     num_invalid: int, width: int
 ) -> None:
     token_ids = byte_level().encode("😀")[1:2] * num_invalid + byte_level().encode("😀漢!")
@@ -175,26 +175,25 @@ def test_a_character_behind_a_long_wait_is_not_given_out_by_halves(
     )
 
 
-def test_tokens_without_text_are_not_waited_for() -> None:
+def test_tokens_without_text_do_not_end_the_wait_for_a_character() -> None:
     first, *rest = byte_level().encode("😀")
     token_ids = [first, *[SPECIAL] * 3 * MAX_PENDING_TOKENS, *rest]
     assert "".join(pieces_of(byte_level(), in_groups(token_ids, 1))) == "😀"
 
 
-def test_a_space_that_begins_the_text_behind_a_special_token_is_not_taken_for_one() -> None:
+def test_a_space_after_a_special_token_is_kept() -> None:
     token_ids = [0, 5, 1]
     for width in (1, 2, 3):
         assert "".join(pieces_of(sentencepiece_like(), in_groups(token_ids, width))) == " a"
 
 
 BYTES = [bytes([byte]) for byte in (*"a€😀".encode(), 0xFF)]
-# Tokens in which characters begin and end, as byte-level tokenizers have them for scripts of
-# several bytes a character.
+# Tokens that begin or end inside characters, as byte-level tokenizers have for many scripts.
 MIXED = [*BYTES, b"\xac b\xe2\x82", b"a\xe2", REPLACEMENT.encode(), b"", b" "]
 
 
 def texts(tokens: list[int], *characters: list[int]) -> st.SearchStrategy[list[int]]:
-    """Any of the tokens alone, long runs of them, and whole characters."""
+    """Single tokens, long runs of one token, and whole characters."""
     single = st.sampled_from(tokens).map(lambda token: [token])
     run = st.tuples(st.sampled_from(tokens), st.integers(24, 40)).map(lambda run: [run[0]] * run[1])
     words = st.lists(st.one_of(single, run, st.sampled_from(characters)), max_size=24)
@@ -207,7 +206,7 @@ def texts(tokens: list[int], *characters: list[int]) -> st.SearchStrategy[list[i
     each_byte=st.booleans(),
     data=st.data(),
 )
-def test_text_is_the_tokenizers_own_however_its_tokens_are_grouped(
+def test_the_text_is_the_tokenizers_for_any_grouping_of_the_tokens(
     token_ids: list[int], each_byte: bool, data: st.DataObject
 ) -> None:
     tokenizer = BytesTokenizer(MIXED, each_byte=each_byte)
@@ -224,17 +223,17 @@ def test_text_is_the_tokenizers_own_however_its_tokens_are_grouped(
     ),
     data=st.data(),
 )
-def test_text_of_a_decoder_that_takes_text_back_does_not_depend_on_the_grouping_either(
+def test_the_text_of_a_byte_fallback_decoder_does_not_depend_on_the_grouping(
     token_ids: list[int], data: st.DataObject
 ) -> None:
-    """A byte-fallback decoder lets one bad byte spoil all bytes beside it, those that were given
-    out before, too."""
+    """With an invalid byte, such a decoder replaces all adjacent bytes, also those that were
+    returned before."""
     one_by_one = "".join(pieces_of(sentencepiece_like(), in_groups(token_ids, 1)))
     for groups in (any_groups(token_ids, data), [token_ids]):
         assert "".join(pieces_of(sentencepiece_like(), groups)) == one_by_one
 
 
-def test_ordinary_text_is_decoded_about_once_a_group() -> None:
+def test_ordinary_text_is_decoded_about_once_per_group() -> None:
     token_ids = byte_level().encode("The quick brown fox jumps over 13 lazy dogs. " * 40)
     for width, decodes_a_group in ((1, 2), (4, 2), (len(token_ids), 3)):
         tokenizer = CountingTokenizer(byte_level())
@@ -253,30 +252,30 @@ def test_ordinary_text_is_decoded_about_once_a_group() -> None:
         [MIXED.index(b"\xac b\xe2\x82")] * 500,
     ],
 )
-def test_a_step_costs_the_same_in_any_endless_text(token_ids: list[int]) -> None:
+def test_the_cost_of_a_step_does_not_grow_with_the_text(token_ids: list[int]) -> None:
     tokenizer = CountingTokenizer(BytesTokenizer(MIXED))
     pieces = pieces_of(tokenizer, in_groups(token_ids, 1))
     assert "".join(pieces) == text_of(tokenizer, token_ids)
-    tokenizer.lengths.pop()  # of the whole text
+    tokenizer.lengths.pop()  # of `text_of`
     assert max(tokenizer.lengths) <= MAX_PENDING_TOKENS
     assert len(tokenizer.lengths) <= 3 * len(token_ids)
 
 
-def test_a_long_run_that_ends_inside_a_character_leaves_it_for_the_next() -> None:
+def test_a_long_group_that_ends_inside_a_character_leaves_it_for_the_next_group() -> None:
     token_ids = byte_level().encode("ab" * 3 * MAX_PENDING_TOKENS + "😀")
     assert len(token_ids) > MAX_PENDING_TOKENS + 1
     pieces = pieces_of(byte_level(), [token_ids[:-1], token_ids[-1:]])
     assert REPLACEMENT not in "".join(pieces) and pieces[1] == "😀"
 
 
-def test_special_tokens_are_left_out_unless_wanted() -> None:
+def test_special_tokens_are_skipped_unless_asked_for() -> None:
     assert pieces_of(byte_level(), [[1], byte_level().encode("hi"), [2]]) == ["", "hi", "", ""]
     assert (
         IncrementalDetokenizer(byte_level(), skip_special_tokens=False).feed([1]) == "<|endoftext|>"
     )
 
 
-def test_vocabularies_are_the_same_up_to_the_shorter_one() -> None:
+def test_vocabularies_are_compared_up_to_the_shorter_one() -> None:
     longer = load_tokenizer("zoo:llama")
     longer.add_tokens(["<extra>"])
     check_same_vocabulary(byte_level(), longer)
@@ -290,7 +289,7 @@ def test_different_vocabularies_are_refused_with_the_first_differences() -> None
         check_same_vocabulary(byte_level(), sentencepiece_like())
 
 
-def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=tmp_path.name):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="no-such-folder"):

@@ -1,7 +1,7 @@
-"""tllm_spec: a speculative-decoding engine in the manner of TensorRT-LLM's PyExecutor.
+"""tllm_spec: a speculative-decoding engine in the style of TensorRT-LLM's PyExecutor.
 
-The names below are what users import. They are loaded when first asked for, so that the
-command-line tools start fast."""
+The names below are the public interface. Each is loaded at its first use, so that the command-line
+tools start fast."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

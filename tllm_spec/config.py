@@ -1,13 +1,15 @@
 """All arguments of `LLM`, named as in TensorRT-LLM: from keywords, from a YAML file, or both.
 
-Only options with an effect are fields. TensorRT-LLM's other options stand in `NOT_SERVED` with the
-value that means "off"; anything else is refused. Nothing here looks at a checkpoint or a device.
+Only options with an effect are fields. `tllm_spec.not_served` has TensorRT-LLM's other options. No
+checkpoint and no device is looked at here.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,112 +25,39 @@ from pydantic import (
 )
 
 from tllm_spec.config_base import ConfigError, ConfigModel
+from tllm_spec.not_served import (
+    CUDA_GRAPH_NOT_SERVED,
+    KV_CACHE_NOT_SERVED,
+    LLM_NOT_SERVED,
+    SCHEDULER_NOT_SERVED,
+)
 from tllm_spec.option_checks import NotServed, shown
-from tllm_spec.speculative_config import PathText, SpeculativeConfig
+from tllm_spec.speculative_base import PathText
+from tllm_spec.speculative_config import SpeculativeConfig
 
-NUMBERED = frozenset(
-    {"adaptive", "draft_len_schedule"}
-)  # options with keys of their own: batch sizes
-ONE_GPU = "one device serves a model for now"
-NO_STATISTICS = "iteration statistics are not served yet"
-NO_BATCH_WAIT = "a round never waits for more requests"
-LOCAL_FILES = "models are local folders; nothing is downloaded"
+logger = logging.getLogger(__name__)
 
+# Options whose keys are batch sizes.
+NUMBERED = frozenset({"adaptive", "draft_len_schedule"})
 DEFAULT_LARGEST_GRAPH = 128  # requests, as in TensorRT-LLM
-
-NOT_SERVED: Mapping[str, NotServed] = {
-    "allreduce_strategy": NotServed(("AUTO",), ONE_GPU),
-    "attn_backend": NotServed(
-        ("auto", "VANILLA", "TRITON", "FLASHINFER"), "the other attention kernels are not served"
-    ),
-    "backend": NotServed((None, "pytorch"), "there is one backend"),
-    "batch_wait_max_tokens_ratio": NotServed((0, 0.0), NO_BATCH_WAIT),
-    "batch_wait_timeout_iters": NotServed((0,), NO_BATCH_WAIT),
-    "batch_wait_timeout_ms": NotServed((0, 0.0), NO_BATCH_WAIT),
-    "batched_logits_processor": NotServed((None,), "use SamplingParams.logits_processor"),
-    "cache_transceiver_config": NotServed((None,), "prefill and decoding run in one place"),
-    "checkpoint_format": NotServed((None, "HF"), "checkpoints have Hugging Face's format"),
-    "checkpoint_loader": NotServed((None,), "checkpoints have Hugging Face's format"),
-    "context_parallel_size": NotServed((1,), ONE_GPU),
-    "enable_attention_dp": NotServed((False,), ONE_GPU),
-    "enable_autotuner": NotServed(
-        (True,),
-        "on a GPU the first start measures which products are the fastest; deterministic uses none",
-    ),
-    "enable_early_first_token_response": NotServed((False,), "every round answers at once"),
-    "enable_in_graph_sampling": NotServed((True, False), "sampling is part of the graph"),
-    "enable_iter_perf_stats": NotServed((False,), NO_STATISTICS),
-    "enable_iter_req_stats": NotServed((False,), NO_STATISTICS),
-    "enable_lora": NotServed((False,), "LoRA is not served"),
-    "garbage_collection_gen0_threshold": NotServed(
-        (None,), "Python's garbage collector is left alone"
-    ),
-    "gather_generation_logits": NotServed((False,), "logits are not returned; logprobs are"),
-    "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
-    "guided_decoding_backend": NotServed((None,), "guided decoding is not served yet"),
-    "kv_connector_config": NotServed((None,), "the KV cache stays in one process"),
-    "lora_config": NotServed((None,), "LoRA is not served"),
-    "max_beam_width": NotServed((None, 1), "there is no beam search"),
-    "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_GPU),
-    "moe_expert_parallel_size": NotServed((None, -1, 1), ONE_GPU),
-    "moe_tensor_parallel_size": NotServed((None, -1, 1), ONE_GPU),
-    "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
-    "pipeline_parallel_size": NotServed((1,), ONE_GPU),
-    "prefill_cuda_graph_backend": NotServed(("auto", "disabled"), "contexts are whole graphs"),
-    "print_iter_log": NotServed((False,), NO_STATISTICS),
-    "quant_config": NotServed((None,), "quantised weights are not served"),
-    "reasoning_parser": NotServed((None,), "reasoning text is not split off"),
-    "return_perf_metrics": NotServed((False,), "times are always in RequestOutput.metrics"),
-    "revision": NotServed((None,), LOCAL_FILES),
-    "sampler_type": NotServed(("auto", "TorchSampler"), "there is one sampler"),
-    "tensor_parallel_size": NotServed((1,), ONE_GPU),
-    "tokenizer_mode": NotServed(("auto",), "the tokenizer's fast form is the only one"),
-    "tokenizer_revision": NotServed((None,), LOCAL_FILES),
-    "torch_compile_config": NotServed((None,), "the model is not compiled"),
-    "trust_remote_code": NotServed((False,), "code that comes with a checkpoint is never run"),
-}
-KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
-    "copy_on_partial_reuse": NotServed(
-        (True,), "a partly matching page is always copied, never taken over"
-    ),
-    "dtype": NotServed(("auto",), "the cache has the model's own dtype"),
-    "event_buffer_max_size": NotServed((0,), "cache events are not served"),
-    "host_cache_size": NotServed((None, 0), "evicted pages are not kept in host memory"),
-    "max_attention_window": NotServed((None,), "every layer keeps all tokens"),
-    "max_gpu_total_bytes": NotServed((0,), "use max_tokens or free_gpu_memory_fraction"),
-    "secondary_offload_min_priority": NotServed(
-        (None,), "evicted pages are not kept in host memory"
-    ),
-    "sink_token_length": NotServed((None,), "every layer keeps all tokens"),
-    "use_kv_cache_manager_v2": NotServed(("auto",), "there is one cache manager"),
-    "use_uvm": NotServed((False,), "the cache lies in device memory"),
-}
-SCHEDULER_NOT_SERVED: Mapping[str, NotServed] = {
-    "capacity_scheduler_policy": NotServed(
-        ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION"), "requests join and leave in every round"
-    ),
-    "context_chunking_policy": NotServed(
-        (None, "FIRST_COME_FIRST_SERVED"), "the oldest prompt's chunk comes first"
-    ),
-    "dynamic_batch_config": NotServed(
-        (None,), "the batch is bounded by max_batch_size and max_num_tokens"
-    ),
-    "enable_prefix_aware_scheduling": NotServed(
-        (False,), "requests are not reordered by their prefixes"
-    ),
-    "use_python_scheduler": NotServed((True, False), "the scheduler is always the Python one"),
-}
+# A name of trtllm-serve's flags that is found in its YAML files, too.
+FRACTION, FRACTION_FLAG = "free_gpu_memory_fraction", "kv_cache_free_gpu_memory_fraction"
 
 
 class KvCacheConfig(ConfigModel):
-    """The paged KV pool, bounded by `max_tokens` and a fraction of the device memory that is
-    free."""
+    """The paged KV cache and its prefix reuse."""
 
     enable_block_reuse: bool = True
+    """Requests whose prompts begin alike share pages."""
     enable_partial_reuse: bool = True
+    """A page of which only a part matches is copied and used up to there."""
     max_tokens: PositiveInt | None = None
+    """Tokens that the cache holds, at most. null: no limit but the memory."""
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share that the cache may take of the GPU memory that is free after loading the models. No
+    effect on a CPU."""
     tokens_per_block: PositiveInt = 32
+    """Tokens of one page, a power of two."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = KV_CACHE_NOT_SERVED
 
@@ -141,33 +70,37 @@ class KvCacheConfig(ConfigModel):
 
 
 class SchedulerConfig(ConfigModel):
-    """Which requests run. Only `MAX_UTILIZATION` may pause a running request for want of pages."""
+    """Which requests run, and which wait."""
 
     capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = (
         "GUARANTEED_NO_EVICT"
     )
+    """GUARANTEED_NO_EVICT reserves pages for the full length of a request. MAX_UTILIZATION admits
+    requests while there are pages, and pauses the youngest when pages run out."""
     waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of waiting requests: by arrival, or by their `priority` first."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = SCHEDULER_NOT_SERVED
 
+    @field_validator("capacity_scheduler_policy", mode="before")
+    @classmethod
+    def _value_of_enum(cls, policy: object) -> object:
+        return policy.value if isinstance(policy, Enum) else policy
+
 
 class CudaGraphConfig(ConfigModel):
-    """For which batch sizes a generation round is captured as a CUDA graph. On a CPU it has no
-    effect.
-
-    `enable_padding` fills a batch up to the next captured size. It is True here and False in
-    TensorRT-LLM: graphs are the fast path, and without padding a batch between two captured sizes
-    leaves it. `max_batch_size` (None
-    or 0: DEFAULT_LARGEST_GRAPH) is the largest of the sizes that are captured where `batch_sizes`
-    names none."""
+    """Batch sizes for which a decoding round is captured as a CUDA graph. No effect on a CPU."""
 
     batch_sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] | None = None
+    """Batch sizes to capture. null: 1, 2, 4, then steps of 8 up to 128 and of 64 above; without
+    padding 1 to 32 and powers of two."""
     max_batch_size: NonNegativeInt | None = None
+    """Largest batch size to capture if `batch_sizes` is null. null or 0 is 128."""
     enable_padding: bool = True
+    """A batch between two captured sizes runs as the next larger one. False, TensorRT-LLM's
+    default, runs it without a graph."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = {
-        "mode": NotServed(("decode",), "contexts have prefill_cuda_graph_backend"),
-    }
+    not_served: ClassVar[Mapping[str, NotServed]] = CUDA_GRAPH_NOT_SERVED
 
     @field_validator("batch_sizes")
     @classmethod
@@ -183,20 +116,17 @@ class CudaGraphConfig(ConfigModel):
         if self.batch_sizes and self.max_batch_size and self.max_batch_size != self.batch_sizes[-1]:
             raise ValueError(
                 f"max_batch_size = {self.max_batch_size} contradicts batch_sizes = "
-                f"{self.batch_sizes}; leave it "
-                f"out, or give the largest of them, {self.batch_sizes[-1]}"
+                f"{self.batch_sizes}; leave it out, or give the largest of them, "
+                f"{self.batch_sizes[-1]}"
             )
         return self
 
     def sizes(self, limit: int, also: Iterable[int] = ()) -> tuple[int, ...]:
         """The batch sizes to capture, ascending.
 
-        Args:
-            limit: the most requests that a generation round can have; a larger size is captured as
-            this one.
-            also: further sizes, such as the keys of `draft_len_schedule`; those above the largest
-            are left out.
-        """
+        limit: the most requests that a round can have; a larger size is captured as this one.
+        also: further sizes, such as the keys of `draft_len_schedule`; those above the largest are
+        left out."""
         assert limit > 0
         largest = self.max_batch_size or DEFAULT_LARGEST_GRAPH
         wanted = self.batch_sizes or _default_sizes(largest, self.enable_padding)
@@ -205,10 +135,8 @@ class CudaGraphConfig(ConfigModel):
 
 
 def _default_sizes(largest: int, enable_padding: bool) -> list[int]:
-    """TensorRT-LLM's batch sizes up to `largest`, which is always one of them.
-
-    Padding needs small gaps only; without it every size that is not listed is lost, so that small
-    ones all are."""
+    """TensorRT-LLM's batch sizes up to `largest`, which is always one of them. Without padding a
+    size that is not listed has no graph, so all small sizes are listed."""
     if enable_padding:
         sizes = [1, 2, 4, *range(8, 129, 8), *range(192, largest, 64)]
     else:
@@ -217,48 +145,81 @@ def _default_sizes(largest: int, enable_padding: bool) -> list[int]:
 
 
 class LlmArgs(ConfigModel):
-    """Everything that `LLM(model, **kwargs)` takes.
-
-    `attn_backend`: `auto` is VANILLA on a CPU; on CUDA FLASHINFER where it can be had, else TRITON.
-    `cuda_graph_config`: None runs without graphs. `prefill_cuda_graph_backend`: `auto` captures
-    short contexts, too, where attention can be captured (FLASHINFER on Hopper).
-    `deterministic`: kernels whose result for a token has the same bits whatever runs beside it, so
-    that text (and log probabilities, to the last bit) cannot depend on batch, draft length, chunks,
-    prefix hits or preemption. CUDA only."""
+    """Everything that `LLM(model, **kwargs)` takes."""
 
     model: PathText
+    """A local folder in Hugging Face's format, or a zoo name such as `zoo:llama`."""
     tokenizer: Any = None
+    """Folder of the tokenizer, or a transformers tokenizer. null: the model's."""
     skip_tokenizer_init: bool = False
+    """No tokenizer: prompts are token ids, and outputs have no text."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations. `auto`: the checkpoint's on CUDA, float32 on a CPU."""
     load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` fills the weights with random numbers."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`. `auto`: CUDA where torch sees a device."""
     attn_backend: Literal["auto", "VANILLA", "TRITON", "FLASHINFER"] = "auto"
+    """Attention kernels. `auto`: VANILLA (plain torch) on a CPU; on CUDA FLASHINFER, which is
+    TRITON with FlashInfer's prefill, or TRITON without the package or in float32. `TRTLLM` is taken
+    as `auto`."""
     deterministic: bool = False
+    """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
+    prompt chunks, prefix hits or preemption. Slower; CUDA only."""
 
     max_batch_size: PositiveInt = 2048
+    """Requests that decode together, at most."""
     max_num_tokens: PositiveInt = 8192
+    """Tokens of one forward, at most. A request with K drafts takes K + 1."""
     max_input_len: PositiveInt | None = None
+    """Longest prompt that is accepted, in tokens. null: `max_seq_len` is the only limit."""
     max_seq_len: PositiveInt | None = None
+    """Prompt and output of a request together, in tokens, at most. null: the model's."""
     enable_chunked_prefill: bool = False
+    """Long prompts are prefilled in pieces, while other requests decode."""
     disable_overlap_scheduler: bool = False
+    """The host reads each round before it launches the next. False overlaps where the decoding type
+    allows it."""
     stream_interval: PositiveInt = 1
+    """Tokens between two pieces of a streamed output, at least."""
+    return_perf_metrics: bool = False
+    """Accepted and without effect on `LLM`: `RequestOutput.metrics` always has the times of a
+    request, `RequestOutput.speculative_decoding` its draft counts."""
+    enable_iter_perf_stats: bool = False
+    """Collects statistics of every round for `LLM.get_stats()`."""
+    max_stats_len: PositiveInt = 1000
+    """Rounds that `LLM.get_stats()` remembers; the oldest are dropped."""
 
     kv_cache_config: KvCacheConfig = KvCacheConfig()
+    """The paged KV cache."""
     scheduler_config: SchedulerConfig = SchedulerConfig()
+    """Which requests run, and which wait."""
     cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
+    """CUDA graphs of decoding rounds. null: none."""
     prefill_cuda_graph_backend: Literal["auto", "disabled"] = "auto"
+    """`auto` captures the prefill of short prompts, too, where attention can be captured
+    (FLASHINFER on Hopper)."""
     speculative_config: SpeculativeConfig | None = None
+    """How drafts are made. null: plain decoding."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = NOT_SERVED
+    not_served: ClassVar[Mapping[str, NotServed]] = LLM_NOT_SERVED
 
     def __init__(self, /, **options: Any) -> None:
         _check_keys(options)
-        super().__init__(**options)
+        super().__init__(**_with_fraction(options))
 
     @field_validator("max_batch_size", "max_num_tokens", mode="before")
     @classmethod
     def _null_means_default(cls, value: object, info: ValidationInfo) -> object:
         return cls.model_fields[str(info.field_name)].default if value is None else value
+
+    @field_validator("attn_backend", mode="before")
+    @classmethod
+    def _serve_trtllm(cls, name: object) -> object:
+        if name != "TRTLLM":
+            return name
+        logger.info("attn_backend = 'TRTLLM' is taken as 'auto': its kernels are not part of this")
+        return "auto"
 
     @field_validator("tokenizer")
     @classmethod
@@ -290,38 +251,56 @@ class LlmArgs(ConfigModel):
             )
         if self.speculative_config is not None and self.speculative_config.use_rejection_sampling:
             raise ValueError(
-                "deterministic and use_rejection_sampling exclude each other: its text depends on "
-                "the drafts"
+                "deterministic and use_rejection_sampling exclude each other: with the latter, "
+                "text depends on the drafts"
             )
         return self
 
     @classmethod
     def from_kwargs(cls, /, model: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
-        """The arguments given by keyword; configuration objects may be given as plain mappings."""
+        """The arguments given by keyword; configuration objects may be given as mappings."""
         options: dict[str, Any] = {"model": model, **kwargs}
         return cls(**options)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **kwargs: Any) -> LlmArgs:
-        """The arguments of a YAML file laid over keyword arguments: where both speak, the file
-        wins.
+        """The arguments of a YAML file laid over keyword arguments: where both have a key, the file
+        wins. Nested mappings are merged key by key.
 
-        Nested mappings are laid over each other key by key. Raises ValueError for a file that
-        cannot be read."""
-        return cls(**overlay(kwargs, read_yaml(path)))
+        Raises ValueError for a file that cannot be read."""
+        return cls(**overlay(kwargs, _with_fraction(read_yaml(path))))
 
     @property
     def why_no_overlap(self) -> str | None:
-        """Why rounds do not overlap, or None. `disable_overlap_scheduler: false` means "where it is
-        possible"."""
+        """Why rounds with drafts do not overlap, or None."""
         if self.disable_overlap_scheduler:
             return "disable_overlap_scheduler is set"
         return self.speculative_config.why_no_overlap if self.speculative_config else None
 
 
+def _with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves `kv_cache_free_gpu_memory_fraction` into `kv_cache_config`. Raises ConfigError when
+    that has another value."""
+    if FRACTION_FLAG not in options:
+        return dict(options)
+    moved = dict(options)
+    fraction, cache = moved.pop(FRACTION_FLAG), moved.get("kv_cache_config") or {}
+    if isinstance(cache, KvCacheConfig):
+        cache = {name: getattr(cache, name) for name in cache.model_fields_set}
+    if not isinstance(cache, Mapping):
+        return moved  # to be refused by its type
+    if (other := cache.get(FRACTION, fraction)) != fraction:
+        raise ConfigError(
+            [
+                f"{FRACTION_FLAG} = {shown(fraction)} and kv_cache_config.{FRACTION} = "
+                f"{shown(other)} contradict each other"
+            ]
+        )
+    return {**moved, "kv_cache_config": {**cache, FRACTION: fraction}}
+
+
 def _check_keys(options: Mapping[str, Any], path: str = "") -> None:
-    """Raises ConfigError for a nested key that is no option's name, as YAML and Python can
-    write."""
+    """Raises ConfigError for a nested key that is not a string, as YAML and Python can write."""
     for name, value in options.items():
         if not isinstance(value, Mapping) or name in NUMBERED:
             continue
@@ -333,7 +312,7 @@ def _check_keys(options: Mapping[str, Any], path: str = "") -> None:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ValueError naming a file that is missing, broken or no
+    """The mapping in a YAML file. Raises ValueError for a file that is missing, broken or has no
     mapping."""
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -1,8 +1,5 @@
-"""The base of all configuration models: unknown keys refused, no silent conversion, frozen,
-readable errors.
-
-It does not know any option; see `tllm_spec.config` and `tllm_spec.speculative_config`.
-"""
+"""The base of all configuration models: frozen, no unknown keys, no silent conversion, and all
+mistakes of a configuration in one readable error."""
 
 from __future__ import annotations
 
@@ -11,13 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tllm_spec.option_checks import (
-    NotServed,
-    many_unknown,
-    refuse_not_served,
-    shown,
-    unknown_option,
-)
+from tllm_spec.option_checks import NotServed, many_unknown, refusals, shown, unknown_option
 
 
 class ConfigError(ValueError):
@@ -29,27 +20,35 @@ class ConfigError(ValueError):
 
 
 class ConfigModel(BaseModel):
-    """A configuration object; every mistake in its arguments is a ValueError that names key and
-    value."""
+    """A configuration object. Its constructor raises ConfigError, which names key and value of
+    every mistake.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    The text after a field describes the option. `docs/options.md` is generated from these texts."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     not_served: ClassVar[Mapping[str, NotServed]] = {}
 
     def __init__(self, /, **options: Any) -> None:
         if lines := many_unknown(options, {*type(self).model_fields, *self.not_served}):
             raise ConfigError(lines)
-        try:
-            refuse_not_served(options, self.not_served)
-        except ValueError as error:
-            raise ConfigError([str(error)]) from None
+        refused = refusals(options, self.not_served)
         without_effect = self.not_served.keys() - type(self).model_fields
+        lines = list(refused.values())
         try:
             super().__init__(
-                **{name: value for name, value in options.items() if name not in without_effect}
+                **{
+                    name: value
+                    for name, value in options.items()
+                    if name not in refused and name not in without_effect
+                }
             )
         except ValidationError as error:
-            raise ConfigError(_sentences(error, type(self))) from None
+            lines += _sentences(error, type(self))
+        if lines:
+            raise ConfigError(lines)
 
 
 def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
@@ -60,9 +59,7 @@ def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
         given, cause = shown(detail["input"]), detail.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):  # a nested configuration has named its own keys
             lines += [f"{path}.{line}" if path else line for line in cause.lines]
-        elif isinstance(
-            cause, ValueError
-        ):  # from a validator of ours; without a path it names its keys itself
+        elif isinstance(cause, ValueError):  # from one of our validators
             lines.append(f"{path} = {given}: {cause}" if path else str(cause))
         elif detail["type"] == "extra_forbidden":
             lines.append(unknown_option(path, detail["input"], model.model_fields))

@@ -1,5 +1,4 @@
-"""Objects of a user's that a configuration names by "package.module:ClassName" and keyword
-arguments."""
+"""Objects that a configuration names by "package.module:ClassName" and keyword arguments."""
 
 from __future__ import annotations
 
@@ -9,9 +8,10 @@ from typing import Any
 
 
 def make_object(name: str, given: object, arguments: dict[str, Any] | None) -> Any:
-    """`given` itself, or what the class at the import path `given` makes of `arguments`. `name`: of
-    the option. Raises ValueError for a path that leads to no class, and for arguments that do not
-    fit it."""
+    """Returns `given` itself, or an instance of the class whose import path it is.
+
+    name: of the option, for error messages. Raises ValueError when the path leads to no class, or
+    the arguments do not fit it."""
     if not isinstance(given, str):
         return given
     module_name, _, class_name = given.partition(":")
@@ -20,7 +20,7 @@ def make_object(name: str, given: object, arguments: dict[str, Any] | None) -> A
     except (ImportError, AttributeError, TypeError) as error:  # TypeError: of a relative path
         raise ValueError(f"{name} = {given!r} cannot be imported: {error}") from error
     if not callable(made_by):
-        raise ValueError(f"{name} = {given!r} is no class")
+        raise ValueError(f"{name} = {given!r} is not a class")
     try:
         signature(made_by).bind(**(arguments or {}))
     except TypeError as error:

@@ -1,17 +1,18 @@
-"""`LLM`: the front door. Takes prompts in, makes requests of them, hands out results.
+"""`LLM`: takes prompts, makes requests of them and hands out results.
 
-It checks what users give against the model; the executor, in its own thread, does everything else.
+It checks prompts and parameters against the model. The executor, in its own thread, does the rest.
 """
 
+import logging
 import os
 import secrets
+import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import partial
 from itertools import count
-from numbers import Integral
 from typing import Any, NoReturn, cast
 
 from tllm_spec.config import LlmArgs
@@ -21,27 +22,33 @@ from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
-from tllm_spec.option_checks import shown
+from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
+from tllm_spec.option_checks import refuse_not_served
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.request_errors import ContextLengthExceeded
+from tllm_spec.prompts import Prompt, PromptReader, is_single
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
 from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, load_tokenizer
+from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | Mapping[str, Any] | None
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """A model being served in this process. Keyword arguments are those of `LlmArgs`, named as in
-    TensorRT-LLM.
+    """A model being served in this process.
 
-    Raises ValueError for arguments, models or tokenizers that cannot be served.
+    Keyword arguments are those of `LlmArgs`, named as in TensorRT-LLM. Raises ValueError for
+    arguments, models or tokenizers that cannot be served.
     """
 
-    def __init__(self, /, model: str | os.PathLike[str], **kwargs: Any) -> None:
-        self.args = LlmArgs.from_kwargs(model, **kwargs)
+    def __init__(
+        self, /, model: str | os.PathLike[str], tokenizer: Any = None, **kwargs: Any
+    ) -> None:
+        self.args = LlmArgs.from_kwargs(model, tokenizer=tokenizer, **kwargs)
+        self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.tokenizer = _tokenizer(self.args)
         self._results = Results()
         built = build_executor(self.args, self.tokenizer, self._results.respond)
@@ -54,45 +61,50 @@ class LLM:
         self._check_can_run: Callable[[LlmRequest], None] = (
             built.executor.scheduler.check_can_ever_run
         )
+        self._prompts = PromptReader(
+            self.tokenizer,
+            vocab_size=self.model_config.vocab_size,
+            max_seq_len=self.max_seq_len,
+            max_input_len=self.args.max_input_len,
+        )
         self._lock = threading.Lock()
         self._ids = count(1)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         self._worker.start()
-        # At shutdown, when nobody holds this object any more, or when the interpreter ends, which a
-        # thread that is inside torch would turn into an abort.
+        # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
+        # that is inside torch then would abort the process.
         self._end = weakref.finalize(self, _end, self._worker, self._queue, self._results)
 
     @classmethod
     def from_args(cls, args: LlmArgs) -> "LLM":
-        """From arguments that were read already (a YAML file laid over command-line flags)."""
+        """From arguments that were read before, for example from a YAML file."""
         return cls(**{name: getattr(args, name) for name in LlmArgs.model_fields})
 
     def generate(
         self,
         inputs: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams
-        | Mapping[str, Any]
-        | Sequence[SamplingParams]
-        | None = None,
+        sampling_params: Params | Sequence[SamplingParams] = None,
         use_tqdm: bool = True,
         *,
         priority: float | Sequence[float] = 0.5,
+        **not_served: Any,
     ) -> RequestOutput | list[RequestOutput]:
         """Completes one prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}) or
         a list of them.
 
-        A list is answered by a list in its order; a prompt in it that cannot be served becomes an
-        output with `error`, and the others are not affected. A single such prompt raises
-        ValueError. `sampling_params` and `priority` (0 to 1, higher first under
-        `waiting_queue_policy: priority`) may be lists of the same length."""
-        if _is_single(inputs):
-            alone = cast(Prompt, inputs)
-            (params,), (rank,) = (
-                _one_each("sampling_params", sampling_params, 1),
-                _one_each("priority", priority, 1),
-            )
-            result = self.generate_async(alone, params, priority=rank)
+        A list gives a list in the same order. If one of its prompts cannot be served, that output
+        has `error`, and the others are not affected; a single such prompt raises ValueError.
+        `sampling_params` and `priority` (0 to 1, higher first with `waiting_queue_policy:
+        priority`) may be lists of the same length.
+
+        TensorRT-LLM's `lora_request`, `cache_salt`, `disaggregated_params` and so on must be
+        None."""
+        _refuse_not_served(not_served)
+        if is_single(inputs):
+            (params,) = _one_each("sampling_params", sampling_params, 1)
+            (rank,) = _one_each("priority", priority, 1)
+            result = self.generate_async(cast(Prompt, inputs), params, priority=rank)
             with _aborted_if_interrupted([result]):
                 return result.result()
         prompts = list(cast(Sequence[Prompt], inputs))
@@ -112,26 +124,23 @@ class LLM:
     def generate_async(
         self,
         inputs: Prompt,
-        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        sampling_params: Params = None,
         *,
         streaming: bool = False,
         priority: float = 0.5,
+        **not_served: Any,
     ) -> RequestHandle:
-        """Submits one prompt and returns at once. With `streaming`, the result grows token by
-        token; without, it arrives whole.
+        """Submits one prompt and returns at once. With `streaming` the result grows while tokens
+        come, without it arrives whole.
 
         Raises ValueError for a prompt or parameters that this model cannot serve, RuntimeError
         after shutdown or when the executor has died."""
+        _refuse_not_served(not_served)
         self._check_alive()
         params = _params(sampling_params)
-        prompt, token_ids = self._tokens_of(inputs, params)
-        rules = self._rules(params, token_ids)
-        if (
-            not isinstance(priority, (int, float))
-            or isinstance(priority, bool)
-            or not 0 <= priority <= 1
-        ):
-            raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
+        prompt, token_ids = self._prompts.read(inputs, params)
+        rules = self._rules(params)
+        _check_priority(priority)
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
         cancel = self._cancel_of(ids)
@@ -145,7 +154,7 @@ class LLM:
         for request in requests:
             request.streaming, request.priority = streaming, float(priority)
             self._results.add(request.request_id, result)
-        if not self._queue.put(requests):  # it has ended since the first look
+        if not self._queue.put(requests):  # it has ended since `_check_alive`
             self._results.fail_all(self._worker.why_ended)
             raise RuntimeError(self._worker.why_ended)
         return result
@@ -159,14 +168,38 @@ class LLM:
         self._executor.check_integrity()
 
     def server_info(self) -> dict[str, Any]:
-        """The served options, and under `internal_states` what the executor does now: running and
-        waiting requests, pages, totals since the start, draft lengths with the estimates, limits
-        and last decisions behind them. Plain JSON values. It is read between two rounds.
+        """The served options, and under `internal_states` the executor's state: running and waiting
+        requests, pages, totals since the start, draft lengths and the estimates that they follow.
+        Plain JSON values, read between two rounds.
 
-        Raises RuntimeError after shutdown or when the executor has died, and when called from
-        inside a round (by a drafter or a logits processor)."""
+        Raises RuntimeError after shutdown, when the executor has died, and when called from inside
+        a round (by a drafter or a logits processor)."""
         self._check_alive()
         return server_info(self.args, self.max_seq_len, self._worker.call(self._executor.state))
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """One dict for each round since the last call, oldest first, with TensorRT-LLM's names;
+        `max_stats_len` rounds at most. Empty without `enable_iter_perf_stats`. It never waits for a
+        round, so `timeout` has no effect.
+
+        Raises RuntimeError as `server_info` does."""
+        self._check_alive()
+        stats = self._executor.parts.iteration_stats
+        if stats is None:
+            logger.warning("get_stats needs enable_iter_perf_stats: true")
+            return []
+        return self._worker.call(stats.take)
+
+    async def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        """Yields what `get_stats` returns."""
+        for stats in self.get_stats(timeout):
+            yield stats
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> NoReturn:
+        """Refused with ValueError, as is `get_kv_cache_events_async`."""
+        raise ValueError(NO_KV_EVENTS)
+
+    get_kv_cache_events_async = get_kv_cache_events
 
     @property
     def is_healthy(self) -> bool:
@@ -174,8 +207,8 @@ class LLM:
         return not self._is_shut_down and self._worker.failure is None
 
     def shutdown(self) -> None:
-        """Cancels what is running, ends the executor's thread and lets go of models and KV cache,
-        so that the next LLM has their memory. May be called twice."""
+        """Cancels running requests, ends the executor's thread and drops models and KV cache, so
+        that the next LLM can use their memory. May be called twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -189,9 +222,7 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
-    def _submit_or_explain(
-        self, prompt: Prompt, params: SamplingParams | Mapping[str, Any] | None, priority: float
-    ) -> RequestHandle:
+    def _submit_or_explain(self, prompt: Prompt, params: Params, priority: float) -> RequestHandle:
         try:
             return self.generate_async(prompt, params, priority=priority)
         except ValueError as error:
@@ -199,89 +230,15 @@ class LLM:
             result.receive(Response(0, [], finish_reason="error", error=str(error)))
             return result
 
-    def _tokens_of(self, inputs: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it was one, and its tokens."""
-        if isinstance(inputs, Mapping):
-            unknown = inputs.keys() - {"prompt", "prompt_token_ids"}
-            if unknown or len(inputs) != 1:
-                raise ValueError(
-                    "a prompt mapping has either 'prompt' or 'prompt_token_ids', not "
-                    f"{sorted(inputs)}"
-                )
-            ((kind, inputs),) = inputs.items()
-            if isinstance(inputs, str) != (kind == "prompt"):
-                wanted = "text" if kind == "prompt" else "a list of token ids"
-                raise ValueError(f"{kind} = {shown(inputs)}: {wanted} is needed")
-        if isinstance(inputs, str):
-            check_text(inputs)
-            if self.tokenizer is None:
-                raise ValueError(
-                    "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
-                )
-            if params.truncate_prompt_tokens is None:
-                self._check_length(inputs)
-            return inputs, self.tokenizer.encode(
-                inputs, add_special_tokens=params.add_special_tokens
-            )
-        return None, _token_ids(inputs)
-
-    def _check_length(self, text: str) -> None:
-        """Raises ValueError for a text that has too many tokens whatever they are: finding them
-        would take long."""
-        if len(text) <= self._longest_prompt:
-            return  # as nearly all are, and the vocabulary need not be looked through
-        if self._longest_token and len(text) > self._longest_prompt * self._longest_token:
-            raise self._too_long(f"{len(text)} characters")
-
-    @property
-    def _longest_prompt(self) -> int:
-        return min(self.max_seq_len - 1, self.args.max_input_len or self.max_seq_len)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        """Characters that one token may stand for, at most: vocabularies write each byte of a token
-        as one or more. 0
-        where nobody can tell: one token stands for whatever is unknown, or a user's tokenizer has
-        no vocabulary."""
-        tokenizer: Any = self.tokenizer
-        if getattr(tokenizer, "unk_token", None) is not None or not hasattr(tokenizer, "get_vocab"):
-            return 0
-        return max(map(len, tokenizer.get_vocab()), default=0)
-
-    def _too_long(self, length: str) -> ContextLengthExceeded:
-        # Clients such as litellm recognise this error by its first words.
-        return ContextLengthExceeded(
-            f"this model's maximum context length is {self.max_seq_len} tokens, and the prompt has "
-            f"{length}; at most {self._longest_prompt} prompt tokens are accepted (max_input_len "
-            f"{self.args.max_input_len}; an output needs at least one token)"
-        )
-
-    def _rules(self, params: SamplingParams, token_ids: list[int]) -> DecodingRules:
-        """What the model makes of the parameters, after all checks of prompt and parameters against
-        the model."""
-        if params.truncate_prompt_tokens is not None:
-            del token_ids[: -params.truncate_prompt_tokens]
-        if not token_ids:
-            raise ValueError("the prompt is empty: at least one token is needed")
-        vocab_size = self.model_config.vocab_size
-        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise ValueError(
-                "the prompt has token ids outside the vocabulary, which has ids 0 to "
-                f"{vocab_size - 1}"
-            )
-        if len(token_ids) > self._longest_prompt:
-            raise self._too_long(f"{len(token_ids)} tokens")
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+    def _rules(self, params: SamplingParams) -> DecodingRules:
+        """The parameters, checked against the model."""
         tokenizer = self.tokenizer
-        encode = (
-            None
-            if tokenizer is None
-            else lambda text: tokenizer.encode(text, add_special_tokens=False)
-        )
+        if params.stop_strings and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
         end_ids = self.model_config.eos_token_ids or _end_of(tokenizer)
         return DecodingRules.from_params(
-            params, vocab_size=vocab_size, end_ids=end_ids, encode=encode
+            params, vocab_size=self.model_config.vocab_size, end_ids=end_ids, encode=encode
         )
 
     def _request(
@@ -294,12 +251,9 @@ class LLM:
         seed: int,
     ) -> LlmRequest:
         room = self.max_seq_len - len(token_ids)
-        wish = params.speculation
-        limit = (
-            self._max_draft_len
-            if wish.max_draft_len is None
-            else min(wish.max_draft_len, self._max_draft_len)
-        )
+        limit, wanted = self._max_draft_len, params.speculation
+        if wanted.max_draft_len is not None:
+            limit = min(limit, wanted.max_draft_len)
         return LlmRequest(
             request_id=request_id,
             tokens=list(token_ids),
@@ -308,7 +262,7 @@ class LLM:
             index=index,
             arrival=request_id,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            draft_limit=limit if wish.enabled else 0,
+            draft_limit=limit if wanted.enabled else 0,
             counters=DraftCounters(self._max_draft_len),
             draft_mark=self._new_mark(),
             stop_checker=self._stop_checker(params),
@@ -349,9 +303,22 @@ def _end(worker: Worker, queue: RequestQueue, results: Results) -> None:
     worker.stop()
 
 
+def _refuse_not_served(arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError for an unknown argument, and ValueError for one that is not served and has a
+    value. A list of None, one for each prompt, counts as None."""
+    if unknown := arguments.keys() - GENERATE_NOT_SERVED.keys():
+        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if not isinstance(value, (list, tuple)) or any(each is not None for each in value)
+    }
+    refuse_not_served(given, GENERATE_NOT_SERVED)
+
+
 @contextmanager
 def _aborted_if_interrupted(results: Sequence[RequestHandle]) -> Iterator[None]:
-    """Nobody waits any more for what was asked when Ctrl-C (or an error) ends the wait."""
+    """Aborts the requests when Ctrl-C or an error ends the wait for them."""
     try:
         yield
     finally:
@@ -371,32 +338,16 @@ def _end_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
-def _is_single(inputs: object) -> bool:
-    """One prompt, or something that is none; otherwise a list of prompts."""
-    if not isinstance(inputs, Sequence) or isinstance(inputs, (str, bytes)):
-        return True
-    return bool(inputs) and isinstance(inputs[0], Integral)
-
-
-def _token_ids(prompt: object) -> list[int]:
-    """A copy of a prompt's token ids, which may be NumPy's integers."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
-        raise ValueError(
-            f"prompt = {shown(prompt)}: text, a list of token ids, or one of them as "
-            f"{{'prompt': ...}} or "
-            "{'prompt_token_ids': ...} is needed"
-        )
-    if set(map(type, prompt)) <= {int}:
-        return list(prompt)
-    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
-        raise ValueError(f"prompt_token_ids = {shown(prompt)} must be integers")
-    return [int(token) for token in prompt]
-
-
-def _params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+def _params(params: Params) -> SamplingParams:
     if params is None:
         return SamplingParams()
     return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
+
+
+def _check_priority(priority: object) -> None:
+    is_number = isinstance(priority, (int, float)) and not isinstance(priority, bool)
+    if not is_number or not 0 <= cast(float, priority) <= 1:
+        raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:
@@ -409,8 +360,7 @@ def _one_each(name: str, value: Any, number: int) -> list[Any]:
 
 
 def _sample_seed(seed: int, index: int) -> int:
-    """The seed of the index-th sample of a request: the first keeps the request's own."""
-    mixed = (
-        seed + index * 0x9E3779B97F4A7C15
-    ) & 0xFFFFFFFFFFFFFFFF  # the golden ratio spreads small indices
+    """The seed of the index-th sample of a request: the first keeps the request's own. The factor,
+    from the golden ratio, spreads small indices over 64 bits."""
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     return mixed - (1 << 64) if mixed >= 1 << 63 else mixed

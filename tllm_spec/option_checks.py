@@ -1,13 +1,13 @@
-"""Checks shared by everything that takes options by name: what is not served, and what is not
-known.
+"""Checks for options given by name: which values are not served, and which names are not known.
 
-It knows tables and names only; the options themselves belong to the modules that call it.
+The tables of options belong to the modules that call these functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,22 +16,36 @@ MAX_UNKNOWN = 10  # unknown options that an error message lists
 
 
 class NotServed(NamedTuple):
-    """An option of which only some values are served; without a field of its name it has no effect
-    at all."""
+    """An option of which only the `accepted` values are taken. They change nothing."""
 
     accepted: tuple[object, ...]
     reason: str
 
+    def accepts(self, value: object) -> bool:
+        """Whether `value` is one of the accepted values. `True` is not `1`."""
+        plain = value.value if isinstance(value, Enum) else value
+        return any(type(plain) is type(off) and plain == off for off in self.accepted)
+
+    def refusal(self, name: str, value: str) -> str:
+        """The sentence that refuses the option `name` with a value shown as `value`."""
+        only = " or ".join(repr(off) for off in self.accepted)
+        accepted = f"; accepted: {only}" if self.accepted else ""
+        return f"{name} = {value} is refused: {self.reason}{accepted}"
+
+
+def refusals(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> dict[str, str]:
+    """For each of `options` that `table` refuses, the sentence that says why."""
+    return {
+        name: table[name].refusal(name, shown(value))
+        for name, value in options.items()
+        if name in table and not table[name].accepts(value)
+    }
+
 
 def refuse_not_served(options: Mapping[str, Any], table: Mapping[str, NotServed]) -> None:
-    """Raises ValueError when one of `options` asks for what `table` says is not served."""
-    for name, value in options.items():
-        if name not in table:
-            continue
-        accepted, reason = table[name]
-        if not any(type(value) is type(off) and value == off for off in accepted):
-            only = " or ".join(repr(off) for off in accepted)
-            raise ValueError(f"{name} = {shown(value)} is refused: {reason}; accepted: {only}")
+    """Raises ValueError, with one line for each of `options` that `table` refuses."""
+    if refused := refusals(options, table):
+        raise ValueError("\n".join(refused.values()))
 
 
 def unknown_option(path: str, value: object, known: Iterable[str]) -> str:
@@ -55,11 +69,11 @@ def many_unknown(options: Mapping[str, Any], known: Iterable[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value as error messages show it: a long one by its beginning only."""
+    """A value as error messages show it. Long values are cut."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def shown_name(name: str) -> str:
-    """An option's name as error messages show it: a long one is cut."""
+    """An option's name as error messages show it. Long names are cut."""
     return name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."

@@ -1,6 +1,6 @@
-"""What a request returns: texts, tokens, log-probabilities, times and speculation figures.
+"""What a request returns: texts, tokens, log probabilities, times and speculation figures.
 
-Plain data. Who fills it, and how one waits for it, is `tllm_spec.llm`'s business.
+Plain data; `tllm_spec.request_handle` fills it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural logarithm of a token's probability, and its place (1 = most probable)."""
+    """Natural logarithm of a token's probability, and its rank (1 = most probable)."""
 
     logprob: float
     rank: int | None = None
@@ -24,12 +24,10 @@ class Logprob:
 class SpeculativeStats:
     """Speculation figures of one request, or of several by `+`.
 
-    A round is one generation forward of the target for one request; prefill is none. Only drafts
-    that were really proposed count, not padding. Position 0 is the first draft of a round, and a
-    draft counts as accepted only if all before it were. `num_emitted_tokens` are the tokens of
-    these rounds that reached the
-    output: a stop or length limit inside an accepted run drops the rest.
-    """
+    A round is one decoding forward of the target for one request; prefill does not count, nor does
+    padding. Position 0 is the first draft of a round. A draft counts as accepted only if all before
+    it were. `num_emitted_tokens` counts the tokens of these rounds that reached the output: a stop
+    or a length limit inside an accepted run drops the rest."""
 
     rounds: int = 0
     num_emitted_tokens: int = 0
@@ -127,13 +125,13 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One of a request's `n` samples, grown in place while it streams.
+    """One of a request's `n` samples; it grows in place while it streams.
 
     The `*_diff` properties are what is new since the last `start_next_diff`. `logprobs[i]` maps
-    token ids to their log-probabilities at generated position i, the chosen token among them;
-    `prompt_logprobs[i]` does so for prompt token i, and is None for the first, which nothing
-    predicts. With `logprobs`, `text_offsets[i]` is the character of the text at which token i
-    begins. `stop_reason` is the stop string or token id that ended the text, if one did."""
+    token ids, the chosen one among them, to log probabilities at output position i.
+    `prompt_logprobs[i]` does the same for prompt token i, and is None for the first. With
+    `logprobs`, `text_offsets[i]` is the character of the text at which token i begins.
+    `stop_reason` is the stop string or token id that ended the text, if one did."""
 
     index: int
     text: str = ""
@@ -165,7 +163,7 @@ class CompletionOutput:
 
     @property
     def logprobs_diff(self) -> list[dict[int, Logprob]]:
-        """Log-probabilities since the last `start_next_diff`."""
+        """Log probabilities since the last `start_next_diff`."""
         return self.logprobs[self._seen_tokens :]
 
     @property
@@ -174,13 +172,13 @@ class CompletionOutput:
         return self.text_offsets[self._seen_tokens :]
 
     def start_next_diff(self) -> None:
-        """Let the diffs begin behind what is here now."""
+        """Makes the diffs begin after the present text and tokens."""
         self._seen_text, self._seen_tokens = len(self.text), len(self.token_ids)
 
 
 @dataclass
 class RequestOutput:
-    """A request and its samples. `error` says why the request failed; then its samples end
+    """A request and its samples. `error` says why the request failed; its samples then end
     early."""
 
     request_id: int
@@ -194,10 +192,7 @@ class RequestOutput:
 
     @property
     def speculative_decoding(self) -> SpeculativeStats | None:
-        """The samples' speculation figures together; None when nothing was speculated."""
-        figures = [
-            each.speculative_decoding
-            for each in self.outputs
-            if each.speculative_decoding is not None
-        ]
-        return sum(figures, SpeculativeStats()) if figures else None
+        """The sum of the samples' speculation figures; None without speculation."""
+        figures = [each.speculative_decoding for each in self.outputs]
+        known = [each for each in figures if each is not None]
+        return sum(known, SpeculativeStats()) if known else None

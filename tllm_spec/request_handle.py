@@ -1,7 +1,6 @@
-"""The future-like output of one request: waited for, awaited, iterated or aborted by whoever asked.
+"""The output of one request, like a future: wait for it, await it, iterate it or abort it.
 
-The executor's thread only queues responses here; text is made in the reader's thread. It does not
-know how requests are made."""
+The executor's thread only queues responses here. Text is made in the reader's thread."""
 
 import asyncio
 import threading
@@ -21,14 +20,15 @@ from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class Arrival(NamedTuple):
-    """A response and when it came."""
+    """A response and its time of arrival."""
 
     response: Response
     time: float
 
 
 class Sample:
-    """A growing output, and its last tokens while a stop string may still take them back."""
+    """A growing output. Holds back the last tokens while they may be the beginning of a stop
+    string."""
 
     def __init__(
         self, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None
@@ -40,7 +40,7 @@ class Sample:
         self._held_logprobs: list[dict[int, Logprob]] = []
 
     def grow(self, response: Response) -> None:
-        """By a response that is not the last."""
+        """Adds a response that is not the last."""
         self._hold(response.token_ids, response.logprobs)
         if self._text is None:
             self._show("", None)
@@ -49,7 +49,7 @@ class Sample:
             self._show(piece, self._text.num_shown)
 
     def finish(self, response: Response) -> None:
-        """By the last response: stop words are not part of the output unless asked for."""
+        """Adds the last response. Stop words are not part of the output unless asked for."""
         token_ids, match = response.token_ids, response.stop_match
         if isinstance(response.stop_reason, int) and not self._params.include_stop_str_in_output:
             token_ids = token_ids[:-1]
@@ -76,9 +76,9 @@ class Sample:
 class RequestHandle(RequestOutput):
     """A `RequestOutput` that is still growing.
 
-    `result()` and `await` give the finished output; iterating (`for`, `async for`) gives it
-    whenever it grew; `abort()` ends the request. Only one reader may use it. It is equal to itself
-    only; a copy, also by pickle, is a plain `RequestOutput`."""
+    `result()` and `await` return the finished output. Iterating (`for`, `async for`) returns it
+    each time it has grown. `abort()` ends the request. Only one reader may use it. It equals only
+    itself; a copy or a pickle is a plain `RequestOutput`."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -94,36 +94,33 @@ class RequestHandle(RequestOutput):
     ) -> None:
         outputs = [CompletionOutput(index) for index in range(params.n)]
         super().__init__(request_id, prompt, prompt_token_ids, outputs, RequestMetrics(monotonic()))
-        self._cancel: Callable[[], None] | None = (
-            cancel  # None when finished: outputs do not hold the LLM
-        )
+        # None when finished, so that outputs do not keep the LLM alive.
+        self._cancel: Callable[[], None] | None = cancel
         self._samples = [Sample(output, params, tokenizer) for output in outputs]
         self._arrived: deque[Arrival] = deque()
         self._changed = threading.Condition()
-        self._wake: Callable[[], object] | None = None  # of the event loop that awaits
+        self._wake: Callable[[], object] | None = None  # wakes the event loop that awaits
 
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
         return RequestOutput, tuple(getattr(self, each.name) for each in fields(RequestOutput))
 
     def receive(self, response: Response) -> None:
-        """From the executor's thread."""
+        """Called by the executor's thread."""
         with self._changed:
             self._arrived.append(Arrival(response, monotonic()))
             self._changed.notify()
             if self._wake is not None:
-                with suppress(
-                    RuntimeError
-                ):  # the event loop was closed: nobody waits for this any more
+                with suppress(RuntimeError):  # the event loop was closed: no reader is left
                     self._wake()
 
     def abort(self) -> None:
-        """Ends the request; what was generated so far stays. Harmless when it has finished."""
-        cancel = self._cancel  # which the executor's thread may take away meanwhile
+        """Ends the request; what was generated so far stays. No effect after its end."""
+        cancel = self._cancel  # read once: another thread may set it to None
         if cancel is not None:
             cancel()
 
     def result(self, timeout: float | None = None) -> "RequestHandle":
-        """Waits for the end. Raises TimeoutError after `timeout` seconds."""
+        """Waits for the end of the request. Raises TimeoutError after `timeout` seconds."""
         deadline = None if timeout is None else monotonic() + timeout
         while not self.finished:
             self._wait(None if deadline is None else deadline - monotonic())
@@ -132,7 +129,7 @@ class RequestHandle(RequestOutput):
     async def aresult(self) -> "RequestHandle":
         """The same as `await`."""
         while not self.finished:
-            await self._await_news()
+            await self._await_response()
         return self
 
     def __await__(self) -> Generator[None, None, "RequestHandle"]:
@@ -155,7 +152,7 @@ class RequestHandle(RequestOutput):
         if self.finished:
             raise StopAsyncIteration
         self._start_next_diff()
-        await self._await_news()
+        await self._await_response()
         return self
 
     def _wait(self, timeout: float | None) -> None:
@@ -164,7 +161,7 @@ class RequestHandle(RequestOutput):
                 raise TimeoutError(f"request {self.request_id} has not finished in time")
         self._read()
 
-    async def _await_news(self) -> None:
+    async def _await_response(self) -> None:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         with self._changed:
             if self._arrived:
@@ -183,8 +180,9 @@ class RequestHandle(RequestOutput):
     def _read(self) -> None:
         while self._arrived:
             arrival = self._arrived[0]
+            # Removed after it was applied: if a user's tokenizer raises, the next read does, too.
             self._apply(arrival.response, arrival.time)
-            self._arrived.popleft()  # only now: where a user's tokenizer raises, the next reading is told, too
+            self._arrived.popleft()
 
     def _apply(self, response: Response, time: float) -> None:
         output = self.outputs[response.index]
@@ -215,9 +213,8 @@ class RequestHandle(RequestOutput):
 
 
 class Results:
-    """The requests that are not answered yet, each by the id that the executor knows it by. The
-    executor's thread holds
-    this, not the LLM: an LLM that nobody holds can go."""
+    """The unfinished requests by the executor's request id. The executor's thread holds this
+    instead of the LLM, so that an unused LLM can be collected."""
 
     def __init__(self) -> None:
         self._handles: dict[int, RequestHandle] = {}
@@ -229,7 +226,7 @@ class Results:
         return list(self._handles)
 
     def respond(self, responses: list[Response]) -> None:
-        """From the executor's thread."""
+        """Called by the executor's thread."""
         for response in responses:
             handle = self._handles[response.request_id]
             if response.finish_reason is not None:
@@ -237,7 +234,7 @@ class Results:
             handle.receive(response)
 
     def fail_all(self, message: str) -> None:
-        """The executor has ended: nobody waits for ever."""
+        """The executor has ended: answers all requests with an error."""
         for request_id, handle in list(self._handles.items()):
             index = request_id - handle.request_id  # the samples of a request have consecutive ids
             handle.receive(Response(request_id, [], index, finish_reason="error", error=message))

@@ -1,40 +1,32 @@
-"""How one request is to be decoded, named as in TensorRT-LLM and checked once, when it is made.
+"""How one request is decoded, named as in TensorRT-LLM and checked once, when it is made.
 
-It knows no model: what depends on a vocabulary or a sequence length is checked where the request is
-taken in."""
+What depends on a vocabulary or a sequence length is checked where the request is taken in."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from tllm_spec.option_checks import NotServed, refuse_not_served, shown, unknown_option
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    # (tokens before this position, logits [V]) -> logits [V]; called for every position, draft
-    # positions too. An exception fails the request; behind drafts, which may be wrong, it only ends
-    # the request's speculation.
-    LogitsProcessor = Callable[[list[int], Tensor], Tensor]
+from tllm_spec.logits_processor import AnyLogitsProcessor, LogitsEdit
+from tllm_spec.logits_processor import LogitsProcessor as LogitsProcessor
+from tllm_spec.option_checks import NotServed, refusals, shown, unknown_option
+from tllm_spec.value_checks import check_bool, check_integer, check_list, check_number
 
 # Dividing logits by less would overflow; there the best token has all of the probability anyway.
 GREEDY_BELOW_TEMPERATURE = 1e-5
-LARGEST = sys.float_info.max
-# The largest penalty and temperature. Larger ones would change nothing more, but float32 may not
-# hold them, times a token's count and divided by the lowest temperature: infinity times 0 is not a
-# number.
+# The largest penalty and temperature. With larger ones float32 logits could become infinite: they
+# are multiplied with a token's count and divided by the lowest temperature.
 LARGEST_FACTOR = 1e20
+MAX_SAMPLES = 16384  # each is a request of its own, and all are made before the first runs
 
 NO_BEAMS = "there is no beam search"
 NO_LOGITS = "logits are not returned; logprobs are"
 
-# "Off" is an option's neutral value and its default in TensorRT-LLM, trtllm-serve and vLLM, which
-# may differ.
+# Options of TensorRT-LLM that have no effect here. "Off" is an option's neutral value and its
+# default in TensorRT-LLM, trtllm-serve and vLLM, which may differ.
 NOT_SERVED: Mapping[str, NotServed] = {
     "additional_model_outputs": NotServed((None, []), NO_LOGITS),
     "apply_batched_logits_processor": NotServed((False,), "use logits_processor"),
@@ -53,19 +45,15 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "return_context_logits": NotServed((False,), NO_LOGITS),
     "return_encoder_output": NotServed((False,), "there are no encoders"),
     "return_generation_logits": NotServed((False,), NO_LOGITS),
-    "return_perf_metrics": NotServed((False,), "times are always in RequestOutput.metrics"),
+    "return_perf_metrics": NotServed((True, False), "times are always in RequestOutput.metrics"),
     "top_p_decay": NotServed((None, 1.0, 1), "top_p is constant"),
     "top_p_min": NotServed((None, 0.0, 0, 1e-6), "top_p is constant"),
     "top_p_reset_ids": NotServed((None,), "top_p is constant"),
     "use_beam_search": NotServed((False,), NO_BEAMS),
 }
-
-
-MAX_SAMPLES = 16384  # each is a request of its own, and all are made before the first runs
-
 # Lowest and highest value of each integer option.
 INTEGERS: Mapping[str, tuple[int, float]] = {
-    "end_id": (-1, math.inf),  # -1 as in TensorRT-LLM: no token ends the text
+    "end_id": (-1, math.inf),
     "pad_id": (-1, math.inf),
     "max_tokens": (1, math.inf),
     "min_tokens": (0, math.inf),
@@ -88,7 +76,6 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
 BOOLS = (
     "include_stop_str_in_output",
     "ignore_eos",
-    "use_beam_search",
     "detokenize",
     "add_special_tokens",
     "skip_special_tokens",
@@ -98,33 +85,39 @@ BOOLS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationParams:
-    """Speculation of one request: not at all, or with fewer drafts than the round's draft
-    length."""
+    """Speculation of one request."""
 
     max_draft_len: int | None = None
+    """Draft tokens of this request in a round, at most. null: as many as the round has."""
     enabled: bool = True
+    """False: this request is decoded without drafts."""
 
     def __post_init__(self) -> None:
         if self.max_draft_len is not None:
-            _check_integer("speculation.max_draft_len", self.max_draft_len)
-        _check_bool("speculation.enabled", self.enabled)
+            check_integer("speculation.max_draft_len", self.max_draft_len)
+        check_bool("speculation.enabled", self.enabled)
 
 
 AnyClass = TypeVar("AnyClass", bound=type)
 
 
 def _explains_refusals(cls: AnyClass) -> AnyClass:
-    """The constructor of a dataclass knows TensorRT-LLM's options that are not served, too: "off"
-    is taken, everything else is a ValueError with the reason."""
+    """Gives a dataclass a constructor that takes the options of NOT_SERVED at their off values, and
+    whose ValueError names all options that are refused or unknown."""
     plain: Any = cls
-    make, known = plain.__init__, {each.name for each in fields(plain)}
+    make: Callable[..., None] = plain.__init__
+    known = {each.name for each in fields(plain)}
 
     @wraps(make)
     def init(self: Any, /, **options: Any) -> None:
-        refuse_not_served(options, NOT_SERVED)
-        for name, value in options.items():
-            if name not in known and name not in NOT_SERVED:
-                raise ValueError(unknown_option(name, value, known))
+        lines = list(refusals(options, NOT_SERVED).values())
+        lines += [
+            unknown_option(name, value, known)
+            for name, value in options.items()
+            if name not in known and name not in NOT_SERVED
+        ]
+        if lines:
+            raise ValueError("\n".join(lines))
         make(self, **{name: value for name, value in options.items() if name in known})
 
     plain.__init__ = init
@@ -136,73 +129,100 @@ def _explains_refusals(cls: AnyClass) -> AnyClass:
 class SamplingParams:
     """Sampling, stopping and output options of one request.
 
-    Unset `temperature`, `top_k`, `top_p` and `min_p` mean greedy decoding; so does any one of
-    temperature 0, top_k 1, top_p 0 and min_p 1. `top_k` 0 is off. An unset `seed` is drawn for the
-    request; the samples of `n` > 1 differ. `max_tokens` None means "up to the model's length".
-    `logprobs` k returns the k best tokens beside the chosen one. `logit_bias` maps token ids to
-    what is added to their logits. Presence and frequency penalties are not held to OpenAI's -2 to
-    2: TensorRT-LLM takes any value, and here any is taken after which float32 logits are numbers.
-    """
+    Decoding is greedy if `temperature`, `top_k`, `top_p` and `min_p` are all unset, and also with
+    any of temperature 0, top_k 1, top_p 0 and min_p 1."""
 
     end_id: int | None = None
+    """Token that ends the text. -1: none. null: the model's."""
     pad_id: int | None = None
+    """Accepted as in TensorRT-LLM; outputs are never padded."""
     max_tokens: int | None = 32
+    """Tokens to generate, at most. null: up to the model's length."""
     min_tokens: int = 0
+    """Tokens to generate before the text may end."""
 
     bad: str | Sequence[str] | None = None
+    """Words that must not be generated."""
     bad_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+    """Tokens, or sequences of tokens, that must not be generated."""
     stop: str | Sequence[str] | None = None
+    """Strings that end the text."""
     stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the text."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string or token in the output."""
     ignore_eos: bool = False
+    """The end token does not end the text."""
 
     n: int = 1
+    """Samples of the prompt. With a seed they differ from each other, too."""
     best_of: int | None = None
+    """Only `n` is accepted: all samples are returned."""
     use_beam_search: bool = False
+    """Only false is accepted."""
     temperature: float | None = None
+    """What logits are divided by. 0: greedy. null: 1, or greedy if no other option samples."""
     top_k: int | None = None
+    """Sample from this many best tokens. 0 or null: from all."""
     top_p: float | None = None
+    """Sample from the best tokens whose probabilities together reach this."""
     min_p: float | None = None
+    """Leave out tokens with less than this share of the best token's probability."""
     seed: int | None = None
+    """Makes sampling repeatable. null: drawn for the request."""
     repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in prompt or output. 1:
+    off."""
     presence_penalty: float = 0.0
+    """Subtracted from the logit of every token of the output."""
     frequency_penalty: float = 0.0
+    """Subtracted from the logit of every token of the output, times its count."""
     logit_bias: Mapping[int, float] | None = None
-    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None
+    """`{token id: value}`, added to logits."""
+    logits_processor: AnyLogitsProcessor | Sequence[AnyLogitsProcessor] | None = None
+    """A function `(token_ids, logits) -> logits`, one with TensorRT-LLM's five arguments, or a list
+    of them."""
 
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: bool | int | None = None
+    """Return the log probabilities of this many best tokens and of the chosen one. True: 1."""
+    prompt_logprobs: bool | int | None = None
+    """The same for the prompt's tokens."""
     detokenize: bool = True
+    """Return text."""
     add_special_tokens: bool = True
+    """Add the tokenizer's special tokens to a text prompt."""
     truncate_prompt_tokens: int | None = None
+    """Keep this many last tokens of the prompt."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
+    """Only true is accepted: the tokenizer decides on spaces."""
 
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    """`{enabled, max_draft_len}`: limits speculation for this request."""
 
     def __post_init__(self) -> None:
-        self._replace_null_and_mapping()
+        self._replace_shorthands()
         for name, (low, high) in INTEGERS.items():
             if (value := getattr(self, name)) is not None:
-                _check_integer(name, value, low, high)
+                check_integer(name, value, low, high)
         for name, (lowest, highest) in NUMBERS.items():
             if (value := getattr(self, name)) is not None:
-                _check_number(name, value, lowest, highest)
+                check_number(name, value, lowest, highest)
         for name in BOOLS:
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         self._check_words()
         self._check_together()
 
-    def _replace_null_and_mapping(self) -> None:
-        """None stands for an option's default, as in TensorRT-LLM; only `max_tokens` gives it a
-        meaning."""
+    def _replace_shorthands(self) -> None:
+        """None is an option's default, as in TensorRT-LLM; only for `max_tokens` it has a meaning.
+        As `logprobs`, True is 1 and False is None."""
         for each in fields(self):
-            if (
-                getattr(self, each.name) is None
-                and each.default is not MISSING
-                and each.name != "max_tokens"
-            ):
+            value = getattr(self, each.name)
+            if value is None and each.default is not MISSING and each.name != "max_tokens":
                 object.__setattr__(self, each.name, each.default)
+            if isinstance(value, bool) and each.name in ("logprobs", "prompt_logprobs"):
+                object.__setattr__(self, each.name, 1 if value else None)
         object.__setattr__(self, "speculation", _speculation_from(self.speculation))
 
     def _check_together(self) -> None:
@@ -214,8 +234,6 @@ class SamplingParams:
             raise ValueError(
                 f"best_of = {self.best_of} is refused: all n = {self.n} samples are returned"
             )
-        if self.use_beam_search:
-            raise ValueError(f"use_beam_search = True is refused: {NO_BEAMS}")
         if not self.spaces_between_special_tokens:
             raise ValueError(
                 "spaces_between_special_tokens = False is refused: the tokenizer decides on spaces"
@@ -229,27 +247,26 @@ class SamplingParams:
                     f"{name} = {getattr(self, name)!r}: a non-empty string or a list of them is "
                     "needed"
                 )
-        _check_list("bad_token_ids", self.bad_token_ids)
+        check_list("bad_token_ids", self.bad_token_ids)
         for word in self.bad_token_ids or ():
             if not isinstance(word, int):
-                _check_list("an entry of bad_token_ids", word, or_none=False)
+                check_list("an entry of bad_token_ids", word, or_none=False)
         if not all(self.bad_sequences):
             raise ValueError(f"bad_token_ids = {self.bad_token_ids!r} has an empty sequence")
         for token_id in (token for word in self.bad_sequences for token in word):
-            _check_integer("a token id of bad_token_ids", token_id)
-        _check_list("stop_token_ids", self.stop_token_ids)
+            check_integer("a token id of bad_token_ids", token_id)
+        check_list("stop_token_ids", self.stop_token_ids)
         for token_id in self.stop_token_ids or ():
-            _check_integer("a token id of stop_token_ids", token_id)
+            check_integer("a token id of stop_token_ids", token_id)
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ValueError(
                 f"logit_bias = {shown(self.logit_bias)}: a mapping of token ids is needed"
             )
         for token_id, bias in (self.logit_bias or {}).items():
-            _check_integer("a token id of logit_bias", token_id)
-            _check_number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf)
+            check_integer("a token id of logit_bias", token_id)
+            check_number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf)
         for processor in self.logits_processors:
-            if not callable(processor):
-                raise ValueError(f"logits_processor = {processor!r} is not callable")
+            LogitsEdit.of(processor)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -263,7 +280,7 @@ class SamplingParams:
 
     @cached_property
     def is_greedy(self) -> bool:
-        """Whether every token is the best one of the (penalised, biased) logits."""
+        """Whether every token is the best one of the (penalized, biased) logits."""
         chosen = (self.temperature, self.top_k, self.top_p, self.min_p)
         if all(value is None for value in chosen):
             return True
@@ -295,7 +312,7 @@ class SamplingParams:
         )
 
     @cached_property
-    def logits_processors(self) -> tuple[LogitsProcessor, ...]:
+    def logits_processors(self) -> tuple[AnyLogitsProcessor, ...]:
         """`logits_processor` as a tuple, in the order of their calls."""
         return _as_tuple(self.logits_processor)
 
@@ -315,37 +332,3 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-
-
-def _check_list(name: str, value: object, *, or_none: bool = True) -> None:
-    if not (or_none and value is None) and (
-        not isinstance(value, Sequence) or isinstance(value, (str, bytes))
-    ):
-        raise ValueError(f"{name} = {shown(value)}: a list of token ids is needed")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r}: True or False is needed")
-
-
-def _check_integer(name: str, value: object, low: int = 0, high: float = math.inf) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r}: an integer is needed")
-    if not low <= value <= high:
-        raise ValueError(f"{name} = {value} is out of range: {_range(low, high)}")
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r}: a number is needed")
-    if not (
-        low <= value <= high and -LARGEST <= value <= LARGEST
-    ):  # integers have no limit of their own
-        raise ValueError(f"{name} = {value} is out of range: {_range(low, high)}")
-
-
-def _range(low: float, high: float) -> str:
-    if math.isinf(low):
-        return "a finite number is needed"
-    return f"at least {low} is needed" if math.isinf(high) else f"{low} to {high} is accepted"

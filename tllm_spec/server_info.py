@@ -1,8 +1,5 @@
-"""What `/server_info` shows: the served options and the executor's state, under the names that
-SGLang gives them.
-
-Plain JSON values: nothing here is infinite, not a number, or an object.
-"""
+"""What `/server_info` shows: the served options and the executor's state, under SGLang's names, as
+plain JSON values."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -16,16 +13,15 @@ from tllm_spec.config import LlmArgs
 
 
 def server_info(args: LlmArgs, max_seq_len: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state`: the executor's. `max_seq_len`: as it holds, whether it was given or is the
-    model's."""
+    """state: the executor's. max_seq_len: the value in force, given or the model's."""
     options = plain(args) | {"max_seq_len": max_seq_len}
     return {"version": __version__, **options, "internal_states": [internal_state(state)]}
 
 
 def internal_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The executor's state with SGLang's figures before it: `speculative_num_steps` is the draft
-    length that the controller has now for a batch of the latest size; `avg_spec_accept_length` the
-    acceptance length of all rounds since the start, and absent before the first."""
+    """The executor's state after SGLang's figures: `speculative_num_steps` is the present draft
+    length for a batch of the latest size, `avg_spec_accept_length` the acceptance length since the
+    start, absent before the first round."""
     others = {key: plain(value) for key, value in state.items() if key != "draft_len"}
     figures = {"speculative_num_steps": state["draft_len"]}
     speculation = state["totals"]["speculation"]
@@ -35,8 +31,8 @@ def internal_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The same in JSON's types: null for what is no number, the class's name for what has no JSON
-    form."""
+    """`value` in JSON's types: null for infinite and NaN, the class's name for an object without a
+    JSON form."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):

@@ -1,8 +1,7 @@
-"""Stop strings in a growing text: found across token borders, and never shown to a reader by
-halves.
+"""Stop strings in a growing text: found across token borders, and never shown in part.
 
-`StopStringChecker` works in the executor, token by token; `StreamedText` serves whoever reads the
-output."""
+`StopStringChecker` works in the executor, token by token. `StreamedText` works where the output is
+read."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tllm_spec.tokenizer import REPLACEMENT, IncrementalDetokenizer
 
 
 class FoundStop(NamedTuple):
-    """A stop string and where it lies in the text; the first one to end comes first."""
+    """A stop string and its position in the text. The one that ends first sorts first."""
 
     end: int
     begin: int
@@ -23,22 +22,21 @@ class FoundStop(NamedTuple):
 
 
 class _Search:
-    """Of one stop string in a growing text, as Knuth, Morris and Pratt do it: each character is
-    looked at once, however long the stop string is. `matched`: of its characters, how many stand at
-    the end of the text."""
+    """Knuth-Morris-Pratt search for one stop string in a growing text: each character is read once.
+    `matched` is the length of the stop string's beginning that the text ends with."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        self._shorter = [0] * len(
-            stop
-        )  # what is still matched where the character behind the n + 1st is another
-        for place in range(1, len(stop)):
-            self._shorter[place] = self._step(self._shorter[place - 1], stop[place])
+        # KMP's failure function: entry n is the next shorter match when n + 1 characters match and
+        # the next one does not.
+        self._shorter = [0] * len(stop)
+        for index in range(1, len(stop)):
+            self._shorter[index] = self._step(self._shorter[index - 1], stop[index])
 
     def feed(self, piece: str) -> int:
-        """How many characters of `piece` there are up to the first end of the stop string; 0
-        without any."""
+        """The number of characters of `piece` up to the first end of the stop string; 0 if there is
+        none."""
         first_end = 0
         for number, character in enumerate(piece, start=1):
             self.matched = self._step(self.matched, character)
@@ -54,14 +52,14 @@ class _Search:
 
 
 class StopStringMatcher:
-    """Looks for stop strings in a text that arrives in pieces; of the text it remembers nothing."""
+    """Looks for stop strings in a text that arrives in pieces. The text itself is not stored."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._searches = [_Search(stop) for stop in stops]
         self._num_chars = 0
 
     def feed(self, piece: str) -> FoundStop | None:
-        """The first stop string to end within `piece`; of several that end together, the
+        """The stop string that ends first within `piece`; of several that end together, the
         longest."""
         before = self._num_chars
         self._num_chars += len(piece)
@@ -73,12 +71,12 @@ class StopStringMatcher:
         return min(found, default=None)
 
     def num_held(self) -> int:
-        """Length of the longest end of the text with which a stop string could begin."""
+        """Length of the longest end of the text that is the beginning of a stop string."""
         return max((search.matched for search in self._searches), default=0)
 
 
 class TokenTexts:
-    """A text that grows by single tokens, and where in it each of them begins."""
+    """A text that grows by single tokens, and where each token begins in it."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
         self._detokenizer = detokenizer
@@ -88,8 +86,7 @@ class TokenTexts:
     def feed(self, token: int) -> str:
         """The text that `token` adds or completes."""
         piece = self._detokenizer.feed([token])
-        # Bytes that are no character come out with the next one, and belong to the tokens before
-        # it.
+        # Invalid bytes come out with the next character, and belong to the tokens before it.
         num_invalid = len(piece) - len(piece.lstrip(REPLACEMENT))
         self.begins.append(self._num_chars + num_invalid)
         self._num_chars += len(piece)
@@ -127,11 +124,8 @@ class StopStringChecker:
 
 
 class StreamedText:
-    """What a reader of a growing output may see: no half characters, no half stop strings, and no
-    token of either.
-
-    `token_begins` says where in the text each token begins, if that is wanted.
-    """
+    """The part of a growing output that may be shown: no unfinished characters, no beginnings of
+    stop strings, and no tokens of either."""
 
     def __init__(
         self,
@@ -151,19 +145,19 @@ class StreamedText:
 
     @property
     def token_begins(self) -> list[int]:
-        """In characters; empty unless wanted."""
+        """Where each token begins in the text, in characters. Empty without `wants_begins`."""
         return self._tokens.begins if self._wants_begins else []
 
     @property
     def num_shown(self) -> int:
         """How many tokens may be shown: those that begin in the shown text. Without stop strings
-        nothing can take one back."""
-        return (
-            self._tokens.num_before(self._num_chars_shown) if self._has_stops else self._num_tokens
-        )
+        these are all."""
+        if not self._has_stops:
+            return self._num_tokens
+        return self._tokens.num_before(self._num_chars_shown)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that may be shown after `token_ids`, without what has been shown."""
+        """The text that may be shown after `token_ids`, without what was shown before."""
         self._num_tokens += len(token_ids)
         piece = self._piece(token_ids, by_token=self._has_stops or self._wants_begins)
         self._matcher.feed(piece)
@@ -174,8 +168,8 @@ class StreamedText:
         return ready[:split]
 
     def finish(self, token_ids: Sequence[int], final_text: str | None = None) -> str:
-        """The rest, with the last tokens: up to the end of `final_text` where a stop string has cut
-        the text, else all of it."""
+        """The rest of the text after the last tokens. final_text: the whole text, if a stop string
+        has cut it."""
         piece = self._piece(token_ids, by_token=self._wants_begins)
         if final_text is not None:
             return final_text[self._num_chars_shown :]

@@ -1,8 +1,5 @@
-"""Tokens and text: loading a tokenizer, comparing two vocabularies, text of a growing list of
-tokens.
-
-It knows nothing of requests; stop strings are in `tllm_spec.stop_strings`.
-"""
+"""Tokens and text: loads a tokenizer, compares two vocabularies, detokenizes a growing list of
+tokens. Stop strings are in `tllm_spec.stop_strings`."""
 
 from __future__ import annotations
 
@@ -12,22 +9,20 @@ from typing import Any, Protocol, cast
 
 from tllm_spec.zoo.registry import resolve_model
 
-CHARACTER_TOKENS = 4  # of one character, at most
-UNFINISHED_CHARS = (
-    3  # as which decoders may write a character that lacks its end: one for each of its bytes
-)
-# So many tokens without a whole character at their end are no wait for one: bytes that are no
-# characters, or tokens of which each ends inside a character. Behind the latest of them nothing
-# depends on those before.
+CHARACTER_TOKENS = 4  # tokens of one character, at most
+# Replacement characters that decoders may write for an unfinished character: one for each byte.
+UNFINISHED_CHARS = 3
+# If this many tokens do not end in a whole character, waiting for more is useless: they are invalid
+# bytes, or each of them ends inside a character. Only the last DECISIVE_TOKENS of them can then
+# influence later text.
 MAX_PENDING_TOKENS = 32
 DECISIVE_TOKENS = 16
-REPLACEMENT = (
-    "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no (complete) character
-)
+# What decoders write for bytes that are not a complete character.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used."""
 
     eos_token_id: int | None
     chat_template: Any
@@ -49,9 +44,7 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a local folder or of a zoo model. Raises ValueError when there is none."""
-    from transformers import (
-        AutoTokenizer,
-    )  # heavy: imported only where a tokenizer is really wanted
+    from transformers import AutoTokenizer  # heavy: imported only where it is needed
 
     folder = resolve_model(os.fspath(model))
     try:
@@ -64,8 +57,8 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
 
 
 def check_text(text: str, name: str = "prompt") -> None:
-    """Raises ValueError for half a character (a lone surrogate), which JSON and Python can write
-    and no tokenizer takes."""
+    """Raises ValueError for a lone surrogate (half a character), which JSON and Python can express
+    and tokenizers do not take."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -77,10 +70,9 @@ def check_text(text: str, name: str = "prompt") -> None:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raises ValueError with the first differences when an id does not stand for the same token in
-    both.
+    """Raises ValueError, with the first differences, if an id is not the same token in both.
 
-    Ids beyond the shorter vocabulary are not compared: either side may have more (added or padding)
+    Ids beyond the shorter vocabulary are not compared: either side may have added or padding
     tokens."""
     target_tokens = {token_id: token for token, token_id in target.get_vocab().items()}
     draft_tokens = {token_id: token for token, token_id in draft.get_vocab().items()}
@@ -94,30 +86,27 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
         )
         raise ValueError(
             f"the draft model's tokenizer is not the target's: {len(different)} of {len(shared)} "
-            "ids differ "
-            f"({examples}); use a draft model that was trained with the target's tokenizer"
+            f"ids differ ({examples}); use a draft model that was trained with the target's "
+            "tokenizer"
         )
 
 
 class IncrementalDetokenizer:
-    """Text of a token list that grows, in pieces that never change later; each step costs O(new
+    """Detokenizes a growing list of tokens. Pieces never change later, and each step costs O(new
     tokens).
 
-    Decoders are not additive (a character may span tokens, a leading space may be dropped), so a
-    piece is what new tokens add to the text of the tokens before them. An unfinished character
-    waits for its rest. All pieces and the last `flush` together are the same text however the
-    tokens are grouped, and the tokenizer's own text of all tokens, unless bytes that are no
-    characters make its decoder take back text of tokens before them, as byte-fallback decoders do.
-    """
+    Decoding is not additive: a character may span tokens, and a leading space may be dropped. So a
+    piece is what new tokens add to the text of the tokens before them, and an unfinished character
+    waits for its rest. All pieces and the last `flush` together do not depend on how the tokens are
+    grouped. They are the tokenizer's text of all tokens, except where a byte-fallback decoder
+    changes earlier text because of later invalid bytes."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[
-            int
-        ] = []  # tokens that go before the new ones, then those with unfinished text
+        self._window: list[int] = []  # context for new tokens, then tokens with unfinished text
         self._num_returned = 0  # characters of the window's text that have been returned
-        self._textless: dict[int, bool] = {}  # what is known of tokens that added no text
+        self._textless: dict[int, bool] = {}  # by token: whether decoding skips it
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that is complete after `token_ids`, without what earlier calls have returned."""
@@ -126,9 +115,8 @@ class IncrementalDetokenizer:
         text = self._decode([*self._window, *token_ids])
         new = text[self._num_returned :]
         if len(token_ids) > 1 and (not new or REPLACEMENT in new):
-            # What is returned of such text, and when, depends on each token: they are fed one by
-            # one then, while most tokens are in a half of ordinary text, which comes to the same at
-            # once.
+            # Such text must be fed token by token, or the pieces would depend on the grouping.
+            # Halves of ordinary text need not, so halving is cheaper than a loop.
             middle = len(token_ids) // 2
             return self.feed(token_ids[:middle]) + self.feed(token_ids[middle:])
         if not new.rstrip(REPLACEMENT) and self._is_textless(token_ids[0]):
@@ -137,14 +125,14 @@ class IncrementalDetokenizer:
         return self._take(text)
 
     def flush(self) -> str:
-        """The text that still waits: an unfinished character, as U+FFFD."""
+        """The remaining text: an unfinished character, as U+FFFD."""
         piece = self._decode(self._window)[self._num_returned :]
         self._num_returned += len(piece)
         return piece
 
     def _take(self, text: str) -> str:
-        """What is complete of the window's text and was not returned. The window is then as short
-        as it may be."""
+        """The complete part of the window's text that was not returned. Shortens the window as far
+        as possible."""
         num_complete = len(text.rstrip(REPLACEMENT))
         is_long = len(self._window) >= MAX_PENDING_TOKENS
         if is_long:
@@ -160,8 +148,8 @@ class IncrementalDetokenizer:
         return piece
 
     def _keep_last_character(self) -> None:
-        """All of the window was returned. Its last tokens that are text by themselves go before the
-        next ones: always the same tokens, however they came."""
+        """After all of the window was returned: keeps its last tokens that are text by themselves
+        as the context of the next ones. Which these are does not depend on the grouping."""
         tokens: list[int] = []
         text = ""
         for token in reversed(self._window):
@@ -174,8 +162,8 @@ class IncrementalDetokenizer:
         self._window, self._num_returned = tokens, len(text)
 
     def _is_textless(self, token: int) -> bool:
-        """Whether it is skipped, as special tokens are. Asked for two of it: one may be a space,
-        which decoders drop where a text begins."""
+        """Whether decoding skips the token, as it skips special tokens. Two of it are decoded,
+        because one may be a space, which decoders drop at the beginning of a text."""
         if token not in self._textless:
             self._textless[token] = not self._decode([token, token])
         return self._textless[token]

@@ -50,12 +50,6 @@ def _edit_row(request: LlmRequest, tokens: list[int], logits: torch.Tensor) -> t
     for sequence in request.rules.bad_sequences:
         if tuple(tokens[1 - len(sequence) :]) == sequence[:-1]:
             logits[sequence[-1]] = -torch.inf
-    for processor in request.rules.processors:
-        edited = processor(list(tokens), logits)
-        if not isinstance(edited, torch.Tensor) or edited.shape != logits.shape:
-            raise ValueError(
-                f"logits processor {processor!r} must return the logits, a tensor of shape "
-                f"{tuple(logits.shape)}"
-            )
-        logits = edited
+    for edit in request.rules.edits:
+        logits = edit(request.request_id, list(tokens), logits)
     return logits

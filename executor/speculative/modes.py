@@ -115,6 +115,12 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
             f"drafter = {drafter!r} must be a "
             "tllm_spec.executor.speculative.drafting.drafter.Drafter"
         )
+    for name, limit in drafter.limits.items():
+        if limit is not None and limit != getattr(config, name):
+            raise ValueError(
+                f"{name} = {limit!r} of the drafter is not the {getattr(config, name)!r} of "
+                "UserProvidedDecodingConfig"
+            )
     if manager is not None and not isinstance(manager, ResourceManager):
         raise ValueError(
             f"resource_manager = {manager!r} must be a "

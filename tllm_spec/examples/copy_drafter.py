@@ -1,6 +1,6 @@
-"""An example of a user-provided drafter (yaml_examples/user_provided.yaml): copies what stood
-behind the last few tokens before. It shows the whole interface; for real use NGram does the same
-with an index."""
+"""An example of a user-provided drafter (yaml_examples/user_provided.yaml): it copies what followed
+the last few tokens before. It shows the whole interface. For real use, NGram does the same with an
+index."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
@@ -9,7 +9,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 
 class LastSeen(ResourceManager):
-    """State beside a drafter: it is told when a request ends, whatever ended it."""
+    """State of a drafter. `free_resources` is called when a request ends, however it ends."""
 
     def __init__(self) -> None:
         self.match_of: dict[int, int] = {}  # request id -> where the last match ended
@@ -19,9 +19,10 @@ class LastSeen(ResourceManager):
 
 
 class CopyDrafter(Drafter):
-    """Proposes the continuation of the latest earlier place with the same `size` tokens."""
+    """Proposes what followed the latest earlier occurrence of the last `size` tokens."""
 
     def __init__(self, size: int = 3) -> None:
+        super().__init__()
         self.size = size
 
     def prepare_draft_tokens(
@@ -32,22 +33,20 @@ class CopyDrafter(Drafter):
                 f"CopyDrafter needs resource_manager: {__name__}:LastSeen, not {resource_manager!r}"
             )
         for request in scheduled_requests.generation_requests:
-            place = self._find(request.tokens, resource_manager.match_of.get(request.request_id, 0))
-            resource_manager.match_of[request.request_id] = place
-            request.py_draft_tokens = (
-                request.tokens[place : place + request.num_drafts_wanted] if place else []
-            )
+            last_match = resource_manager.match_of.get(request.request_id, 0)
+            end = self._find(request.tokens, last_match)
+            resource_manager.match_of[request.request_id] = end
+            following = request.tokens[end : end + request.num_drafts_wanted]
+            request.py_draft_tokens = following if end else []
 
-    def _find(self, tokens: list[int], hint: int) -> int:
-        """The place behind the latest earlier occurrence of the last `size` tokens, 0 if there is
-        none. A copy usually goes on where it was (`hint`), so that is looked at first."""
+    def _find(self, tokens: list[int], last_match: int) -> int:
+        """The end of the latest earlier occurrence of the last `size` tokens, 0 if there is none. A
+        copy usually goes on, so the positions after the last match are tried first."""
         suffix = tokens[-self.size :]
-        nearby, backwards = (
-            range(hint, min(hint + 8, len(tokens))),
-            range(len(tokens) - 1, self.size - 1, -1),
-        )
-        for places in (nearby, backwards):
-            for place in places:
-                if place >= self.size and tokens[place - self.size : place] == suffix:
-                    return place
+        nearby = range(last_match, min(last_match + 8, len(tokens)))
+        backwards = range(len(tokens) - 1, self.size - 1, -1)
+        for ends in (nearby, backwards):
+            for end in ends:
+                if end >= self.size and tokens[end - self.size : end] == suffix:
+                    return end
         return 0

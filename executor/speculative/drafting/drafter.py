@@ -3,7 +3,9 @@
 A drafter of your own subclasses `Drafter` and is given to `UserProvidedDecodingConfig`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from operator import attrgetter
+from types import MappingProxyType
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -13,6 +15,24 @@ _num_ready = attrgetter("num_drafts_ready")
 
 class Drafter(ABC):
     """Proposes tokens; it cannot change the text, only how fast it comes."""
+
+    limits: Mapping[str, object] = MappingProxyType({})  # as given to the constructor
+
+    def __init__(
+        self,
+        max_draft_len: int | None = None,
+        max_total_draft_tokens: int | None = None,
+        max_concurrency: int | None = None,
+        draft_len_schedule: Mapping[int, int] | None = None,
+    ) -> None:
+        """A subclass need not call it. The arguments are TensorRT-LLM's: what is given must be what
+        `UserProvidedDecodingConfig` says, which decides."""
+        self.limits = {
+            "max_draft_len": max_draft_len,
+            "max_total_draft_tokens": max_total_draft_tokens,
+            "max_concurrency": max_concurrency,
+            "draft_len_schedule": draft_len_schedule,
+        }
 
     @abstractmethod
     def prepare_draft_tokens(

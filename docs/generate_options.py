@@ -1,0 +1,196 @@
+"""Writes docs/options.md from the configuration models and the command lines (`make docs`)."""
+
+import ast
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tllm_spec.adaptive_config import AdaptiveConfig
+from tllm_spec.cli import bench, serve
+from tllm_spec.config import CudaGraphConfig, KvCacheConfig, LlmArgs, SchedulerConfig
+from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
+from tllm_spec.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
+from tllm_spec.speculative_config import CONFIG_OF_TYPE
+
+PAGE = Path(__file__).with_name("options.md")
+INTRO = """# Options
+
+Generated from the code by `make docs`; do not edit.
+
+One tree of options serves `LLM(...)`, YAML files (`--extra_llm_api_options`) and the commands.
+Names are TensorRT-LLM's where it has the option. Its other options are accepted with values that
+change nothing (`tllm_spec/not_served.py`). Any other value is refused with the reason, and all
+refusals of a configuration come in one message.
+"""
+NOUNS: Mapping[Any, str] = {
+    bool: "`true`, `false`",
+    int: "integer",
+    float: "number",
+    str: "text",
+    Any: "object",
+    AdaptiveConfig: "mapping or text",
+}
+NO_LIMITS = (-math.inf, math.inf)
+
+Row = tuple[str, str, str, str]  # option, values, default, what it does
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRO, "## `LLM` and YAML files\n", table(model_rows(LlmArgs))]
+    for model in (KvCacheConfig, SchedulerConfig, CudaGraphConfig):
+        (name,) = (key for key, field in LlmArgs.model_fields.items() if model in _types(field))
+        parts += [f"### `{name}`\n", f"{inspect.getdoc(model)}\n", table(model_rows(model))]
+    parts += ["### `speculative_config`\n", "For every `decoding_type`:\n"]
+    parts.append(table(model_rows(DecodingBaseConfig)))
+    parts += ["For `Draft_Target` and `Eagle3`:\n"]
+    parts.append(table(model_rows(DraftModelDecodingConfig, own=True)))
+    for decoding in dict.fromkeys(CONFIG_OF_TYPE.values()):
+        name = decoding.model_fields["decoding_type"].default
+        parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]
+        parts.append(table(model_rows(decoding, own=True)))
+    parts += ["## `SamplingParams`\n", f"{inspect.getdoc(SamplingParams)}\n"]
+    parts += [table(sampling_rows(SamplingParams)), "### `speculation`\n"]
+    parts.append(table(sampling_rows(SpeculationParams)))
+    for name, command in (("tllm-serve", serve.main), ("tllm-bench", bench.main)):
+        parts += command_parts(name, command, level=2)
+    return "\n".join(parts)
+
+
+def table(rows: Iterable[Row]) -> str:
+    lines = ["| option | values | default | what it does |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def model_rows(model: type[BaseModel], *, own: bool = False) -> Iterable[Row]:
+    """The fields of a model. own: only those that its class adds, without `decoding_type`."""
+    for name, field in model.model_fields.items():
+        if own and (name not in model.__annotations__ or name == "decoding_type"):
+            continue
+        default = "required" if field.is_required() else shown(field.default)
+        values = kind_of(field.annotation, limits(field.annotation, *field.metadata))
+        yield f"`{name}`", values, default, one_line(field.description)
+
+
+def sampling_rows(kind: type) -> Iterable[Row]:
+    """The fields of a dataclass, each described by the string that follows it."""
+    hints, texts = get_type_hints(kind), docstrings(kind)
+    for field in fields(kind):
+        bounds = NUMBERS.get(field.name) or INTEGERS.get(field.name) or NO_LIMITS
+        default = "–" if field.default is MISSING else shown(field.default)
+        yield f"`{field.name}`", kind_of(hints[field.name], bounds), default, texts[field.name]
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """The strings that follow the fields of a class, each in one line."""
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(tree, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for node, after in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
+            texts[ast.unparse(node.target)] = one_line(ast.literal_eval(after.value))
+    return texts
+
+
+def command_parts(name: str, command: click.Command, level: int) -> Iterable[str]:
+    """A section for a command and for each of its subcommands. Hidden options are left out."""
+    yield f"{'#' * level} `{name}`\n\n{command.get_short_help_str(limit=1000)}\n"
+    visible = [each for each in command.params if not getattr(each, "hidden", False)]
+    if visible:
+        yield table(map(command_row, visible))
+    if isinstance(command, click.Group):
+        for child, subcommand in sorted(command.commands.items()):
+            yield from command_parts(f"{name} {child}", subcommand, level + 1)
+
+
+def command_row(parameter: click.Parameter) -> Row:
+    info = parameter.to_info_dict()
+    given = info["default"] is not None and not callable(parameter.default)
+    default = f"`{info['default']}`" if given and not info.get("is_flag") else "–"
+    if parameter.required:
+        default = "required"
+    names = info["opts"] if isinstance(parameter, click.Option) else [info["name"].upper()]
+    text = one_line(info.get("help"))
+    return ", ".join(f"`{name}`" for name in names), command_values(info), default, text
+
+
+def command_values(info: Mapping[str, Any]) -> str:
+    kind = info["type"]
+    if info.get("is_flag"):
+        return "flag"
+    if "choices" in kind:
+        return ", ".join(f"`{choice}`" for choice in kind["choices"])
+    noun = {"integer range": "integer", "float range": "number", "float": "number"}
+    low, high = kind.get("min"), kind.get("max")
+    bounds = (-math.inf if low is None else low, math.inf if high is None else high)
+    return in_range(noun.get(kind["name"], kind["name"]), bounds)
+
+
+def kind_of(annotation: Any, bounds: tuple[float, float] = NO_LIMITS) -> str:
+    """The values that an annotation stands for, in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kind_of(arguments[0], limits(*arguments))
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, UnionType):
+        kinds = [kind_of(each, bounds) for each in arguments if each is not NoneType]
+        return " or ".join(dict.fromkeys(kinds + ["null"] * (NoneType in arguments)))
+    if origin in (tuple, Sequence):
+        each = kind_of(arguments[0])
+        return "list of " + re.sub(r"\b(integer|number)\b", r"\1s", each)
+    if origin is Callable:
+        return "function"
+    noun = NOUNS.get(annotation, "mapping")
+    return in_range(noun, bounds) if noun in ("integer", "number") else noun
+
+
+def limits(annotation: Any, *metadata: Any) -> tuple[float, float]:
+    """The lowest and highest value that pydantic's constraints allow."""
+    low, high = NO_LIMITS
+    for each in metadata:
+        if isinstance(each, FieldInfo):
+            low, high = limits(annotation, *each.metadata)
+        above = getattr(each, "gt", None)
+        if above is not None:
+            low = above + 1 if annotation is int else above
+        low, high = getattr(each, "ge", low), getattr(each, "le", high)
+    return low, high
+
+
+def in_range(noun: str, bounds: tuple[float, float]) -> str:
+    """Limits that only keep numbers finite are not shown."""
+    low, high = bounds
+    if low < -1e15:
+        return noun
+    return f"{noun} ≥ {low}" if high > 1e15 else f"{noun}, {low} to {high}"
+
+
+def shown(default: object) -> str:
+    """A default as YAML writes it."""
+    if isinstance(default, BaseModel):
+        return "see below"
+    return f"`{default if isinstance(default, str) else json.dumps(default)}`"
+
+
+def one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _types(field: FieldInfo) -> tuple[Any, ...]:
+    return get_args(field.annotation) or (field.annotation,)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

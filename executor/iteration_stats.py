@@ -1,0 +1,85 @@
+"""Statistics of single rounds under TensorRT-LLM's names, for `LLM.get_stats()`."""
+
+from collections import deque
+from typing import Any
+
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.resources.paged_cache import PagedCache
+from tllm_spec.executor.rounds.seen_round import SeenRound
+from tllm_spec.executor.scheduler import Scheduler
+
+
+class IterationStats:
+    """The rounds since the last `take`, at most `max_len` of them. Used by the executor's thread
+    only."""
+
+    def __init__(self, max_len: int, scheduler: Scheduler, cache: PagedCache) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._rounds: deque[dict[str, Any]] = deque(maxlen=max_len)
+        self._num_rounds = 0
+        self._num_preemptions = 0
+
+    def add(self, batch: ScheduledBatch, seen: SeenRound) -> None:
+        """A round that the host has read, before its finished requests are removed. `iterLatencyMS`
+        is None for the first round after idle time."""
+        finished = [
+            request for request in batch.requests() if request.is_finished and request.slot >= 0
+        ]
+        stats: dict[str, Any] = {
+            "iter": self._num_rounds,
+            "iterLatencyMS": None if seen.seconds is None else seen.seconds * 1e3,
+            "numActiveRequests": len(self._scheduler.running),
+            "numQueuedRequests": len(self._scheduler.waiting),
+            "numCompletedRequests": len(finished),
+            "numNewActiveRequests": len(batch.joining),
+            "kvCacheStats": self._kv_cache_stats(),
+            "inflightBatchingStats": self._batching_stats(batch, seen),
+        }
+        if batch.draft_len:
+            stats["specDecodingStats"] = _speculation_stats(seen)
+        self._rounds.append(stats)
+        self._num_rounds += 1
+        self._num_preemptions = self._scheduler.num_preemptions
+
+    def take(self) -> list[dict[str, Any]]:
+        """The rounds, oldest first. They are forgotten then."""
+        rounds = list(self._rounds)
+        self._rounds.clear()
+        return rounds
+
+    def _kv_cache_stats(self) -> dict[str, Any]:
+        """Blocks since the start. Cached blocks that no request holds are free."""
+        state = self._cache.state()
+        num_looked_up = state["reused_pages"] + state["missed_pages"]
+        return {
+            "maxNumBlocks": state["num_pages"],
+            "freeNumBlocks": state["num_pages"] - state["used"],
+            "usedNumBlocks": state["used"],
+            "tokensPerBlock": state["page_size"],
+            "reusedBlocks": state["reused_pages"],
+            "missedBlocks": state["missed_pages"],
+            "cacheHitRate": state["reused_pages"] / num_looked_up if num_looked_up else 0.0,
+        }
+
+    def _batching_stats(self, batch: ScheduledBatch, seen: SeenRound) -> dict[str, Any]:
+        return {
+            "numScheduledRequests": len(batch.requests()),
+            "numContextRequests": len(batch.context_requests),
+            "numGenRequests": len(batch.generation_requests),
+            "numPausedRequests": self._scheduler.num_preemptions - self._num_preemptions,
+            "avgNumDecodedTokensPerIter": (
+                seen.num_tokens / seen.num_requests if seen.num_requests else 0.0
+            ),
+        }
+
+
+def _speculation_stats(seen: SeenRound) -> dict[str, Any]:
+    """Of the requests that drafts were wanted for. Padding does not count."""
+    num_requests, num_accepted = len(seen.num_accepted), sum(seen.num_accepted)
+    return {
+        "numDraftTokens": seen.num_drafted,
+        "numAcceptedTokens": num_accepted,
+        "numRequestsWithDraftTokens": num_requests,
+        "acceptanceLength": 1 + num_accepted / num_requests if num_requests else 0.0,
+    }

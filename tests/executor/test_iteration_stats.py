@@ -1,0 +1,73 @@
+"""`LLM.get_stats`: one entry a round under TensorRT-LLM's names, only when enabled, bounded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import user_provided
+from tllm_spec.llm import LLM
+from tllm_spec.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
+
+
+def make_llm(tiny: Path, **options: Any) -> LLM:
+    return LLM(tiny, skip_tokenizer_init=True, max_batch_size=4, max_seq_len=64, **options)
+
+
+@pytest.mark.parametrize("disable_overlap", [True, False])
+def test_every_round_has_an_entry_and_a_second_read_has_only_new_ones(
+    tiny: Path, disable_overlap: bool
+) -> None:
+    with make_llm(
+        tiny, enable_iter_perf_stats=True, disable_overlap_scheduler=disable_overlap
+    ) as llm:
+        llm.generate([[1, 2, 3], [4, 5]], PARAMS, use_tqdm=False)
+        stats = llm.get_stats()
+        assert [entry["iter"] for entry in stats] == list(range(len(stats)))
+        assert llm.get_stats() == []
+        llm.generate([7], PARAMS)
+        later = llm.get_stats()
+    assert later[0]["iter"] == len(stats)
+    batching = [entry["inflightBatchingStats"] for entry in stats]
+    assert batching[0]["numGenRequests"] == 0
+    assert sum(round["numContextRequests"] for round in batching) == 2
+    # 8 tokens of each request come from generation rounds.
+    assert sum(round["numGenRequests"] for round in batching) >= 16
+    assert sum(entry["numNewActiveRequests"] for entry in stats) == 2
+    assert sum(entry["numCompletedRequests"] for entry in stats) == 2
+    cache = stats[-1]["kvCacheStats"]
+    assert cache["freeNumBlocks"] + cache["usedNumBlocks"] == cache["maxNumBlocks"]
+    assert cache["tokensPerBlock"] == 32
+    assert all("specDecodingStats" not in entry for entry in stats)
+
+
+def test_speculation_is_counted_per_round(tiny: Path) -> None:
+    options = user_provided(lambda request: [63] * len(request.py_draft_tokens))
+    params = SamplingParams(max_tokens=9, ignore_eos=True, logit_bias={63: -100.0})
+    with make_llm(tiny, enable_iter_perf_stats=True, **options) as llm:
+        output = llm.generate([1, 2, 3], params)
+        stats = llm.get_stats()
+    rounds = [entry["specDecodingStats"] for entry in stats if "specDecodingStats" in entry]
+    speculation = output.speculative_decoding
+    assert sum(round["numDraftTokens"] for round in rounds) == speculation.num_drafted_tokens > 0
+    assert {round["numAcceptedTokens"] for round in rounds} == {0}
+    assert {round["acceptanceLength"] for round in rounds} == {1.0}
+
+
+def test_only_the_latest_rounds_are_kept(tiny: Path) -> None:
+    with make_llm(tiny, enable_iter_perf_stats=True, max_stats_len=3) as llm:
+        llm.generate([1, 2, 3], PARAMS)
+        stats = llm.get_stats()
+    assert len(stats) == 3 and stats[0]["iter"] >= 6
+
+
+def test_without_the_option_nothing_is_collected_and_a_warning_says_so(
+    tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_llm(tiny) as llm:
+        llm.generate([1, 2, 3], PARAMS)
+        assert llm.get_stats() == []
+        assert llm._executor.parts.iteration_stats is None
+    assert "enable_iter_perf_stats" in caplog.text

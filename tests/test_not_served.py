@@ -1,0 +1,43 @@
+"""TensorRT-LLM's options that have no effect here: their off values are taken, others refused."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.decoding_options import eagle3, speculate
+from tllm_spec.config import LlmArgs
+from tllm_spec.not_served import LLM_NOT_SERVED
+from tllm_spec.option_checks import NotServed
+from tllm_spec.speculative_config import EAGLE3_NOT_SERVED
+
+
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [(table, name) for table in (LLM_NOT_SERVED, EAGLE3_NOT_SERVED) for name in sorted(table)],
+    ids=lambda value: value if isinstance(value, str) else "eagle" * (value is EAGLE3_NOT_SERVED),
+)
+def test_every_option_not_served_takes_its_off_values_and_refuses_others_with_the_reason(
+    table: Mapping[str, NotServed], name: str
+) -> None:
+    def give(value: object) -> LlmArgs:
+        options = {name: value}
+        return LlmArgs(
+            model="m", **(options if table is LLM_NOT_SERVED else speculate(eagle3(**options)))
+        )
+
+    for off in table[name].accepted:
+        give(off)
+    with pytest.raises(ValueError) as refusal:
+        give("mistral_large3")
+    assert f"{name} = 'mistral_large3' is refused: {table[name].reason}" in str(refusal.value)
+
+
+def test_options_that_change_nothing_may_be_spelled_out() -> None:
+    off = dict.fromkeys(["eagle_choices", "num_eagle_layers", "posterior_threshold", "sa_config"])
+    off |= dict.fromkeys(["dynamic_tree_max_topK", "max_non_leaves_per_layer"])
+    options = eagle3(
+        **off, use_dynamic_tree=False, greedy_sampling=True, eagle3_model_arch="llama3"
+    )
+    for in_graph in (True, False):
+        args = LlmArgs(model="m", enable_in_graph_sampling=in_graph, **speculate(options))
+        assert args == LlmArgs(model="m", **speculate(eagle3()))

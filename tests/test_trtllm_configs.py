@@ -1,0 +1,174 @@
+"""Configurations as TensorRT-LLM's users have them: harmless values are taken, and one start names
+everything that is not served."""
+
+import logging
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.decoding_options import eagle3, ngram, speculate
+from tllm_spec.config import KvCacheConfig, LlmArgs
+from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
+
+PARALLEL = {"tensor_parallel_size", "moe_expert_parallel_size"}
+# The keys of TensorRT-LLM's curated configurations, and those that are refused here.
+CURATED = {
+    "llama-3.3-70b": (
+        """
+        max_batch_size: 1024
+        max_num_tokens: 2048
+        tensor_parallel_size: 1
+        moe_expert_parallel_size: 1
+        trust_remote_code: true
+        enable_attention_dp: false
+        cuda_graph_config: {enable_padding: true, max_batch_size: 1024}
+        kv_cache_config: {dtype: fp8, free_gpu_memory_fraction: 0.9}
+        """,
+        {"trust_remote_code", "kv_cache_config.dtype"},
+    ),
+    "qwen3": (
+        """
+        max_batch_size: 161
+        max_num_tokens: 1160
+        kv_cache_free_gpu_memory_fraction: 0.8
+        tensor_parallel_size: 1
+        moe_expert_parallel_size: 1
+        cuda_graph_config: {enable_padding: true, batch_sizes: [1, 2, 4, 8, 16, 32, 64, 128]}
+        print_iter_log: true
+        enable_attention_dp: true
+        """,
+        {"print_iter_log", "enable_attention_dp"},
+    ),
+    "gpt-oss-latency": (
+        """
+        max_batch_size: 64
+        max_num_tokens: 16384
+        kv_cache_free_gpu_memory_fraction: 0.9
+        tensor_parallel_size: 8
+        moe_expert_parallel_size: 1
+        trust_remote_code: true
+        moe_config: {backend: TRTLLM}
+        stream_interval: 20
+        num_postprocess_workers: 4
+        """,
+        {"tensor_parallel_size", "trust_remote_code", "moe_config", "num_postprocess_workers"},
+    ),
+    "deepseek-r1-latency": (
+        """
+        max_batch_size: 4
+        max_num_tokens: 32768
+        tensor_parallel_size: 8
+        moe_expert_parallel_size: 2
+        trust_remote_code: true
+        kv_cache_config: {free_gpu_memory_fraction: 0.75}
+        moe_config: {backend: TRTLLM}
+        speculative_config:
+          decoding_type: MTP
+          max_draft_len: 3
+          use_relaxed_acceptance_for_thinking: true
+        """,
+        {*PARALLEL, "trust_remote_code", "moe_config", "speculative_config.decoding_type"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CURATED)
+def test_a_curated_configuration_names_all_that_is_not_served_in_one_start(name: str) -> None:
+    text, refused = CURATED[name]
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs(model="m", **yaml.safe_load(text))
+    lines = str(refusal.value).splitlines()
+    assert {line.partition(" = ")[0] for line in lines} == refused
+    assert len(lines) == len(refused)
+
+
+def test_refused_and_mistaken_options_are_named_together() -> None:
+    with pytest.raises(ValueError) as refusal:
+        LlmArgs(model="m", tensor_parallel_size=2, dtype="fp8", **speculate(ngram(sa_config={})))
+    keys = {line.partition(" = ")[0] for line in str(refusal.value).splitlines()}
+    assert keys == {"tensor_parallel_size", "dtype", "speculative_config.sa_config"}
+
+
+def test_the_default_attention_of_tensorrt_llm_is_auto_with_one_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert LlmArgs(model="m", attn_backend="TRTLLM") == LlmArgs(model="m")
+    assert len(caplog.messages) == 1 and "'TRTLLM' is taken as 'auto'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "auto", "trust_remote_code": False},
+        {"kv_cache_config": {"dtype": "auto", "use_kv_cache_manager_v2": False}},
+        {"garbage_collection_gen0_threshold": 20000, "enable_mixed_sampler": True},
+        {"scheduler_config": {"use_python_scheduler": True}, "batching_type": "INFLIGHT"},
+    ],
+)
+def test_values_that_change_nothing_are_taken(options: dict[str, Any]) -> None:
+    assert LlmArgs(model="m", **options) == LlmArgs(model="m")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_total_draft_tokens": 4},
+        {"prompt_lookup_num_tokens": 4},
+        {"use_sa_spec": False, "sa_spec_threshold": 4, "sa_config": None},
+        {"moe_backend": None, "spec_dec_variant": None, "speculative_model_subfolder": None},
+        {"acceptance_rate_window_size": 0, "acceptance_rate_threshold": 0.5},
+        {"acceptance_rate_window_size": 0},
+        {"speculative_model_dir": None, "load_format": None},
+    ],
+)
+def test_fields_of_a_decoding_config_are_taken_at_values_that_change_nothing(
+    options: dict[str, Any],
+) -> None:
+    plain = NGramDecodingConfig(max_draft_len=4)
+    assert NGramDecodingConfig(**{"max_draft_len": 4, **options}) == plain
+
+
+def test_the_old_name_of_the_draft_length_is_enough() -> None:
+    assert NGramDecodingConfig(prompt_lookup_num_tokens=3).max_draft_len == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (ngram(max_total_draft_tokens=8), "max_total_draft_tokens = 8 is refused: drafts are"),
+        (ngram(use_sa_spec=True), "use_sa_spec = True is refused"),
+        (
+            ngram(prompt_lookup_num_tokens=3),
+            "prompt_lookup_num_tokens = 3 is the old name of max_draft_len = 4",
+        ),
+        (
+            eagle3(speculative_model_dir="other"),
+            "speculative_model_dir = 'other' is the old name of speculative_model = 'some/head'",
+        ),
+    ],
+)
+def test_values_that_would_change_something_are_refused(
+    options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        LlmArgs(model="m", **speculate(options))
+
+
+def test_the_memory_fraction_of_the_flags_may_stand_in_a_configuration() -> None:
+    for cache in (None, {"tokens_per_block": 16}, KvCacheConfig(tokens_per_block=16)):
+        args = LlmArgs(model="m", kv_cache_config=cache, kv_cache_free_gpu_memory_fraction=0.5)
+        assert args.kv_cache_config.free_gpu_memory_fraction == 0.5
+        assert args.kv_cache_config.tokens_per_block == (16 if cache else 32)
+    with pytest.raises(ValueError, match="contradict each other"):
+        LlmArgs(
+            model="m",
+            kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=0.4),
+            kv_cache_free_gpu_memory_fraction=0.5,
+        )
+
+
+def test_user_provided_drafters_refuse_options_of_a_draft_model() -> None:
+    with pytest.raises(ValueError, match="speculative_model = 'd' is refused"):
+        UserProvidedDecodingConfig(max_draft_len=2, drafter=object(), speculative_model_dir="d")

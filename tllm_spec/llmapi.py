@@ -1,0 +1,181 @@
+"""TensorRT-LLM's `llmapi` names: `from tllm_spec.llmapi import LLM, KvCacheConfig`.
+
+Every name of that module exists here. A class that is not served raises the sentence that its YAML
+form is refused with, when it is called or one of its attributes is read. Nothing heavy is loaded
+before a name needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import tllm_spec
+from tllm_spec.not_served import (
+    GENERATE_NOT_SERVED,
+    KV_CACHE_NOT_SERVED,
+    LLM_NOT_SERVED,
+    SCHEDULER_NOT_SERVED,
+    TEXT_ONLY,
+)
+from tllm_spec.sampling_params import NOT_SERVED as SAMPLING_NOT_SERVED
+from tllm_spec.sampling_params import LogitsProcessor as LogitsProcessor
+from tllm_spec.speculative_base import DECODING_NOT_SERVED
+from tllm_spec.speculative_config import TYPES_NOT_SERVED, type_refusal
+
+if TYPE_CHECKING:
+    from tllm_spec import LLM as LLM
+    from tllm_spec import CompletionOutput as CompletionOutput
+    from tllm_spec import CudaGraphConfig as CudaGraphConfig
+    from tllm_spec import DraftTargetDecodingConfig as DraftTargetDecodingConfig
+    from tllm_spec import Eagle3DecodingConfig as Eagle3DecodingConfig
+    from tllm_spec import KvCacheConfig as KvCacheConfig
+    from tllm_spec import LlmArgs as LlmArgs
+    from tllm_spec import NGramDecodingConfig as NGramDecodingConfig
+    from tllm_spec import RequestOutput as RequestOutput
+    from tllm_spec import SamplingParams as SamplingParams
+    from tllm_spec import SchedulerConfig as SchedulerConfig
+    from tllm_spec import UserProvidedDecodingConfig as UserProvidedDecodingConfig
+
+    DecodeCudaGraphConfig = CudaGraphConfig
+    EagleDecodingConfig = Eagle3DecodingConfig
+    TorchLlmArgs = LlmArgs
+
+RequestError = ValueError  # what `LLM.generate` raises for a request that cannot be served
+
+
+class CapacitySchedulerPolicy(str, Enum):
+    """Values of `SchedulerConfig.capacity_scheduler_policy`; it says which are served."""
+
+    GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"
+    MAX_UTILIZATION = "MAX_UTILIZATION"
+    STATIC_BATCH = "STATIC_BATCH"
+
+
+class ContextChunkingPolicy(str, Enum):
+    """Values of `SchedulerConfig.context_chunking_policy`; it says which are served."""
+
+    FIRST_COME_FIRST_SERVED = "FIRST_COME_FIRST_SERVED"
+    EQUAL_PROGRESS = "EQUAL_PROGRESS"
+    FORCE_CHUNK = "FORCE_CHUNK"
+
+
+class BatchingType(str, Enum):
+    """Values of `LlmArgs.batching_type`; it says which are served."""
+
+    INFLIGHT = "INFLIGHT"
+    STATIC = "STATIC"
+
+
+# Names of TensorRT-LLM for classes of ours.
+OTHER_NAMES: Mapping[str, str] = {
+    "DecodeCudaGraphConfig": "CudaGraphConfig",
+    "EagleDecodingConfig": "Eagle3DecodingConfig",
+    "TorchLlmArgs": "LlmArgs",
+}
+# For each class that is not served, the option that takes it.
+OPTION_OF: Mapping[str, str] = {
+    "AttentionDpConfig": "attention_dp_config",
+    "BatchedLogitsProcessor": "batched_logits_processor",
+    "BlockReuseConfig": "block_reuse_config",
+    "BuildCacheConfig": "enable_build_cache",
+    "BuildConfig": "build_config",
+    "CacheTransceiverConfig": "cache_transceiver_config",
+    "CalibConfig": "calib_config",
+    "ConversationParams": "conversation_params",
+    "DeepSeekSparseAttentionConfig": "sparse_attention_config",
+    "DeepSeekV4SparseAttentionConfig": "sparse_attention_config",
+    "DisaggScheduleStyle": "disaggregated_params",
+    "DisaggregatedParams": "disaggregated_params",
+    "DynamicBatchConfig": "dynamic_batch_config",
+    "ExtendedRuntimePerfKnobConfig": "extended_runtime_perf_knob_config",
+    "GuidedDecodingParams": "guided_decoding",
+    "KVEventsConfig": "kv_events_config",
+    "KvCacheConnectorConfig": "kv_connector_config",
+    "KvCacheRetentionConfig": "kv_cache_retention_config",
+    "LoRARequest": "lora_request",
+    "LoraConfig": "lora_config",
+    "MambaStateConfig": "mamba_state_config",
+    "MiniMaxM3SparseAttentionConfig": "sparse_attention_config",
+    "MoeConfig": "moe_config",
+    "MpiCommSession": "mpi_session",
+    "MultimodalConfig": "multimodal_config",
+    "PeftCacheConfig": "peft_cache_config",
+    "PrefillCudaGraphBackend": "prefill_cuda_graph_backend",
+    "PrometheusMetricsConfig": "prometheus_metrics_config",
+    "QSASparseAttentionConfig": "sparse_attention_config",
+    "QuantAlgo": "quant_config",
+    "QuantConfig": "quant_config",
+    "RayPlacementConfig": "ray_placement_config",
+    "ReorderRequestPolicyConfig": "reorder_policy_config",
+    "RocketSparseAttentionConfig": "sparse_attention_config",
+    "SAEnhancerConfig": "sa_config",
+    "SchedulingParams": "scheduling_params",
+    "SkipSoftmaxAttentionConfig": "sparse_attention_config",
+    "TorchCompileConfig": "torch_compile_config",
+    "TriAttentionKvCacheCompressionConfig": "kv_cache_compression_config",
+}
+# Names that belong to no option, with the reason.
+WITHOUT_OPTION: Mapping[str, str] = {
+    "AsyncLLM": "LLM.generate_async serves asynchronous callers",
+    "EncodeCudaGraphConfig": "there are no encoders",
+    "EncodeExtraInputSpec": "there are no encoders",
+    "MultimodalEncoder": TEXT_ONLY,
+    "ThinkingBudgetLogitsProcessor": "there is no thinking budget; write a logits processor",
+    "TrtLlmArgs": "there is one backend",
+    "add_thinking_budget_logits_processor": "there is no thinking budget",
+}
+_TABLE = {
+    **LLM_NOT_SERVED,
+    **KV_CACHE_NOT_SERVED,
+    **SCHEDULER_NOT_SERVED,
+    **GENERATE_NOT_SERVED,
+    **SAMPLING_NOT_SERVED,
+    **DECODING_NOT_SERVED,
+}
+_TYPE_OF = {class_name: decoding_type for decoding_type, class_name in TYPES_NOT_SERVED.items()}
+__all__ = sorted(
+    {
+        *tllm_spec.__all__,
+        *("BatchingType", "CapacitySchedulerPolicy", "ContextChunkingPolicy"),
+        *("LogitsProcessor", "RequestError"),
+        *OTHER_NAMES,
+        *_TYPE_OF,
+        *OPTION_OF,
+        *WITHOUT_OPTION,
+    }
+)
+
+
+def refusal(name: str, use: str) -> str:
+    """Why the class `name` is not served; `use` is what was tried, e.g. "MoeConfig()"."""
+    if name in _TYPE_OF:
+        return type_refusal(_TYPE_OF[name])
+    if name in WITHOUT_OPTION:
+        return f"{use} is refused: {WITHOUT_OPTION[name]}"
+    return _TABLE[OPTION_OF[name]].refusal(OPTION_OF[name], use)
+
+
+class _NotServedClass(type):
+    """The type of the classes that are not served: they can be imported and named in annotations,
+    and nothing else."""
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+        raise ValueError(refusal(cls.__name__, f"{cls.__name__}({', '.join(given)})"))
+
+    def __getattr__(cls, attribute: str) -> NoReturn:
+        if attribute.startswith("_"):  # Python's own look-ups
+            raise AttributeError(attribute)
+        raise ValueError(refusal(cls.__name__, f"{cls.__name__}.{attribute}"))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tllm_spec.llmapi' has no attribute {name!r}")
+    if name in _TYPE_OF or name in OPTION_OF or name in WITHOUT_OPTION:
+        found: Any = _NotServedClass(name, (), {"__module__": __name__})
+    else:
+        found = getattr(tllm_spec, OTHER_NAMES.get(name, name))
+    globals()[name] = found  # so that a name is always the same object
+    return found

@@ -1,0 +1,161 @@
+"""TensorRT-LLM's options of `LLM` and `generate` that have no effect here: the values that are
+accepted, and why no other is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tllm_spec.option_checks import NotServed
+
+ONE_GPU = "one device serves a model for now"
+NO_STATISTICS = "per-request iteration statistics are not collected; use enable_iter_perf_stats"
+NO_BATCH_WAIT = "a round never waits for more requests"
+LOCAL_FILES = "models are local folders; nothing is downloaded"
+NO_LORA = "LoRA is not served"
+NO_BEAMS = "there is no beam search"
+NO_ENGINE_FILES = "there are no engine files to build; models are loaded from their checkpoints"
+NO_SPARSE = "attention reads every token"
+DENSE_ONLY = "only dense models are served"
+TEXT_ONLY = "only text models are served"
+ONE_SAMPLER = "there is one sampler, and every request of a batch has its own options"
+ONE_PROCESS = "prefill and decoding run in one process"
+NO_KV_EVENTS = "KV cache events are not reported"
+NO_HOST_CACHE = "evicted pages are not kept in host memory"
+ALL_TOKENS = "every layer keeps all tokens"
+
+LLM_NOT_SERVED: Mapping[str, NotServed] = {
+    "allreduce_strategy": NotServed(("AUTO",), ONE_GPU),
+    "attention_dp_config": NotServed((None,), ONE_GPU),
+    "attn_backend": NotServed(
+        ("auto", "TRTLLM", "VANILLA", "TRITON", "FLASHINFER"),
+        "there are no other attention kernels",
+    ),
+    "backend": NotServed((None, "pytorch"), "there is one backend"),
+    "batch_wait_max_tokens_ratio": NotServed((0, 0.0), NO_BATCH_WAIT),
+    "batch_wait_timeout_iters": NotServed((0,), NO_BATCH_WAIT),
+    "batch_wait_timeout_ms": NotServed((0, 0.0), NO_BATCH_WAIT),
+    "batched_logits_processor": NotServed((None,), "use SamplingParams.logits_processor"),
+    "batching_type": NotServed((None, "INFLIGHT"), "requests join and leave in every round"),
+    "build_config": NotServed((None,), NO_ENGINE_FILES),
+    "cache_transceiver_config": NotServed((None,), ONE_PROCESS),
+    "calib_config": NotServed((None,), "quantized weights are not served"),
+    "checkpoint_format": NotServed((None, "HF"), "checkpoints have Hugging Face's format"),
+    "checkpoint_loader": NotServed((None,), "checkpoints have Hugging Face's format"),
+    "context_parallel_size": NotServed((1,), ONE_GPU),
+    "cp_config": NotServed((None,), ONE_GPU),
+    "custom_tokenizer": NotServed((None,), "pass a tokenizer object as tokenizer"),
+    "enable_attention_dp": NotServed((False,), ONE_GPU),
+    "enable_autotuner": NotServed(
+        (True,), "the first start on a GPU always tunes GEMMs, unless deterministic is set"
+    ),
+    "enable_build_cache": NotServed((False,), NO_ENGINE_FILES),
+    "enable_early_first_token_response": NotServed((False,), "every round answers at once"),
+    "enable_in_graph_sampling": NotServed((True, False), "sampling is part of the graph"),
+    "enable_iter_req_stats": NotServed((False,), NO_STATISTICS),
+    "enable_layerwise_nvtx_marker": NotServed((False,), "there are no NVTX markers"),
+    "enable_lora": NotServed((False,), NO_LORA),
+    "enable_min_latency": NotServed((False,), "there is one set of kernels"),
+    "enable_mixed_sampler": NotServed((True, False), ONE_SAMPLER),
+    "enable_trtllm_sampler": NotServed((False,), ONE_SAMPLER),
+    "extended_runtime_perf_knob_config": NotServed((None,), NO_ENGINE_FILES),
+    "fail_fast_on_attention_window_too_large": NotServed((True, False), ALL_TOKENS),
+    "force_dynamic_quantization": NotServed((False,), "quantized weights are not served"),
+    "garbage_collection_gen0_threshold": NotServed(
+        (None, 20000), "the settings of Python's garbage collector are not changed"
+    ),
+    "gather_generation_logits": NotServed((False,), "logits are not returned; logprobs are"),
+    "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
+    "gpus_per_node": NotServed((None, 1), ONE_GPU),
+    "guided_decoding_backend": NotServed((None,), "guided decoding is not served yet"),
+    "iter_stats_max_iterations": NotServed((None,), "use max_stats_len"),
+    "kv_cache_compression_config": NotServed((None,), ALL_TOKENS),
+    "kv_cache_dtype": NotServed(("auto",), "the cache has the model's own dtype"),
+    "kv_connector_config": NotServed((None,), "the KV cache stays in one process"),
+    "lora_config": NotServed((None,), NO_LORA),
+    "max_beam_width": NotServed((None, 1), NO_BEAMS),
+    "mm_encoder_only": NotServed((False,), TEXT_ONLY),
+    "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_GPU),
+    "moe_config": NotServed((None,), DENSE_ONLY),
+    "moe_expert_parallel_size": NotServed((None, -1, 1), ONE_GPU),
+    "moe_tensor_parallel_size": NotServed((None, -1, 1), ONE_GPU),
+    "mpi_session": NotServed((None,), ONE_GPU),
+    "multimodal_config": NotServed((None,), TEXT_ONLY),
+    "normalize_log_probs": NotServed((False,), NO_BEAMS),
+    "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
+    "orchestrator_type": NotServed((None,), ONE_GPU),
+    "peft_cache_config": NotServed((None,), NO_LORA),
+    "pipeline_parallel_size": NotServed((1,), ONE_GPU),
+    "postprocess_tokenizer_dir": NotServed((None,), "text is made in the serving process"),
+    "prefill_cuda_graph_backend": NotServed(
+        ("auto", "disabled"), "a captured prefill is one whole graph"
+    ),
+    "print_iter_log": NotServed((False,), "rounds are not logged; use enable_iter_perf_stats"),
+    "prometheus_metrics_config": NotServed((None,), "the server's metrics have no settings"),
+    "quant_config": NotServed((None,), "quantized weights are not served"),
+    "ray_placement_config": NotServed((None,), ONE_GPU),
+    "reasoning_parser": NotServed((None,), "reasoning text is not split off"),
+    "request_stats_max_iterations": NotServed((None,), NO_STATISTICS),
+    "revision": NotServed((None,), LOCAL_FILES),
+    "sampler_type": NotServed(("auto", "TorchSampler"), "there is one sampler"),
+    "sparse_attention_config": NotServed((None,), NO_SPARSE),
+    "tensor_parallel_size": NotServed((1,), ONE_GPU),
+    "tokenizer_mode": NotServed(("auto",), "the fast tokenizer is the only one"),
+    "tokenizer_revision": NotServed((None,), LOCAL_FILES),
+    "torch_compile_config": NotServed((None,), "the model is not compiled"),
+    "trust_remote_code": NotServed(
+        (False,),
+        "code that comes with a checkpoint is never run; the built-in architectures need none",
+    ),
+}
+KV_CACHE_NOT_SERVED: Mapping[str, NotServed] = {
+    "attention_dp_events_gather_period_ms": NotServed((5,), NO_KV_EVENTS),
+    "avg_seq_len": NotServed((None,), "there is one pool of pages"),
+    "block_reuse_config": NotServed((None,), "every finished prefix can be reused"),
+    "copy_on_partial_reuse": NotServed((True,), "a partly matching page is always copied"),
+    "disk_cache_path": NotServed((None,), "evicted pages are not kept on disk"),
+    "disk_cache_size": NotServed((None, 0), "evicted pages are not kept on disk"),
+    "dtype": NotServed(("auto",), "the cache has the model's own dtype"),
+    "enable_swa_scratch_reuse": NotServed((False,), ALL_TOKENS),
+    "event_buffer_max_size": NotServed((0,), NO_KV_EVENTS),
+    "host_cache_size": NotServed((None, 0), NO_HOST_CACHE),
+    "iteration_stats_interval": NotServed((1,), "statistics are of every round"),
+    "kv_cache_event_hash_algo": NotServed(("auto",), NO_KV_EVENTS),
+    "kv_events_config": NotServed((None,), NO_KV_EVENTS),
+    "mamba_state_config": NotServed((None,), "layers with a recurrent state are not served"),
+    "max_attention_window": NotServed((None,), ALL_TOKENS),
+    "max_gpu_total_bytes": NotServed((0,), "use max_tokens or free_gpu_memory_fraction"),
+    "pool_ratio": NotServed((None,), "there is one pool of pages"),
+    "secondary_offload_min_priority": NotServed((None,), NO_HOST_CACHE),
+    "sink_token_length": NotServed((None,), ALL_TOKENS),
+    "use_kv_cache_manager_v2": NotServed(("auto", False), "there is one cache manager"),
+    "use_uvm": NotServed((False,), "the cache is in device memory"),
+}
+SCHEDULER_NOT_SERVED: Mapping[str, NotServed] = {
+    "capacity_scheduler_policy": NotServed(
+        ("GUARANTEED_NO_EVICT", "MAX_UTILIZATION"), "requests join and leave in every round"
+    ),
+    "context_chunking_policy": NotServed(
+        (None, "FIRST_COME_FIRST_SERVED"), "the oldest prompt's chunk comes first"
+    ),
+    "dynamic_batch_config": NotServed(
+        (None,), "the batch is bounded by max_batch_size and max_num_tokens"
+    ),
+    "enable_prefix_aware_scheduling": NotServed(
+        (False,), "requests are not reordered by their prefixes"
+    ),
+    "reorder_policy_config": NotServed((None,), "requests are not reordered"),
+    "use_python_scheduler": NotServed((True, False), "the scheduler is always the Python one"),
+}
+CUDA_GRAPH_NOT_SERVED: Mapping[str, NotServed] = {
+    "mode": NotServed(("decode",), "prefill has prefill_cuda_graph_backend"),
+}
+GENERATE_NOT_SERVED: Mapping[str, NotServed] = {
+    "cache_salt": NotServed((None,), "all requests share one prefix cache"),
+    "conversation_params": NotServed((None,), "requests are independent of each other"),
+    "disaggregated_params": NotServed((None,), ONE_PROCESS),
+    "kv_cache_retention_config": NotServed((None,), "cached pages leave in the order of last use"),
+    "lora_request": NotServed((None,), NO_LORA),
+    "prompt_adapter_request": NotServed((None,), NO_LORA),
+    "scheduling_params": NotServed((None,), ONE_GPU),
+    "trace_headers": NotServed((None,), "requests are not traced"),
+}

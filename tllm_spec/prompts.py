@@ -1,0 +1,125 @@
+"""From what users give as a prompt to checked token ids."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from numbers import Integral
+from typing import Any
+
+from tllm_spec.option_checks import shown
+from tllm_spec.request_errors import ContextLengthExceeded
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import Tokenizer, check_text
+
+# Text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class PromptReader:
+    """Turns prompts into token ids that fit one model."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+        max_input_len: int | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_seq_len = max_seq_len
+        self._max_input_len = max_input_len
+        self._max_tokens = min(max_seq_len - 1, max_input_len or max_seq_len)
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it was given as text, and its tokens, truncated as `params` say.
+
+        Raises ValueError for what is not a prompt, is too long or is outside the vocabulary."""
+        text, token_ids = self._tokens_of(_plain(prompt), params)
+        if params.truncate_prompt_tokens is not None:
+            del token_ids[: -params.truncate_prompt_tokens]
+        if not token_ids:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise ValueError(
+                "the prompt has token ids outside the vocabulary, which has ids 0 to "
+                f"{self._vocab_size - 1}"
+            )
+        if len(token_ids) > self._max_tokens:
+            raise self._too_long(f"{len(token_ids)} tokens")
+        return text, token_ids
+
+    def _tokens_of(self, prompt: object, params: SamplingParams) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str):
+            return None, _token_ids(prompt)
+        check_text(prompt)
+        if self._tokenizer is None:
+            raise ValueError(
+                "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
+            )
+        if params.truncate_prompt_tokens is None:
+            self._check_length(prompt)
+        special = params.add_special_tokens
+        return prompt, self._tokenizer.encode(prompt, add_special_tokens=special)
+
+    def _check_length(self, text: str) -> None:
+        """Raises ValueError for a text that has too many tokens whatever they are. Tokenizing it
+        would take long."""
+        if len(text) <= self._max_tokens:
+            return  # the common case, which needs no look at the vocabulary
+        if self._longest_token and len(text) > self._max_tokens * self._longest_token:
+            raise self._too_long(f"{len(text)} characters")
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters that one token may stand for, at most: vocabularies write each byte of a token
+        as one or more. 0 if unknown: the tokenizer has an unknown token, or no vocabulary."""
+        tokenizer: Any = self._tokenizer
+        if getattr(tokenizer, "unk_token", None) is not None or not hasattr(tokenizer, "get_vocab"):
+            return 0
+        return max(map(len, tokenizer.get_vocab()), default=0)
+
+    def _too_long(self, length: str) -> ContextLengthExceeded:
+        # Clients such as litellm recognise this error by its first words.
+        return ContextLengthExceeded(
+            f"this model's maximum context length is {self._max_seq_len} tokens, and the prompt "
+            f"has {length}; at most {self._max_tokens} prompt tokens are accepted (max_input_len "
+            f"{self._max_input_len}; an output needs at least one token)"
+        )
+
+
+def is_single(inputs: object) -> bool:
+    """Whether `inputs` is one prompt, or not a prompt at all. Otherwise it is a list of prompts."""
+    if not isinstance(inputs, Sequence) or isinstance(inputs, (str, bytes)):
+        return True
+    return bool(inputs) and isinstance(inputs[0], Integral)
+
+
+def _plain(prompt: Prompt) -> object:
+    """The text or the token ids of a prompt that may be a mapping."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+    if unknown or len(prompt) != 1:
+        raise ValueError(
+            f"a prompt mapping has either 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
+        )
+    ((kind, value),) = prompt.items()
+    if isinstance(value, str) != (kind == "prompt"):
+        wanted = "text" if kind == "prompt" else "a list of token ids"
+        raise ValueError(f"{kind} = {shown(value)}: {wanted} is needed")
+    return value
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """A copy of a prompt's token ids, which may be NumPy's integers."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+        raise ValueError(
+            f"prompt = {shown(prompt)}: text, a list of token ids, or one of them as "
+            "{'prompt': ...} or {'prompt_token_ids': ...} is needed"
+        )
+    if set(map(type, prompt)) <= {int}:
+        return list(prompt)
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+        raise ValueError(f"prompt_token_ids = {shown(prompt)} must be integers")
+    return [int(token) for token in prompt]

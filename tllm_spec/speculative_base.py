@@ -1,0 +1,266 @@
+"""The options that all decoding types share, and those of the types with a draft model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from tllm_spec.adaptive_config import AdaptiveConfig, Probability
+from tllm_spec.config_base import ConfigError, ConfigModel
+from tllm_spec.draft_len_schedule import checked, with_lower_bounds
+from tllm_spec.option_checks import NotServed, shown
+
+PathText = Annotated[
+    str, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
+]
+
+NO_TREE = "drafts are chains, not trees"
+NO_GATE = (
+    "it is one of TensorRT-LLM's older names; use acceptance_rate_threshold with "
+    "acceptance_rate_window_size"
+)
+NO_SUFFIX_AUTOMATON = "drafts are not combined with those of a suffix automaton"
+NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"
+
+DECODING_NOT_SERVED: Mapping[str, NotServed] = {
+    "max_total_draft_tokens": NotServed((None,), f"{NO_TREE}: it must equal max_draft_len"),
+    "acceptance_length_threshold": NotServed((None,), NO_GATE),
+    "acceptance_window": NotServed((None, 0), NO_GATE),
+    "allow_advanced_sampling": NotServed(
+        (True, False), "every sampling option works with speculation"
+    ),
+    "enable_penalty": NotServed((True, False), "penalties always work with speculation"),
+    "advanced_sampling_mode": NotServed(("full",), "no sampling filter is left out"),
+    "moe_backend": NotServed((None, "AUTO"), "only dense draft models are served"),
+    "sa_config": NotServed((None,), NO_SUFFIX_AUTOMATON),
+    "sa_spec_threshold": NotServed((None, 4), NO_SUFFIX_AUTOMATON),
+    "spec_dec_variant": NotServed((None,), "decoding_type names the method"),
+    "speculative_model_subfolder": NotServed(
+        (None, ""), "speculative_model is the folder that has config.json"
+    ),
+    "use_sa_spec": NotServed((False,), NO_SUFFIX_AUTOMATON),
+}
+
+
+def _tuple_of(sequence: object) -> object:
+    """A list from YAML as a tuple. Raises ValueError for anything that has no order."""
+    if not isinstance(sequence, (list, tuple)):
+        raise ValueError("a list is needed")
+    return tuple(sequence)
+
+
+class DecodingBaseConfig(ConfigModel):
+    """The options that all decoding types share."""
+
+    decoding_type: str
+    """Where drafts come from: `NGram`, `Draft_Target`, `Eagle3` or `User_Provided`."""
+    max_draft_len: PositiveInt
+    """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
+    longest length that may be chosen."""
+    adaptive: AdaptiveConfig | None = None
+    """Lets the draft length of each round follow acceptance and load. A mapping, one of
+    `conservative`, `aggressive` and `newest`, or the path of a JSON file as SGLang takes it; see
+    `docs/adaptive.md`."""
+    max_rejected_rounds: PositiveInt | None = 8
+    """A request whose drafts were all rejected in about this many rounds pauses drafting; each
+    pause is twice as long as the last, and an accepted draft ends it. null: requests never pause.
+    Refused where drafts are made in the target's round, and together with `adaptive`."""
+    max_concurrency: PositiveInt | None = None
+    """No drafts in batches of more requests than this."""
+    draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
+    """What the keys of `draft_len_schedule` are. `upper_bound` is TensorRT-LLM's reading for
+    one-model decoding: each key ends a range of batch sizes, and above the largest there are no
+    drafts. null is `lower_bound`, and refuses a schedule whose smallest key is above 1."""
+    draft_len_schedule: dict[int, int] | None = None
+    """`{batch size: draft length}`. The entry of the largest key not above the batch size holds; a
+    batch smaller than every key uses `max_draft_len`."""
+    acceptance_rate_threshold: Probability | None = None
+    """Stops drafting when a smaller share of the drafts of the last `acceptance_rate_window_size`
+    rounds was accepted. One window of rounds in 100 tries again; in TensorRT-LLM the stop is
+    final."""
+    acceptance_rate_window_size: PositiveInt | None = None
+    """Rounds that `acceptance_rate_threshold` looks at. 0, as in TensorRT-LLM, switches both
+    off."""
+    use_rejection_sampling: bool = False
+    """At temperature > 0, accepts a draft with probability min(1, p/q) and otherwise draws from
+    (p - q)+, instead of comparing tokens. The distribution of the text is the same; the text of a
+    seed is not."""
+    draft_sampling: Literal["coupled", "greedy"] = "coupled"
+    """How drafts are drawn at temperature > 0: with the noise that the target's token at that
+    position is drawn with, or the draft model's best token."""
+    synthetic_acceptance_rates: Annotated[tuple[float, ...], BeforeValidator(_tuple_of)] | None = (
+        None
+    )
+    """For benchmarks with dummy weights: **changes the text**, which then means nothing. Entry i is
+    the probability that drafts 0 to i are all accepted, whatever the tokens, e.g.
+    `[0.73, 0.52, 0.35]`."""
+
+    # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
+    overlaps_plain_rounds: ClassVar[bool] = True
+    not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
+    old_names: ClassVar[Mapping[str, str]] = {"speculative_model_dir": "speculative_model"}
+
+    def __init__(self, /, **options: Any) -> None:
+        options = with_lower_bounds(self._with_new_names(options))
+        super().__init__(**_without_off_values(options))
+
+    @classmethod
+    def _with_new_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ConfigError when an old and a new name of one option have different values."""
+        renamed = dict(options)
+        for old, new in cls.old_names.items():
+            if old not in renamed:
+                continue
+            value = renamed.pop(old)
+            if renamed.setdefault(new, value) != value:
+                raise ConfigError(
+                    [f"{old} = {shown(value)} is the old name of {new} = {shown(renamed[new])}"]
+                )
+        return renamed
+
+    @field_validator("max_draft_len", mode="before")
+    @classmethod
+    def _check_draft_len(cls, max_draft_len: object) -> object:
+        if max_draft_len is None or (type(max_draft_len) is int and max_draft_len < 1):
+            raise ValueError(
+                f"{cls.__name__} needs an integer of 1 or more, the drafts of a round; "
+                "plain decoding is speculative_config: null"
+            )
+        return max_draft_len
+
+    @field_validator("adaptive", mode="plain")
+    @classmethod
+    def _parse_adaptive(cls, adaptive: object, info: ValidationInfo) -> AdaptiveConfig | None:
+        if adaptive is None or "max_draft_len" not in info.data:
+            return None
+        return AdaptiveConfig.parse(adaptive, info.data["max_draft_len"])
+
+    @field_validator("draft_len_schedule")
+    @classmethod
+    def _check_schedule(
+        cls, schedule: dict[int, int] | None, info: ValidationInfo
+    ) -> dict[int, int] | None:
+        max_draft_len = info.data.get("max_draft_len")
+        if schedule is None or max_draft_len is None:
+            return schedule
+        return checked(schedule, max_draft_len, info.data.get("draft_len_schedule_keys"))
+
+    @field_validator("synthetic_acceptance_rates")
+    @classmethod
+    def _check_rates(cls, rates: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if rates is not None and not all(0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"probabilities are in 0..1; {NO_BENCHMARK}")
+        if rates is not None and any(later > earlier for earlier, later in pairwise(rates)):
+            raise ValueError(
+                "they cannot rise, because a draft is accepted only with all before it; "
+                f"{NO_BENCHMARK}"
+            )
+        return rates
+
+    @model_validator(mode="after")
+    def _check_draft_lens(self) -> DecodingBaseConfig:
+        schedule = self.draft_len_schedule
+        if schedule is None and self.draft_len_schedule_keys is not None:
+            raise ValueError(
+                f"draft_len_schedule_keys = {self.draft_len_schedule_keys!r} needs "
+                "draft_len_schedule"
+            )
+        if schedule and self.max_concurrency:
+            raise ValueError(
+                f"max_concurrency = {self.max_concurrency} and draft_len_schedule = {schedule} "
+                f"are exclusive; {{1: {self.max_draft_len}, {self.max_concurrency + 1}: 0}} "
+                "is max_concurrency as a schedule"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_pauses(self) -> DecodingBaseConfig:
+        rounds = self.max_rejected_rounds
+        if "max_rejected_rounds" not in self.model_fields_set:
+            return self
+        if self.overlaps and rounds:
+            raise ValueError(
+                f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
+                "round cost the same for a request that pauses; accepted: null"
+            )
+        if self.adaptive:
+            raise ValueError(
+                f"max_rejected_rounds = {rounds} and adaptive are exclusive; use "
+                "adaptive.mark_patience"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_acceptance(self) -> DecodingBaseConfig:
+        threshold, window = self.acceptance_rate_threshold, self.acceptance_rate_window_size
+        if (threshold is None) != (window is None):
+            raise ValueError(
+                f"acceptance_rate_threshold = {threshold} and acceptance_rate_window_size = "
+                f"{window} need each other"
+            )
+        if self.use_rejection_sampling and self.draft_sampling == "greedy":
+            raise ValueError(
+                "draft_sampling = 'greedy' contradicts use_rejection_sampling = True, which draws "
+                "its drafts from the draft model's distribution; leave one of them out"
+            )
+        rates = self.synthetic_acceptance_rates
+        if rates is not None and len(rates) != self.max_draft_len:
+            raise ValueError(
+                f"synthetic_acceptance_rates = {rates} has length {len(rates)}, not max_draft_len "
+                f"= {self.max_draft_len}: one probability for each draft; {NO_BENCHMARK}"
+            )
+        if rates is not None and self.use_rejection_sampling:
+            raise ValueError(
+                f"synthetic_acceptance_rates = {rates} and use_rejection_sampling = True are "
+                f"exclusive, because each decides what is accepted; {NO_BENCHMARK}"
+            )
+        return self
+
+    @property
+    def max_total_draft_tokens(self) -> int:
+        """TensorRT-LLM's name for the nodes of a draft tree. A chain has `max_draft_len`."""
+        return self.max_draft_len
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        """Why a round cannot start before the host has read the last one's tokens, or None."""
+        return f"{self.decoding_type} drafts are made on the host from tokens"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rounds with drafts may overlap."""
+        return self.why_no_overlap is None
+
+
+class DraftModelDecodingConfig(DecodingBaseConfig):
+    """The options of the decoding types that have draft weights."""
+
+    speculative_model: PathText
+    """Folder of the draft model or head, or a zoo name. `speculative_model_dir` is its old name."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` fills the draft weights with random numbers."""
+
+    @field_validator("load_format", mode="before")
+    @classmethod
+    def _null_means_auto(cls, load_format: object) -> object:
+        return "auto" if load_format is None else load_format
+
+
+def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:
+    """Drops values by which TensorRT-LLM says that an option is off or follows from another."""
+    window, total = options.get("acceptance_rate_window_size"), "max_total_draft_tokens"
+    if type(window) is int and window == 0:
+        options |= {"acceptance_rate_window_size": None, "acceptance_rate_threshold": None}
+    if total in options and options[total] == options.get("max_draft_len"):
+        del options[total]
+    return options
