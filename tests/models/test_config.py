@@ -105,7 +105,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths(tmp_path: Path) ->
 REFUSED = {
     "architecture": (
         {"architectures": ["GemmaForCausalLM"]},
-        "GemmaForCausalLM.*served are LlamaForCausalLM",
+        "GemmaForCausalLM.*one of LlamaForCausalLM",
     ),
     "missing size": ({"hidden_size": None}, "no hidden_size"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*silu"),
