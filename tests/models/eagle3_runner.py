@@ -1,5 +1,5 @@
-"""A loaded EAGLE-3 head run over (token, hidden state) pairs, and the target's states that it
-starts from."""
+"""Runs a loaded EAGLE-3 head over (token, hidden state) pairs, and captures the target's hidden
+states."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class HeadRunner(PagedRunner):
 
 
 def captured_states(target: CausalLM, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
-    """`[T, n * H]` of one real forward of the target."""
+    """The target's hidden states from one forward, `[T, n * H]`."""
     runner = PagedRunner(target)
     metadata = runner.metadata({0: tokens}, {}, 0)
     spec = SpecMetadata(layers, target.config.hidden_size, 64, target.dtype, CPU)
