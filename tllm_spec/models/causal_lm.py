@@ -39,6 +39,12 @@ class CausalLM(Module, ABC):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32."""
 
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may have the tensor `name` although no parameter takes it: here the
+        rotary frequencies and a tied output layer, which old checkpoints store."""
+        is_tied_output = self.config.tie_word_embeddings and name == "lm_head.weight"
+        return is_tied_output or name.endswith("rotary_emb.inv_freq")
+
 
 def layers_of(model: CausalLM) -> nn.ModuleList:
     """The decoder layers."""

@@ -41,6 +41,7 @@ class Linear(Module):
         super().__init__()
         self.mapping = placement.mapping
         self.batch_invariant = placement.batch_invariant
+        self.shares_weight = weight is not None
         if weight is None:
             by_columns = placement.device.type == "cpu" and not placement.batch_invariant
             fits = out_features >= in_features or out_features * in_features < MIN_PACKED_ELEMENTS
@@ -132,6 +133,9 @@ class ColumnLinear(Linear):
         self.parts = local
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        """None for a shared weight, which the other module loads."""
+        if self.shares_weight:
+            return
         first = 0
         for name, size in self.parts.items():
             for kind, parameter in self.named_parameters():

@@ -24,9 +24,8 @@ def load_weights(model: CausalLM, path: Path) -> None:
         ValueError: there is no checkpoint, or tensors are missing or surplus; the message names
             them.
     """
-    tied = model.config.tie_word_embeddings
     stored = (
-        (name, tensor) for name, tensor in checkpoint_tensors(path) if not _is_derived(name, tied)
+        (name, tensor) for name, tensor in checkpoint_tensors(path) if not model.ignores(name)
     )
     fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
 
@@ -67,8 +66,6 @@ def weight_table(model: Module) -> dict[str, WeightSlot]:
     for path, module in model.named_modules():
         if isinstance(module, Module):
             table.update(module.slots(path))
-    if isinstance(model, CausalLM) and model.config.tie_word_embeddings:
-        del table["lm_head.weight"]
     return table
 
 
@@ -115,11 +112,6 @@ def _load(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
             f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
         )
     slot.load(tensor)
-
-
-def _is_derived(name: str, tied: bool) -> bool:
-    """Tensors that old checkpoints store although the model computes or shares them."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _listed(names: Iterable[str], limit: int = 10) -> str:
