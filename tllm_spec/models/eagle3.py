@@ -22,7 +22,7 @@ from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer
-from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.module import Module, Placement, specialize_for_cpu
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.rotary import rotary_table
 from tllm_spec.models.weights import fill, fill_random
@@ -260,10 +260,7 @@ def load_eagle3_head(
         _fill_dummy(head)
     else:
         _fill_from_checkpoint(head, path)
-    if placement.device.type == "cpu" and placement.dtype == torch.float32:
-        for module in head.modules():
-            if isinstance(module, Module):
-                module.specialize_for_cpu()
+    specialize_for_cpu(head, placement)
     return head
 
 

@@ -74,6 +74,15 @@ class Module(nn.Module):
         """Called after loading for float32 on a CPU: derives faster forms of the weights."""
 
 
+def specialize_for_cpu(model: nn.Module, placement: Placement) -> None:
+    """Let the layers of a loaded model derive faster forms of their weights, for float32 on a
+    CPU."""
+    if placement.device.type == "cpu" and placement.dtype == torch.float32:
+        for module in model.modules():
+            if isinstance(module, Module):
+                module.specialize_for_cpu()
+
+
 def sibling(path: str, name: str) -> str:
     """The path of the module `name` next to `path`: the checkpoint's name of a fused part."""
     return path[: path.rfind(".") + 1] + name

@@ -9,7 +9,7 @@ from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.models.weights import fill_random, load_weights
 
 LoadFormat = Literal["auto", "dummy"]
@@ -57,15 +57,11 @@ def load_model(
             "asked for; sliding-window attention is not served, so lower max_seq_len to "
             f"{config.sliding_window} or below."
         )
-    model = MODELS[config.architecture](
-        config, max_positions, Placement(dtype, device, mapping, batch_invariant)
-    )
+    placement = Placement(dtype, device, mapping, batch_invariant)
+    model = MODELS[config.architecture](config, max_positions, placement)
     if load_format == "dummy":
         fill_random(model)
     else:
         load_weights(model, path)
-    if device.type == "cpu" and dtype == torch.float32:
-        for module in model.modules():
-            if isinstance(module, Module):
-                module.specialize_for_cpu()
+    specialize_for_cpu(model, placement)
     return model
