@@ -149,6 +149,26 @@ def test_wanted_rows_equal_a_whole_forward_and_all_rows_write_their_kv(
     assert pools[0][-1].count_nonzero() > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_gpu_gives_the_logits_and_states_of_the_cpu(name: str, tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path / "target", num_layers=6)
+    folder = write_tiny_eagle3(tmp_path / "head", **VARIANTS[name])
+    num_captured = VARIANTS[name].get("num_captured", 3)
+    results = []
+    for device in ("cpu", "cuda"):
+        target = load(tmp_path / "target", device=torch.device(device))
+        head = load_head(folder, target, num_captured=num_captured)
+        fused = head.fuse(captured_states(target, TOKENS, tuple(range(num_captured))))
+        runner = HeadRunner(head)
+        prefill = runner.draft({0: (TOKENS[:20], fused[:20])})[0]
+        window = runner.draft(windows={0: (TOKENS[20:], fused[20:])})[0]
+        results.append([part.cpu() for part in (*prefill, *window)])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
+
+
 def test_a_head_drafts_for_a_qwen3_target_with_its_own_head_dim(
     tmp_path: Path,
 ) -> None:
