@@ -195,7 +195,7 @@ def test_positions_may_exceed_the_length_that_the_head_was_trained_on(
     target: CausalLM, tmp_path: Path
 ) -> None:
     head = load_head(write_tiny_eagle3(tmp_path / "head", max_position_embeddings=8), target)
-    assert head.rotary.shape[0] == MAX_POSITIONS
+    assert head.cos_sin.shape[0] == MAX_POSITIONS
 
 
 def test_the_head_has_the_targets_dtype_and_device(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, RowLinear
 from tllm_spec.models.module import Module, Placement
-from tllm_spec.models.rotary import rotary_table
+from tllm_spec.models.rotary import cos_sin_table
 
 
 class Attention(Module):
@@ -120,7 +120,7 @@ class LlamaModel(Module):
             DecoderLayer(config, layer, placement) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.rotary = rotary_table(
+        self.cos_sin = cos_sin_table(
             config.rope,
             config.head_dim,
             max_positions,
@@ -131,7 +131,7 @@ class LlamaModel(Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        rotary = Rotary(self.rotary, positions)
+        rotary = Rotary(self.cos_sin, positions)
         hidden = self.embed_tokens.forward(input_ids)
         last = len(self.layers) - 1
         for layer_id, layer in enumerate(self.layers):

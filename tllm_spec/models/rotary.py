@@ -11,7 +11,7 @@ import torch
 from tllm_spec.models.config import RopeConfig
 
 
-def rotary_table(
+def cos_sin_table(
     rope: RopeConfig, head_dim: int, max_positions: int, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Cosines and signed sines, `[max_positions, 2, 1, D]`, computed in float32 and rounded once.
