@@ -1,4 +1,4 @@
-"""Tiny tensors: a second OpenMP thread only waits, and on a busy machine it waits long."""
+"""One thread: for tiny tensors a second OpenMP thread only adds waiting."""
 
 from collections.abc import Iterator
 

@@ -1,12 +1,12 @@
-"""A loaded EAGLE-3 head run over (token, hidden state) pairs, and the target's states that it
-starts from."""
+"""Runs a loaded EAGLE-3 head over (token, hidden state) pairs, and captures the target's hidden
+states."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.models.helpers import CPU, MAX_POSITIONS, PagedRunner
+from tests.models.helpers import MAX_POSITIONS, PagedRunner
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.models.causal_lm import CausalLM
@@ -40,7 +40,9 @@ class HeadRunner(PagedRunner):
         hidden = torch.cat([row[1] for row in rows.values()])
         before = hidden.clone()
         context = ForwardContext(self.backend, self.backend.plan(metadata))
-        flat = torch.tensor([token for row in tokens.values() for token in row])
+        flat = torch.tensor(
+            [token for row in tokens.values() for token in row], device=self.model.device
+        )
         recurrent = self.model.forward(flat, metadata.positions, hidden, context)
         assert torch.equal(hidden, before), "the caller's hidden states were changed"
         counts = [len(row) for row in tokens.values()]
@@ -51,11 +53,12 @@ class HeadRunner(PagedRunner):
 
 
 def captured_states(target: CausalLM, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
-    """`[T, n * H]` of one real forward of the target."""
+    """The target's hidden states from one forward, `[T, n * H]`."""
     runner = PagedRunner(target)
     metadata = runner.metadata({0: tokens}, {}, 0)
-    spec = SpecMetadata(layers, target.config.hidden_size, 64, target.dtype, CPU)
+    spec = SpecMetadata(layers, target.config.hidden_size, 64, target.dtype, target.device)
     context = ForwardContext(runner.backend, runner.backend.plan(metadata), spec)
     with torch.inference_mode():
-        target.forward(torch.tensor(tokens), metadata.positions, context)
+        ids = torch.tensor(tokens, device=target.device)
+        target.forward(ids, metadata.positions, context)
     return spec.captured(len(tokens)).clone()

@@ -1,5 +1,4 @@
-"""Tiny random checkpoints written by transformers; a model run over token lists with its own
-pool."""
+"""Tiny random checkpoints written by transformers, and a runner for a model with its own pool."""
 
 import random
 from pathlib import Path
@@ -23,8 +22,7 @@ CPU = torch.device("cpu")
 def save_checkpoint(
     folder: Path, architecture: str, *, shard_size: str = "1GB", **config: Any
 ) -> Any:
-    """A random model of `architecture` (`Llama`, `Qwen3`, …) in `folder`; returns transformers'
-    own."""
+    """Write a random model of `architecture` (`Llama`, `Qwen3`, …) to `folder`; returns it."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -57,14 +55,14 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """`[len(tokens), V]` from one forward of transformers without a cache."""
+    """`[len(tokens), V]` from one forward in transformers, without a cache."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
 
 
 class PagedRunner:
-    """Keeps the pages of requests named by numbers; pages are handed out in a shuffled order."""
+    """Runs forwards of requests, which are numbers; pages are allocated in a shuffled order."""
 
     def __init__(self, model: CausalLM, num_pages: int = 64, page_size: int = 4) -> None:
         self.model = model
@@ -89,8 +87,8 @@ class PagedRunner:
         windows: dict[int, list[int]] | None = None,
         slack: int = 0,
     ) -> dict[int, torch.Tensor]:
-        """One forward over new tokens of each request: logits `[n, V]`. `slack` loosens the length
-        bound."""
+        """Logits `[n, V]` from one forward over new tokens of each request. `slack` is added to the
+        length bound."""
         contexts, windows = contexts or {}, windows or {}
         rows = contexts | windows
         metadata = self.metadata(contexts, windows, slack)

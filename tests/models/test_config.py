@@ -1,4 +1,4 @@
-"""config.json in both spellings, what a missing key means, and what is refused."""
+"""config.json: both spellings, defaults of missing keys, and what is refused."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def read(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     return ModelConfig.from_pretrained(folder)
 
 
-def test_both_spellings_of_transformers_mean_the_same(tmp_path: Path) -> None:
+def test_both_spellings_of_transformers_give_the_same_config(tmp_path: Path) -> None:
     old, new = read(tmp_path, OLD), read(tmp_path, NEW)
     assert old == new
     assert (old.rope.kind, old.rope.theta, old.rope.factor) == ("llama3", 500000.0, 8.0)
@@ -67,15 +67,13 @@ def test_both_spellings_of_transformers_mean_the_same(tmp_path: Path) -> None:
     )
 
 
-def test_the_oldest_spelling_of_a_rope_kind_is_taken(tmp_path: Path) -> None:
+def test_the_oldest_spelling_of_a_rope_type_is_read(tmp_path: Path) -> None:
     rope = read(tmp_path, OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 500000.0)
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_a_missing_key_means_what_it_means_to_transformers(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_a_missing_key_has_the_default_of_transformers(architecture: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2}
     raw = sizes | {"architectures": [f"{architecture}ForCausalLM"], "num_attention_heads": 32}
     config = read(tmp_path, raw)
@@ -97,7 +95,7 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
     assert read(tmp_path, OLD | {"eos_token_id": 5}).eos_token_ids == (5,)
 
 
-def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths(tmp_path: Path) -> None:
+def test_yarn_without_a_factor_uses_the_ratio_of_the_lengths(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "original_max_position_embeddings": 32768}
     assert read(tmp_path, OLD | {"rope_scaling": yarn}).rope.factor == 4.0
 
@@ -105,7 +103,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths(tmp_path: Path) ->
 REFUSED = {
     "architecture": (
         {"architectures": ["GemmaForCausalLM"]},
-        "GemmaForCausalLM.*served are LlamaForCausalLM",
+        "GemmaForCausalLM.*one of LlamaForCausalLM",
     ),
     "missing size": ({"hidden_size": None}, "no hidden_size"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*silu"),
@@ -133,7 +131,7 @@ def test_what_is_not_served_is_refused_by_name(case: str, tmp_path: Path) -> Non
         read(tmp_path, OLD | change)
 
 
-def test_a_missing_or_broken_config_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         ModelConfig.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -161,7 +159,7 @@ def test_a_missing_or_broken_config_is_a_clear_error(tmp_path: Path) -> None:
         ("Qwen3ForCausalLM", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 32}, 64),
     ],
 )
-def test_the_sliding_window_counts_where_a_layer_uses_it(
+def test_the_sliding_window_is_set_only_if_a_layer_uses_it(
     architecture: str, change: dict[str, Any], window: int | None, tmp_path: Path
 ) -> None:
     assert read(tmp_path, OLD | {"architectures": [architecture]} | change).sliding_window == window

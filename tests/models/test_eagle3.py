@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "speculators, a Qwen3 layer": SPECULATORS
     | {"model_type": "qwen3", "norm_before_residual": True, "num_layers": 2},
 }
-# Without what is specialised for float32 on a CPU: the path of CUDA, on its kernels' references.
+# Run without the CPU's specialised norms, which is the path of CUDA on its kernels' references.
 UNSPECIALISED = ("reduced vocabulary", "norm_before_residual, two layers", "speculators, all norms")
 
 
@@ -109,7 +109,7 @@ def test_prefill_and_recurrent_steps_equal_the_references_forward(
 
 
 @pytest.mark.parametrize("name", UNSPECIALISED)
-def test_the_path_of_other_devices_computes_the_same(
+def test_the_path_without_specialised_norms_equals_the_reference(
     name: str, target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RMSNorm, "specialize_for_cpu", lambda norm: None)
@@ -125,7 +125,7 @@ def test_the_path_of_other_devices_computes_the_same(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_kv(
+def test_wanted_rows_equal_a_whole_forward_and_all_rows_write_their_kv(
     dtype: torch.dtype, name: str, tmp_path: Path
 ) -> None:
     target = load(write_tiny_llama(tmp_path / "target", num_layers=6), dtype=dtype)
@@ -149,7 +149,27 @@ def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_k
     assert pools[0][-1].count_nonzero() > 0
 
 
-def test_a_qwen3_target_with_its_own_head_size_is_drafted_for_like_any_other(
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_gpu_gives_the_logits_and_states_of_the_cpu(name: str, tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path / "target", num_layers=6)
+    folder = write_tiny_eagle3(tmp_path / "head", **VARIANTS[name])
+    num_captured = VARIANTS[name].get("num_captured", 3)
+    results = []
+    for device in ("cpu", "cuda"):
+        target = load(tmp_path / "target", device=torch.device(device))
+        head = load_head(folder, target, num_captured=num_captured)
+        fused = head.fuse(captured_states(target, TOKENS, tuple(range(num_captured))))
+        runner = HeadRunner(head)
+        prefill = runner.draft({0: (TOKENS[:20], fused[:20])})[0]
+        window = runner.draft(windows={0: (TOKENS[20:], fused[20:])})[0]
+        results.append([part.cpu() for part in (*prefill, *window)])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
+
+
+def test_a_head_drafts_for_a_qwen3_target_with_its_own_head_dim(
     tmp_path: Path,
 ) -> None:
     save_checkpoint(tmp_path / "target", "Qwen3", head_dim=32, tie_word_embeddings=True)
@@ -171,11 +191,11 @@ def test_a_qwen3_target_with_its_own_head_size_is_drafted_for_like_any_other(
     )
 
 
-def test_positions_may_go_beyond_the_length_that_the_head_was_trained_on(
+def test_positions_may_exceed_the_length_that_the_head_was_trained_on(
     target: CausalLM, tmp_path: Path
 ) -> None:
     head = load_head(write_tiny_eagle3(tmp_path / "head", max_position_embeddings=8), target)
-    assert head.rotary.shape[0] == MAX_POSITIONS
+    assert head.cos_sin.shape[0] == MAX_POSITIONS
 
 
 def test_the_head_has_the_targets_dtype_and_device(tmp_path: Path) -> None:
@@ -197,7 +217,7 @@ def test_only_float32_on_a_cpu_is_specialised(target: CausalLM, tmp_path: Path) 
     assert load_head(folder, rounded).norm.scaled_weight is None
 
 
-def test_dummy_weights_need_only_the_config_and_give_a_valid_draft_vocabulary(
+def test_dummy_weights_need_only_the_config_and_have_a_valid_draft_vocabulary(
     target: CausalLM, tmp_path: Path
 ) -> None:
     folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=48, fc_norm=True)

@@ -98,7 +98,7 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", CONFIG_ERRORS)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_a_config_that_is_not_served_or_does_not_fit_the_target_is_named(
+def test_what_is_not_served_or_does_not_fit_the_target_is_named(
     name: str, load_format: str, target: CausalLM, tmp_path: Path
 ) -> None:
     folder = write_tiny_eagle3(tmp_path / "head")

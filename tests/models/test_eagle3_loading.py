@@ -34,7 +34,7 @@ def target(tmp_path: Path) -> CausalLM:
     return load(write_tiny_llama(tmp_path / "target", num_layers=6))
 
 
-def test_draft_tokens_are_the_targets_tokens_that_the_checkpoint_names(
+def test_draft_ids_map_to_the_targets_ids_that_the_checkpoint_marks(
     target: CausalLM, tmp_path: Path
 ) -> None:
     folder = write_tiny_eagle3(tmp_path / "head")
@@ -45,7 +45,7 @@ def test_draft_tokens_are_the_targets_tokens_that_the_checkpoint_names(
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, VOCAB_SIZE])
-def test_a_head_of_the_whole_vocabulary_has_no_translation(
+def test_a_head_of_the_whole_vocabulary_has_no_id_map(
     draft_vocab_size: int | None, target: CausalLM, tmp_path: Path
 ) -> None:
     folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=draft_vocab_size)
@@ -55,7 +55,7 @@ def test_a_head_of_the_whole_vocabulary_has_no_translation(
         assert load_head(folder, target).draft_to_target is None
 
 
-def test_a_permuted_whole_vocabulary_is_translated(target: CausalLM, tmp_path: Path) -> None:
+def test_a_permuted_whole_vocabulary_has_an_id_map(target: CausalLM, tmp_path: Path) -> None:
     folder = write_tiny_eagle3(tmp_path / "head", draft_vocab_size=VOCAB_SIZE)
     swap = torch.zeros(VOCAB_SIZE, dtype=torch.int32)
     swap[3], swap[7] = 4, -4
@@ -140,7 +140,7 @@ def addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
     [{}, {"draft_vocab_size": None}, {"draft_vocab_size": None, "tie_word_embeddings": True}],
     ids=["own output layer", "the target's", "tied"],
 )
-def test_shared_weights_are_the_targets_own_memory_and_stay_as_they_are(
+def test_shared_weights_are_the_targets_memory_and_are_not_changed(
     options: dict[str, Any], load_format: str, target: CausalLM, tmp_path: Path
 ) -> None:
     folder = write_tiny_eagle3(tmp_path / "head", **options)
@@ -253,9 +253,7 @@ def test_an_output_layer_without_a_draft_vocabulary_is_refused_with_the_remedy(
         load_head(folder, target)
 
 
-def test_files_that_are_not_there_or_not_readable_are_named(
-    target: CausalLM, tmp_path: Path
-) -> None:
+def test_missing_and_unreadable_files_are_named(target: CausalLM, tmp_path: Path) -> None:
     folder = write_tiny_eagle3(tmp_path / "head", file="pytorch_model.bin")
     file = folder / "pytorch_model.bin"
     torch.save({"model": {}}, file)
@@ -275,7 +273,7 @@ def test_files_that_are_not_there_or_not_readable_are_named(
 
 
 class Planted:
-    """Unpickled as code, it leaves a file behind."""
+    """Unpickling it with code execution creates a file."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -294,7 +292,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
         load_head(folder, target)
     assert not trace.exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)
-    assert trace.exists(), "the plant is dead, so the test above shows nothing"
+    assert trace.exists(), "the pickle must run code if it is allowed to"
 
 
 def test_tensor_parallelism_is_refused(target: CausalLM, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The CPU's fast paths of linear layers and norms compute what the plain ones do."""
+"""Linear layers and norms that are specialised for a CPU equal the plain ones."""
 
 import platform
 from pathlib import Path
@@ -23,7 +23,7 @@ PLACEMENT = Placement(torch.float32, CPU, SINGLE_RANK)
 )
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_a_specialized_linear_equals_the_plain_product(
+def test_a_specialized_linear_equals_the_plain_gemm(
     rows: int, in_features: int, out_features: int, bias: bool
 ) -> None:
     layer = ColumnLinear(in_features, {"part": out_features}, bias=bias, placement=PLACEMENT)
@@ -38,14 +38,14 @@ def test_a_specialized_linear_equals_the_plain_product(
 
 
 @pytest.mark.parametrize(
-    ("in_features", "out_features", "by_columns"),
+    ("in_features", "out_features", "column_major"),
     [(192, 512, True), (512, 192, True), (512, 1024, True), (1024, 512, False)],
 )
-def test_wide_and_small_weights_stand_by_columns(
-    in_features: int, out_features: int, by_columns: bool
+def test_wide_and_small_weights_are_column_major(
+    in_features: int, out_features: int, column_major: bool
 ) -> None:
     layer = ColumnLinear(in_features, {"part": out_features}, bias=False, placement=PLACEMENT)
-    assert layer.matrix.is_contiguous() == by_columns
+    assert layer.matrix.is_contiguous() == column_major
 
 
 @torch.inference_mode()
@@ -58,13 +58,13 @@ def test_a_shared_weight_is_used_for_any_number_of_rows() -> None:
             x = torch.randn(rows, 64)
             torch.testing.assert_close(layer.forward(x), x @ shared.t(), rtol=1e-4, atol=1e-4)
     assert layer.matrix.is_contiguous() and shared.is_contiguous(), (
-        "by columns for the product, by rows to look up"
+        "column-major for the GEMM, row-major for the embedding"
     )
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
 @torch.inference_mode()
-def test_a_specialized_norm_equals_torchs_where_eps_matters_and_where_not(scale: float) -> None:
+def test_a_specialized_norm_equals_torchs_for_small_and_large_inputs(scale: float) -> None:
     norm = RMSNorm(96, 1e-6, PLACEMENT)
     norm.weight.normal_()
     x = torch.randn(4, 96) * scale
@@ -73,7 +73,7 @@ def test_a_specialized_norm_equals_torchs_where_eps_matters_and_where_not(scale:
     torch.testing.assert_close(norm.forward(x), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_a_float32_model_on_a_cpu_is_specialized_and_another_is_not(tmp_path: Path) -> None:
+def test_only_a_float32_model_on_a_cpu_is_specialized(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama")
     fast, plain = load(tmp_path), load(tmp_path, dtype=torch.bfloat16)
     norms = [[m for m in model.modules() if isinstance(m, RMSNorm)] for model in (fast, plain)]
@@ -83,14 +83,14 @@ def test_a_float32_model_on_a_cpu_is_specialized_and_another_is_not(tmp_path: Pa
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @torch.inference_mode()
-def test_a_batch_invariant_layer_asks_the_kernel_for_its_product(
+def test_only_a_batch_invariant_layer_calls_the_batch_invariant_gemm(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    called: list[int] = []
 
     def spy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         assert weight.is_contiguous()
-        asked.append(len(x))
+        called.append(len(x))
         return F.linear(x, weight, bias)
 
     monkeypatch.setattr(linear, "batch_invariant_linear", spy)
@@ -103,4 +103,4 @@ def test_a_batch_invariant_layer_asks_the_kernel_for_its_product(
         x = torch.randn(rows, 192)
         expected = F.linear(x, layer.weight, layer.bias)
         torch.testing.assert_close(layer.forward(x), expected, rtol=1e-4, atol=1e-4)
-    assert asked == ([1, 9] if batch_invariant else [])
+    assert called == ([1, 9] if batch_invariant else [])

@@ -1,5 +1,5 @@
-"""Logits of every architecture and RoPE kind equal transformers, however tokens are cut into
-forwards."""
+"""Logits of every architecture and RoPE type equal those of transformers, for any split of the
+tokens into forwards."""
 
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def test_prefill_chunks_single_tokens_and_windows_equal_transformers(
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_every_rope_kind_equals_transformers(name: str, tmp_path: Path) -> None:
+def test_every_rope_type_equals_transformers(name: str, tmp_path: Path) -> None:
     expected = reference_logits(
         save_checkpoint(tmp_path, "Llama", rope_parameters=ROPES[name]), TOKENS
     )
@@ -87,9 +87,7 @@ def test_every_rope_kind_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_contexts_and_windows_share_a_batch_without_touching_each_other(
-    window: int, tmp_path: Path
-) -> None:
+def test_contexts_and_windows_in_one_batch_are_independent(window: int, tmp_path: Path) -> None:
     reference = save_checkpoint(tmp_path, "Qwen3", head_dim=32)
     runner = PagedRunner(load(tmp_path))
     texts = {request: random_tokens(40, seed=request) for request in range(5)}
@@ -105,7 +103,7 @@ def test_contexts_and_windows_share_a_batch_without_touching_each_other(
         assert_close(logits[request], expected[cached[request] :])
 
 
-def test_tokens_written_again_after_a_rewind_replace_the_rejected_ones(tmp_path: Path) -> None:
+def test_tokens_after_a_rewind_replace_the_rejected_ones(tmp_path: Path) -> None:
     expected = reference_logits(save_checkpoint(tmp_path, "Llama"), TOKENS)
     runner = PagedRunner(load(tmp_path))
     runner.step({0: TOKENS[:10]})
@@ -126,7 +124,7 @@ def test_bfloat16_follows_transformers_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_gpu_computes_what_the_cpu_does(window: int, tmp_path: Path) -> None:
+def test_a_gpu_gives_the_logits_of_the_cpu(window: int, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Qwen3", head_dim=32)
     runners = [
         PagedRunner(load(tmp_path, device=torch.device(device))) for device in ("cpu", "cuda")

@@ -1,5 +1,4 @@
-"""Checkpoints of every form fill the parameters exactly, and a checkpoint that does not fit is
-named."""
+"""Checkpoints of every form fill the parameters exactly; what does not fit is named."""
 
 import json
 from collections.abc import Callable
@@ -79,7 +78,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_derived_tensors_of_old_checkpoints_are_tolerated(tmp_path: Path) -> None:
+def test_derived_tensors_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama", tie_word_embeddings=True)
     before = PagedRunner(load(tmp_path)).step({0: TOKENS})[0]
     derived = {
@@ -90,14 +89,14 @@ def test_derived_tensors_of_old_checkpoints_are_tolerated(tmp_path: Path) -> Non
     assert torch.equal(PagedRunner(load(tmp_path)).step({0: TOKENS})[0], before)
 
 
-def test_an_untied_model_needs_its_own_output_weight(tmp_path: Path) -> None:
+def test_an_untied_model_without_an_output_weight_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama")
     rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ValueError, match=r"missing lm_head\.weight; surplus none"):
         load(tmp_path)
 
 
-def test_files_that_are_not_there_or_not_readable_are_named(tmp_path: Path) -> None:
+def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama", shard_size="60KB")
     index = tmp_path / "model.safetensors.index.json"
     shard = json.loads(index.read_text())["weight_map"]["model.norm.weight"]
@@ -131,7 +130,7 @@ def test_dummy_weights_need_only_the_config_and_are_the_same_each_time(tmp_path:
     )
 
 
-def test_the_shards_of_a_layer_sum_up_to_the_whole(tmp_path: Path) -> None:
+def test_the_shards_of_a_layer_sum_to_the_whole_layer(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama", attention_bias=True, mlp_bias=True)
     whole = load(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 Spelling = Literal["flat", "layers", "model.flat", "model.layers"]
+FLAGS = ("norm_output", "norm_before_fc", "norm_before_residual", "fc_norm", "bias")
 SPELLINGS: tuple[Spelling, ...] = ("flat", "layers", "model.flat", "model.layers")
 
 
@@ -30,11 +31,6 @@ def write_tiny_eagle3(
     head_dim: int = 16,
     intermediate_size: int = 48,
     num_layers: int = 1,
-    norm_output: bool = False,
-    norm_before_fc: bool = False,
-    norm_before_residual: bool = False,
-    fc_norm: bool = False,
-    bias: bool = False,
     model_type: Literal["llama", "qwen3"] = "llama",
     speculators: bool = False,
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors",
@@ -43,8 +39,9 @@ def write_tiny_eagle3(
     """Fills `folder` with an untied head; equal arguments give equal weights in every spelling,
     format and file.
 
-    `speculators`: config.json in the speculators format, otherwise flat. `config`: further keys of
-    its top level. Like published heads it has `t2d` and an embedding, which are not used."""
+    `speculators`: config.json in the speculators format, otherwise flat. `config`: `FLAGS`, and
+    further keys of its top level. Like published heads it has `t2d` and an embedding, which are not
+    used."""
     sizes = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -61,13 +58,7 @@ def write_tiny_eagle3(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 16,
     }
-    flags = {
-        "norm_output": norm_output,
-        "norm_before_fc": norm_before_fc,
-        "norm_before_residual": norm_before_residual,
-        "fc_norm": fc_norm,
-        "bias": bias,
-    }
+    flags = {flag: config.pop(flag, False) for flag in FLAGS}
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: _random(name, shape, generator)

@@ -1,13 +1,15 @@
 """The paged KV memory of one model on one device. The KV cache manager knows which request owns a
 page."""
 
+import math
+
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 
 
 class KVPool:
-    """`data`: `[layers, 2, pages, page_size, kv_heads, head_dim]`, keys at 0 and values at 1.
+    """`data`: `AttentionGeometry.pool_shape`, keys at 0 and values at 1.
 
     A slot is the index of one token: `page * page_size + offset`. The memory starts as zeros, since
     masked values are still multiplied by zero and must not be NaN."""
@@ -21,14 +23,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (
-            geometry.num_layers,
-            2,
-            num_pages,
-            page_size,
-            geometry.num_kv_heads,
-            geometry.head_dim,
-        )
+        shape = geometry.pool_shape(num_pages, page_size)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
@@ -36,14 +31,7 @@ class KVPool:
     @staticmethod
     def page_bytes(geometry: AttentionGeometry, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, for memory planning."""
-        return (
-            geometry.num_layers
-            * 2
-            * page_size
-            * geometry.num_kv_heads
-            * geometry.head_dim
-            * dtype.itemsize
-        )
+        return math.prod(geometry.pool_shape(1, page_size)) * dtype.itemsize
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in all layers: a prefix that matches part of a page continues on a copy."""

@@ -1,5 +1,4 @@
-"""Where one rank stands in the parallel layout. It knows numbers only, no process group and no
-device."""
+"""One rank's place in the parallel layout, as numbers: no process group and no device."""
 
 from dataclasses import dataclass
 

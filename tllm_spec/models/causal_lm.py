@@ -1,5 +1,5 @@
-"""What the engine asks of a model: tokens in, hidden states out, logits for the rows that it
-chooses."""
+"""The interface between the engine and a model: tokens to hidden states, hidden states of chosen
+rows to logits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from tllm_spec.models.module import Module
 
 
 class CausalLM(Module, ABC):
-    """Every architecture. Parameters have no gradient; the caller sets `torch.inference_mode()`."""
+    """The base of every architecture. Parameters have no gradient; the caller sets
+    `torch.inference_mode()`."""
 
     config: ModelConfig
 
@@ -31,17 +32,22 @@ class CausalLM(Module, ABC):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T]` tokens at `[T]` positions to `[T, H]` hidden states after the final norm; `[R, H]`
-        where the context wants only some rows."""
+        """Tokens `[T]` at positions `[T]` to hidden states after the final norm, `[T, H]`, or `[R,
+        H]` of the rows that the context wants."""
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` to `[R, vocab_size]`, in the model's dtype: who computes with them makes them
-        float32."""
+        """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32."""
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may have the tensor `name` although no parameter takes it: here the
+        rotary frequencies and a tied output layer, which old checkpoints store."""
+        is_tied_output = self.config.tie_word_embeddings and name == "lm_head.weight"
+        return is_tied_output or name.endswith("rotary_emb.inv_freq")
 
 
 def layers_of(model: CausalLM) -> nn.ModuleList:
-    """The decoder's blocks."""
+    """The decoder layers."""
     layers = model.get_submodule("model.layers")
     assert isinstance(layers, nn.ModuleList)
     return layers
@@ -49,8 +55,8 @@ def layers_of(model: CausalLM) -> nn.ModuleList:
 
 @contextmanager
 def first_layers(model: CausalLM, number: int) -> Iterator[None]:
-    """Inside, the model has only its first layers: what it computes is not its answer, but takes
-    their time."""
+    """In this context the model runs only its first `number` layers, to measure their time; its
+    outputs are meaningless."""
     decoder, layers = model.get_submodule("model"), layers_of(model)
     decoder.layers = layers[:number]
     try:

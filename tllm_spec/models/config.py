@@ -1,8 +1,7 @@
 """The shape of a model, read from a Hugging Face `config.json`.
 
-Both spellings are taken: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x
-(`rope_parameters`, `dtype`). A missing key means what it means to transformers. Weights and devices
-are unknown here."""
+Both spellings are read: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5.x
+(`rope_parameters`, `dtype`). A missing key has the default of transformers."""
 
 import json
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.distributed.mapping import Mapping
 
-# What transformers' configuration class of each architecture assumes when config.json leaves a key
-# out.
+# The defaults of each architecture's configuration class in transformers.
 _COMMON = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
@@ -35,8 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": _COMMON
     | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
-# Keys without which a rope_type has no meaning; yarn without a factor takes the ratio of the two
-# lengths.
+# The keys that a rope_type needs. yarn without a factor has the ratio of the two lengths.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -48,7 +45,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding; which fields a `kind` uses is `rotary.py`'s business."""
+    """Rotary embedding; `rotary.py` says which fields a `kind` uses."""
 
     kind: str
     theta: float
@@ -66,7 +63,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder. `sliding_window` is set only where a layer really uses it."""
+    """A dense decoder. `sliding_window` is set only if a layer uses it."""
 
     architecture: str
     vocab_size: int
@@ -91,8 +88,8 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
-        """Read `path/config.json`, and the end tokens from `generation_config.json` where that
-        names them.
+        """Read `path/config.json`, and the end tokens from `generation_config.json` if they are
+        there.
 
         Raises:
             ValueError: the file is missing or unreadable, or asks for something that is not served.
@@ -155,7 +152,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model's folder; anything else is a ValueError."""
+    """The JSON object in a file of a model's folder. Raises ValueError for anything else."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a model is a folder in Hugging Face's format.")
     try:
@@ -176,9 +173,7 @@ def _required(raw: dict[str, Any], key: str) -> Any:
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in _DEFAULTS:
-        raise ValueError(
-            f"architectures is {names}; served are {', '.join(_DEFAULTS)}, one a model."
-        )
+        raise ValueError(f"architectures is {names}; it must be one of {', '.join(_DEFAULTS)}.")
     return str(names[0])
 
 
@@ -208,7 +203,7 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _sliding_window(raw: dict[str, Any], architecture: str) -> int | None:
-    """The window that at least one layer uses, else None."""
+    """The window in tokens, if at least one layer uses it."""
     window: int | None = raw.get("sliding_window")
     if raw.get("layer_types"):
         slides = "sliding_attention" in raw["layer_types"]
@@ -229,7 +224,7 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
         raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is served.")
     if any(isinstance(value, dict) for value in fields.values()) or "mrope_section" in fields:
         raise ValueError(
-            "rope_parameters differ by layer type or section; one set for all layers is served."
+            "rope_parameters differ by layer type or section; served is one set for all layers."
         )
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in _ROPE_NEEDS:

@@ -22,9 +22,9 @@ from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer
-from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.module import Module, Placement, specialize_for_cpu
 from tllm_spec.models.registry import LoadFormat
-from tllm_spec.models.rotary import rotary_table
+from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.weights import fill, fill_random
 
 
@@ -154,7 +154,7 @@ class Eagle3Head(Module):
             if config.has_own_lm_head
             else None
         )
-        self.rotary = rotary_table(
+        self.cos_sin = cos_sin_table(
             config.rope,
             config.head_dim,
             max_positions,
@@ -202,7 +202,7 @@ class Eagle3Head(Module):
             `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
             the next step: after the final norm with `norm_output`, otherwise before it.
         """
-        rotary = Rotary(self.rotary, positions)
+        rotary = Rotary(self.cos_sin, positions)
         first, *later = self.layers
         wanted = context.wanted
         total = first.forward(
@@ -260,10 +260,7 @@ def load_eagle3_head(
         _fill_dummy(head)
     else:
         _fill_from_checkpoint(head, path)
-    if placement.device.type == "cpu" and placement.dtype == torch.float32:
-        for module in head.modules():
-            if isinstance(module, Module):
-                module.specialize_for_cpu()
+    specialize_for_cpu(head, placement)
     return head
 
 

@@ -1,4 +1,4 @@
-"""Embedding and norms in as few ops as torch allows. Nothing here knows sequences or caches."""
+"""Embedding and norms."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
 
 class Embedding(Module):
-    """Token ids to rows; every rank has all of it."""
+    """Token ids to rows; replicated on every rank."""
 
     def __init__(self, num_embeddings: int, size: int, placement: Placement) -> None:
         super().__init__()
@@ -40,15 +40,15 @@ class RMSNorm(Module):
         return torch.mul(x, self.scaled_weight).div_(root)
 
     def specialize_for_cpu(self) -> None:
-        """F.rms_norm is a chain of eight ops there; with n = size these four do it in half the
-        time: `x * (weight * sqrt(n)) / hypot(|x|, sqrt(n * eps))`."""
+        """On a CPU F.rms_norm is eight ops. These four take half the time; with n = size:
+        `x * (weight * sqrt(n)) / hypot(|x|, sqrt(n * eps))`."""
         self.scaled_weight = self.weight * self.size**0.5
         self.root_eps = torch.tensor((self.size * self.eps) ** 0.5)
 
 
 class HeadNorm(Module):
-    """RMSNorm over each head of q and k, which attention applies; q's and k's weights side by
-    side."""
+    """RMSNorm over each head of q and k, applied by the attention backend. The weights of q's heads
+    are followed by those of k's."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement
@@ -59,7 +59,8 @@ class HeadNorm(Module):
         self.head_weights = HeadWeights(self.weight, eps)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        """One `[D]` tensor of the checkpoint fills the rows of all its heads."""
+        """One `[D]` tensor of the checkpoint fills the rows of all heads of q, another those of
+        k."""
         shape = (self.weight.shape[1],)
         yield f"{sibling(path, 'q_norm')}.weight", WeightSlot(self.weight[: self.num_heads], shape)
         yield f"{sibling(path, 'k_norm')}.weight", WeightSlot(self.weight[self.num_heads :], shape)

@@ -1,6 +1,6 @@
-"""Linear layers of one tensor-parallel rank, and the checkpoint tensors that are fused in them.
+"""Linear layers of one tensor-parallel rank, and the checkpoint tensors that they fuse.
 
-They know their place in the mapping; they do not talk to other ranks and read no files.
+They hold one rank's shard; communication with other ranks is not done here.
 """
 
 import platform
@@ -16,18 +16,18 @@ from tllm_spec.kernels.tuned_linear import TunedProducts, tuned_linear
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
-# Below this size oneDNN's cost of a call, which does not depend on it, is more than it saves.
+# For smaller weights oneDNN's fixed cost of a call exceeds what it saves.
 MIN_PACKED_ELEMENTS = 1 << 19
 PACKED_ROWS_HINT = 8
 
 
 class Linear(Module):
-    """`y = x W^T + b`, and its forms fused with what stands around it in a decoder.
+    """`y = x W^T + b`, and the forms that fuse a norm, SwiGLU or the residual addition.
 
-    On a CPU a wide weight is stored column by column, which streams up to twice as fast for a
-    single row, and so is a small one of any shape, which is faster for the few rows of a verified
-    window. To a large weight `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is
-    faster than the BLAS for such windows and for a long prompt. It doubles the memory."""
+    On a CPU, weights with more outputs than inputs and small weights are stored column-major: up to
+    twice as fast for one row, and faster for the few rows of a verified window. For a large weight
+    `specialize_for_cpu` adds a copy in oneDNN's blocked layout, which is faster than BLAS for
+    several rows and doubles the memory."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class Linear(Module):
         super().__init__()
         self.mapping = placement.mapping
         self.batch_invariant = placement.batch_invariant
+        self.shares_weight = weight is not None
         if weight is None:
             by_columns = placement.device.type == "cpu" and not placement.batch_invariant
             fits = out_features >= in_features or out_features * in_features < MIN_PACKED_ELEMENTS
@@ -51,26 +52,25 @@ class Linear(Module):
         self.bias = placement.parameter(out_features) if bias else None
         self.matrix = self.weight.t()
         self.packed: torch.Tensor | None = None
-        self.products: TunedProducts | None = (
-            None  # on CUDA, where some are faster than torch's (linear_tuning.py)
-        )
+        # On CUDA, the GEMM algorithms that are faster than torch's choice (linear_tuning.py).
+        self.products: TunedProducts | None = None
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """Of `norm(x)`, where there is a norm. `[T, K]` -> `[T, N]`."""
+        """`[T, K]` to `[T, N]`, of `norm(x)` if there is a norm."""
         if self._is_fused(x):
             weight = None if norm is None else norm.kernel_weight
             return small_m_gemm(x, self.weight, bias=self.bias, norm=weight)
-        return self._product(x if norm is None else norm.forward(x))
+        return self._gemm(x if norm is None else norm.forward(x))
 
     def gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """SwiGLU of `norm(x)`: the SiLU of the first half of the outputs times the second. `[T, K]`
-        -> `[T, N / 2]`."""
+        """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
+        times the second half."""
         if self._is_fused(x):
             return small_m_gemm(x, self.weight, bias=self.bias, norm=norm.kernel_weight, gated=True)
-        return silu_and_mul(self._product(norm.forward(x)))
+        return silu_and_mul(self._gemm(norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the outputs for x to `total` `[T, N]` in place, rounded once on CUDA."""
+        """Add the outputs for x `[T, K]` to `total` `[T, N]` in place, rounded once on CUDA."""
         if self._is_fused(x):
             small_m_gemm(x, self.weight, bias=self.bias, add_to=total)
         elif self.products is not None:
@@ -78,12 +78,12 @@ class Linear(Module):
         elif total.is_cuda and self.bias is None and not self.batch_invariant:
             total.addmm_(x, self.matrix)
         else:
-            total.add_(self._product(x))
+            total.add_(self._gemm(x))
 
     def _is_fused(self, x: torch.Tensor) -> bool:
         return not self.batch_invariant and serves(x, self.weight)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _gemm(self, x: torch.Tensor) -> torch.Tensor:
         if self.batch_invariant:
             return batch_invariant_linear(x, self.weight, self.bias)
         if self.products is not None:
@@ -97,12 +97,11 @@ class Linear(Module):
 
     def specialize_for_cpu(self) -> None:
         if self.batch_invariant:
-            return  # its kernel reads the weight as it is
+            return  # its kernel reads the row-major weight
         weight = self.weight.detach()
         if weight.is_contiguous() and weight.shape[0] > weight.shape[1]:
-            self.matrix = (
-                weight.t().contiguous()
-            )  # shared with an embedding, so not stored by columns
+            # The weight is shared with an embedding, so it is not column-major itself.
+            self.matrix = weight.t().contiguous()
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         has_onednn = is_x86 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         if has_onednn and weight.numel() >= MIN_PACKED_ELEMENTS:
@@ -112,9 +111,8 @@ class Linear(Module):
 
 
 class ColumnLinear(Linear):
-    """Each rank has a run of the outputs. `parts`: the checkpoint tensors fused here, with full
-    sizes.
-    `weight`: another module's parameter, to be shared."""
+    """Column-parallel: each rank has a slice of the outputs of every part. `parts`: the names of
+    the fused checkpoint tensors, with their full output sizes. `weight`: a parameter to share."""
 
     def __init__(
         self,
@@ -135,6 +133,9 @@ class ColumnLinear(Linear):
         self.parts = local
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        """None for a shared weight, which the other module loads."""
+        if self.shares_weight:
+            return
         first = 0
         for name, size in self.parts.items():
             for kind, parameter in self.named_parameters():
@@ -148,8 +149,8 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """Each rank has a run of the inputs. The ranks' outputs are to be summed; the first has the
-    bias."""
+    """Row-parallel: each rank has a slice of the inputs. The outputs of all ranks must be summed;
+    rank 0 adds the bias."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, placement: Placement

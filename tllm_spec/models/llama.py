@@ -1,8 +1,6 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3 dense): architecture only, driven by
-`ModelConfig`.
+"""The Llama family: Llama, Mistral, Qwen2 and dense Qwen3, built from a `ModelConfig`.
 
-Module paths are the checkpoint's names, with q/k/v and gate/up fused. It knows no requests, pages
-or files."""
+Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 
 import torch
 from torch import nn
@@ -15,12 +13,13 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, RowLinear
 from tllm_spec.models.module import Module, Placement
-from tllm_spec.models.rotary import rotary_table
+from tllm_spec.models.rotary import cos_sin_table
 
 
 class Attention(Module):
-    """q/k/v projection, optional q/k norm, rotary and attention. The output projection is applied
-    by the layer, which has the running sum. `input_size`: where it is not the hidden size."""
+    """q/k/v projection, optional q/k norm, rotary embedding and attention. The layer applies the
+    output projection, since it adds to the residual stream. `input_size`: the hidden size unless
+    given."""
 
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
@@ -47,15 +46,15 @@ class Attention(Module):
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
-        """What `o_proj` reads, `[T, Hq * D]`; hidden `[T, input_size]`, to be normed first where
-        there is a norm."""
+        """The input of `o_proj`, `[T, Hq * D]`, for hidden `[T, input_size]`. `norm` is applied to
+        hidden first."""
         heads, head_weights = self._heads(hidden, norm)
         return context.backend.run(self.layer, heads, rotary, context.plan, head_weights)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
-        """The same where only the rows' keys and values are wanted."""
+        """The same, but only keys and values are computed and written."""
         heads, head_weights = self._heads(hidden, norm)
         context.backend.write(self.layer, heads, rotary, context.plan, head_weights)
 
@@ -83,7 +82,7 @@ class MLP(Module):
 
 
 class DecoderLayer(Module):
-    """Pre-norm block, in place on the running sum where all rows are wanted."""
+    """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
@@ -99,8 +98,7 @@ class DecoderLayer(Module):
         context: ForwardContext,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden: `[T, H]`, all that was added so far; the block adds its own. Of the rows `wanted`
-        only, `[R, H]`."""
+        """The residual stream hidden `[T, H]` after the block, or `[R, H]` of the rows `wanted`."""
         if wanted is not None and not len(wanted):
             self.self_attn.write(hidden, self.input_layernorm, rotary, context)
             return hidden[:0]
@@ -122,7 +120,7 @@ class LlamaModel(Module):
             DecoderLayer(config, layer, placement) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.rotary = rotary_table(
+        self.cos_sin = cos_sin_table(
             config.rope,
             config.head_dim,
             max_positions,
@@ -133,7 +131,7 @@ class LlamaModel(Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        rotary = Rotary(self.rotary, positions)
+        rotary = Rotary(self.cos_sin, positions)
         hidden = self.embed_tokens.forward(input_ids)
         last = len(self.layers) - 1
         for layer_id, layer in enumerate(self.layers):
@@ -145,7 +143,7 @@ class LlamaModel(Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """The model with its output layer, which may share the embedding's weight."""
+    """The decoder with its output layer, which may share the embedding's weight."""
 
     def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What every layer is built from: how parameters are made, what fills them, lookups without
-overhead."""
+"""The base of every layer: how parameters are created, which checkpoint tensors fill them, and
+attribute lookups without overhead."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,17 +13,16 @@ from tllm_spec.distributed.mapping import Mapping
 
 @dataclass(frozen=True)
 class Placement:
-    """How and where parameters are made."""
+    """How and where parameters are created."""
 
     dtype: torch.dtype
     device: torch.device
     mapping: Mapping
     batch_invariant: bool = False
-    """Whether a linear layer's row must not depend, in any bit, on how many others there are."""
+    """Whether a row's result must have the same bits for any number of other rows."""
 
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
-        """Uninitialised: loading fills it. `column_major` is a matter of strides, the shape is the
-        same."""
+        """Uninitialised: loading fills it. `column_major` changes the strides, not the shape."""
         if column_major:
             values = torch.empty(shape[::-1], dtype=self.dtype, device=self.device).t()
         else:
@@ -33,18 +32,18 @@ class Placement:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """Where a checkpoint tensor goes: a view of a parameter, and which run of the tensor it
+    """Where a checkpoint tensor goes: a view of a parameter, and the slice of the tensor that it
     takes."""
 
     destination: torch.Tensor | None
-    """None: another rank needs the tensor, this one does not."""
+    """None: only other ranks need the tensor."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     shard_dim: int | None = None
     start: int = 0
 
     def load(self, tensor: torch.Tensor) -> None:
-        """Copy this rank's share of `tensor`; dtype and device are converted on the way."""
+        """Copy this rank's slice of `tensor`, converted to the parameter's dtype and device."""
         if self.destination is None:
             return
         if self.shard_dim is not None:
@@ -55,28 +54,35 @@ class WeightSlot:
 
 
 class Module(nn.Module):
-    """`nn.Module` whose parameters and submodules are found as fast as any attribute.
+    """`nn.Module` with plain attribute lookups for parameters and submodules.
 
-    On a CPU the ops of a small layer take 60 µs before they compute anything, to which the lookups
-    and calls of `nn.Module` would add 15. So attributes are also kept where Python looks first, and
-    layers call each other's `forward`, which is typed, too."""
+    On a CPU the ops of a small layer have 60 µs of overhead, and the lookups and `__call__` of
+    `nn.Module` would add 15. So attributes are also kept in the instance's dictionary, and layers
+    call each other's `forward`, which is typed."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         self.__dict__[name] = value
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The checkpoint's names for the module's own parameters, with their places; `path` is its
-        name."""
+        """The checkpoint names of the module's own parameters, with their slots; `path` is the
+        module's name."""
         for name, parameter in self.named_parameters(recurse=False):
             yield f"{path}.{name}", WeightSlot(parameter, tuple(parameter.shape))
 
     def specialize_for_cpu(self) -> None:
-        """Called once the weights are in, for float32 on a CPU: derive from them what is faster
-        there."""
+        """Called after loading for float32 on a CPU: derives faster forms of the weights."""
+
+
+def specialize_for_cpu(model: nn.Module, placement: Placement) -> None:
+    """Let the layers of a loaded model derive faster forms of their weights, for float32 on a
+    CPU."""
+    if placement.device.type == "cpu" and placement.dtype == torch.float32:
+        for module in model.modules():
+            if isinstance(module, Module):
+                module.specialize_for_cpu()
 
 
 def sibling(path: str, name: str) -> str:
-    """The module `name` beside the module `path`: where the checkpoint has a part of a fused
-    parameter."""
+    """The path of the module `name` next to `path`: the checkpoint's name of a fused part."""
     return path[: path.rfind(".") + 1] + name

@@ -1,5 +1,4 @@
-"""From a model's folder to a loaded model: which class serves which architecture, and what is
-refused."""
+"""Loads a model from its folder; the table of architectures and their classes."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,7 +9,7 @@ from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.llama import LlamaForCausalLM
-from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.models.weights import fill_random, load_weights
 
 LoadFormat = Literal["auto", "dummy"]
@@ -33,17 +32,16 @@ def load_model(
     mapping: Mapping = SINGLE_RANK,
     batch_invariant: bool = False,
 ) -> CausalLM:
-    """Build the model that `path/config.json` describes and fill it.
+    """Build the model that `path/config.json` describes and load its weights.
 
     Args:
         path: folder in Hugging Face's format; `dummy` needs its config.json only.
         dtype: of parameters and activations.
         device: where they live.
         load_format: `auto` reads safetensors, `dummy` fills random weights.
-        max_positions: rows of the rotary table: no request may be longer.
+        max_positions: rows of the rotary table, which no request may exceed.
         mapping: this rank's place.
-        batch_invariant: whether a row's logits have the same bits whatever other rows run beside
-        it; slower.
+        batch_invariant: whether a row's logits have the same bits in every batch; slower.
 
     Raises:
         ValueError: the config or the checkpoint is not served; the message says why.
@@ -56,18 +54,14 @@ def load_model(
     if config.sliding_window is not None and config.sliding_window < max_positions:
         raise ValueError(
             f"sliding_window is {config.sliding_window}, less than the {max_positions} positions "
-            "asked for; "
-            "sliding-window attention is not served, so lower max_seq_len to the window or below."
+            "asked for; sliding-window attention is not served, so lower max_seq_len to "
+            f"{config.sliding_window} or below."
         )
-    model = MODELS[config.architecture](
-        config, max_positions, Placement(dtype, device, mapping, batch_invariant)
-    )
+    placement = Placement(dtype, device, mapping, batch_invariant)
+    model = MODELS[config.architecture](config, max_positions, placement)
     if load_format == "dummy":
         fill_random(model)
     else:
         load_weights(model, path)
-    if device.type == "cpu" and dtype == torch.float32:
-        for module in model.modules():
-            if isinstance(module, Module):
-                module.specialize_for_cpu()
+    specialize_for_cpu(model, placement)
     return model

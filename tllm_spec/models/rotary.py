@@ -1,8 +1,8 @@
-"""The table of the rotary position embedding, made once. `kernels/rotary_write.py` applies it.
+"""The cosine and sine table of the rotary position embedding; `kernels/rotary_write.py` applies it.
 
 Sources of the frequencies: RoFormer (arXiv 2104.09864), linear position interpolation (arXiv
-2306.15595), YaRN (arXiv 2309.00071) and Meta's Llama 3.1 scaling; each as transformers reads its
-configuration."""
+2306.15595), YaRN (arXiv 2309.00071) and Meta's Llama 3.1 scaling. Configurations are read as
+transformers reads them."""
 
 import math
 
@@ -11,22 +11,21 @@ import torch
 from tllm_spec.models.config import RopeConfig
 
 
-def rotary_table(
+def cos_sin_table(
     rope: RopeConfig, head_dim: int, max_positions: int, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Cosines and signed sines, `[max_positions, 2, 1, D]`, computed in float32 and rounded once.
 
-    The sine of the first half carries the minus of `rotate_half`: applying needs a roll and no
-    negation."""
+    The sines of the first half are negated, so that the rotation needs a roll and no negation."""
     inverse_frequencies, amplitude = _frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies)
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
-    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-    return table[:, :, None].to(device, dtype)
+    cos_sin = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+    return cos_sin[:, :, None].to(device, dtype)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies `[D / 2]` and the factor on cosine and sine."""
+    """Inverse frequencies `[D / 2]`, and the factor of cosines and sines."""
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "linear":
         return inverse / rope.factor, 1.0
@@ -38,7 +37,8 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(rope: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between are blended."""
+    """Long wavelengths are stretched by `factor`, short ones are kept, those between are
+    blended."""
     rotations = rope.original_max_positions * inverse / (2 * math.pi)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return torch.lerp(inverse / rope.factor, inverse, kept.clamp(0, 1))

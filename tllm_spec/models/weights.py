@@ -1,8 +1,7 @@
-"""Fill a model's parameters, from safetensors files or with random numbers.
+"""Fills a model's parameters from safetensors files or with random numbers.
 
-Tensors go one at a time from the memory-mapped file into their place in the (fused, sharded)
-parameter: the host holds no second copy. Which tensor goes where the modules know (`Module.slots`);
-this file matches names."""
+Tensors are copied one at a time from the memory-mapped file into the (fused, sharded) parameter, so
+the host holds no second copy. `Module.slots` says where each tensor goes."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,12 +21,11 @@ def load_weights(model: CausalLM, path: Path) -> None:
     """Fill `model` from the checkpoint in the folder `path`.
 
     Raises:
-        ValueError: no checkpoint, or one whose tensors are not exactly the model's; the message
-        names them.
+        ValueError: there is no checkpoint, or tensors are missing or surplus; the message names
+            them.
     """
-    tied = model.config.tie_word_embeddings
     stored = (
-        (name, tensor) for name, tensor in checkpoint_tensors(path) if not _is_derived(name, tied)
+        (name, tensor) for name, tensor in checkpoint_tensors(path) if not model.ignores(name)
     )
     fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
 
@@ -36,7 +34,7 @@ def fill(model: Module, tensors: Iterable[tuple[str, torch.Tensor]], misfit: str
     """Fill `model` from named tensors.
 
     Raises:
-        ValueError: they are not exactly the model's; the message names them after `misfit`.
+        ValueError: tensors are missing or surplus; the message names them after `misfit`.
     """
     missing = weight_table(model)
     surplus: list[str] = []
@@ -50,8 +48,8 @@ def fill(model: Module, tensors: Iterable[tuple[str, torch.Tensor]], misfit: str
 
 
 def fill_random(model: Module, seed: int = 0) -> None:
-    """Norms 1, the rest normal, scaled so that activations keep their size; the same numbers for a
-    seed."""
+    """Norms are 1. The rest is normal with a scale that keeps the size of activations, and depends
+    on the seed only."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if isinstance(module, (RMSNorm, HeadNorm)):
@@ -63,13 +61,11 @@ def fill_random(model: Module, seed: int = 0) -> None:
 
 
 def weight_table(model: Module) -> dict[str, WeightSlot]:
-    """Every tensor that a checkpoint of this model must have, by name."""
+    """The slot of every tensor that a checkpoint of this model must have, by name."""
     table: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if isinstance(module, Module):
             table.update(module.slots(path))
-    if isinstance(model, CausalLM) and model.config.tie_word_embeddings:
-        del table["lm_head.weight"]
     return table
 
 
@@ -77,7 +73,7 @@ def checkpoint_files(path: Path) -> list[Path]:
     """`model.safetensors`, or the shards that the index names.
 
     Raises:
-        ValueError: neither is there, or a shard is not.
+        ValueError: neither exists, or a shard is missing.
     """
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
@@ -116,11 +112,6 @@ def _load(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
             f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
         )
     slot.load(tensor)
-
-
-def _is_derived(name: str, tied: bool) -> bool:
-    """Tensors that old checkpoints store though the model computes or shares them."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _listed(names: Iterable[str], limit: int = 10) -> str:

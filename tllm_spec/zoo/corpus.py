@@ -1,8 +1,8 @@
-"""The zoo's text: Python sources of a CPython standard library, split into training and held-out
-files.
+"""The zoo's text: the Python sources of a CPython standard library, split into training and
+held-out files.
 
-A file is held out by the hash of its path below the library's root, so every CPython holds out
-(nearly) the same files. Knows nothing of tokens or models; needs neither torch nor transformers.
+The hash of a file's path in the library decides whether it is held out, so every CPython holds out
+nearly the same files. Neither torch nor transformers is imported.
 """
 
 import hashlib
@@ -12,32 +12,30 @@ from pathlib import Path, PurePosixPath
 
 HELD_OUT_ONE_IN = 20
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-# encodings and pydoc_data are generated tables: easy to predict, they would flatter every figure.
+# encodings and pydoc_data are generated tables: easy to predict, they would improve every figure.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 )
 
 
 def training_files(root: Path | None = None, tests: bool = False) -> list[Path]:
-    """Sorted files that a zoo model may be trained on; `tests` adds CPython's test suite where
-    installed."""
+    """Sorted files for training; `tests` adds CPython's test suite if it is installed."""
     return [path for path, relative in _sources(root, tests) if not is_held_out(relative)]
 
 
 def heldout_files(root: Path | None = None) -> list[Path]:
-    """Sorted files that no zoo model or tokenizer was trained on; the test suite is not among
-    them."""
+    """Sorted files that no model or tokenizer of the zoo was trained on, without the test suite."""
     return [path for path, relative in _sources(root, tests=False) if is_held_out(relative)]
 
 
 def is_held_out(relative: PurePosixPath) -> bool:
-    """`relative` is the path below the library's root, as in `asyncio/events.py`."""
+    """`relative` is the path in the library, such as `asyncio/events.py`."""
     digest = hashlib.sha256(relative.as_posix().encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def read_source(path: Path) -> str:
-    """The file's text with its line ends as they are (`Path.read_text` would translate them)."""
+    """The file's text with its own line ends, which `Path.read_text` would translate."""
     return path.read_bytes().decode("utf-8")
 
 
@@ -51,7 +49,7 @@ def _sources(root: Path | None, tests: bool) -> Iterator[tuple[Path, PurePosixPa
 
 
 def _is_build_output(relative: PurePosixPath) -> bool:
-    """Files that a CPython build writes: they hold paths of the machine that built it."""
+    """Files that a CPython build writes; they contain paths of the build machine."""
     return relative.parts[0].startswith(("config-", "_sysconfigdata"))
 
 

@@ -1,5 +1,4 @@
-"""Losses of the two trainings: next-token cross entropy for the target, agreement with it for the
-draft."""
+"""Training losses: next-token cross entropy for the target, distillation from it for the draft."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from tllm_spec.zoo.token_data import TokenData
 from tllm_spec.zoo.trainer import logits_of
 
 ARGMAX_SHARE = 0.3
-"""Part of the draft's loss that is cross entropy on the target's best token; the rest is KL."""
+"""Weight of the cross entropy on the target's best token in the draft's loss; the rest is KL."""
 SELF_TEXT_SHARE = 0.5
 VALIDATION_WINDOWS = 16
 VALIDATION_LENGTH = 1024
@@ -42,7 +41,7 @@ def target_validation(model: Any, heldout: TokenData) -> Callable[[], dict[str, 
 def draft_loss(
     draft: Any, target: Any, data: TokenData, self_text: TokenData
 ) -> Callable[[int, int], Tensor]:
-    """Windows come from the training files and from what the target wrote itself."""
+    """Training sequences come from the training files and from text that the target generated."""
 
     def loss(windows: int, length: int) -> Tensor:
         own = int(windows * SELF_TEXT_SHARE)
@@ -55,7 +54,7 @@ def draft_loss(
 
 
 def draft_validation(draft: Any, target: Any, heldout: TokenData) -> Callable[[], dict[str, float]]:
-    """`agreement`: how often both models have the same best next token on held-out text."""
+    """`agreement`: how often both models have the same best token on held-out text."""
 
     def validate() -> dict[str, float]:
         figures = []
@@ -73,8 +72,8 @@ def draft_validation(draft: Any, target: Any, heldout: TokenData) -> Callable[[]
 
 
 def distillation_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Both `[B, T, V]`. Forward KL(target || draft), which is what acceptance at T > 0 asks for,
-    and cross entropy on the target's best token, which is what greedy acceptance asks for."""
+    """Both `[B, T, V]`. Forward KL(target || draft) is for acceptance at T > 0, cross entropy on
+    the target's best token is for greedy acceptance."""
     draft = F.log_softmax(draft_logits.float(), -1).flatten(0, 1)
     target = F.log_softmax(target_logits.float(), -1).flatten(0, 1)
     divergence = F.kl_div(draft, target, reduction="batchmean", log_target=True)

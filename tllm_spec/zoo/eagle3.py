@@ -1,15 +1,14 @@
-"""An EAGLE-3 head (arXiv 2503.01840) in plain torch with gradients, under the names of public
-checkpoints.
+"""An EAGLE-3 head (arXiv 2503.01840) for training, in plain torch, with the tensor names of public
+checkpoints. The engine has its own implementation for inference.
 
 Entry `j` of the head reads (hidden states of the target at token j, embedding of token j+1) at
-rotary position j and predicts token j+2. Where the target has not been yet, the head's own output
-of the entry before takes the place of the target's states. It knows neither losses nor text; the
-engine has a head of its own for inference.
+rotary position j and predicts token j+2. For tokens that the target has not read, the head's output
+for the previous entry replaces the target's states.
 
-All chains of a text run at once. Chain `s` starts with the target's states of the tokens up to s;
-its entry at step k lies at position s+k. So it attends to the entries j <= s made from the target's
-states, the same for every step, and to its own entries of the steps 1..k, which no other chain
-sees."""
+All chains of a text run in parallel. Chain `s` starts with the target's states of the tokens up to
+s; its entry at step k has position s+k. It attends to the entries j <= s from the target's states,
+which are the same for every step, and to its own entries of steps 1..k, which no other chain
+reads."""
 
 import json
 import shutil
@@ -26,8 +25,7 @@ from tllm_spec.attention.spec_metadata import default_capture_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NUM_CAPTURED = 3
-# What the head here computes; a config.json that asks for something else is refused. A missing key
-# means this.
+# The only values that can be trained here. A missing key has this value.
 _FIXED = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
@@ -41,7 +39,7 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """Keys of config.json under their own names."""
+    """Keys of config.json."""
 
     vocab_size: int
     draft_vocab_size: int
@@ -56,8 +54,7 @@ class Eagle3Shape:
 
     @classmethod
     def read(cls, folder: Path) -> "Eagle3Shape":
-        """Raises ValueError for a model that is not an EAGLE-3 head, or one that the zoo cannot
-        train."""
+        """Raises ValueError if it is not an EAGLE-3 head, or one that cannot be trained here."""
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not is_eagle3(folder):
             raise ValueError(
@@ -74,7 +71,7 @@ class Eagle3Shape:
         return cls(**{field.name: raw[field.name] for field in fields(cls)})
 
     def check_target(self, target: Any) -> None:
-        """Raises ValueError if the head cannot stand beside a target of this configuration."""
+        """Raises ValueError if the head does not fit a target with this configuration."""
         for key in ("hidden_size", "vocab_size"):
             ours, theirs = getattr(self, key), getattr(target, key)
             if ours != theirs:
@@ -89,19 +86,18 @@ def is_eagle3(folder: Path) -> bool:
 
 
 class Cache(NamedTuple):
-    """Keys and values that the chains have so far; `S` chains, `k` steps behind them without the
-    first."""
+    """Keys and values of `S` chains after the first step and `k` further ones."""
 
     keys: Tensor
-    """`[B, KV, S, D]`: entry j is made from the target's states of token j."""
+    """`[B, KV, S, D]`: entry j is from the target's states of token j."""
     values: Tensor
     own_keys: Tensor
-    """`[B, KV, S, k, D]`: each chain's entries made from its own outputs."""
+    """`[B, KV, S, k, D]`: each chain's entries from its own outputs."""
     own_values: Tensor
 
 
 class RMSNorm(nn.Module):
-    """In fp32 also under autocast."""
+    """In fp32, also under autocast."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -125,13 +121,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
-    def forward(self, both: Tensor, rotary: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """`[B, S, 2H]` -> `[B, S, H]`; `rotary` is `[2, S, D]`."""
+    def forward(self, both: Tensor, cos_sin: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """`[B, S, 2H]` -> `[B, S, H]`; `cos_sin` is `[2, S, D]`."""
         query, key, value = (
             projection(both).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, rotary), rotate(key, rotary)
+        query, key = rotate(query, cos_sin), rotate(key, cos_sin)
         if cache is None:
             none = key.unsqueeze(-2)[..., :0, :]
             cache = Cache(key, value, none, none)
@@ -159,7 +155,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Llama layer whose attention also reads the embedding."""
+    """A Llama layer whose attention reads the embedding and the hidden state."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -170,16 +166,16 @@ class Layer(nn.Module):
         self.mlp = MLP(shape)
 
     def forward(
-        self, hidden: Tensor, embeddings: Tensor, rotary: Tensor, cache: Cache | None
+        self, hidden: Tensor, embeddings: Tensor, cos_sin: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Cache]:
         both = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(hidden)), -1)
-        attended, cache = self.self_attn(both, rotary, cache)
+        attended, cache = self.self_attn(both, cos_sin, cache)
         hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
 
 
 class Eagle3Head(nn.Module):
-    """Its `state_dict` is the checkpoint: `d2t` holds offsets, the target's id is `draft id +
+    """Its `state_dict` is the checkpoint. `d2t` holds offsets: the target's id is `draft id +
     d2t[draft id]`."""
 
     d2t: Tensor
@@ -212,8 +208,7 @@ class Eagle3Head(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """`[..., 3H]` of the target -> `[..., H]`; fp32 also under autocast, as all hidden states
-        here."""
+        """`[..., 3H]` of the target -> `[..., H]`, in fp32 also under autocast."""
         hidden: Tensor = self.fc(features).float()
         return hidden
 
@@ -223,13 +218,13 @@ class Eagle3Head(nn.Module):
         """The next step of all chains.
 
         Args:
-            hidden: `[B, S, H]`, `fuse` of the target's states at first, then this function's own
-            output.
+            hidden: `[B, S, H]`: at the first step `fuse` of the target's states, then the output
+                of the previous step.
             embeddings: `[B, S, H]` of the token at `s + k + 1`, for chain s at step k.
-            cache: what the step before returned.
+            cache: from the previous step.
 
         Returns:
-            `[B, S, H]`, before the final norm, and the cache with this step.
+            `[B, S, H]` before the final norm, and the cache with this step's entries.
         """
         step = 0 if cache is None else cache.own_keys.shape[-2] + 1
         positions = torch.arange(step, step + hidden.shape[1], device=hidden.device)
@@ -245,19 +240,18 @@ class Eagle3Head(nn.Module):
 
 
 def attend(query: Tensor, cache: Cache) -> Tensor:
-    """`[B, heads, S, D]`: chain s over the entries j <= s and its own. No fused kernel knows this
-    pattern."""
+    """`[B, heads, S, D]`: chain s attends to the entries j <= s and to its own. No fused kernel has
+    this mask."""
     batch, heads, chains, head_dim = query.shape
     kv_heads = cache.keys.shape[1]
     grouped = (batch, kv_heads, heads // kv_heads, chains, -1)
-    # The query heads of a KV head are more rows of one product: [B, KV, G*S, D] @ [B, KV, D, S].
+    # The query heads of a KV head are further rows of one GEMM: [B, KV, G*S, D] @ [B, KV, D, S].
     rows = (query * head_dim**-0.5).reshape(batch, kv_heads, -1, head_dim)
     future = torch.ones(chains, chains, dtype=torch.bool, device=query.device).triu(1)
     shared = (rows @ cache.keys.mT).view(grouped).masked_fill(future, -torch.inf)
     own = torch.einsum("bngsd,bnskd->bngsk", rows.view(grouped), cache.own_keys)
     weights = torch.cat((shared, own), -1).softmax(-1)
-    # Converted after the cut, which packs the rows: a product over rows of S + k would be
-    # unaligned.
+    # Converted after slicing, which packs the rows: a GEMM over rows of S + k would be unaligned.
     on_shared, on_own = weights[..., :chains].to(query.dtype), weights[..., chains:].to(query.dtype)
     mixed = (on_shared.flatten(2, 3) @ cache.values).view(grouped)
     mixed = mixed + torch.einsum("bngsk,bnskd->bngsd", on_own, cache.own_values)
@@ -265,21 +259,22 @@ def attend(query: Tensor, cache: Cache) -> Tensor:
 
 
 def rotary_rows(shape: Eagle3Shape, positions: Tensor) -> Tensor:
-    """Cosines and sines `[2, S, D]` (RoFormer, arXiv 2104.09864), both halves alike as in Llama."""
+    """Cosines and sines `[2, S, D]` (RoFormer, arXiv 2104.09864), repeated for both halves of D as
+    in Llama."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions.device).float() / shape.head_dim
     angles = torch.outer(positions.float(), shape.rope_theta**-exponents).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(heads: Tensor, rotary: Tensor) -> Tensor:
-    """`[B, heads, S, D]`, in the dtype that came in."""
+def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
+    """`[B, heads, S, D]`, in the dtype of `heads`."""
     low, high = heads.chunk(2, -1)
-    return (heads * rotary[0] + torch.cat((-high, low), -1) * rotary[1]).to(heads.dtype)
+    return (heads * cos_sin[0] + torch.cat((-high, low), -1) * cos_sin[1]).to(heads.dtype)
 
 
 def save_head(head: Eagle3Head, shape: Path, output: Path) -> None:
-    """bf16 weights and the draft vocabulary (int64 offsets, bool) beside the config.json of the
-    folder `shape`."""
+    """Write the weights in bf16, the draft vocabulary (int64 offsets, bool) and a copy of the
+    config.json in the folder `shape`."""
     tensors = {
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
         .cpu()
@@ -292,8 +287,8 @@ def save_head(head: Eagle3Head, shape: Path, output: Path) -> None:
 
 
 def target_states(target: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B, T]` -> what the head reads, `[B, T, 3H]`, and the target's logits `[B, T, V]`, from one
-    forward."""
+    """`[B, T]` tokens -> the captured states `[B, T, 3H]` and the logits `[B, T, V]` from one
+    forward of the target."""
     output = target(input_ids=tokens, output_hidden_states=True, use_cache=False)
     layers = default_capture_layers(target.config.num_hidden_layers)
     # `hidden_states[0]` is the embedding: the output of layer i is `hidden_states[i + 1]`.

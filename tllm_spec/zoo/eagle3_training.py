@@ -1,9 +1,8 @@
-"""Loss and validation of an EAGLE-3 head: its chains of drafts against the target's distribution,
-step by step.
+"""Loss and validation of an EAGLE-3 head: every step of its chains of drafts is compared with the
+target's distribution.
 
-The head learns on its own outputs as it will draft from them ("training-time test" of the EAGLE-3
-paper, arXiv 2503.01840): every position of a text starts a chain of `unroll` steps, along the
-tokens of the text."""
+The head is trained on its own outputs, as in drafting ("training-time test" of the EAGLE-3 paper,
+arXiv 2503.01840): a chain of `unroll` steps along the text starts at every position."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,14 +22,15 @@ from tllm_spec.zoo.token_data import TokenData
 from tllm_spec.zoo.trainer import Settings, add_dropout
 
 STEP_DECAY = 0.9
-"""Weight of a step in the loss, against the step before: a late draft counts only if the early ones were right."""
+"""Ratio of a step's weight in the loss to the previous step's: a late draft matters only if the
+earlier ones were right."""
 ALIGNMENT = 8
-"""Chains of a window are a multiple of this, or the products over them miss the GPU's tensor cores."""
+"""The number of chains of a sequence is a multiple of this, so that GEMMs use the tensor cores."""
 
 
 def draft_vocabulary(texts: list[TokenData], shape: Eagle3Shape) -> Tensor:
-    """`[draft_vocab_size]`: the most frequent token ids, ascending. Every text counts the same,
-    whatever its size."""
+    """`[draft_vocab_size]`: the most frequent token ids, ascending. Every text has the same weight,
+    regardless of its size."""
     counts = [
         torch.bincount(text.tokens.int(), minlength=shape.vocab_size).double() for text in texts
     ]
@@ -41,7 +41,7 @@ def draft_vocabulary(texts: list[TokenData], shape: Eagle3Shape) -> Tensor:
 
 
 def build_head(shape: Eagle3Shape, target: Any, draft_ids: Tensor, run: Settings) -> Eagle3Head:
-    """A fresh fp32 head that starts from the target's output layer."""
+    """A new fp32 head with the target's output layer and final norm."""
     head = Eagle3Head(shape, draft_ids.cpu())
     for matrix in (parameter for parameter in head.parameters() if parameter.dim() > 1):
         torch.nn.init.normal_(matrix, std=0.02)
@@ -49,34 +49,30 @@ def build_head(shape: Eagle3Shape, target: Any, draft_ids: Tensor, run: Settings
         head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
         head.norm.weight.copy_(target.model.norm.weight)
     add_dropout(head.midlayer, run.dropout)
-    if (
-        run.compile
-    ):  # dynamic: else every step, and every length of windows, is a compilation of its own
+    if run.compile:  # dynamic: otherwise each step and sequence length is compiled separately
         head.midlayer.compile(dynamic=True)
     return head.to(draft_ids.device)
 
 
 class Labels(NamedTuple):
-    """What the head should say at every position of a text, in its own vocabulary."""
+    """The labels at every position of a text, in the head's vocabulary."""
 
     wanted: Tensor
-    """`[B, T, D]`: weights of the draft tokens' log probabilities."""
+    """`[B, T, D]`: weights of the draft tokens' log probabilities in the loss."""
     floor: Tensor
-    """`[B, T]`: makes the KL part of a perfect head zero."""
+    """`[B, T]`: the constant that makes the KL part of a perfect head zero."""
     best: Tensor
-    """`[B, T]`: the target's best token, an id of the target."""
+    """`[B, T]`: the target's best token, in the target's ids."""
 
 
 def labels(target_logits: Tensor, draft_ids: Tensor) -> Labels:
-    """From `[B, T, V]`. With p the target's distribution and D the draft vocabulary, a position's
-    loss is
+    """From logits `[B, T, V]`. With p the target's distribution, D the draft vocabulary and
+    a = ARGMAX_SHARE, a position's loss is
 
-        (1 - a) * sum over D of p(v) * (log p(v)/p(D) - log draft(v))  +  a * (-log draft(best)),  a
-        = ARGMAX_SHARE
+        (1 - a) * sum over D of p(v) * (log p(v)/p(D) - log draft(v))  +  a * (-log draft(best))
 
-    The first part is the KL of the renormalised p, weighted by p(D): a token that the head cannot
-    say costs nothing and teaches nothing. The second part is left out where the target's best token
-    is such a one."""
+    The first part is the KL of the renormalised p, weighted by p(D): tokens outside D do not
+    contribute. The second part is zero if the target's best token is outside D."""
     logits = target_logits.float()
     best, restricted = logits.argmax(-1), logits[..., draft_ids]
     probabilities = (restricted - logits.logsumexp(-1, keepdim=True)).exp()
@@ -91,9 +87,9 @@ def chain_logits(
 ) -> Iterator[Tensor]:
     """The head's logits at steps 0..unroll-1 along the text, for all chains that end within it.
 
-    `features` `[B, T, 3H]` and `embeddings` `[B, T, H]` of the same tokens; each result is `[B, T -
-    unroll, D]`. Row s of step k speaks of the token at `s + k + 2`, as the target's logits at `s +
-    k + 1` do."""
+    `features` `[B, T, 3H]` and `embeddings` `[B, T, H]` are of the same tokens; each result is
+    `[B, T - unroll, D]`. Row s of step k predicts the token at `s + k + 2`, as the target's logits
+    at `s + k + 1` do."""
     chains = features.shape[1] - unroll
     hidden, cache = head.fuse(features[:, :chains]), None
     for step in range(unroll):
@@ -102,7 +98,7 @@ def chain_logits(
 
 
 def unrolled(head: Eagle3Head, target: Any, tokens: Tensor, unroll: int) -> tuple[Tensor, Tensor]:
-    """Loss and share of the target's best tokens, each `[unroll]`, of `[B, T]` tokens."""
+    """Loss and agreement with the target's best tokens, each `[unroll]`, of `[B, T]` tokens."""
     tokens = tokens[:, : aligned_chains(tokens.shape[1], unroll) + unroll]
     with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
         with torch.no_grad():
@@ -113,14 +109,14 @@ def unrolled(head: Eagle3Head, target: Any, tokens: Tensor, unroll: int) -> tupl
         for step, logits in enumerate(chain_logits(head, features, embeddings, unroll)):
             rows = slice(step + 1, step + 1 + logits.shape[1])
             wanted, floor, best = (part[:, rows] for part in goal)
-            spoken = F.log_softmax(logits.float(), -1)
-            losses.append((floor - (wanted * spoken).sum(-1)).mean())
+            log_probs = F.log_softmax(logits.float(), -1)
+            losses.append((floor - (wanted * log_probs).sum(-1)).mean())
             agreements.append((head.draft_ids[logits.argmax(-1)] == best).float().mean())
     return torch.stack(losses), torch.stack(agreements)
 
 
 def aligned_chains(length: int, unroll: int) -> int:
-    """How many chains a window of `length` tokens has. Raises ValueError if there is none."""
+    """The number of chains of a sequence of `length` tokens. Raises ValueError if it is 0."""
     chains = (length - unroll) // ALIGNMENT * ALIGNMENT
     if chains < 1:
         raise ValueError(
@@ -130,7 +126,7 @@ def aligned_chains(length: int, unroll: int) -> int:
 
 
 def weighted(losses: Tensor) -> Tensor:
-    """`[unroll]` -> their mean with weights 1, STEP_DECAY, STEP_DECAY^2, ..."""
+    """The mean of `[unroll]` losses with weights 1, STEP_DECAY, STEP_DECAY^2, ..."""
     weights = STEP_DECAY ** torch.arange(len(losses), device=losses.device)
     return (weights * losses).sum() / weights.sum()
 
@@ -138,7 +134,7 @@ def weighted(losses: Tensor) -> Tensor:
 def eagle3_loss(
     head: Eagle3Head, target: Any, data: TokenData, self_text: TokenData, unroll: int
 ) -> Callable[[int, int], Tensor]:
-    """Windows come from the training files and from what the target wrote itself."""
+    """Training sequences come from the training files and from text that the target generated."""
 
     def loss(windows: int, length: int) -> Tensor:
         own = int(windows * SELF_TEXT_SHARE)

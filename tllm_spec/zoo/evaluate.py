@@ -1,13 +1,13 @@
 """Acceptance of a draft model or an EAGLE-3 head on held-out text, computed exactly without a
 speculative engine.
 
-While a draft model agrees with the target's greedy text, what it reads is that text itself. So its
-best tokens over the finished text, all positions in one forward pass, tell how far every chain of
-drafts would have come.
+As long as a draft model agrees with the target's greedy text, it reads that text. So its best
+tokens at all positions of the finished text, from one forward, give the accepted length of every
+chain of drafts.
 
-What an EAGLE-3 head says of a token depends on where its chain started, too: from there on it reads
-its own outputs instead of the target's hidden states. So it drafts the chain of every position, all
-of them side by side."""
+The draft of an EAGLE-3 head for a token also depends on where its chain started: from there on it
+reads its own outputs instead of the target's hidden states. So the head drafts a chain from every
+position, all in parallel."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ BATCH = 64
 def evaluate(
     target: Any, draft: Any, heldout: TokenData, prompts: int, new_tokens: int, draft_len: int
 ) -> dict[str, Any]:
-    """Greedy continuations of `prompts` held-out prompts of 256 tokens each. `draft`: a model or an
-    `Eagle3Head`."""
+    """Figures over greedy continuations of `prompts` held-out prompts of 256 tokens. `draft`: a
+    model or an `Eagle3Head`."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
     all_prompts = torch.stack(
@@ -49,11 +49,11 @@ def evaluate(
 
 
 def head_matches(target: Any, head: Eagle3Head, text: Tensor, draft_len: int) -> Tensor:
-    """`[B, T]` -> `[B, T]`: accepted drafts of the chain whose first draft stands for token i; 0
-    where the text is too short for a whole chain, and for the first two tokens, of which a head
-    never speaks.
+    """`[B, T]` -> `[B, T]`: the number of accepted drafts of the chain whose first draft predicts
+    token i; 0 if the text is too short for a whole chain, and for the first two tokens, which a
+    head does not predict.
 
-    Step k reads the head's own draft of step k-1, as it would with an engine.
+    Step k reads the head's own draft of step k - 1, as in an engine.
     """
     features, _ = target_states(target, text)
     chains = text.shape[1] - 1 - draft_len
@@ -68,19 +68,20 @@ def head_matches(target: Any, head: Eagle3Head, text: Tensor, draft_len: int) ->
 
 
 def rounds(matches: list[bool], draft_len: int) -> list[int]:
-    """`chain_rounds` of a draft that says the same of a token from wherever its chain started.
+    """`chain_rounds` of a draft model, whose draft for a token does not depend on where its chain
+    started.
 
-    `matches[i]`: the draft's best token at i is the target's token i.
+    `matches[i]`: the draft's best token at i equals the target's token i.
     """
     chains = [[*matches[start : start + draft_len], False] for start in range(len(matches))]
     return chain_rounds([chain.index(False) for chain in chains], draft_len)
 
 
 def chain_rounds(num_matches: list[int], draft_len: int) -> list[int]:
-    """Accepted drafts of every whole round of one text.
+    """The number of accepted drafts in every whole round of one text.
 
-    `num_matches[i]`: accepted drafts of a chain whose first draft stands for token i. Token 0 comes
-    with the prompt; a round with `a` accepted drafts emits `a + 1` tokens."""
+    `num_matches[i]`: the same for a chain whose first draft predicts token i. Token 0 comes from
+    the prompt's forward; a round with `a` accepted drafts emits `a + 1` tokens."""
     accepted, position = [], 1
     while position + draft_len < len(num_matches):
         accepted.append(num_matches[position])
@@ -89,7 +90,7 @@ def chain_rounds(num_matches: list[int], draft_len: int) -> list[int]:
 
 
 def summary(accepted: list[int], draft_len: int) -> dict[str, Any]:
-    """`per_position[k]`: share of the rounds whose draft k was accepted."""
+    """`per_position[k]`: the share of rounds in which draft k was accepted."""
     counts = torch.tensor(accepted)
     per_position = [(counts > position).float().mean().item() for position in range(draft_len)]
     return {

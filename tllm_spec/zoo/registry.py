@@ -1,4 +1,4 @@
-"""Short names of the models that the package ships. Knows folders only, never what is in them."""
+"""Short names of the models in the package, resolved to their folders."""
 
 from pathlib import Path
 
@@ -8,8 +8,7 @@ _FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in ("llama", "llama-draf
 
 
 def resolve_model(path_or_name: str | Path) -> Path:
-    """The local folder of a model: a zoo name such as `zoo:llama`, or an existing folder, returned
-    as it is.
+    """The local folder of a model, given by a zoo name such as `zoo:llama` or by its path.
 
     Raises ValueError for anything else.
     """

@@ -1,5 +1,4 @@
-"""Text that a model writes itself, by transformers' `generate`: half of it greedy, half sampled at
-T=1."""
+"""Text that a model generates with transformers: half of it greedy, half sampled at T=1."""
 
 import time
 from typing import Any
@@ -14,8 +13,8 @@ PROMPT_LEN = 128
 
 @torch.inference_mode()
 def continuations(model: Any, prompts: Tensor, new_tokens: int, do_sample: bool) -> Tensor:
-    """`[B, P]` prompts -> `[B, P + new_tokens]`; the end token ends nothing, so that all have one
-    length."""
+    """`[B, P]` prompts -> `[B, P + new_tokens]`; the end token is ignored, so that all have the
+    same length."""
     with torch.autocast("cuda", torch.bfloat16, enabled=prompts.is_cuda):
         text: Tensor = model.generate(
             prompts,
@@ -32,10 +31,9 @@ def continuations(model: Any, prompts: Tensor, new_tokens: int, do_sample: bool)
 def write_self_text(
     model: Any, data: TokenData, minutes: float, batch: int, new_tokens: int
 ) -> TokenData:
-    """At least one greedy and one sampled batch, more until `minutes` are spent.
+    """At least one greedy and one sampled batch, and more until `minutes` have passed.
 
-    Prompts are cut from `data`. A text is its prompt and the continuation: the draft sees how the
-    target goes on from real text."""
+    Prompts are cut from `data`. A text is a prompt and the target's continuation."""
     deadline = time.monotonic() + 60 * minutes
     texts: list[Tensor] = []
     while len(texts) < 2 or time.monotonic() < deadline:

@@ -1,10 +1,10 @@
-"""Train and measure the zoo's models: `python -m tllm_spec.zoo.train target|draft|eagle3|evaluate
+"""Trains and measures the zoo's models: `python -m tllm_spec.zoo.train target|draft|eagle3|evaluate
 --help`.
 
-Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, no corpus. A GPU takes minutes; a CPU
-works, too. The shape of a model is the config.json that the zoo ships for it, or that of `--shape
-FOLDER`. The defaults and `--compile` made the shipped weights on one H200; a CPU wants smaller
-batches (`--self-text-batch`, `--windows`)."""
+Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, but no corpus. A GPU takes minutes; a CPU
+works with smaller batches (`--self-text-batch`, `--windows`). A model has the shape of the
+config.json in the zoo, or of `--shape FOLDER`. The defaults and `--compile` made the weights in the
+zoo on one H200."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 def training_options(
     shape: str, minutes: float, learning_rate: float, dropout: float, windows: int = 64
 ) -> Decorator:
-    """The options of every training run, as `Settings` names them."""
+    """The options of every training run; `Settings` has the same names."""
     return all_of(
         click.option(
             "--data", type=FOLDER, required=True, help="Folder with training.npz and heldout.npz."
@@ -51,8 +51,8 @@ def training_options(
         ),
         click.option("--device", default=DEVICE, show_default=True),
         click.option("--seed", default=0, show_default=True),
-        click.option("--minutes", default=minutes, show_default=True, help="Budget of time."),
-        click.option("--steps", default=10**9, help="Budget of steps."),
+        click.option("--minutes", default=minutes, show_default=True, help="Time budget."),
+        click.option("--steps", default=10**9, help="Step budget."),
         click.option("--windows", default=windows, show_default=True, help="Sequences a step."),
         click.option("--length", default=1024, show_default=True, help="Tokens a sequence."),
         click.option("--learning-rate", default=learning_rate, show_default=True),
@@ -64,7 +64,7 @@ def training_options(
 
 
 def teacher_options() -> Decorator:
-    """The trained target, and the text that it writes for the draft."""
+    """The trained target, and the text that it generates for the draft."""
     return all_of(
         click.option(
             "--target",
@@ -77,7 +77,7 @@ def teacher_options() -> Decorator:
             "--self-text-minutes",
             default=0.8,
             show_default=True,
-            help="How long the target writes text.",
+            help="How long the target generates text.",
         ),
         click.option("--self-text-batch", default=4096, show_default=True),
         click.option(
@@ -130,7 +130,7 @@ def draft(
     self_text_tokens: int,
     **settings: Any,
 ) -> None:
-    """Distillation from the target on the training files and on text of the target's own."""
+    """Distillation from the target on the training files and on text that the target generates."""
     torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
     training, heldout = (
@@ -162,7 +162,7 @@ def eagle3(
     unroll: int,
     **settings: Any,
 ) -> None:
-    """An EAGLE-3 head on the target's hidden states, from the same two kinds of text."""
+    """An EAGLE-3 head on the target's hidden states, trained on the same text as the draft."""
     torch.manual_seed(seed)
     on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
     training, heldout = (
@@ -171,7 +171,7 @@ def eagle3(
     teacher = load_model(target_name, on)
     head_shape = Eagle3Shape.read(folder)
     head_shape.check_target(teacher.config)
-    aligned_chains(run.length, unroll)  # refuses windows without a chain before the target writes
+    aligned_chains(run.length, unroll)  # refuses a short --length before text is generated
     own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
     head = build_head(head_shape, teacher, draft_vocabulary([training, own], head_shape), run)
     loss = eagle3_loss(head, teacher, training, own, unroll)
@@ -205,7 +205,7 @@ def evaluate(
     new_tokens: int,
     draft_len: int,
 ) -> None:
-    """Greedy acceptance length of the draft model or EAGLE-3 head on continuations of held-out
+    """Greedy acceptance length of a draft model or EAGLE-3 head on continuations of held-out
     text."""
     on = torch.device(device)
     heldout = TokenData.load(data / "heldout.npz", on)
@@ -221,7 +221,7 @@ def evaluate(
 
 
 def load_model(name: str, device: torch.device) -> Any:
-    """A trained model in fp32, for reading only."""
+    """A trained model in fp32, without gradients."""
     model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=torch.float32).to(
         device
     )
@@ -229,7 +229,7 @@ def load_model(name: str, device: torch.device) -> Any:
 
 
 def load_draft(name: str, target: Any, device: torch.device) -> Any:
-    """A trained draft model or EAGLE-3 head, whichever the folder has."""
+    """The draft model or EAGLE-3 head in a folder, without gradients."""
     folder = resolve_model(name)
     if not is_eagle3(folder):
         return load_model(name, device)

@@ -1,9 +1,9 @@
-"""Train the zoo's tokenizer and write the corpus as token arrays.
+"""Trains the zoo's tokenizer and writes the corpus as token arrays.
 
 `python -m tllm_spec.zoo.train_tokenizer --data FOLDER` writes tokenizer.json and
-tokenizer_config.json into the model folders, and training.npz and heldout.npz into FOLDER (uint16
-tokens; a document is `<|begin|>`, its text, `<|endoftext|>`), so that the machine that trains the
-models needs no corpus."""
+tokenizer_config.json to the model folders, and training.npz and heldout.npz to FOLDER, so that the
+training machine needs no corpus. They hold uint16 tokens; a document is `<|begin|>`, its text and
+`<|endoftext|>`."""
 
 import json
 import random
@@ -27,8 +27,8 @@ BEGIN, END, USER, ASSISTANT = SPECIAL_TOKENS = (
 MODEL_FOLDERS = tuple(resolve_model(name) for name in ("zoo:llama", "zoo:llama-draft"))
 
 # In order: line breaks with the indentation after them; a word with one sign before it (` self`,
-# `.name`); digits; signs; spaces but the one that belongs to the next word. Line breaks go first,
-# so that one and the indentation after it can become one token.
+# `.name`); digits; signs; spaces without the one before the next word. Line breaks are first, so
+# that a line break and the indentation after it can become one token.
 PIECES = r"\s*[\r\n]+[ \t]*|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -50,7 +50,7 @@ TOKENIZER_CONFIG = {
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Byte-level BPE: every text survives `decode(encode(text))`."""
+    """Byte-level BPE: `decode(encode(text)) == text` for every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -70,8 +70,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the configuration by hand: transformers 5 would name a class that transformers 4
-    lacks."""
+    """Does not use transformers: version 5 would name a class that version 4 lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     text = json.dumps(TOKENIZER_CONFIG, indent=2)
@@ -83,15 +82,14 @@ def as_document(text: str) -> str:
 
 
 def as_conversation(text: str, rng: random.Random) -> str:
-    """`text` cut at a line: the user starts it, the assistant continues. Teaches the chat
-    markers."""
+    """`text` cut at a line break: the user's part, then the assistant's. Trains the chat tokens."""
     lines = text.splitlines(keepends=True)
     cut = rng.randrange(1, max(2, min(len(lines), 40)))
     return f"{BEGIN}{USER}{''.join(lines[:cut])}{ASSISTANT}{''.join(lines[cut:])}{END}"
 
 
 def training_documents(texts: list[str], conversation_one_in: int = 8) -> list[str]:
-    """Every text as a document, and one in `conversation_one_in` as a conversation, too;
+    """Every text as a document, and one in `conversation_one_in` also as a conversation;
     shuffled."""
     rng = random.Random(0)
     documents = [as_document(text) for text in texts]
@@ -103,7 +101,7 @@ def training_documents(texts: list[str], conversation_one_in: int = 8) -> list[s
 
 
 def save_tokens(file: Path, tokenizer: Tokenizer, documents: list[str], num_bytes: int) -> int:
-    """Write `tokens` `[N]` uint16 and `num_bytes`, the size of the text in them; returns N."""
+    """Write `tokens` `[N]` uint16 and `num_bytes`, the size of the text; returns N."""
     encodings = tokenizer.encode_batch(documents)
     tokens = np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings])
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,10 +117,10 @@ def save_tokens(file: Path, tokenizer: Tokenizer, documents: list[str], num_byte
     "--stdlib", type=click.Path(path_type=Path, exists=True), help="Default: this interpreter's."
 )
 @click.option(
-    "--tests/--no-tests", default=True, help="Train the models on CPython's test suite, too."
+    "--tests/--no-tests", default=True, help="Also train the models on CPython's test suite."
 )
 def main(data: Path, stdlib: Path | None, tests: bool) -> None:
-    # The test suite is full of odd texts (other scripts, broken code): not for the vocabulary.
+    # The test suite has unusual text (other scripts, broken code), so the vocabulary is without it.
     tokenizer = train_tokenizer(read_source(path) for path in training_files(stdlib))
     for folder in MODEL_FOLDERS:
         save_tokenizer(tokenizer, folder)

@@ -1,8 +1,8 @@
-"""The training loop that all models of the zoo share: AdamW, a cosine schedule over a budget, best
-weights saved.
+"""The training loop of all models of the zoo: AdamW, a cosine schedule over a budget, and the best
+weights are saved.
 
-Knows neither the loss nor the data: the caller passes both as functions, and a third one that saves
-the weights if they are no model of transformers."""
+The caller passes loss, validation and, for other models than those of transformers, a function that
+saves the weights."""
 
 import json
 import math
@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VALIDATE_EVERY_SECONDS = 30.0
 LONG_WINDOWS_FROM = 0.85
-"""From this part of the budget on, windows have the model's whole context and there are fewer of them."""
+"""After this part of the budget, sequences are twice as long and a batch has half as many."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run. The budget is `minutes` or `steps`, whichever is spent first."""
+    """One training run. It ends after `minutes` or `steps`, whichever is first."""
 
     minutes: float
     steps: int
@@ -39,7 +39,7 @@ class Settings:
 
 
 def build_model(shape: Path, settings: Settings, device: torch.device) -> Any:
-    """A fresh fp32 model of the shape in `shape/config.json`, ready to train."""
+    """A new fp32 model with the shape in `shape/config.json`."""
     config = AutoConfig.from_pretrained(shape, dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
     for layer in model.model.layers:
@@ -50,27 +50,24 @@ def build_model(shape: Path, settings: Settings, device: torch.device) -> Any:
 
 
 def add_dropout(layer: Any, probability: float) -> None:
-    """On both outputs that a Llama layer adds to the hidden states."""
+    """On both outputs that a Llama layer adds to the residual stream."""
     for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
         linear.register_forward_hook(_dropout(probability))
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """`[B, T]` -> `[B, T, V]` under bf16 autocast on a GPU, in fp32 elsewhere."""
+    """`[B, T]` -> `[B, T, V]`, with bf16 autocast on a GPU and in fp32 on a CPU."""
     with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
 
 
 def save(model: Any, shape: Path, output: Path) -> None:
-    """bf16 weights as transformers writes them, beside the configuration files of `shape` as they
-    are."""
+    """Write the weights in bf16 with transformers, and copy the configuration files of `shape`."""
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    del weights[
-        "lm_head.weight"
-    ]  # tied to the embedding, and no longer the same tensor once converted
+    del weights["lm_head.weight"]  # tied to the embedding; the conversion made a second tensor
     model.save_pretrained(output, state_dict=weights)
-    # In place of those just written, which have the spelling of the installed version.
+    # They replace the files just written, which have the spelling of the installed version.
     for name in ("config.json", "generation_config.json"):
         shutil.copyfile(shape / name, output / name)
 
@@ -84,11 +81,8 @@ def train(
     output: Path,
     save_weights: Callable[[Any, Path, Path], None] = save,
 ) -> None:
-    """`loss_of(windows, length)` samples a batch; `loss` of `validate()` decides which weights are
-    kept.
-
-    `save_weights(model, shape, output)` keeps them.
-    """
+    """`loss_of(windows, length)` samples a batch. The weights with the lowest `loss` of
+    `validate()` are saved by `save_weights(model, shape, output)`."""
     optimizer = _optimizer(model, settings)
     start = last_validation = time.monotonic()
     best, history, step, done = math.inf, [], 0, 0.0
@@ -106,7 +100,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % 10 == 0 and loss.is_cuda:
-            torch.cuda.synchronize()  # else the clock runs ahead of the device
+            torch.cuda.synchronize()  # otherwise the host's clock runs ahead of the device
         now = time.monotonic()
         done = max((now - start) / (60 * settings.minutes), step / settings.steps)
         if done >= 1.0 or now - last_validation >= VALIDATE_EVERY_SECONDS:
@@ -125,7 +119,7 @@ def train(
 
 
 def _validation(model: Any, validate: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """In eager mode: it is not worth a compilation of its own."""
+    """In eager mode, since a compilation would take longer than it saves."""
     model.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         figures = {name: round(value, 5) for name, value in validate().items()}
@@ -146,7 +140,7 @@ def _optimizer(model: Any, settings: Settings) -> torch.optim.AdamW:
 def _set_learning_rate(
     optimizer: torch.optim.Optimizer, settings: Settings, step: int, done: float
 ) -> None:
-    """Linear warm-up by steps, cosine to 2% of the peak by the part of the budget that is spent."""
+    """Linear warm-up over steps, then cosine decay to 2% of the peak over the budget."""
     warmup = min(1.0, (step + 1) / settings.warmup_steps)
     cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     for group in optimizer.param_groups:

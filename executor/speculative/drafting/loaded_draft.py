@@ -1,8 +1,4 @@
-"""Draft weights on the device, and what they need from the target: captured hidden states, or
-nothing.
-
-It knows models, not how they are driven.
-"""
+"""Draft weights on the device, and the hidden states that a head needs from the target."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +17,14 @@ from tllm_spec.zoo.registry import resolve_model
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """`spec`: where the target leaves hidden states for a head."""
+    """`spec`: the hidden states that the target captures for a head."""
 
     plan: DraftModel
     net: CausalLM | Eagle3Head
     spec: SpecMetadata | None
 
     def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> DraftLayers:
-        """As layers on the target's pages; `vocab_size` is the target's."""
+        """The network as layers on the target's pages; `vocab_size` is the target's."""
         net: DraftNet
         if isinstance(self.net, Eagle3Head):
             assert self.spec is not None
@@ -39,7 +35,8 @@ class LoadedDraft:
 
 
 def draft_folder(plan: DraftModel) -> Path:
-    """Raises ValueError, with the option's name, when there is no such folder."""
+    """The folder of the draft weights. Raises ValueError with the option's name if it does not
+    exist."""
     try:
         return resolve_model(plan.path)
     except ValueError as error:
@@ -49,8 +46,8 @@ def draft_folder(plan: DraftModel) -> Path:
 def load_head(
     plan: DraftModel, target: CausalLM, *, max_positions: int, max_num_tokens: int
 ) -> LoadedDraft:
-    """Raises ValueError for a head that does not fit the target, and for capture layers that it
-    does not have."""
+    """Load an EAGLE-3 head. Raises ValueError if the head does not fit the target, or if the target
+    lacks the layers to capture."""
     folder, num_layers = draft_folder(plan), target.config.num_layers
     layers = plan.capture_layers or Eagle3Config.from_pretrained(folder).capture_layers
     layers = layers or default_capture_layers(num_layers)
