@@ -41,7 +41,7 @@ setup(
         "transformers>=4.56,<6",
         "safetensors>=0.4.3",
         "pyyaml>=6",
-        "pydantic>=2.7",
+        "pydantic>=2.8",
         "click>=8.1",
         "tqdm>=4.66",
         "numpy>=1.26",

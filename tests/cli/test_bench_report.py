@@ -123,7 +123,6 @@ def test_a_report_distinguishes_the_two_paths_of_eagle3(one_model: bool) -> None
     )
     assert report["decoding_stats"]["mode"] == "Eagle3"
     assert report["speculation"]["eagle3_one_model"] is one_model
-    assert report["world_info"]["rounds_overlap"] is one_model
 
 
 def test_plain_rounds_overlap_unless_overlap_is_disabled() -> None:
@@ -232,6 +231,6 @@ def max_rejected_rounds(decoding_type: str, **options: Any) -> object:
 def test_max_rejected_rounds_is_reported_only_where_it_has_an_effect() -> None:
     assert max_rejected_rounds("NGram") == 8
     assert max_rejected_rounds("NGram", adaptive={}) is None
-    head = {"speculative_model": "head"}
-    assert max_rejected_rounds("Eagle3", **head, eagle3_one_model=False) == 8
-    assert max_rejected_rounds("Eagle3", **head, eagle3_one_model=True) is None
+    weights = {"speculative_model": "folder"}
+    assert max_rejected_rounds("Draft_Target", **weights) == 8
+    assert max_rejected_rounds("Eagle3", **weights) is None, "its drafts are made in the forward"

@@ -45,8 +45,15 @@ def test_no_similar_names_are_searched_for_more_than_ten_unknown_keys(
 
 
 def test_at_most_ten_mistakes_of_any_kind_are_listed(post: Post) -> None:
+    names = "stream user n best_of temperature top_p seed min_p min_tokens ignore_eos top_k"
+    wrong: dict[str, Any] = {name: {} for name in (*names.split(), "presence_penalty")}
+    lines = message_of(post("/v1/completions", prompt="a", **wrong)).splitlines()
+    assert len(lines) == 11 and lines[-1] == "... and 2 more mistakes"
+
+
+def test_checking_messages_stops_at_the_first_wrong_one(post: Post) -> None:
     lines = message_of(post("/v1/chat/completions", messages=[{"rol": 1}] * 500)).splitlines()
-    assert len(lines) == 11 and lines[-1].startswith("... and ")
+    assert lines and all(line.startswith("messages.0.") for line in lines)
 
 
 def test_a_long_unknown_key_is_shortened(post: Post) -> None:

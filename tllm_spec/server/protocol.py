@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+from pydantic import BeforeValidator, FailFast, Field, SkipValidation, model_validator
 
 from tllm_spec.config_base import ConfigModel
 from tllm_spec.option_checks import NotServed, shown
@@ -293,7 +293,8 @@ class ChatCompletionRequest(GenerationRequest):
     """Body of `/v1/chat/completions`. `chat_template_kwargs` are variables of the model's chat
     template."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    # FailFast: thousands of wrong messages would take seconds to describe.
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     max_completion_tokens: int | None = None
     max_tokens: int | None = None  # OpenAI's older name
     logprobs: bool | None = None
