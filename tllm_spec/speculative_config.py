@@ -311,8 +311,8 @@ class Eagle3DecodingConfig(DraftModelDecodingConfig):
     """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target.
 
     `eagle3_one_model`: True puts the head into the target's forward, so that a round is one CUDA
-    graph and rounds overlap. False runs it in its own engine, between scheduling and the target's
-    forward.
+    graph. False runs it in launches of its own after the target's forward, so that a round is two.
+    Rounds overlap on both paths.
 
     `eagle3_layers_to_capture`: ids of the target layers, counted from 0, whose **outputs** the head
     reads; kept in ascending order. None: a low, a middle and a high layer. That the ids lie inside

@@ -57,7 +57,7 @@ class WindowResult:
 
 
 class RoundEnd:
-    """The null object: every hook does nothing. When a hook runs, the slots have advanced by what
+    """The null object: every hook does nothing. After the sampling the slots have advanced by what
     the round emitted."""
 
     def prepare(self, batch: ScheduledBatch) -> None:
