@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.building.engines import build_engines
+from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_threads
@@ -58,17 +58,7 @@ def build_executor(
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.max_draft_len, plan.device)
     sampler = _sampler(plan, slots)
-    speculation = build_speculation(
-        plan.spec,
-        Surroundings(
-            slots,
-            sampler,
-            args.max_num_tokens,
-            plan.slots.dummy_slot,
-            engines.draft,
-            engines.layers,
-        ),
-    )
+    speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
     runner = RoundRunner(engines.target, sampler, speculation.round_end)
     num_threads = cpu_threads(engines.target.model)
     with torch.inference_mode(), on_threads(num_threads):
@@ -116,6 +106,19 @@ def _iteration_stats(
     if not args.enable_iter_perf_stats:
         return None
     return IterationStats(args.max_stats_len, scheduler, kv.cache)
+
+
+def _surroundings(
+    plan: BuildPlan, engines: Engines, slots: SlotState, sampler: Sampler
+) -> Surroundings:
+    return Surroundings(
+        slots,
+        sampler,
+        plan.args.max_num_tokens,
+        plan.slots.dummy_slot,
+        engines.draft,
+        engines.layers,
+    )
 
 
 def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:

@@ -104,10 +104,9 @@ class PyExecutor:
         batch = self._schedule(generating)
         if batch:
             self._launch(batch)
-        may_wait = self.parts.drafts_in_flight or (bool(generating) and not draft_len)
-        return self._complete_rounds(self.parts.max_in_flight if batch and may_wait else 0) or bool(
-            batch
-        )
+        may_overlap = self.parts.drafts_in_flight or (bool(generating) and not draft_len)
+        has_read = self._complete_rounds(self.parts.max_in_flight if batch and may_overlap else 0)
+        return has_read or bool(batch)
 
     def _launch(self, batch: ScheduledBatch) -> None:
         for manager in self.resources:

@@ -15,27 +15,26 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     """Workspaces of attention and of GEMMs, CUDA graphs, and what is kept for every slot: the
     backlog of a draft network on the target's pages, and its distributions for rejection
     sampling."""
-    args, num_slots = plan.args, plan.slots.dummy_slot + 1
     configs = [plan.config, *([draft.net.config] if draft else [])]
     geometries = [config.attention_geometry(plan.mapping) for config in configs]
     num_bytes = sum(map(plan.attention.workspace_bytes, geometries))
-    if plan.device.type == "cuda" and not args.deterministic:
+    if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
     if draft is not None and draft.plan.shares_pages:
-        num_bytes += DraftBacklog.num_bytes(
-            num_slots, draft.spec.captured(1) if draft.spec else None
-        )
+        num_bytes += _slot_bytes(plan, draft)
     num_bytes += _graph_bytes(plan, draft)
     if plan.context_rows:
         num_bytes += len(plan.context_rows) * BYTES_A_GRAPH + PLAN_BYTES
-    if (
-        draft is not None
-        and draft.plan.shares_pages
-        and plan.spec
-        and plan.spec.use_rejection_sampling
-    ):
-        rows = num_slots * plan.max_draft_len
-        num_bytes += rows * plan.config.vocab_size * torch.float32.itemsize
+    return num_bytes
+
+
+def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
+    """Of a draft network on the target's pages, for all slots."""
+    num_slots, captured = plan.slots.dummy_slot + 1, draft.spec.captured(1) if draft.spec else None
+    num_bytes = DraftBacklog.num_bytes(num_slots, captured)
+    if plan.spec is not None and plan.spec.use_rejection_sampling:
+        num_rows = num_slots * plan.max_draft_len
+        num_bytes += num_rows * plan.config.vocab_size * torch.float32.itemsize
     return num_bytes
 
 

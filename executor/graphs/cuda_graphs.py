@@ -22,8 +22,8 @@ class CudaGraphs(GraphTable[SampledTokens]):
         self._count_results()
 
     def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
-        """The round of these slots, or None when no graph fits. The result is overwritten by the
-        next replay."""
+        """The round of these slots, or None when no graph fits. The next replay of these graphs
+        overwrites the result."""
         captured = self._replay(slots, draft_len, sampled)
         if captured is None:
             return None

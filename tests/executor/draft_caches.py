@@ -1,6 +1,5 @@
 """What a draft network on the target's pages should hold and propose: from one prefill of the true
-tokens, and a plain loop behind it. Shared by the tests of the one-model worker, the deferred
-drafter, graphs and overlap."""
+tokens and a plain loop after it. Shared by the tests of drafters, graphs and overlap."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from tllm_spec.kernels.gumbel import gumbel_noise
 
 LAYERS = (0, 1)  # of the two-layer target, for a head with num_captured=2
 TOLERANCE = 1e-4
-HOT = 6.0  # a temperature at which noise decides often enough for any two networks to agree now and then
+HOT = 6.0  # a temperature at which the common noise makes any two networks agree now and then
 SMALL_POOL = {
     "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 72},
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -85,7 +84,7 @@ def pools_of(harness: Harness) -> list[KVPool]:
 
 
 def spoil_free_pages(harness: Harness) -> None:
-    """Whoever reads a place that nobody has written since gets no numbers."""
+    """A read of a position that was not written since gives NaN."""
     free = harness.parts.kv.cache._free_pages
     for pool in pools_of(harness):
         pool.data[:, :, free] = torch.nan

@@ -1,4 +1,4 @@
-"""Two-model drafters with stand-ins for CUDA graphs, and what was drafted with them and without."""
+"""Two-model drafters whose CUDA graphs are replaced by eager ones, and what they draft."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
 CPU = torch.device("cpu")
 Result = SampledTokens | torch.Tensor | None
-DUMMY = 8  # the slot behind those of max_batch_size
+DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["draft_target", "eagle3"]
 
 
@@ -64,7 +64,7 @@ def spoil(result: SampledTokens | torch.Tensor) -> None:
 
 
 def captures_without_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Captures without a CUDA device. What the list has in it while a stand-in replays."""
+    """Captures without a CUDA device. The returned list is not empty while a stand-in replays."""
     inside: list[int] = []
     results: list[SampledTokens | torch.Tensor] = []
 

@@ -20,7 +20,7 @@ from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.modes import Speculation
 
 CPU = torch.device("cpu")
-DUMMY = 8  # the slot behind those of max_batch_size
+DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
 
 

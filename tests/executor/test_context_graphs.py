@@ -1,5 +1,5 @@
-"""CUDA graphs of contexts: what runs in them, and that nobody can tell from the text. FlashInfer's
-reference attends."""
+"""CUDA graphs of contexts: what runs in them, and that texts are those of eager rounds. The
+reference of FlashInfer attends."""
 
 from pathlib import Path
 from random import Random
@@ -23,7 +23,7 @@ from tllm_spec.executor.graphs.slot_graphs import graph_keys
 from tllm_spec.executor.request import LlmRequest
 
 CPU = torch.device("cpu")
-DUMMY = 8  # the slot behind those of max_batch_size
+DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
 SIZES = (4, 8, 24, 40)
 
@@ -64,8 +64,7 @@ def replays(harness: Harness) -> dict[int, int]:
 
 
 def traffic(harness: Harness, is_sampled: bool) -> list[LlmRequest]:
-    """Prompts of all lengths that join others which generate, some of them behind a shared
-    prefix."""
+    """Prompts of all lengths that join generating requests; some have a common prefix."""
     random = Random(5)
     shared = [random.randrange(64) for _ in range(40)]
     requests = []
@@ -175,7 +174,7 @@ def test_the_smallest_graph_that_has_room_runs_a_forward(
 def test_states_are_those_of_an_eager_forward_for_any_chunks(
     tiny: Path, eager_graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind one another: what an earlier replay left in the buffers is nobody's."""
+    """Also one after another: what an earlier replay left in the buffers is not read."""
     harness = with_graphs(monkeypatch, tiny)
     runner, random = harness.parts.runner, Random(1)
     graphs, engine = runner.contexts.graphs, runner.engine

@@ -1,5 +1,5 @@
 """CUDA graphs of what drafts before the target's forward: which rounds are two launches and nothing
-else, and that nobody can tell from drafts or text."""
+else, and that drafts and texts are those of eager rounds."""
 
 from pathlib import Path
 from random import Random
@@ -50,7 +50,7 @@ def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def run_with_cancellations(harness: Harness) -> None:
-    """Until everybody has ended, some before their time."""
+    """Until all requests have ended, some of them cancelled."""
     random = Random(1)
     while harness.round():
         running = harness.parts.scheduler.running
@@ -131,7 +131,7 @@ def test_a_steady_round_is_two_launches_and_nothing_else(
     assert not ops.names
 
 
-def test_padding_of_a_draft_model_writes_into_nobodys_pages(
+def test_padding_of_a_draft_model_writes_into_no_requests_pages(
     tiny: Path, drafts: tuple[Path, Path], depth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"kv_cache_config": {"tokens_per_block": 4}} | two_model(drafts, "draft_target")
@@ -224,7 +224,7 @@ def test_what_fits_no_graph_is_drafted_eagerly(
         watched.harness.run()
         eager.run()
         assert_same(ours, theirs)
-        # A draft model ignores penalties, and reads nothing but slots; a head's graph reads what the
+        # A draft model ignores penalties and reads nothing but slots; a head's graph reads what the
         # target's graph left.
         assert bool(watched.replays()) == (mode == "draft_target") == (not watched.eager)
 

@@ -103,7 +103,7 @@ def test_drafts_are_those_of_a_slow_loop_up_to_each_requests_limit(
     temperatures, limits = [None, HOT, 0.7, HOT], [None, 0, 2, None]
     requests: list[LlmRequest] = []
     for number in range(12):
-        if number % 2 == 0 and len(requests) < 4:  # joins between rounds and beside running ones
+        if number % 2 == 0 and len(requests) < 4:  # joins with running requests
             i = len(requests)
             requests.append(
                 harness.submit(
@@ -195,7 +195,7 @@ def test_for_rejection_sampling_the_worker_says_what_the_drafts_were_drawn_from(
 @pytest.mark.parametrize(
     "options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}]
 )
-def test_a_draft_model_that_gives_no_numbers_harms_nobody(
+def test_a_draft_model_that_gives_nan_changes_no_text(
     tiny: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     draft = write_tiny_llama(tmp_path, nan_token=5)

@@ -1,5 +1,5 @@
-"""Rounds that are timed with contexts before anybody runs: what they read, and that they leave
-nothing behind."""
+"""Rounds that are timed with contexts before the first request: what they read, and that they leave
+nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def test_each_round_reads_its_own_pages_at_the_same_lengths(
 
 
 @torch.inference_mode()
-def test_texts_behind_it_are_those_of_an_engine_that_was_not_timed(
+def test_texts_after_timing_are_those_of_an_engine_that_was_not_timed(
     harness: Harness, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seconds(graphs: CudaGraphs, key: GraphKey, slots: list[int], renew: Any) -> float:

@@ -224,8 +224,8 @@ def test_a_head_with_a_reduced_vocabulary_drafts_the_targets_ids(
 def test_the_longest_request_fits_with_all_that_is_written_after_it(
     tiny: Path, tiny_draft: Path, head: Path
 ) -> None:
-    """A request up to max_seq_len: the block table and the rotary tables end behind the last place
-    ever written."""
+    """A request up to max_seq_len: the block table and the rotary tables end after the last
+    position ever written."""
     for options in (
         eagle3(head, 5),
         eagle3(head, 5, eagle3_one_model=False),

@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Gone(Exception):
-    """Of a kind that nobody expects."""
+    """A kind of exception that no handler names."""
 
 
 def test_two_rounds_in_a_row_that_raise_while_they_are_read_do_not_kill_the_executor() -> None:

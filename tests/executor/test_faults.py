@@ -75,7 +75,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def assert_clean(llm: LLM) -> None:
-    """The executor lives, and nobody holds a page or a slot."""
+    """The executor lives, and no page or slot is held."""
     llm.check_integrity()
     assert llm.is_healthy
     assert all_pages_are_back(llm._executor)

@@ -1,4 +1,4 @@
-"""First tokens do not wait for the drafts behind them, and the time of those drafts is nobody's."""
+"""First tokens are sent before the drafts after them, whose time belongs to no later round."""
 
 from itertools import count, pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from tllm_spec.executor.rounds.transfer import ToHost
 ON_DEVICE = ("draft_target_one_model", "eagle3", "eagle3_two_model")
 
 
-@pytest.mark.parametrize("how", ["alone", "alone, in a graph", "beside windows"])
+@pytest.mark.parametrize("how", ["alone", "alone, in a graph", "with windows"])
 @pytest.mark.parametrize("mode", ON_DEVICE)
 def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
     tiny: Path,
@@ -33,7 +33,7 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
     harness = (
         with_graphs(monkeypatch, tiny, **options) if "graph" in how else Harness(tiny, **options)
     )
-    beside_windows = how == "beside windows"
+    with_windows = how == "with windows"
     worker, happened = worker_of(harness), list[str]()
     draft = worker.draft
 
@@ -51,18 +51,18 @@ def test_first_tokens_are_sent_before_anything_is_drafted_after_their_prompts(
     requests = []
     for each in (harness, plain):
         requests.append([each.submit([3, 1, 4], max_tokens=30)])
-        if beside_windows:
+        if with_windows:
             for _ in range(4):
                 each.round()
             requests[-1].append(each.submit([1, 5, 9, 2], max_tokens=30))
         each.run()
-    behind = [before for before, now in pairwise(happened) if now == "contexts"]
+    before_drafts = [before for before, now in pairwise(happened) if now == "contexts"]
     assert bool(harness.parts.runner.contexts.graphs) == ("graph" in how)
-    assert behind == ["sent"] * (1 + beside_windows)
+    assert before_drafts == ["sent"] * (1 + with_windows)
     assert list(map(output_of, requests[0])) == list(map(output_of, requests[1]))
 
 
-class Behind:
+class PostSend:
     """Two milliseconds of a device."""
 
     def end(self) -> None: ...
@@ -71,26 +71,26 @@ class Behind:
 
 
 def test_the_next_rounds_time_begins_when_the_device_has_finished_after_the_results() -> None:
-    clock, behind = RoundClock(), cast(DeviceSpan, Behind())
+    clock, post_send = RoundClock(), cast(DeviceSpan, PostSend())
     assert clock.lap(1.0) is None
-    assert clock.lap(1.010, behind) == pytest.approx(0.010)
+    assert clock.lap(1.010, post_send) == pytest.approx(0.010)
     assert clock.lap(1.020) == pytest.approx(0.008)
-    assert clock.lap(1.030, behind) == pytest.approx(0.010)
+    assert clock.lap(1.030, post_send) == pytest.approx(0.010)
     assert clock.lap(1.031) == 0.0  # the host had seen the results before late
-    clock.lap(1.040, behind)
+    clock.lap(1.040, post_send)
     clock.stop()
     assert clock.lap(1.050) is None
     assert clock.lap(1.060) == pytest.approx(0.010)
 
 
 @pytest.mark.parametrize("mode", ON_DEVICE)
-def test_drafts_behind_a_prompt_are_in_no_time_that_the_controller_learns_from(
+def test_drafts_after_a_prompt_count_for_no_time_that_the_controller_learns(
     tiny: Path, drafts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """On a clock that moves by 3 ms whenever somebody looks at it."""
+    """On a clock that moves by 3 ms whenever it is read."""
     now = count(0)
     monkeypatch.setattr(ToHost, "is_here", property(lambda to_host: False))  # as on a device
-    monkeypatch.setattr("tllm_spec.executor.speculative.drafting.worker.DeviceSpan", Behind)
+    monkeypatch.setattr("tllm_spec.executor.speculative.drafting.worker.DeviceSpan", PostSend)
     monkeypatch.setattr(
         "tllm_spec.executor.rounds.round_clock.perf_counter", lambda: 0.003 * next(now)
     )
@@ -103,7 +103,7 @@ def test_drafts_behind_a_prompt_are_in_no_time_that_the_controller_learns_from(
         harness.round()
         number += 1
     times = [round(seconds, 6) for _, _, _, seconds, _ in told.rounds if seconds is not None]
-    assert {*times} == {0.001, 0.003}  # behind a prompt, and two rounds behind it
+    assert {*times} == {0.001, 0.003}  # after a prompt, and two rounds after it
     totals = harness.executor.totals.state([])["by_draft_len"].values()
     assert sum(row["timed_rounds"] for row in totals) > number // 2
 

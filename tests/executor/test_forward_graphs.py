@@ -1,5 +1,5 @@
 """A round in which a request's rules need more than a round's graph knows: its forward is a graph
-nevertheless, and nobody can tell from text, drafts or log probabilities."""
+nevertheless; text, drafts and log probabilities are those of eager rounds."""
 
 from pathlib import Path
 from typing import Any

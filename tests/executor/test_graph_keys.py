@@ -78,10 +78,10 @@ def test_the_keys_of_a_build_follow_the_mode_and_the_schedule(
 
     assert pairs("plain") == {(1, 0), (2, 0), (4, 0), (8, 0)}
     for mode in ("draft_target", "eagle3"):
-        plain = {(1, 0), (2, 0), (4, 0), (8, 0)}  # where nobody wants drafts
+        plain = {(1, 0), (2, 0), (4, 0), (8, 0)}  # rounds without drafts
         assert pairs(mode) == plain | {(1, 3), (2, 3), (4, 3), (8, 3)}
         assert pairs(mode, **cuts) == plain | {(5, 0)} | {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)}
-    # The draft model may have no pages for anybody's drafts.
+    # The draft model may have no pages for drafts.
     assert pairs("draft_target_two_model", **cuts) >= {(4, 0), (4, 3), (8, 0), (8, 1)}
     rejecting = speculate(tiny_draft, head, "draft_target_two_model", use_rejection_sampling=True)
     assert keys_of_build(tiny, **rejecting) == []

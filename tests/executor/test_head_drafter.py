@@ -1,5 +1,5 @@
-"""An EAGLE-3 head in launches of its own (two-model path): it drafts in the round that it reads, what
-the one-model path would draft, and its rounds overlap."""
+"""An EAGLE-3 head in launches of its own (two-model path): it drafts in the round that it reads, as
+the one-model path does, and its rounds overlap."""
 
 from pathlib import Path
 from random import Random
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import SMALL_POOL, eagle3, submit_traffic
-from tests.executor.graph_rounds import with_graphs
+from tests.executor.draft_caches import SMALL_POOL, count_forwards, eagle3, submit_traffic
+from tests.executor.graph_rounds import DUMMY, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.batch import ScheduledBatch
@@ -112,6 +112,19 @@ def test_the_heads_graph_is_replayed_after_the_targets_before_the_round_before_i
             harness.round()
             assert len(harness.executor._in_flight) == 1
         assert events == ["target", "head", "read"] * num_rounds
+
+
+def test_the_targets_graph_holds_no_forward_of_the_head(
+    tiny: Path, head: Path, eager_graphs: None
+) -> None:
+    harness = with_graphs(tiny, (2,), {0, 3}, **two_model(head))
+    graphs, rows = harness.parts.runner.graphs, count_forwards(harness)
+    assert graphs is not None
+    with torch.inference_mode():
+        graphs.replay([DUMMY, DUMMY], 3, False)
+        assert rows == []
+        harness.parts.runner.round_end.after_replay([DUMMY, DUMMY], 3, False)
+    assert rows == [2 * 4, 2, 2]  # what the target has read, then two more drafts
 
 
 def test_the_host_reports_the_drafts_of_the_round_before(tiny: Path, head: Path) -> None:

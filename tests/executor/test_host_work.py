@@ -73,7 +73,7 @@ class Watched:
             end = self._kv_lens[request] + batch.window
             assert request.kv_len <= self._kv_lens[request] < request.num_tokens_bound
         room = len(pages) * 4 - end - kv.extra_kv_tokens
-        assert room >= 0, "a window would be written behind the request's pages"
+        assert room >= 0, "a window would be written after the request's pages"
         self.num_borders += room == 0
         assert kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
 
@@ -119,7 +119,7 @@ def submit_all_kinds(watched: Watched, random: Random) -> list[tuple[LlmRequest,
         if by_string:
             stops = {min(stops)}
             request.stop_checker = StopAt(min(stops))
-        requests.append((request, stops | {2}))  # 2 is everybody's end
+        requests.append((request, stops | {2}))  # 2 is the end token of all
     for request, _ in requests[4::5]:
         while request.num_output_tokens < 3 and not request.is_finished:
             watched.step()
@@ -141,7 +141,7 @@ def check_outcome(watched: Watched, request: LlmRequest, stops: set[int]) -> Non
 
 @pytest.mark.parametrize("way", RATES)
 @pytest.mark.parametrize("may_preempt", [False, True])
-def test_nobody_misses_a_page_a_stop_or_a_response_whatever_the_round_leaves_out(
+def test_shortcuts_of_a_round_miss_no_page_no_stop_and_no_response(
     way: str, may_preempt: bool
 ) -> None:
     reasons, num_preemptions = set(), 0
@@ -163,7 +163,7 @@ def test_nobody_misses_a_page_a_stop_or_a_response_whatever_the_round_leaves_out
     assert bool(num_preemptions) == may_preempt
 
 
-def test_a_streamed_request_is_told_of_in_every_round_and_nobody_else() -> None:
+def test_only_streamed_requests_get_a_response_in_every_round() -> None:
     watched = Watched(())
     [quiet], [streamed] = watched.engine.put(1, 5, 20), watched.engine.put(1, 5, 20, streaming=True)
     watched.run()
@@ -245,8 +245,8 @@ def test_most_rounds_take_no_page_and_no_page_is_taken_twice(way: str) -> None:
 def test_pages_are_taken_ahead_only_of_those_that_a_request_was_admitted_with(
     may_preempt: bool, in_flight: int
 ) -> None:
-    """The pool has what eight requests may need, and not a page more. Nothing is taken ahead of
-    what nobody was promised, nor what the end of the round would give back."""
+    """The pool has what eight requests may need, and not a page more. No page is taken
+    ahead that was not promised, nor one that the end of the round would give back."""
     most = -(-(40 + 60 + 9) // 4)  # prompt, max_tokens and overshoot
     watched = Watched(RATES["three"], max_len=100, num_pages=1 + 8 * most, may_preempt=may_preempt)
     watched.parts.max_in_flight = in_flight

@@ -1,5 +1,5 @@
-"""Where the rounds in flight may be everybody's last, by `max_tokens`, the host reads them before
-the next launch."""
+"""Where the rounds in flight may be the last of all requests, by `max_tokens`, the host reads them
+before the next launch."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def always_right(tiny: Path, **options: Any) -> Harness:
 
 
 @pytest.mark.parametrize("max_tokens", range(6, 14))
-def test_no_round_is_for_nobody(tiny: Path, max_tokens: int) -> None:
+def test_no_round_is_launched_after_the_last_request_has_ended(tiny: Path, max_tokens: int) -> None:
     harness = always_right(tiny)
     found = launches(harness)
     request = harness.submit(PROMPT, max_tokens)
@@ -45,7 +45,7 @@ def test_no_round_is_for_nobody(tiny: Path, max_tokens: int) -> None:
     assert [in_flight for _, in_flight in found[:-2]] == [0, *[1] * (num_rounds - 3)]
 
 
-def test_who_may_end_is_not_waited_for_where_somebody_else_goes_on(tiny: Path) -> None:
+def test_a_request_that_may_end_is_not_waited_for_while_another_continues(tiny: Path) -> None:
     harness = always_right(tiny)
     found = launches(harness)
     short, long = harness.submit(PROMPT, 13), harness.submit([1, *PROMPT], 41)
@@ -56,7 +56,7 @@ def test_who_may_end_is_not_waited_for_where_somebody_else_goes_on(tiny: Path) -
     assert len(of_long) == 11 and of_long[1:-2] == [1] * 8
 
 
-def test_who_waits_for_the_slot_of_somebody_who_may_end_does_not_wait_for_a_round_too_many(
+def test_a_waiting_request_gets_the_slot_of_one_that_may_end_without_an_extra_round(
     tiny: Path,
 ) -> None:
     harness = always_right(tiny, max_batch_size=1)
@@ -66,7 +66,7 @@ def test_who_waits_for_the_slot_of_somebody_who_may_end_does_not_wait_for_a_roun
     assert [ids for ids, _ in found] == [[first.request_id]] * 4 + [[second.request_id]] * 2
 
 
-def test_who_may_end_is_not_waited_for_where_somebody_can_join(tiny: Path) -> None:
+def test_a_request_that_may_end_is_not_waited_for_where_another_can_join(tiny: Path) -> None:
     harness = always_right(tiny)
     found = launches(harness)
     first = harness.submit(PROMPT, 13)

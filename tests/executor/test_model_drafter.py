@@ -174,7 +174,7 @@ def test_a_draft_model_may_have_fewer_or_more_rows_than_the_target(
 @pytest.mark.parametrize(
     "options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}]
 )
-def test_a_draft_model_that_gives_no_numbers_harms_nobody(
+def test_a_draft_model_that_gives_nan_changes_no_text(
     tiny: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     draft = write_tiny_llama(tmp_path, nan_token=5)

@@ -134,7 +134,7 @@ def test_windows_shrink_when_the_token_budget_is_short(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("one_model", [False, True])
-def test_windows_do_not_keep_a_prompt_waiting_until_somebody_ends(
+def test_windows_do_not_keep_a_prompt_waiting_until_a_request_ends(
     tiny: Path, tiny_draft: Path, one_model: bool
 ) -> None:
     options = draft_target(tiny_draft, 3, draft_target_one_model=one_model)
@@ -238,7 +238,7 @@ def with_no_token_at(place: int, **params: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("place", range(1, 6))
-def test_where_no_token_can_be_chosen_the_request_fails_behind_its_good_tokens(
+def test_where_no_token_can_be_chosen_the_request_fails_after_its_good_tokens(
     tiny: Path, place: int
 ) -> None:
     propose, params = with_no_token_at(place)
@@ -256,7 +256,7 @@ def test_where_no_token_can_be_chosen_the_request_fails_behind_its_good_tokens(
     assert results[0] == results[1] and len(results[0][0]) == place
 
 
-def test_a_stop_inside_an_accepted_run_comes_before_the_fault_behind_it(tiny: Path) -> None:
+def test_a_stop_inside_an_accepted_run_comes_before_a_fault_after_it(tiny: Path) -> None:
     propose, params = with_no_token_at(4, stop_token_ids=[43])
     harness = Harness(tiny, **user_provided(propose, draft_len=6))
     request = harness.submit(PROMPT, max_tokens=9, **params)

@@ -1,5 +1,5 @@
-"""Results that graphs send to the host by themselves: who reads what, and that a wrong count is
-seen."""
+"""Results that graphs send to the host by themselves: which entry is read, and that a wrong count
+is noticed."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_a_round_that_was_overwritten_before_it_was_read_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 2 * DEPTH))
-def test_results_that_nobody_told_of_are_counted_when_it_is_asked_to(number: int) -> None:
+def test_count_again_takes_over_results_that_were_not_announced(number: int) -> None:
     ring = ResultRing(8, CPU)
     for _ in range(number):
         ring.send(torch.ones(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))

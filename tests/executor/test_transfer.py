@@ -11,7 +11,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class PinnedMemory:
-    """Stands in for torch's makers of pinned memory: what they gave, and that nobody pins anything
+    """Stands in for torch's makers of pinned memory: what they gave, and that no tensor is pinned
     afterwards."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ class OnDevice(torch.Tensor):
 
 
 class Arrival:
-    """Stands in for a CUDA event: the copies of a round and who waited for them, in order."""
+    """Stands in for a CUDA event: the copies of a round and the waits for them, in order."""
 
     log: ClassVar[list[str]] = []
 
@@ -153,7 +153,7 @@ def test_buffers_have_one_shape_and_dtype_and_a_lost_one_is_made_again(
     assert len(memory.given) == len(tensors) + 1
 
 
-def test_what_comes_beside_the_first_tensor_has_memory_of_its_own(memory: PinnedMemory) -> None:
+def test_tensors_after_the_first_have_memory_of_their_own(memory: PinnedMemory) -> None:
     buffers = PinnedBuffers()
     rounds = [ToHost([on_device([value]), on_device([-value])], buffers) for value in (1, 2)]
     assert [[tensor.tolist() for tensor in each.wait()] for each in rounds] == [

@@ -137,10 +137,11 @@ def drafting(tiny: Path, tmp_path: Path, mode: str, max_num_tokens: int, **optio
 # Rows of the MLPs in each round: two prompts of 10 tokens in chunks of 8, then windows of 4. A head
 # reads the target's last layer, too, so that there all rows go on.
 STEADY = [8, 8, 2, 2, 2]
+OF_A_HEAD = [[8, 8], [8, 8, 1, 1, 1], STEADY, STEADY]
 ROWS_OF_ROUNDS = {
-    "eagle3": [[8, 8], [8, 8, 1, 1, 1], STEADY, STEADY],
+    "eagle3": OF_A_HEAD,
     "draft_target": [[8], [8, 1, 1, 1, 1], [8, 5, 2, 2, 2], STEADY],
-    "eagle3 in its own engine": [[8, 8], [8, 8], [1, 1, 1, 8, 8], [2, 2, 2, 8, 8], [2, 2, 2, 8, 8]],
+    "eagle3_two_model": OF_A_HEAD,
 }
 
 

@@ -1,5 +1,5 @@
-"""Rounds of nobody before the first request: which they are, that each takes the way that real ones
-take, and that nothing is left of them."""
+"""Rounds of dummy requests before the first request: which they are, that each runs as a real one
+does, and that nothing is left of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,7 +114,7 @@ def launched_by(
     return found
 
 
-def test_rounds_are_the_longest_context_and_contexts_beside_few_some_and_many_windows(
+def test_rounds_are_the_longest_context_and_contexts_with_few_some_and_many_windows(
     tiny: Path, drafts: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = Harness(tiny, max_num_tokens=512, **options("eagle3", drafts[0], head))
@@ -150,7 +150,7 @@ def test_chosen_are_windows_of_the_shortest_and_the_longest_draft_length() -> No
     )
     assert some_of([]) == []
     assert some_of([GraphKey(4, 2, False)]) == [GraphKey(4, 2, False)]
-    assert CHUNK_ROWS > 1536, "contexts beside windows would be a graph of their own"
+    assert CHUNK_ROWS > 1536, "contexts with windows would be a graph of their own"
 
 
 def test_where_the_memory_does_not_suffice_the_message_says_what_to_lower(
@@ -182,7 +182,7 @@ def test_an_engine_on_a_cpu_has_nothing_to_warm_up(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["plain", "eagle3"])
-def test_on_a_gpu_contexts_beside_windows_compile_no_attention_that_was_not_compiled_before(
+def test_on_a_gpu_contexts_with_windows_compile_no_attention_after_the_warm_up(
     tiny: Path, drafts: tuple[Path, Path], head: Path, mode: str
 ) -> None:
     from tllm_spec.kernels.window_attention_triton import attention_kernel

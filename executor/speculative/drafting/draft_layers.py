@@ -1,7 +1,4 @@
-"""A draft network as extra layers of the target's pages: its own pool, the target's block table.
-
-It knows rows of tokens; neither what they are drafted for nor when they are read.
-"""
+"""A draft network as extra layers of the target's pages: its own pool, the target's block table."""
 
 from dataclasses import dataclass
 
@@ -29,9 +26,9 @@ class DraftLayers:
         patched: tuple[list[int], torch.Tensor] | None = None,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `DraftNet.forward`, over these rows. patched: rows whose tokens only the device knows,
-        and the tokens. wanted `[R]`: the rows that come out (`ForwardContext.wanted`); None:
-        all."""
+        """As `DraftNet.forward`, over these chunks and windows. patched: rows whose tokens only the
+        device knows, and the tokens. wanted `[R]`: the rows that are returned
+        (`ForwardContext.wanted`); None: all."""
         metadata, token_ids = self.rows.build(chunks, windows)
         if patched is not None:
             token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])

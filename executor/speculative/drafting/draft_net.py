@@ -1,8 +1,8 @@
-"""The two kinds of networks that draft in step with the target, behind one face: an EAGLE-3 head
-and a whole model.
+"""One interface for the two kinds of draft networks on the target's pages: an EAGLE-3 head and a
+whole model.
 
-They differ in what stands beside a token (the hidden state before it, or nothing) and in where its
-KV goes. Neither knows slots, sampling or acceptance."""
+They differ in their inputs (a token with the hidden state before it, or a token only) and in the
+position that a token's KV goes to."""
 
 from abc import ABC, abstractmethod
 
@@ -16,12 +16,12 @@ from tllm_spec.models.eagle3 import Eagle3Head
 
 
 class DraftNet(ABC):
-    """`shift`: the place of a token in the draft cache, seen from the place of the token before it:
-    0 where an entry is (hidden of token j, token j + 1) and stands at j, 1 where the entry of a
-    token stands at its own place.
+    """`shift`: position of a token's entry in the draft cache minus the position of the token
+    before it. 0 for a head, whose entry at j is (hidden state of token j, token j + 1); 1 for a
+    model, whose entry of a token is at the token's own position.
 
-    `reads_tokens_only`: so that whatever it has missed it can read later. `has_one_layer`: rows
-    that are not wanted attend to nothing. `vocab_size` is that of the logits; `token_map`
+    `reads_tokens_only`: what it has missed can be read later, from tokens. `has_one_layer`: rows
+    that are not wanted need no attention. `vocab_size` is that of the logits; `token_map`
     `[vocab_size]` has the target's ids of a reduced vocabulary."""
 
     shift: int
@@ -32,17 +32,16 @@ class DraftNet(ABC):
 
     @abstractmethod
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
-        """What the draft reads when the target has read `chunk`. following: the token behind it;
-        None: it is not known on the host, and the chunk's last token is to be replaced by it."""
+        """What the network reads when the target has read `chunk`. following: the token after it;
+        None: the host does not know it, and it will replace the last token of the result."""
 
     def captured(self, num_rows: int) -> torch.Tensor | None:
-        """What the target's latest forward left beside its first rows, `[T, n * H]`; None: nothing
-        is read of it."""
+        """The hidden states that the target's latest forward captured for its first rows, `[T, n *
+        H]`; None: the network reads none."""
         return None
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """The state that `forward` takes after the target has left `captured`, `[T, n * H]` -> `[T,
-        H]`."""
+        """Captured states as the state that `forward` takes, `[T, n * H]` -> `[T, H]`."""
         raise AssertionError("nothing is captured for this network")
 
     @abstractmethod
@@ -54,8 +53,8 @@ class DraftNet(ABC):
         state: torch.Tensor | None,
     ) -> torch.Tensor:
         """The state for `compute_logits` and for the next step, `[T, H]`, or `[R, H]` of the rows
-        that the context wants. state `[T, H]` of the step before; None after a forward of the
-        target."""
+        that the context wants. state `[T, H]`: of the step before; None: what the target's latest
+        forward captured is read."""
 
     @abstractmethod
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
@@ -63,7 +62,7 @@ class DraftNet(ABC):
 
 
 class Eagle3Net(DraftNet):
-    """An EAGLE-3 head on the hidden states that the target's forward left in `spec`."""
+    """An EAGLE-3 head on the hidden states that the target's forward captured in `spec`."""
 
     shift = 0
     reads_tokens_only = False
@@ -100,8 +99,8 @@ class Eagle3Net(DraftNet):
 
 
 class CausalNet(DraftNet):
-    """A small causal model. `input_vocab_size` is the target's: ids beyond the model's own are read
-    as its last."""
+    """A small causal model. `input_vocab_size` is the target's: ids outside the model's own
+    vocabulary are read as its last id."""
 
     shift = 1
     reads_tokens_only = True

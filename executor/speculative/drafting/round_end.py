@@ -57,7 +57,7 @@ class WindowResult:
 
 
 class RoundEnd:
-    """The null object: every hook does nothing. When a hook runs, the slots have advanced by what
+    """The null object: every hook does nothing. After the sampling the slots have advanced by what
     the round emitted."""
 
     def prepare(self, batch: ScheduledBatch) -> None:
@@ -85,7 +85,7 @@ class RoundEnd:
 
     def after_replay(self, slots: list[int], draft_len: int, is_sampled: bool) -> None:
         """After the replay of a round's graph for these slots, of a key with this draft length and
-        way of sampling. Its results stay where they are until the next replay of any graph."""
+        way of sampling. The round's results may still be read afterwards."""
 
     def launched(self, batch: ScheduledBatch) -> None:
         """After everything of the round was launched."""
