@@ -14,6 +14,6 @@ class AttentionGeometry:
     scale: float
 
     def pool_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """Of the KV pool, `[layers, 2, pages, page_size, kv_heads, head_dim]`: a key and a value for
-        each head and token."""
+        """Of the KV pool, `[layers, 2, pages, page_size, kv_heads, head_dim]`: a key and a value
+        for each head and token."""
         return (self.num_layers, 2, num_pages, page_size, self.num_kv_heads, self.head_dim)
