@@ -57,6 +57,7 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.max_seq_len = self.args.max_seq_len or 4096
         self.under_way = self.max_under_way = self.num_streamed = 0
+        self.rounds: list[dict[str, Any]] = []
         self.sampling: list[SamplingParams] = []
         FakeLLM.made.append(self)
 
@@ -81,11 +82,17 @@ class FakeLLM:
             ]
         }
 
+    def get_stats(self) -> list[dict[str, Any]]:
+        """A round for each request since the last call."""
+        taken, self.rounds = self.rounds, []
+        return taken if self.args.enable_iter_perf_stats else []
+
     def generate_async(
         self, prompt: str | list[int], params: SamplingParams, streaming: bool = False
     ) -> FakeHandle:
         FakeLLM.calls.append(self)
         self.sampling.append(params)
+        self.rounds.append({"iter": len(self.sampling)})
         self.under_way += 1
         self.max_under_way = max(self.max_under_way, self.under_way)
         spec = self.args.speculative_config

@@ -203,6 +203,22 @@ def test_the_json_files_have_the_report_the_texts_and_the_requests(
     )
 
 
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_the_iteration_log_has_every_round_after_the_warm_up(
+    dataset: Path, tmp_path: Path, command: str
+) -> None:
+    log = tmp_path / "log.jsonl"
+    result = run(command, "--dataset", dataset, "--warmup", 2, "--iteration_log", log)
+    assert result.exit_code == 0, result.output
+    rounds = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [each["iter"] for each in rounds] == [3, 4, 5, 6]
+
+
+def test_without_an_iteration_log_no_statistics_are_collected(dataset: Path) -> None:
+    assert run("throughput", "--dataset", dataset).exit_code == 0
+    assert not FakeLLM.made[0].args.enable_iter_perf_stats
+
+
 def test_draft_lengths_in_the_report_exclude_the_warm_up(dataset: Path, tmp_path: Path) -> None:
     text = "speculative_config: {decoding_type: NGram, max_draft_len: 3, adaptive: {}}"
     config, report = write_yaml(tmp_path, "adaptive", text), tmp_path / "report.json"

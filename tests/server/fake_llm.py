@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+from tllm_spec.config import LlmArgs
 from tllm_spec.executor.response import Response
 from tllm_spec.outputs import Logprob, SpeculativeStats
 from tllm_spec.request_errors import ContextLengthExceeded
@@ -51,7 +52,9 @@ def answer_text(index: int) -> str:
 class FakeLLM:
     """`running` and `aborted` hold request ids. A slow prompt generates until it is aborted."""
 
-    def __init__(self) -> None:
+    def __init__(self, **arguments: Any) -> None:
+        self.args = LlmArgs.from_kwargs("fake", **arguments)
+        self.rounds: list[dict[str, Any]] = []
         self.tokenizer = load_tokenizer("zoo:llama")
         self.is_healthy = True
         self.is_shut_down = False
@@ -61,9 +64,17 @@ class FakeLLM:
         self.prompts: list[list[int]] = []
 
     def server_info(self) -> dict[str, Any]:
+        self._check_alive()
+        return {"version": "9", "internal_states": [STATE]}
+
+    def get_stats(self) -> list[dict[str, Any]]:
+        self._check_alive()
+        taken, self.rounds = self.rounds, []
+        return taken
+
+    def _check_alive(self) -> None:
         if not self.is_healthy:
             raise RuntimeError("the executor has died: no more")
-        return {"version": "9", "internal_states": [STATE]}
 
     def shutdown(self) -> None:
         self.is_shut_down = True

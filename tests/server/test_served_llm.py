@@ -22,6 +22,7 @@ OPTIONS = {
     "device": "cpu",
     "max_batch_size": 4,
     "kv_cache_config": {"max_tokens": 4096},
+    "enable_iter_perf_stats": True,
     "speculative_config": {
         "decoding_type": "Draft_Target",
         "max_draft_len": 3,
@@ -170,6 +171,8 @@ def test_the_engine_is_probed_and_requests_are_timed(client: openai.OpenAI, url:
     assert httpx.get(f"{url}/health_generate", timeout=60).status_code == 200
     httpx.get(f"{url}/perf_metrics")
     client.completions.create(model=MODEL, prompt="def f(", max_tokens=30)
+    rounds = httpx.get(f"{url}/iteration_stats").json()
+    assert sum(each["numCompletedRequests"] for each in rounds) >= 1
     (record,) = httpx.get(f"{url}/perf_metrics").json()
     times = record["perf_metrics"]["timing_metrics"]
     assert list(times.values()) == sorted(times.values())

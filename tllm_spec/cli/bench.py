@@ -152,9 +152,11 @@ def measure(
     report_json: Path | None,
     output_json: Path | None,
     request_json: Path | None,
+    iteration_log: Path | None,
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
+    from tllm_spec.bench.iteration_log import COLLECT_ROUNDS, write_rounds
     from tllm_spec.bench.runner import run_requests, warm_up
     from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
@@ -162,10 +164,16 @@ def measure(
     workload, (arguments,) = read_options(model, [yaml_path], options)
     requests = workload.requests()
     sampling = workload.sampling(requests)
+    if iteration_log is not None:
+        arguments |= COLLECT_ROUNDS
     with LLM(model.path, **arguments) as llm:
         warm_up(llm, requests, sampling, concurrency, warmup)
         before = llm.server_info()
+        if iteration_log is not None:
+            llm.get_stats()  # drop the rounds of the warm-up
         run = run_requests(llm, requests, sampling, concurrency, streaming)
+        if iteration_log is not None:
+            write_rounds(iteration_log, llm.get_stats())
         report = reports.build_report(
             model.name, llm.args, run, streaming, (before, llm.server_info())
         )

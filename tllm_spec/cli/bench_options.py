@@ -166,4 +166,9 @@ record_options = together(
         type=OUTPUT_FILE,
         help="File to write the lengths, times and draft counts of every request to, as JSON.",
     ),
+    click.option(
+        "--iteration_log",
+        type=OUTPUT_FILE,
+        help="File to write the statistics of every round to, as JSON lines.",
+    ),
 )

@@ -32,7 +32,6 @@ LOG_LEVELS = {
     "trace": "debug",
 }
 
-ONE_DEVICE = "a model runs on one device"
 ONE_SERVER = "prefill and decoding run in one server"
 ONLY_TEXT = "only text is served"
 NO_LORA = "LoRA is not served"
@@ -60,7 +59,7 @@ ENGINE_OPTIONS = (
     TrtllmOption("--context_parallel_size --cp_size --cp", int, "context_parallel_size"),
     TrtllmOption("--moe_expert_parallel_size --ep_size --ep", int, "moe_expert_parallel_size"),
     TrtllmOption("--moe_cluster_parallel_size --cluster_size", int, "moe_cluster_parallel_size"),
-    TrtllmOption("--gpus_per_node", int, NotServed((1,), ONE_DEVICE)),
+    TrtllmOption("--gpus_per_node", int, "gpus_per_node"),
     TrtllmOption("--enable_attention_dp", bool, "enable_attention_dp"),
     TrtllmOption("--max_beam_width --beam_width", int, "max_beam_width"),
     TrtllmOption("--kv_cache_dtype", str, "kv_cache_config.dtype"),
@@ -103,7 +102,7 @@ SERVER_OPTIONS = (
     TrtllmOption(
         "--fail_fast_on_attention_window_too_large",
         bool,
-        NotServed((True,), "TensorRT-LLM reads it for TensorRT engines only"),
+        "fail_fast_on_attention_window_too_large",
     ),
     TrtllmOption(
         "--otlp_traces_endpoint",

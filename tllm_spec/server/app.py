@@ -97,6 +97,7 @@ class OpenAIServer:
             app.add_api_route(path, self.server_info)
         for path in ("/metrics", "/prometheus/metrics"):  # the second is TensorRT-LLM's
             app.add_api_route(path, self.metrics, response_model=None)
+        app.add_api_route("/iteration_stats", self.iteration_stats)
         app.add_api_route("/perf_metrics", self.perf_metrics)
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/models/{model:path}", self.model)
@@ -143,6 +144,15 @@ class OpenAIServer:
         """Metrics for Prometheus. Runs in a thread, as `server_info`."""
         with engine_running():
             return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    def iteration_stats(self) -> list[dict[str, Any]]:
+        """Statistics of the rounds since the last call, as at TensorRT-LLM's `/metrics`. Runs in a
+        thread, as `server_info`."""
+        if not self._llm.args.enable_iter_perf_stats:
+            message = "enable_iter_perf_stats = false: set it to true, as an argument of LLM"
+            raise RequestRefused(404, message, "invalid_request_error")
+        with engine_running():
+            return self._llm.get_stats()
 
     async def perf_metrics(self) -> list[dict[str, Any]]:
         """Timings of the requests that have finished since the last call."""
