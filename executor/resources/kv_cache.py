@@ -79,6 +79,10 @@ class KVCacheManager(ResourceManager):
             return self.pages_for(num_tokens)
         return self.cache.new_pages_needed(request.tokens, num_tokens)
 
+    def match(self, request: LlmRequest) -> int:
+        """Length of the cached prefix that `start` would give the request now, in tokens."""
+        return self.cache.match(request.tokens) if request.reuses_prefix else 0
+
     def num_held(self, request: LlmRequest) -> int:
         return len(self._rows[request.request_id].pages)
 

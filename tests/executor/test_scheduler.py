@@ -113,6 +113,22 @@ def test_a_prompt_that_does_not_fit_the_rest_of_the_budget_waits_whole() -> None
     assert batch.generation_requests == [first] and batch.context_requests == [second]
 
 
+def test_a_prompt_that_waits_for_the_token_budget_takes_nothing_and_is_counted_once() -> None:
+    bench = Bench(max_num_tokens=20, draft_len=3)
+    bench.add(6, max_tokens=1, shared=6)
+    bench.round()
+    running = [bench.add(2, max_tokens=10) for _ in range(2)]
+    bench.round()
+    before = replace(bench.kv.cache.stats)
+    waiting = bench.add(13, shared=6)  # cached: a full page and two tokens of one to be copied
+    while not running[0].is_finished:
+        assert bench.round().generation_requests == running  # 8 rows of the budget of 20
+        assert bench.kv.cache.stats == before and waiting.slot < 0
+    assert bench.round().context_requests == [waiting]
+    found = bench.kv.cache.stats
+    assert (found.missed_tokens - before.missed_tokens, found.copied_pages) == (13, 1)
+
+
 def test_with_chunked_prefill_a_prompt_takes_the_rest_of_the_budget_round_by_round() -> None:
     bench = Bench(max_num_tokens=20, chunked_prefill=True)
     first, second = bench.add(15), bench.add(30)
