@@ -61,12 +61,18 @@ class RowGroup:
     penalties: RowParameters | None = None  # of the penalised rows
     mixed: bool = False  # a graph's group: it samples every row, and a temperature of 0 says that one is greedy
     memo: dict[str, torch.Tensor] = field(default_factory=dict)  # of this round only
+    parts: list["RowGroup"] = field(default_factory=list)  # the group in parts, once it was cut
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether anything changes the logits before temperature and filters."""
+        return bool(self.penalised or self.bias or self.early or self.edited)
 
     def one_row_each(self) -> "RowGroup":
         """The same requests of a graph's group with one row each: those that drafts are drawn
         for."""
         parameters = self.sampled_parameters and self.sampled_parameters.every(self.window)
-        return replace(self, window=1, sampled_parameters=parameters, memo={})
+        return replace(self, window=1, sampled_parameters=parameters, memo={}, parts=[])
 
 
 class RowGroups:
@@ -108,10 +114,26 @@ class RowGroups:
             group.sampled_parameters = self._parameters(group, group.sampled)
         return group
 
+    def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
+        """The group as groups of at most `size` requests each; always the same size."""
+        if not group.parts and group.requests:
+            requests = group.requests
+            group.parts = [
+                self._make(requests[first : first + size], group.window)
+                for first in range(0, len(requests), size)
+            ]
+        elif not group.parts:
+            group.parts = [
+                self.of_slots(slots, group.window, sampled=group.mixed)
+                for slots in group.slots.split(size)
+            ]
+        return group.parts
+
     def end_round(self) -> None:
         """What was memorised for the round's positions is no longer true."""
         for group in self._kept.values():
-            group.memo.clear()
+            for each in (group, *group.parts):
+                each.memo.clear()
 
     def forget(self) -> None:
         """Requests were given other slots or parameters."""

@@ -16,6 +16,7 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+from tllm_spec.executor.sampling.working_memory import bytes_per_row, rows_at_once
 from tllm_spec.kernels.choose_token import choose_best, choose_token
 from tllm_spec.kernels.filter_cut import filter_cut
 from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
@@ -89,9 +90,41 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """One group. The token that each request's first row samples stands at kv_lens `[N]` +
-        `ahead`: 0 behind contexts, 1 in windows, whose bonus token is at kv_lens; the slots of
-        windows advance."""
+        """Samples a group, in parts where its rows need more memory than there is for sampling.
+
+        The token that each request's first row samples stands at kv_lens `[N]` + `ahead`: 0 after
+        contexts, 1 in windows, whose bonus token is at kv_lens. The slots of windows advance."""
+        max_rows = rows_at_once(bytes_per_row(group, logits, rejection=self.rejection))
+        if len(logits) <= max_rows:
+            return self._sample_part(group, logits, kv_lens, ahead, draft_probs, logprobs)
+        size = max(1, max_rows // group.window)
+        parts = self.groups.parts(group, size)
+        all_probs = [None] * len(parts) if draft_probs is None else draft_probs.split(size)
+        sampled = [
+            self._sample_part(part, rows, lens, ahead, probs, logprobs)
+            for part, rows, lens, probs in zip(
+                parts,
+                logits.split(size * group.window),
+                kv_lens.split(size),
+                all_probs,
+                strict=True,
+            )
+        ]
+        return SampledTokens(
+            torch.cat([part.new_tokens for part in sampled]),
+            torch.cat([part.new_lens for part in sampled]),
+        )
+
+    def _sample_part(
+        self,
+        group: RowGroup,
+        logits: torch.Tensor,
+        kv_lens: torch.Tensor,
+        ahead: int,
+        draft_probs: torch.Tensor | None,
+        logprobs: LogprobRows,
+    ) -> SampledTokens:
+        """`_sample` of as many requests as one part may have."""
         raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
         logits = self._edit(group, logits, kv_lens, ahead)
         if self.rejection:
@@ -120,7 +153,7 @@ class Sampler:
     ) -> torch.Tensor:
         """Everything that changes logits before temperature, at each position as if it were decoded
         alone."""
-        if not (group.penalised or group.bias or group.early or group.edited):
+        if not group.is_edited:
             return logits
         logits = logits.to(torch.float32)
         if group.penalised:
