@@ -16,12 +16,6 @@ NO_TOKEN_ERROR = (
     "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded "
     "(-inf)"
 )
-# What the tokenizer of a request's stop strings, which may be a user's own, raises for ids that it
-# cannot decode or for its own mistakes. Anything else fails the round that is being read.
-TOKENIZER_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
-    *(RuntimeError, StopIteration, TypeError, ValueError),
-)
 
 Found = dict[int, list[dict[int, Logprob]]]  # log probabilities of a run's tokens, by request id
 
@@ -129,7 +123,7 @@ def _emit(request: LlmRequest, run: list[int], found: Found) -> int:
     good = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
     try:
         request.append_run(good)
-    except TOKENIZER_ERRORS as error:
+    except BaseException as error:  # noqa: BLE001 (the user's tokenizer raised it)
         request.finish("error", error=described(error))
     if len(good) < len(run) and not request.is_finished:
         request.finish("error", error=NO_TOKEN_ERROR)

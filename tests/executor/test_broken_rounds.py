@@ -13,7 +13,9 @@ from tests.executor.harness import (
     output_of,
     user_provided,
 )
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.sampling.state import TokenCounts
 
 PROMPT, OTHERS, LENGTH = [1, 2, 3, 4, 5], [[6, 7, 8], [9, 10, 11, 12]], 24
@@ -109,25 +111,27 @@ def test_what_breaks_off_while_requests_join_fails_that_round_and_not_the_execut
 
 
 class Raising:
-    """The checker of a request's stop strings whose tokenizer fails behind so many tokens; None:
-    not yet."""
+    """The checker of a request's stop strings, whose tokenizer fails after so many tokens."""
 
-    def __init__(self, error: Exception, num_tokens: int | None) -> None:
+    def __init__(self, error: BaseException, num_tokens: int) -> None:
         self.error, self.num_tokens = error, num_tokens
 
     def feed(self, token: int) -> None:
-        if self.num_tokens is not None:
-            self.num_tokens -= 1
-            if self.num_tokens <= 0:
-                raise self.error
+        self.num_tokens -= 1
+        if self.num_tokens <= 0:
+            raise self.error
+
+
+class Unforeseen(Exception):
+    """Of no kind that Python's library raises."""
 
 
 @pytest.mark.parametrize(
-    "error", [IndexError, AttributeError, AssertionError, StopIteration, OSError, MemoryError]
+    "error", [IndexError, StopIteration, OSError, MemoryError, BufferError, Unforeseen, SystemExit]
 )
 @pytest.mark.parametrize("mode", ["plain", "user_provided"])
-def test_a_tokenizer_that_cannot_decode_a_token_fails_whoever_looks_for_strings_with_it(
-    tiny: Path, expected: list[list[int]], mode: str, error: type[Exception]
+def test_whatever_a_users_tokenizer_raises_fails_only_the_requests_that_use_it(
+    tiny: Path, expected: list[list[int]], mode: str, error: type[BaseException]
 ) -> None:
     harness = Harness(
         tiny, **(user_provided(lambda request: [7, 7]) if mode == "user_provided" else {})
@@ -141,15 +145,29 @@ def test_a_tokenizer_that_cannot_decode_a_token_fails_whoever_looks_for_strings_
     assert list(map(output_of, requests)) == expected and all_pages_are_back(harness.executor)
 
 
-def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Path) -> None:
-    """With overlap somebody may have lost their pages to the round launched before. Who had ended
-    by then has."""
+class Breaking(ResourceManager):
+    """A user's manager that fails once, after a round has been read."""
+
+    is_due = False
+
+    def update_resources(self, batch: ScheduledBatch) -> None:
+        if self.is_due:
+            self.is_due = False
+            raise BufferError("the disk went")
+
+
+def test_a_request_preempted_before_the_reading_of_its_round_breaks_off_runs_on(
+    tiny: Path,
+) -> None:
+    """With overlap, the launch of the next round may have preempted it. A request that had ended
+    in the round that broke off stays ended."""
     pool = {"tokens_per_block": 4, "max_tokens": 120}
     policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     harness = Harness(tiny, max_seq_len=64, kv_cache_config=pool, scheduler_config=policy)
-    ending, culprit = harness.submit([1, 2], 30), harness.submit([1, 2, 3], 30)
+    breaking = Breaking()
+    harness.executor.resources.append(breaking)
+    ending, failing = harness.submit([1, 2], 30), harness.submit([1, 2, 3], 30)
     others = [harness.submit([4 + place, 5, 6], 30) for place in range(5)]
-    culprit.stop_checker = checker = Raising(BufferError("the disk went"), None)
     schedule, preempted = harness.parts.scheduler.schedule, []
 
     def watched(generating: list[LlmRequest]) -> Any:
@@ -159,15 +177,13 @@ def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Pa
         ]
         if found and not preempted:
             preempted.extend(found)
-            checker.num_tokens = 1
-            ending.max_tokens = (
-                ending.num_output_tokens + 1
-            )  # ends in the round that breaks off behind it
+            breaking.is_due = True
+            ending.max_tokens = ending.num_output_tokens + 1
         return scheduled
 
     harness.parts.scheduler.schedule = watched  # type: ignore[method-assign]
     harness.run()
-    assert preempted and culprit.error == "BufferError: the disk went"
+    assert preempted and failing.error == "BufferError: the disk went"
     assert [request.finish_reason for request in preempted] == ["length"] * len(preempted)
     assert all(request.is_finished for request in others) and all_pages_are_back(harness.executor)
     assert ending.finish_reason == "length" and ending.num_output_tokens == ending.max_tokens < 30
