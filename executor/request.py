@@ -122,8 +122,6 @@ class LlmRequest:
     )  # placeholders, then drafts, then padding
     py_num_draft_tokens: int = 0  # how many of them were really proposed
     num_drafts_ready: int = 0  # drafts that the latest launched round made for the next one
-    py_num_accepted_draft_tokens: int = 0
-    py_rewind_len: int = 0  # KV slots taken for this round and not kept
 
     counters: DraftCounters = field(default_factory=DraftCounters)
     draft_mark: RequestMark = field(default_factory=RequestMark)

@@ -17,7 +17,8 @@ class ResourceManager:
         included."""
 
     def update_resources(self, batch: ScheduledBatch) -> None:
-        """After sampling: give back what the rejected drafts took (`py_rewind_len`)."""
+        """After the round was read: give back what rejected drafts took. A request's `kv_len`
+        says how far its final tokens reach."""
 
     def free_resources(self, request: LlmRequest) -> None:
         """The request is finished, cancelled, failed or preempted; it may never have been

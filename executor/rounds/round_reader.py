@@ -88,8 +88,6 @@ class RoundReader:
                 num_accepted = (
                     num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
                 )
-                request.py_num_accepted_draft_tokens = num_new - 1
-                request.py_rewind_len = window - num_new
                 counters = request.counters
                 counters.rounds_by_outcome[num_drafts * counters.width + num_accepted] += 1
                 if num_emitted < num_new:

@@ -95,24 +95,23 @@ def test_neighbours_preemption_and_speculation_change_no_token(
     assert list(map(output_of, outputs[0])) == list(map(output_of, outputs[1]))
 
 
-def test_the_rewind_of_a_round_is_what_was_drafted_and_not_accepted(
+def test_a_round_keeps_the_pages_of_accepted_tokens_and_gives_back_all_others(
     tiny: Path, tiny_draft: Path
 ) -> None:
-    harness = Harness(tiny, **draft_target(tiny_draft))
+    pages_of_two = {"tokens_per_block": 2}
+    harness = Harness(tiny, kv_cache_config=pages_of_two, **draft_target(tiny_draft))
     request = harness.submit(PROMPT, max_tokens=200, temperature=1.0)
     harness.run_until(request, RequestState.GENERATION)
-    seen = set()
-    while not request.is_finished:
+    num_rejected = set()
+    while True:
         before = request.num_tokens
         harness.round()
-        num_new = request.num_tokens - before
-        assert request.py_num_accepted_draft_tokens == num_new - 1 or request.is_finished
-        assert (
-            request.py_rewind_len
-            == request.py_num_draft_tokens - request.py_num_accepted_draft_tokens
-        )
-        seen.add(request.py_rewind_len)
-    assert seen == {0, 1, 2, 3, 4}
+        if request.is_finished:
+            break
+        num_rejected.add(request.py_num_draft_tokens - (request.num_tokens - before - 1))
+        held = harness.parts.kv.num_held(request)
+        assert held == harness.parts.kv.pages_for(request.num_tokens - 1)
+    assert num_rejected == {0, 1, 2, 3, 4}
 
 
 def test_a_round_may_hold_nothing_but_a_piece_of_a_prompt(tiny: Path) -> None:

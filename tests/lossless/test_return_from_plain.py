@@ -57,8 +57,9 @@ def watch(harness: Harness) -> dict[int, list[Seen]]:
         before = {request: request.num_tokens for request in requests}
         with_news = update(launched)
         for request in requests:
-            news = Seen(before[request], own[request], request.py_num_accepted_draft_tokens)
-            seen.setdefault(request.request_id, []).append(news)
+            num_accepted = request.num_tokens - before[request] - 1
+            found = Seen(before[request], own[request], num_accepted)
+            seen.setdefault(request.request_id, []).append(found)
         return with_news
 
     harness.executor._update_requests = watched  # type: ignore[method-assign] # the test looks on
