@@ -197,12 +197,6 @@ class LlmRequest:
         )
 
     @property
-    def draft_lag(self) -> int:
-        """Tokens before `kv_len` that the draft has yet to read. Of the backlog, what is in flight
-        lies behind it."""
-        return max(0, self.draft_backlog - self.tokens_in_flight)
-
-    @property
     def is_last_context_chunk(self) -> bool:
         return self.kv_len + self.context_chunk == len(self.tokens)
 

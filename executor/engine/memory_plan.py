@@ -115,5 +115,4 @@ def _activation_bytes(num_rows: int, model: ServedModel) -> int:
 
 def _num_logits(model: ServedModel) -> int:
     """Of one row."""
-    config = model.config
-    return config.output_size if isinstance(model, Eagle3Head) else config.vocab_size
+    return model.config.output_size if isinstance(model, Eagle3Head) else model.config.vocab_size

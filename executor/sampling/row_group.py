@@ -116,16 +116,17 @@ class RowGroups:
 
     def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
         """The group as groups of at most `size` requests each; always the same size."""
-        if not group.parts and group.requests:
-            requests = group.requests
+        if not group.parts:
+            firsts, requests, window = (
+                range(0, len(group.slots), size),
+                group.requests,
+                group.window,
+            )
             group.parts = [
-                self._make(requests[first : first + size], group.window)
-                for first in range(0, len(requests), size)
-            ]
-        elif not group.parts:
-            group.parts = [
-                self.of_slots(slots, group.window, sampled=group.mixed)
-                for slots in group.slots.split(size)
+                self._make(requests[first : first + size], window)
+                if requests
+                else self.of_slots(group.slots[first : first + size], window, sampled=group.mixed)
+                for first in firsts
             ]
         return group.parts
 

@@ -97,15 +97,17 @@ class Sampler:
         max_rows = rows_at_once(bytes_per_row(group, logits, rejection=self.rejection))
         if len(logits) <= max_rows:
             return self._sample_part(group, logits, kv_lens, ahead, draft_probs, logprobs)
-        size = max(1, max_rows // group.window)
-        parts = self.groups.parts(group, size)
-        all_probs = [None] * len(parts) if draft_probs is None else draft_probs.split(size)
+        parts = self.groups.parts(group, max(1, max_rows // group.window))
+        sizes = [len(part.slots) for part in parts]
+        all_probs = (
+            [None] * len(parts) if draft_probs is None else draft_probs.split_with_sizes(sizes)
+        )
         sampled = [
             self._sample_part(part, rows, lens, ahead, probs, logprobs)
             for part, rows, lens, probs in zip(
                 parts,
-                logits.split(size * group.window),
-                kv_lens.split(size),
+                logits.split_with_sizes([group.window * size for size in sizes]),
+                kv_lens.split_with_sizes(sizes),
                 all_probs,
                 strict=True,
             )

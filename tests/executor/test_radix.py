@@ -188,7 +188,7 @@ def test_the_integrity_check_names_what_is_inconsistent(damage, sentence) -> Non
 @pytest.mark.parametrize(
     ("key", "held", "sentence"),
     [
-        ((9, 4, 5), True, "its parent foresaw"),
+        ((9, 4, 5), True, "its parent ends with"),
         ((3,), False, "caches 0 tokens"),
         ((3, 4, 5, 6), False, "caches 3 tokens"),
         ((3, 4), True, "partial page 2 is held"),

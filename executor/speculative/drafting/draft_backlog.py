@@ -89,13 +89,8 @@ class DraftBacklog:
                 request.draft_backlog += 1
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Before the batch runs. Its generating requests catch up if it drafts, or if somebody has
-        as much waiting as there may be; contexts, which the network reads in step with the target,
-        at once."""
-        if any(map(_backlog_of, batch.context_requests)):
-            self._read_tokens(self._missed_of_prefixes(batch.context_requests))
-            for request in batch.context_requests:
-                request.draft_backlog = 0
+        """Before the batch runs: its generating requests catch up if it drafts, or if one of them
+        has as many positions waiting as there may be."""
         longest = max(map(_backlog_of, batch.generation_requests), default=0)
         if longest > (0 if batch.num_new_drafts else self.most_waiting - 1):
             batch.catches_up = longest > self.length
@@ -119,18 +114,6 @@ class DraftBacklog:
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         self._graphs = target.for_same_slots(self._catch_up_for)
         self._graphs.capture(GraphKey(size, 0, False) for size in sizes)
-
-    def _missed_of_prefixes(self, requests: Sequence[LlmRequest]) -> list[Missed]:
-        """Full pages that several of them share are read for the first."""
-        rows, seen, missed = self._layers.rows, set[int](), list[Missed]()
-        for request in requests:
-            pages, start = rows.table.pages(request.slot), request.kv_len - request.draft_backlog
-            last = request.kv_len // rows.page_size
-            while start // rows.page_size < last and pages[start // rows.page_size] in seen:
-                start = (start // rows.page_size + 1) * rows.page_size
-            seen.update(pages[start // rows.page_size : last])
-            missed.append(Missed(request, start, request.kv_len))
-        return missed
 
     def _read_what_left_the_rings(self, requests: Sequence[LlmRequest]) -> None:
         """Of a request with `num_tokens_bound` tokens, exact where it has a backlog: plain rounds
