@@ -1,9 +1,8 @@
 """Chooses the target's token at every sampled position and accepts drafts by it.
 
-The choice at a position is a function of that position's logits, the request's parameters and noise
-keyed by (seed, position, token): it does not depend on drafts. A draft is accepted when it equals
-the choice. Nothing here waits for the device except Python code that a request brings (logits
-processors)."""
+The choice at a position is a function of its logits, the request's parameters and noise keyed by
+(seed, position, token). It does not depend on drafts. A draft is accepted when it equals the
+choice. Nothing here waits for the device, except for a request's logits processors."""
 
 import torch
 
@@ -24,13 +23,12 @@ from tllm_spec.kernels.slot_tables import SyntheticRates
 
 
 class Sampler:
-    """One for the target model. `groups` is shared with the draft sampling, which reads the same
-    noise.
-    `synthetic_rates`: drafts are accepted by chance (`accept_by_rates`), and the text means
-    nothing.
+    """The target's sampler. `groups` is shared with the draft sampling, which reads the same noise.
+    With `synthetic_rates` drafts are accepted at random (`accept_by_rates`), and the text is
+    meaningless.
 
-    Logits have the model's dtype until something computes with them. Greedy rows, and sampled ones
-    on CUDA, never become float32 in memory."""
+    Logits stay in the model's dtype until something computes with them. Greedy rows, and on CUDA
+    sampled ones, never become float32 in memory."""
 
     def __init__(
         self,
@@ -53,16 +51,16 @@ class Sampler:
         self.host_edits = HostEdits()
 
     def start(self, request: LlmRequest) -> None:
-        """The request was given a slot."""
+        """The request got a slot."""
         self.state.start(request)
         self.groups.forget()
 
     def sample_contexts(
         self, group: RowGroup, logits: torch.Tensor, tails: torch.Tensor, logprobs: LogprobRows
     ) -> SampledTokens:
-        """The first token of contexts that ended. logits `[C, V]`, one row each; tails `[C]`: the
-        last context tokens. Writes the next round's inputs into the slot state, whose `kv_lens` has
-        the contexts already."""
+        """Samples the first token of contexts that ended. logits `[C, V]`; tails `[C]`: the last
+        context tokens. Writes the next round's inputs to the slot state, where `kv_lens` is written
+        already."""
         kv_lens = self.slots.kv_lens.index_select(0, group.slots)
         sampled = self._sample(group, logits, kv_lens, 0, None, logprobs)
         self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
@@ -76,9 +74,9 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """Accepts drafts. logits `[B * (K+1), V]`; kv_lens `[B]`: the slots'; draft_probs `[B, K,
-        V]`: what the drafts were drawn from, where rejection sampling needs it. Writes the next
-        round's inputs into the slot state."""
+        """Samples windows and accepts drafts. logits `[B * (K+1), V]`; kv_lens `[B]`: the slots';
+        draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn from. Writes the
+        next round's inputs to the slot state."""
         return self._sample(group, logits, kv_lens, 1, draft_probs, logprobs)
 
     def _sample(
@@ -147,13 +145,13 @@ class Sampler:
         return SampledTokens(tokens, lens)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
-        """`[N, W-1]`, as long as the slots have not advanced."""
+        """`[N, W-1]`, until the slots advance."""
         return self.slots.window.index_select(0, group.slots)[:, 1 : group.window]
 
     def _edit(
         self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
     ) -> torch.Tensor:
-        """Everything that changes logits before temperature, at each position as if it were decoded
+        """Applies what changes logits before temperature, at each position as if it were decoded
         alone."""
         if not group.is_edited:
             return logits
@@ -175,7 +173,7 @@ class Sampler:
         return logits
 
     def _penalise(self, group: RowGroup, subset: Subset, logits: torch.Tensor) -> torch.Tensor:
-        """A window's row j sees the drafts before it as if they were output already."""
+        """A window's row j counts the drafts before it as output."""
         counts, width = self.state.counts, group.window
         rows = counts.row_of_slot[subset.take_requests(group.slots)]
         output = counts.output[rows].unsqueeze(1).repeat(1, width, 1)  # [M, W, V]
@@ -197,7 +195,7 @@ class Sampler:
     def _choose(
         self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
     ) -> torch.Tensor:
-        """The target's token of every row, `[N * W]`."""
+        """The target's choice of every row, `[N * W]`."""
         if group.sampled is None:
             return choose_best(logits)
         draw = self._draw_fused if logits.is_cuda else self._draw
@@ -209,8 +207,8 @@ class Sampler:
     def _draw(
         self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
     ) -> torch.Tensor:
-        """Tokens of the group's sampled rows `[M * W, V]`. The noise is kept: coupled drafts may
-        have made it already."""
+        """Tokens of the group's sampled rows `[M * W, V]`. Coupled drafts may have made the noise
+        already, so it is kept."""
         assert group.sampled_parameters is not None
         scaled = self.scaled(group, logits, group.sampled_parameters)
         return choose_best(scaled + self.noise(group, kv_lens, ahead))
@@ -232,8 +230,8 @@ class Sampler:
     def cut(
         self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters
     ) -> torch.Tensor | None:
-        """Below which logits / temperature the filters of rows `[R, V]` with these parameters
-        exclude tokens, `[R]`."""
+        """The least logits / temperature that the filters keep, `[R]`, of rows `[R, V]` with these
+        parameters."""
         if not group.filtered:
             return None
         floats = (parameters.column(name).squeeze(1) for name in ("temperature", "top_p", "min_p"))
@@ -243,8 +241,8 @@ class Sampler:
     def scaled(
         self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters
     ) -> torch.Tensor:
-        """Temperature and filters on rows `[R, V]` of sampled requests with the parameters of those
-        rows: float32."""
+        """Logits / temperature, filtered, in float32: rows `[R, V]` of sampled requests, with their
+        parameters."""
         temperature = parameters.column("temperature")
         if group.mixed:
             temperature = torch.where(temperature > 0, temperature, 1.0)
@@ -254,7 +252,7 @@ class Sampler:
 
     def noise(self, group: RowGroup, first: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """Noise of the group's sampled rows `[M * W, V]`, whose first positions are first `[N]` +
-        `ahead`; made once a round, since coupled drafts use the same."""
+        `ahead`. Made once per round: coupled drafts use the same."""
         if "noise" not in group.memo:
             assert group.sampled is not None and group.sampled_parameters is not None
             positions = window_positions(group.sampled.take_requests(first), group.window, ahead)
@@ -288,7 +286,7 @@ class Sampler:
         ahead: int,
         draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Classical rejection sampling; a greedy request's distribution has all its mass on one
+        """Classical rejection sampling. A greedy request's distribution has all mass on one
         token."""
         probs = _one_hot_of_best(logits)
         if group.sampled is not None:
@@ -302,7 +300,7 @@ class Sampler:
                 )
             probs = group.sampled.put(probs, sampled)
         drafts, num_drafts = self._drafts(group), None
-        if group.window > 1:  # there may be more drafts than this round verifies
+        if group.window > 1:  # the slots may have more drafts than this round verifies
             num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(
                 group.window - 1
             )
@@ -327,8 +325,8 @@ class Sampler:
 
 
 def window_positions(first: torch.Tensor, window: int, ahead: int = 0) -> torch.Tensor:
-    """Sequence positions of the tokens that W consecutive rows sample, from first + `ahead` on,
-    flattened: `[N]` -> `[N * W]`."""
+    """Positions of the tokens that W consecutive rows sample, from first `[N]` + `ahead` on:
+    `[N * W]`."""
     return (first.unsqueeze(1) + torch.arange(ahead, ahead + window, device=first.device)).flatten()
 
 
