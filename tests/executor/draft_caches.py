@@ -56,8 +56,8 @@ def one_model(
 
 
 def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmRequest]:
-    """Prompts with common beginnings; some are sampled, some have stop tokens, so that their end is
-    a surprise."""
+    """Prompts with common prefixes. Some requests are sampled; some have stop tokens, so that they
+    end at unforeseen positions."""
     shared = [random.randrange(64) for _ in range(24)]
     return [
         harness.submit(
@@ -92,7 +92,7 @@ def spoil_free_pages(harness: Harness) -> None:
 
 
 def entries(pool: KVPool, pages: list[int], num_entries: int) -> torch.Tensor:
-    """`[layers, 2, num_entries, kv_heads, head_dim]` of the first places of the pages."""
+    """`[layers, 2, num_entries, kv_heads, head_dim]` of the first positions of the pages."""
     return pool.data[:, :, pages].flatten(2, 3)[:, :, :num_entries]
 
 
@@ -179,7 +179,7 @@ def assert_cached_pages_are_whole(harness: Harness) -> int:
 
 
 def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
-    """Rounds of these draft lengths, whatever the schedule says."""
+    """Sets the draft lengths of the rounds to come."""
     harness.parts.draft_len_for = lambda *_: lengths if isinstance(lengths, int) else next(lengths)
 
 

@@ -138,7 +138,7 @@ def test_windows_do_not_keep_a_prompt_waiting_until_a_request_ends(
 ) -> None:
     options = draft_target(tiny_draft, 3, draft_target_one_model=one_model)
     harness = Harness(tiny, max_num_tokens=16, enable_chunked_prefill=True, **options)
-    running = [harness.submit([1 + place, 2, 3], max_tokens=100) for place in range(4)]
+    running = [harness.submit([1 + position, 2, 3], max_tokens=100) for position in range(4)]
     late = harness.submit(list(range(40)), max_tokens=2)
     for _ in range(12):  # of 4 rows each at least
         harness.round()
@@ -218,14 +218,14 @@ def test_a_round_that_breaks_off_is_repeated_as_if_it_had_not_happened(
     assert [output_of(older), output_of(joining)] == list(map(output_of, expected))
 
 
-def with_no_token_at(place: int, **params: Any) -> tuple[Any, dict[str, Any]]:
+def with_no_token_at(position: int, **params: Any) -> tuple[Any, dict[str, Any]]:
     """A drafter that knows the text, and parameters that leave nothing to choose at output position
-    `place`."""
+    `position`."""
     text = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
 
     def force(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
         num_output_tokens = len(tokens) - len(PROMPT)
-        if num_output_tokens == place:
+        if num_output_tokens == position:
             return torch.full_like(logits, -torch.inf)
         logits[text[num_output_tokens]] += 1000.0
         return logits
@@ -240,7 +240,7 @@ def with_no_token_at(place: int, **params: Any) -> tuple[Any, dict[str, Any]]:
 def test_where_no_token_can_be_chosen_the_request_fails_after_its_good_tokens(
     tiny: Path, place: int
 ) -> None:
-    propose, params = with_no_token_at(place)
+    propose, params = with_no_token_at(position)
     results = []
     for options in ({}, user_provided(propose)):
         harness = Harness(tiny, **options)
@@ -252,7 +252,7 @@ def test_where_no_token_can_be_chosen_the_request_fails_after_its_good_tokens(
         assert request.error is not None and "no token can be chosen" in request.error
         assert other.finish_reason == "length" and all_pages_are_back(harness.executor)
         results.append((output_of(request), output_of(other)))
-    assert results[0] == results[1] and len(results[0][0]) == place
+    assert results[0] == results[1] and len(results[0][0]) == position
 
 
 def test_a_stop_inside_an_accepted_run_comes_before_a_fault_after_it(tiny: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_stop_inside_an_accepted_run_comes_before_a_fault_after_it(tiny: Path)
     assert output_of(request) == [40, 41, 42, 43]
 
 
-def test_streamed_pieces_are_at_least_as_long_as_the_interval_and_make_up_the_whole(
+def test_streamed_pieces_are_at_least_stream_interval_long_and_make_up_the_text(
     tiny: Path, tiny_draft: Path
 ) -> None:
     harness = Harness(tiny, stream_interval=3, **draft_target(tiny_draft))
@@ -295,8 +295,8 @@ def test_prompt_log_probabilities_come_once_whatever_becomes_of_the_request(tiny
     for expected, found in pairs:
         assert output_of(found) == output_of(expected)
         assert len(found.prompt_logprobs) == found.prompt_len and found.prompt_logprobs[0] is None
-        for place in range(1, found.prompt_len):
-            ours, theirs = found.prompt_logprobs[place], expected.prompt_logprobs[place]
+        for position in range(1, found.prompt_len):
+            ours, theirs = found.prompt_logprobs[position], expected.prompt_logprobs[position]
             assert ours is not None and theirs is not None and list(ours) == list(theirs)
             assert all(abs(ours[token].logprob - theirs[token].logprob) < 1e-4 for token in ours)
 

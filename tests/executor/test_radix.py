@@ -65,9 +65,7 @@ def test_an_equal_key_is_cached_once_and_the_second_page_is_left_over() -> None:
     assert first.page == 7
 
 
-def test_a_partial_leaf_gives_way_to_a_key_that_extends_it_and_stays_beside_one_that_differs() -> (
-    None
-):
+def test_a_partial_leaf_is_replaced_by_a_key_that_extends_it_and_kept_next_to_another() -> None:
     tree = RadixTree(page_size=4)
     tree.insert(tree.root, (1, 2), 1)
     _, left_over = tree.insert(tree.root, (1, 3, 5, 7), 2)
@@ -154,7 +152,7 @@ def test_touching_an_unreferenced_page_makes_it_the_last_to_go() -> None:
     assert evict_all(tree) == [2, 3, 1]
 
 
-def test_inserting_what_is_cached_already_counts_as_a_use() -> None:
+def test_inserting_a_cached_key_again_counts_as_a_use() -> None:
     tree = RadixTree(page_size=2)
     for page in (1, 2):
         tree.insert(tree.root, (page, 0), page)
@@ -175,7 +173,7 @@ def test_inserting_what_is_cached_already_counts_as_a_use() -> None:
         ),
     ],
 )
-def test_the_integrity_check_names_what_is_inconsistent(damage, sentence) -> None:
+def test_the_integrity_check_names_the_inconsistency(damage, sentence) -> None:
     tree = RadixTree(page_size=1)
     path = add_path(tree, (1,), (2,), first_page=1)
     tree.insert(tree.root, (9,), 3)

@@ -98,7 +98,7 @@ def avoid_repeating_and_push(tokens: list[int], logits: torch.Tensor) -> torch.T
 
 
 def border_crossing_stop(tokenizer: Tokenizer, token_ids: list[int], at_least: int) -> str:
-    """A string that the text of `token_ids` first has behind `at_least` tokens, begun by one token
+    """A string that the text of `token_ids` first has after `at_least` tokens, begun by one token
     and ended by the next."""
     ends = [tokenizer.decode(token_ids[: i + 1]) for i in range(len(token_ids))]
     for before, after in pairwise(ends[at_least:]):

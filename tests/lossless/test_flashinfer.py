@@ -27,7 +27,7 @@ from tllm_spec.tokenizer import Tokenizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole prompts": {},
-    "chunks beside windows": {"enable_chunked_prefill": True, "max_num_tokens": 70},
+    "chunks next to windows": {"enable_chunked_prefill": True, "max_num_tokens": 70},
     "speculation": {"speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 3}},
 }
 
@@ -110,8 +110,8 @@ def test_texts_are_those_of_triton(
 def test_logits_are_as_near_to_float32_as_tritons(
     setting: str, tokenizer: Tokenizer, wide: tuple[Path, Path]
 ) -> None:
-    """Over all tokens of texts: how far the best five log probabilities are apart, beside what
-    float32 says."""
+    """The root mean square error, against float32, of the gaps between the best five log
+    probabilities of every token."""
     pytest.importorskip("flashinfer")
     cases = fixed_length_cases(tokenizer, heldout_prompts(tokenizer, 8, 150))
     cases = [replace(case, params=replace(case.params, logprobs=5)) for case in cases]
