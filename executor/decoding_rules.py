@@ -1,8 +1,5 @@
-"""A request's sampling parameters as the executor uses them: checked against the vocabulary, words
-turned into tokens.
-
-It knows one request's rules and nothing of its progress.
-"""
+"""A request's sampling parameters as the executor uses them: checked against the vocabulary, with
+words turned into tokens. It knows nothing of the request's progress."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,9 +12,8 @@ from tllm_spec.tokenizer import check_text
 
 @dataclass(frozen=True)
 class DecodingRules:
-    """Off is: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition 1, presence and
-    frequency 0, logprobs None. What every round asks for is worked out once: rules do not
-    change."""
+    """Values that mean off: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition 1,
+    presence and frequency 0, logprobs None. What every round asks for is cached."""
 
     temperature: float
     top_k: int
@@ -27,7 +23,7 @@ class DecodingRules:
     presence: float
     frequency: float
     min_tokens: int
-    end_ids: frozenset[int]  # stop without a reason; ignore_eos empties it
+    end_ids: frozenset[int]  # stop without a stop_reason; empty with ignore_eos
     stop_token_ids: frozenset[int]
     token_bias: dict[int, float]  # logit bias, and -inf for bad words of one token
     bad_sequences: tuple[tuple[int, ...], ...]  # bad words of several tokens
@@ -49,8 +45,8 @@ class DecodingRules:
 
     @cached_property
     def is_simple(self) -> bool:
-        """Nothing but temperature and filters lies between logits and token, and nobody asks for
-        log probabilities."""
+        """Only temperature and filters lie between logits and token, and no log probabilities are
+        asked for."""
         return not (
             self.has_penalties
             or self.min_tokens
@@ -61,7 +57,8 @@ class DecodingRules:
 
     @cached_property
     def graph_samples(self) -> bool | None:
-        """Whether a CUDA graph for it has to sample; None: none can follow its rules."""
+        """Whether its CUDA graph must sample (False: greedy). None: no graph can follow its
+        rules."""
         return not self.is_greedy if self.is_simple else None
 
     @cached_property
@@ -78,7 +75,7 @@ class DecodingRules:
         encode: Callable[[str], list[int]] | None,
     ) -> "DecodingRules":
         """Raises ValueError for token ids outside the vocabulary, for words without a tokenizer,
-        and for half characters in words."""
+        and for words with lone surrogates."""
         sequences = list(params.bad_sequences)
         for word in params.bad_strings:
             if encode is None:

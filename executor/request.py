@@ -1,8 +1,7 @@
-"""One request inside the executor: its tokens, its place in the life cycle, and when it is
-finished.
+"""One request inside the executor: its tokens, its state, and when it is finished.
 
-Every field that any component keeps about a request is declared here. It knows nothing of pages,
-devices or models. Names beginning with `py_` are TensorRT-LLM's."""
+Every field that a component keeps about a request is declared here. It knows no pages, devices or
+models. Names that begin with `py_` are TensorRT-LLM's."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -13,7 +12,7 @@ from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
-NO_TOKEN = -1  # in the place of a token that could not be chosen
+NO_TOKEN = -1  # stands for a token that could not be chosen
 
 
 class RequestState(Enum):
@@ -25,7 +24,7 @@ class RequestState(Enum):
 
 @dataclass(frozen=True)
 class StopMatch:
-    """A stop string was completed: what it is, where the text ends, and how many output tokens lie
+    """A completed stop string: the string, the text before it, and the number of output tokens
     before it."""
 
     stop: str
@@ -34,27 +33,23 @@ class StopMatch:
 
 
 class StopChecker(Protocol):
-    """Looks for stop strings in the text of the output tokens, one token at a time."""
+    """Looks for stop strings in the output text, one token at a time."""
 
     def feed(self, token: int) -> StopMatch | None: ...
 
 
 class DraftCounters:
-    """What speculation did for one request: rounds by how many tokens were really drafted, and by
-    how many were accepted.
+    """A request's rounds, by how many tokens were drafted and how many of these were accepted.
 
-    Padding and prefill never count.
-    """
+    Padding and prefill do not count."""
 
     __slots__ = ("num_unfinished", "rounds_by_outcome", "width")
 
     def __init__(self, max_draft_len: int = 0) -> None:
         self.width = max_draft_len + 1
-        # At drafted * width + accepted. One list, since every round of every request writes to it.
+        # At index drafted * width + accepted. One list: every round of every request writes to it.
         self.rounds_by_outcome = [0] * self.width**2
-        self.num_unfinished = (
-            0  # rounds whose own token of the target was not wanted: a stop came before it
-        )
+        self.num_unfinished = 0  # rounds whose bonus token was dropped: a stop came before it
 
     @property
     def rounds(self) -> int:
@@ -76,8 +71,7 @@ class DraftCounters:
         return accepted + self.rounds - self.num_unfinished
 
     def stats(self) -> SpeculativeStats:
-        """The figures so far. Position i was drafted in every round that drafted more than i
-        tokens."""
+        """The figures so far. A round of n drafts counts for positions 0 to n - 1."""
         by_drafted, by_accepted = self.by_drafted, self.by_accepted
         drafted = tuple(sum(by_drafted[i + 1 :]) for i in range(len(by_drafted) - 1))
         accepted = tuple(sum(by_accepted[i + 1 :]) for i in range(len(by_accepted) - 1))
@@ -103,27 +97,20 @@ class LlmRequest:
     state: RequestState = RequestState.WAITING
     prompt_len: int = 0
     slot: int = -1
-    kv_len: int = 0  # tokens whose KV is final; a generating request's last token, its bonus token, is not among them
+    kv_len: int = 0  # tokens whose KV is final: all but the bonus token of a generating request
     draft_kv_len: int = 0  # the same in a draft model's cache
-    # Positions that a draft network on the target's pages has yet to read: of a context, the last
-    # ones of the prefix that it began with; then of the latest rounds launched, each of which added
-    # one.
+    # Positions that the draft layers on the target's pages have not read. Each is of one of the
+    # latest rounds launched, which had draft length 0.
     draft_backlog: int = 0
-    tokens_in_flight: int = (
-        0  # upper bound of what launched rounds, not read yet, will add to the tokens
-    )
+    tokens_in_flight: int = 0  # upper bound of what launched rounds that are not read will add
     context_chunk: int = 0  # tokens of the context scheduled in this round
     cached_tokens: int = 0  # reused from the prefix cache at first admission
     num_preemptions: int = 0
     first_scheduled_time: float | None = None  # time.monotonic()
 
-    py_draft_tokens: list[int] = field(
-        default_factory=list
-    )  # placeholders, then drafts, then padding
-    py_num_draft_tokens: int = 0  # how many of them were really proposed
+    py_draft_tokens: list[int] = field(default_factory=list)  # placeholders; then drafts, padded
+    py_num_draft_tokens: int = 0  # of these, how many were proposed by the drafter
     num_drafts_ready: int = 0  # drafts that the latest launched round made for the next one
-    py_num_accepted_draft_tokens: int = 0
-    py_rewind_len: int = 0  # KV slots taken for this round and not kept
 
     counters: DraftCounters = field(default_factory=DraftCounters)
     draft_mark: RequestMark = field(default_factory=RequestMark)
@@ -135,8 +122,8 @@ class LlmRequest:
     stop_match: StopMatch | None = None
     error: str | None = None
 
-    # Of what does not change, since every round asks:
-    watched_ids: frozenset[int] = frozenset()  # tokens that are not appended without a closer look
+    # Derived once from the rules, since every round asks for them:
+    watched_ids: frozenset[int] = frozenset()  # tokens that may finish the request
     graph_samples: bool | None = None
     is_sampled: bool = False
     needs_host_edits: bool = False
@@ -187,22 +174,16 @@ class LlmRequest:
 
     @property
     def num_tokens_bound(self) -> int:
-        """Tokens when the rounds in flight have been read, at most."""
+        """Upper bound of the tokens once the rounds in flight have been read."""
         return len(self.tokens) + self.tokens_in_flight
 
     @property
     def may_have_ended(self) -> bool:
-        """Whether the rounds in flight may bring it to `max_tokens`."""
+        """Whether it may reach `max_tokens` in the rounds in flight."""
         return (
             self.tokens_in_flight > 0
             and self.num_output_tokens + self.tokens_in_flight >= self.max_tokens
         )
-
-    @property
-    def draft_lag(self) -> int:
-        """Tokens before `kv_len` that the draft has yet to read. Of the backlog, what is in flight
-        lies behind it."""
-        return max(0, self.draft_backlog - self.tokens_in_flight)
 
     @property
     def is_last_context_chunk(self) -> bool:
@@ -214,28 +195,27 @@ class LlmRequest:
 
     @property
     def reuses_prefix(self) -> bool:
-        """Log probabilities of the prompt need every prompt position computed."""
+        """False for prompt log probabilities, which need every position of the prompt computed."""
         return self.rules.prompt_logprobs is None
 
     @property
     def num_drafts_wanted(self) -> int:
-        """Drafts worth proposing in this round: as placeholders say, as the request allows, and no
-        more than can be emitted (one token of every round is the target's own); none while its
-        drafts keep being rejected."""
+        """Drafts worth proposing in this round: at most the placeholders, the request's limit and
+        what can be emitted next to the target's own token. 0 while speculation is paused for the
+        request, because its drafts keep being rejected."""
         if self.draft_mark.is_on:
             return 0
         useful = self.max_tokens - self.num_output_tokens - 1
         return max(0, min(len(self.py_draft_tokens), self.draft_limit, useful))
 
     def append_run(self, run: list[int]) -> None:
-        """Appends the tokens emitted in one round, up to the one that finishes the request."""
+        """Appends the tokens of one round, up to the one that finishes the request."""
         for token in run:
             if self.append_token(token):
                 return
 
     def append_token(self, token: int) -> bool:
-        """Appends one generated token and applies the stop rules. Returns True when the request is
-        finished by it."""
+        """Appends a token and applies the stop rules. True when it finishes the request."""
         self.tokens.append(token)
         match = self.stop_checker.feed(token) if self.stop_checker else None
         if token in self.rules.end_ids:
@@ -258,5 +238,5 @@ class LlmRequest:
 
 @lru_cache(maxsize=256)
 def _watched_ids(end_ids: frozenset[int], stop_token_ids: frozenset[int]) -> frozenset[int]:
-    """Requests with the same ends share one set, which then stays in the processor's caches."""
+    """Requests with the same stop tokens share one set, which stays in the processor's caches."""
     return end_ids | stop_token_ids | {NO_TOKEN}

@@ -1,5 +1,5 @@
-"""The executor's inbox: requests, cancellations and calls from any thread, taken between rounds by
-the executor's."""
+"""The executor's inbox: requests, cancellations and calls from any thread. The executor's thread
+takes them between rounds."""
 
 import threading
 from collections.abc import Callable
@@ -10,6 +10,8 @@ Call = Callable[[], None]
 
 
 class RequestQueue:
+    """Thread-safe. `take` and `take_calls` are the executor's, everything else is for callers."""
+
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._new: list[LlmRequest] = []
@@ -19,7 +21,7 @@ class RequestQueue:
         self._closed = False
 
     def put(self, requests: list[LlmRequest]) -> bool:
-        """False when nobody will ever take them."""
+        """Queues requests. False when the executor has ended and will never take them."""
         with self._changed:
             if self._open:
                 self._new += requests
@@ -32,7 +34,7 @@ class RequestQueue:
             self._changed.notify()
 
     def put_call(self, call: Call) -> bool:
-        """Something to be run between two rounds. False when nobody will ever run it."""
+        """Queues a call to run between two rounds. False when the executor has ended."""
         with self._changed:
             if self._open:
                 self._calls.append(call)
@@ -40,8 +42,8 @@ class RequestQueue:
             return self._open
 
     def take(self) -> tuple[list[LlmRequest], list[int]]:
-        """Everything that came since the last call. Unlocked when there is nothing: the common case
-        of a busy loop."""
+        """New requests and ids of cancelled ones. Takes no lock when there are none, which is the
+        common case of a busy loop."""
         if not self._new and not self._cancelled:
             return [], []
         with self._changed:
@@ -50,8 +52,8 @@ class RequestQueue:
             return taken
 
     def take_calls(self, *, last: bool = False) -> list[Call]:
-        """Those that came since the last time; unlocked when there are none. After the `last` time
-        no more are taken in, nor requests."""
+        """New calls; takes no lock when there are none. After `last` the queue accepts neither
+        calls nor requests."""
         if not self._calls and not last:
             return []
         with self._changed:
@@ -69,10 +71,9 @@ class RequestQueue:
         return self._closed
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until something comes or the queue is closed; False when neither did in the given
-        time."""
+        """Waits until something arrives or the queue is closed. False after a timeout."""
         with self._changed:
-            return self._changed.wait_for(self._has_news, seconds)
+            return self._changed.wait_for(self._is_ready, seconds)
 
-    def _has_news(self) -> bool:
+    def _is_ready(self) -> bool:
         return bool(self._new or self._cancelled or self._calls or self._closed)

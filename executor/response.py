@@ -1,4 +1,4 @@
-"""What the executor tells the front end about one request: what is new since the last time."""
+"""What the executor sends to the front end: what is new of one request since the last response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ from tllm_spec.outputs import Logprob, SpeculativeStats
 
 @dataclass(slots=True)
 class Response:
-    """New tokens of a request; the last response has a finish reason. Not frozen, which would make
-    it twice as slow to
-    build: streaming builds one for every request in every round."""
+    """New tokens of a request; the last response has a finish reason.
+
+    Not frozen: streaming builds one for every request in every round, and a frozen dataclass takes
+    twice as long to build."""
 
     request_id: int
     token_ids: list[int]
@@ -28,7 +29,7 @@ class Response:
 
 
 def response_of(request: LlmRequest, *, speculating: bool) -> Response:
-    """The response for everything since `num_responded`, which it moves on."""
+    """The response for all tokens after `num_responded`, which is updated."""
     start, request.num_responded = request.num_responded, request.num_output_tokens
     finished = request.is_finished
     return Response(

@@ -1,8 +1,8 @@
-"""Which requests run in a round, and with how many tokens: token budget, slots and KV pages.
+"""Decides which requests run in a round, and with how many tokens.
 
-Drafts are ordinary tokens here: `py_draft_tokens` placeholders were attached before, so nothing
-below asks about speculation. Pages are taken at once, not promised: what is scheduled can run. It
-does not touch the device."""
+It counts the token budget, slots and KV pages. Drafts are ordinary tokens here: each request
+already has its `py_draft_tokens` placeholders. Pages are taken at once, so that what is scheduled
+can run. Nothing here touches the device."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ _may_have_ended = attrgetter("may_have_ended")
 @dataclass(frozen=True)
 class SchedulerLimits:
     max_num_tokens: int  # rows of one forward
-    overshoot: int  # tokens of room that a running request may need behind its last one
-    extra_kv_tokens: (
-        int  # places behind a round's own tokens that a drafter inside the forward writes to
-    )
+    overshoot: int  # positions after its last token that a request may write to
+    extra_kv_tokens: int  # of these, what a drafter on the same pages writes in every round
     chunked_prefill: bool
     may_preempt: bool  # MAX_UTILIZATION; otherwise GUARANTEED_NO_EVICT
     by_priority: bool
 
 
 class Scheduler:
-    """Requests run in the order of the queue: oldest first, or highest priority first. Running ones
-    are served before waiting ones join, and nothing overtakes the head of the queue."""
+    """Serves requests in queue order: oldest first, or highest priority first.
+
+    Running requests are scheduled before waiting ones join, and no request overtakes the head of
+    the queue."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Scheduler:
         kv: KVCacheManager,
         resources: Sequence[ResourceManager],
     ) -> None:
-        """`resources`: everything that a running request occupies, slots and kv among them."""
+        """resources: every manager that a running request occupies, slots and kv included."""
         self.limits = limits
         self.waiting: list[LlmRequest] = []
         self.running: list[LlmRequest] = []
@@ -51,19 +51,21 @@ class Scheduler:
         self._resources = resources
 
     def add(self, request: LlmRequest) -> None:
-        """Raises ValueError when the request can never run."""
+        """Queues the request. Raises ValueError when it can never run."""
         if not request.num_preemptions:
             self.check_can_ever_run(request)
         insort(self.waiting, request, key=self._rank)
 
     def remove(self, request: LlmRequest) -> None:
-        """The request is finished, wherever it stands."""
+        """Takes a finished request out of its queue."""
         queue = self.running if request in self.running else self.waiting
         queue.remove(request)
 
     def generating(self) -> list[LlmRequest]:
-        """Those that want another generation window. Not those that are certain to reach
-        `max_tokens` in the rounds in flight, each of which adds at least one token."""
+        """The requests to decode next.
+
+        Each round in flight adds at least one token; a request that is certain to reach
+        `max_tokens` by that is left out."""
         state = RequestState.GENERATION
         return [
             request
@@ -76,14 +78,16 @@ class Scheduler:
         ]
 
     def may_be_done(self) -> bool:
-        """Whether the rounds in flight may be the last of all that run, and nobody can join them:
-        the next one would then be for nobody, and in the way of whoever comes."""
+        """Whether the rounds in flight may finish every running request, and none can join.
+
+        Another round might then be empty, and would delay the next request's first token."""
         may_join = self.waiting and self._slots.num_free
         return not may_join and all(map(_may_have_ended, self.running))
 
     def schedule(self, generating: list[LlmRequest]) -> tuple[ScheduledBatch, list[LlmRequest]]:
-        """The batch, and the requests that joined in it and have a slot now. generating: what
-        `generating` says, with placeholders, equally many for each."""
+        """The batch, and those of its requests that joined in this round.
+
+        generating: the result of `generating`, each with equally many placeholder drafts."""
         batch = ScheduledBatch(generation_requests=generating)
         num_drafts = len(generating[0].py_draft_tokens) if generating else 0
         short = self._kv.without_room(generating, num_drafts + self.limits.extra_kv_tokens)
@@ -94,40 +98,44 @@ class Scheduler:
         budget = self.limits.max_num_tokens - len(batch.generation_requests) * (1 + num_drafts)
         context = RequestState.CONTEXT
         for request in [request for request in self.running if request.state is context]:
-            if request.state is context and budget > 0:  # else it was preempted meanwhile
+            if request.state is context and budget > 0:  # it may have been preempted meanwhile
                 budget -= self._schedule_context(request, budget, batch)
         return batch, self._admit_waiting(budget, batch)
 
     def _take_ahead(self, generating: list[LlmRequest], num_drafts: int) -> None:
-        """Since somebody needs pages, everybody gets those of the next rounds, too, of the ones
-        that it was admitted
-        with: most rounds then take none, and have none to tell the device of."""
+        """Takes the pages of the next rounds for all requests at once.
+
+        These pages were reserved at admission. When one request needs a page, all of them get
+        theirs, so that most rounds take none and send no page numbers to the device."""
         num_more = num_drafts + self.limits.extra_kv_tokens + ROUNDS_AHEAD * (1 + num_drafts)
         for request in self._kv.without_room(generating, num_more):
-            if request.tokens_in_flight:  # else they would be given back at the end of this round
+            if request.tokens_in_flight:  # without, they would be given back after this round
                 end = min(request.num_tokens_bound + num_more, self._last_token(request))
                 self._kv.extend(request, end)
 
     def _schedule_context(self, request: LlmRequest, budget: int, batch: ScheduledBatch) -> int:
-        chunk = self._chunk_len(request, budget)
+        chunk = self._chunk_len(request, request.kv_len, budget)
         if not chunk or not self._make_room(request, request.kv_len + chunk, batch):
             return 0
         request.context_chunk = chunk
         batch.context_requests.append(request)
         return chunk
 
-    def _chunk_len(self, request: LlmRequest, budget: int) -> int:
-        """Context tokens of this round; 0 if the rest does not fit and may not be cut. A preempted
-        request may have
-        grown beyond one round: it is cut all the same, since it was accepted once."""
-        remaining = request.num_tokens - request.kv_len
+    def _chunk_len(self, request: LlmRequest, kv_len: int, budget: int) -> int:
+        """Context tokens to run in this round after the first `kv_len`.
+
+        0 if the rest does not fit and may not be cut. A preempted request is always cut, since its
+        output may have made it longer than one round."""
+        remaining = request.num_tokens - kv_len
         if remaining <= budget:
             return remaining
         return budget if self.limits.chunked_prefill or request.num_preemptions else 0
 
     def _make_room(self, request: LlmRequest, num_tokens: int, batch: ScheduledBatch) -> bool:
-        """Takes pages; under MAX_UTILIZATION the last running requests give theirs up, `request`
-        itself at the end."""
+        """Takes pages for `num_tokens` tokens.
+
+        Under MAX_UTILIZATION it preempts the last running requests for them, at the end `request`
+        itself: then False."""
         num_tokens += self.limits.extra_kv_tokens
         while request.state is not RequestState.WAITING:
             if self._kv.extend(request, num_tokens):
@@ -137,8 +145,7 @@ class Scheduler:
         return False
 
     def _preempt(self, victim: LlmRequest, batch: ScheduledBatch) -> None:
-        """Back to the queue with all its tokens; their KV stays cached for as long as nobody needs
-        the pages."""
+        """Back to the queue with all its tokens. Its KV stays cached until it is evicted."""
         for scheduled in (batch.generation_requests, batch.context_requests):
             if victim in scheduled:
                 scheduled.remove(victim)
@@ -152,6 +159,7 @@ class Scheduler:
         self.add(victim)
 
     def _admit_waiting(self, budget: int, batch: ScheduledBatch) -> list[LlmRequest]:
+        """Lets waiting requests join, up to the first one that does not fit."""
         admitted: list[LlmRequest] = []
         if not (self.waiting and self._slots.num_free and budget > 0):
             return admitted
@@ -163,29 +171,32 @@ class Scheduler:
             # A preempted request cannot be prefilled before its tokens in flight are known.
             if request.tokens_in_flight or not self._fits(request, reserved):
                 break
-            self._slots.acquire(request)
-            request.kv_len = self._kv.start(request)
-            chunk = self._chunk_len(request, budget)
-            end = request.kv_len + chunk + self.limits.extra_kv_tokens
-            if not chunk or not self._kv.extend(request, end):
-                self._kv.free_resources(request)
-                self._slots.free_resources(request)
-                request.kv_len = request.draft_backlog = 0
+            chunk = self._chunk_len(request, self._kv.match(request), budget)
+            if not chunk:
                 break
-            self.waiting.pop(0)
-            request.state, request.context_chunk = RequestState.CONTEXT, chunk
+            self._join(request, chunk)
             reserved += 0 if self.limits.may_preempt else self._pages_still_needed(request)
-            self.running.append(request)
             batch.context_requests.append(request)
             admitted.append(request)
             budget -= chunk
         self.running.sort(key=self._rank)
         return admitted
 
+    def _join(self, request: LlmRequest, chunk: int) -> None:
+        """Gives the head of the queue a slot, its cached prefix, and pages for its first chunk."""
+        self.waiting.remove(request)
+        self._slots.acquire(request)
+        request.kv_len = self._kv.start(request)
+        has_room = self._kv.extend(request, request.kv_len + chunk + self.limits.extra_kv_tokens)
+        assert has_room, "a request that fits found no pages"
+        request.state, request.context_chunk = RequestState.CONTEXT, chunk
+        self.running.append(request)
+
     def _fits(self, request: LlmRequest, reserved: int) -> bool:
-        """GUARANTEED_NO_EVICT: with all that the running requests may still need, there is room to
-        its very end.
-        MAX_UTILIZATION: there is room for its tokens now, and for one more page of every running
+        """Whether there are pages for a waiting request.
+
+        GUARANTEED_NO_EVICT: for all tokens that it may ever have, next to the `reserved` pages of
+        the running ones. MAX_UTILIZATION: for its tokens now, and one more page of every running
         request, or it would be preempted again at once."""
         if self.limits.may_preempt:
             num_tokens = request.num_tokens + self.limits.extra_kv_tokens
@@ -201,20 +212,19 @@ class Scheduler:
         return request.prompt_len + request.max_tokens + self.limits.overshoot
 
     def check_can_ever_run(self, request: LlmRequest) -> None:
-        """Raises ValueError where no empty engine could run the request. Any thread may ask."""
+        """Raises ValueError if not even an empty engine could run the request. Thread-safe."""
         needed = self._kv.pages_for(self._last_token(request))
         if needed > self._kv.num_usable:
             raise ValueError(
                 f"the request may need {needed} KV pages (prompt {request.prompt_len} + max_tokens "
                 f"{request.max_tokens} tokens) and the cache has {self._kv.num_usable}; lower "
-                "max_tokens or "
-                "raise kv_cache_config.max_tokens"
+                "max_tokens or raise kv_cache_config.max_tokens"
             )
         if request.prompt_len > self.limits.max_num_tokens and not self.limits.chunked_prefill:
             raise ValueError(
                 f"the prompt has {request.prompt_len} tokens and max_num_tokens is "
-                f"{self.limits.max_num_tokens}; "
-                "raise max_num_tokens or set enable_chunked_prefill"
+                f"{self.limits.max_num_tokens}; raise max_num_tokens or set "
+                "enable_chunked_prefill"
             )
 
     def _rank(self, request: LlmRequest) -> tuple[float, int]:

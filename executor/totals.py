@@ -1,8 +1,8 @@
-"""What the executor has done since its start, in plain numbers: rounds by draft length, and
-requests by how they ended.
+"""What the executor has done since its start, as plain numbers: rounds by draft length, requests by
+finish reason.
 
-What single requests count themselves (`DraftCounters`, tokens) is only added up here: when they
-end, or when somebody asks. It knows no policy and no device."""
+Requests keep their own counters (`DraftCounters`, tokens). They are added up here when a request
+ends, or when the state is asked for. It knows no policy and no device."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from tllm_spec.outputs import SpeculativeStats
 
 @dataclass
 class DraftLenTotals:
-    """Rounds whose windows had the same number of drafts, padding among them."""
+    """Rounds with the same number of drafts in each window, padding included."""
 
     rounds: int = 0  # with at least one generating request
-    request_rounds: int = 0  # a round counts once for each of its generating requests
+    request_rounds: int = 0  # a round counts once per generating request
     emitted_tokens: int = 0
-    timed_rounds: int = 0  # those that had no context chunk and followed another round at once
+    timed_rounds: int = 0  # without context chunks, right after another round
     seconds: float = 0.0  # of timed rounds
 
 
@@ -41,7 +41,7 @@ class _Tokens:
 
 
 class Totals:
-    """`add_round` once a round, `add_end` once a request."""
+    """Call `add_round` once per round and `add_end` once per request."""
 
     def __init__(self) -> None:
         self._by_draft_len: dict[int, DraftLenTotals] = {}
@@ -54,9 +54,8 @@ class Totals:
     def add_round(
         self, draft_len: int, num_requests: int, num_emitted: int, seconds: float | None
     ) -> None:
-        """`num_emitted`: tokens that the generating requests kept; without any of these, it was no
-        generation round.
-        `seconds`: None for a round whose time says nothing."""
+        """num_requests: generating ones; 0 is not counted. num_emitted: tokens that they kept.
+        seconds: None for a round whose time is not comparable."""
         if not num_requests:
             return
         if self._latest_draft_len not in (None, draft_len):
@@ -76,7 +75,7 @@ class Totals:
         self._ended = self._ended.plus(request)
 
     def state(self, unfinished: Iterable[LlmRequest]) -> dict[str, Any]:
-        """Plain values; `unfinished`: the requests that have not ended."""
+        """The totals as plain values. unfinished: the requests that have not ended."""
         tokens = self._ended
         for request in unfinished:
             tokens = tokens.plus(request)

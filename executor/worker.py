@@ -1,9 +1,8 @@
-"""The executor's thread: runs rounds while there is work, sleeps otherwise. The one place that
-catches everything.
+"""The executor's thread: runs rounds while there is work and sleeps otherwise.
 
-Everything, not only `Exception`: nobody else's interrupt or cancellation arrives in this thread, so
-that what is raised to end a program or a task comes from a drafter or a logits processor, and is
-one request's fault like any other."""
+It catches every exception that a round raises, `BaseException` included: interrupts and
+cancellations are never delivered to this thread, so even a SystemExit comes from a user's drafter
+or logits processor and fails a request like any other error."""
 
 import logging
 import threading
@@ -19,14 +18,13 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Without work for so long, nobody waits while all pages are counted.
+# After so long without work, integrity is checked: no request waits for it.
 QUIET_SECONDS = 0.05
 
 
 class Worker:
-    """`failure` is set when the loop has ended by anything but `stop`. `on_end` is told once why it
-    ended, whichever
-    way: what is not answered by then never will be."""
+    """`failure` is set if the loop ended by an exception. `on_end` is called once with the reason
+    for the end, whichever it is: requests without an answer by then never get one."""
 
     def __init__(
         self, executor: PyExecutor, queue: RequestQueue, on_end: Callable[[str], None]
@@ -43,20 +41,18 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the round in progress and the cancellations that came before this
-        call: requests still in flight are the caller's to cancel."""
+        """Ends the loop after the round in progress and the cancellations made before this call.
+        The caller cancels the requests that are still running."""
         self._queue.close()
-        if (
-            threading.current_thread() is not self._thread
-        ):  # it may be the last to hold an answered request
+        # The executor's own thread gets here if it drops the last reference to the LLM.
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Runs a function in the executor's thread, between two rounds, and returns what it
-        returns. It may read everything, and everybody waits for it.
+        """Runs a function in the executor's thread between two rounds and returns its result.
 
-        What it raises is raised here. Raises RuntimeError when the executor has ended, or ends
-        before it gets there."""
+        It may read all state; rounds wait for it. What it raises is raised here. Raises
+        RuntimeError if the executor has ended, or ends before it runs the function."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "the executor's thread cannot wait for itself: this is called from inside a round"
@@ -69,7 +65,7 @@ class Worker:
                 return
             try:
                 answer.set_result(function())
-            except BaseException as error:  # the caller's fault, and the caller's to handle
+            except BaseException as error:  # the caller handles it
                 answer.set_exception(error)
 
         if not self._queue.put_call(run):
@@ -78,7 +74,7 @@ class Worker:
 
     @property
     def why_ended(self) -> str:
-        """Once it has."""
+        """The reason, after the end."""
         return (
             f"the executor has died: {self.failure}"
             if self.failure
@@ -108,7 +104,7 @@ class Worker:
             self._run_calls(last=True)
             self._on_end(self.failure or self.why_ended)
             self._idle.set()
-            del self._executor  # its memory is free as soon as nobody else holds it
+            del self._executor  # so that its memory is freed with the last other reference
 
     def _run_calls(self, *, last: bool = False) -> None:
         for call in self._queue.take_calls(last=last):
@@ -117,17 +113,17 @@ class Worker:
     def _round(self) -> bool:
         try:
             return self._executor.step()
-        except BaseException as error:  # process border: the others' requests go on
+        except BaseException as error:  # process border: other requests go on
             logger.exception("a round failed")
             self._recover(error)
             return True
 
     def _recover(self, error: BaseException) -> None:
-        """The round that was in flight is read then, and may fail, too."""
+        """Recovery reads the round in flight, which may raise, too."""
         try:
             self._executor.recover(error)
         except BaseException as another:  # process border, as above
             if another is error:
                 raise
-            logger.exception("the round behind it failed, too")
+            logger.exception("the round in flight failed, too")
             self._executor.recover(another)

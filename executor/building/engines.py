@@ -120,7 +120,6 @@ def _build_engine(
         pools[0],
         table,
         extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
-        draft_may_lag=layers is not None and layers.net.reads_tokens_only,
     )
     if batch_invariant:
         attention: AttentionBackend = BatchInvariantAttention(geometry, pools[0])

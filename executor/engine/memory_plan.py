@@ -1,5 +1,6 @@
-"""How many KV pages there are: after the weights are loaded, once, for target and draft
-together."""
+"""How many KV pages there are, for target and draft together.
+
+Planned once, after the weights are loaded: the pools get what the rounds do not need."""
 
 import gc
 import logging
@@ -11,17 +12,16 @@ import torch
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
 
 logger = logging.getLogger(__name__)
 
-# On a CPU there is no memory set aside for serving; a pool of this size is plenty for the models
-# that run there.
+# A CPU has no memory set aside for serving; this is plenty for the models that run there.
 CPU_POOL_BYTES = 1 << 30
 DUMMY_PAGES = 1
-# What the driver and the graph's nodes take, measured; activations of all graphs share one pool and
-# count once.
+# Of the driver and a graph's nodes, measured. The activations of all graphs share one pool.
 BYTES_A_GRAPH = 16 << 20
 
 ServedModel = CausalLM | Eagle3Head
@@ -30,12 +30,13 @@ ServedModel = CausalLM | Eagle3Head
 def plan_num_pages(
     args: LlmArgs, models: Sequence[ServedModel], max_len: int, reserved_bytes: int = 0
 ) -> int:
-    """Pages of each model's pool, the dummy page included: as many as `max_tokens` asks for,
-    without it as many as `max_batch_size` requests of `max_len` tokens can fill; but on a GPU never
-    more than the share of its free memory holds. reserved_bytes: what will be allocated later
-    beside the pools and activations.
+    """Pages of each model's pool, the dummy page included.
 
-    Raises ValueError when not even one page is possible, or on a CPU `max_tokens` exceeds the
+    As many as `max_tokens` asks for; without it, as many as `max_batch_size` requests of `max_len`
+    tokens can fill. On a GPU never more than the configured share of the memory that is left after
+    `round_bytes` and `reserved_bytes` (whatever else will be allocated later).
+
+    Raises ValueError when not even one page is possible, or on a CPU when `max_tokens` exceeds the
     machine's memory."""
     page_size, max_tokens = args.kv_cache_config.tokens_per_block, args.kv_cache_config.max_tokens
     page_bytes = sum(
@@ -47,7 +48,7 @@ def plan_num_pages(
         gc.collect()  # an LLM that was shut down may be in a cycle
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
-        free -= _activation_bytes(args, models) + reserved_bytes
+        free -= round_bytes(args, models) + reserved_bytes
         budget = int(free * args.kv_cache_config.free_gpu_memory_fraction)
     else:
         budget = CPU_POOL_BYTES if max_tokens is None else _machine_bytes()
@@ -67,9 +68,8 @@ def plan_num_pages(
     if num_pages < 1:
         raise ValueError(
             f"no memory is left for the KV cache: a page of {page_size} tokens takes {page_bytes} "
-            "bytes and "
-            f"{max(budget, 0)} are free; lower max_num_tokens or max_batch_size, or use a smaller "
-            "model"
+            f"bytes and {max(budget, 0)} are free; lower max_num_tokens or max_batch_size, or use "
+            "a smaller model"
         )
     return num_pages + DUMMY_PAGES
 
@@ -78,13 +78,41 @@ def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _activation_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
-    """A bound on what one forward of `max_num_tokens` rows needs beside weights and KV: per row the
-    widest layer's inputs and outputs a few times over, and where rows are sampled float32 logits
-    with their sorted copy and its 64-bit weights."""
-    rows = args.max_num_tokens
-    drafts = args.speculative_config.max_draft_len if args.speculative_config else 0
-    sampled_rows = min(rows, args.max_batch_size * (1 + drafts))
-    config = models[0].config
-    hidden = rows * (8 * config.hidden_size + 4 * config.intermediate_size) * 4
-    return int(hidden + 10 * sampled_rows * config.vocab_size * 4)
+def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
+    """A bound on what one round allocates on a GPU next to weights and KV.
+
+    * Activations of `max_num_tokens` rows in the model's dtype. An attention block holds six
+      hidden states (residual, normed, query, key, value, attended), an MLP three and three
+      intermediate ones (gate, up, product). Target and draft run one after the other.
+    * Logits of every sampled row in the model's dtype, the target's and the draft's, each once
+      more where only some rows are sampled. They become float32 in the kernels' registers.
+    * What else sampling allocates, which is cut into parts of `SAMPLING_BYTES`
+      (`sampling/working_memory.py`), and the token counts of penalised requests (5 bytes a token
+      of the vocabulary, twice while they grow).
+    * With rejection sampling, the distributions that drafts are drawn from, and those of all
+      drafts in float32, gathered and then spread over the target's vocabulary."""
+    spec, num_requests = args.speculative_config, min(args.max_batch_size, args.max_num_tokens)
+    max_draft_len = spec.max_draft_len if spec else 0
+    num_rows = min(args.max_num_tokens, num_requests * (1 + max_draft_len))
+    target, vocab_size = models[0], models[0].config.vocab_size
+    num_bytes = max(_activation_bytes(args.max_num_tokens, model) for model in models)
+    num_bytes += 2 * num_rows * vocab_size * target.dtype.itemsize
+    num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
+    num_bytes += 2 * 5 * num_requests * vocab_size
+    for draft in models[1:]:
+        num_logits = num_requests * _num_logits(draft)
+        num_bytes += 2 * num_logits * draft.dtype.itemsize
+        if spec is not None and spec.use_rejection_sampling:
+            num_bytes += num_logits * BYTES_PER_LOGIT
+            num_bytes += 2 * num_requests * max_draft_len * vocab_size * torch.float32.itemsize
+    return num_bytes
+
+
+def _activation_bytes(num_rows: int, model: ServedModel) -> int:
+    config = model.config
+    return num_rows * (8 * config.hidden_size + 4 * config.intermediate_size) * model.dtype.itemsize
+
+
+def _num_logits(model: ServedModel) -> int:
+    """Of one row."""
+    return model.config.output_size if isinstance(model, Eagle3Head) else model.config.vocab_size

@@ -1,9 +1,7 @@
-"""Runs one model over rows of tokens: forwards, and computes logits of the rows that are wanted.
+"""Runs one model over rows of tokens, and computes the logits of the wanted rows.
 
-The engine of the target and the engine of a draft model are two instances. It does not know
-requests, sampling or
-speculation: context chunks are (slot, start, tokens), generation windows are slots with lengths on
-the device."""
+Target and draft model have an engine each. An engine knows no requests, sampling or speculation:
+context chunks are (slot, start, tokens), windows are slots with lengths on the device."""
 
 import torch
 
@@ -16,8 +14,8 @@ from tllm_spec.models.causal_lm import CausalLM
 class ModelEngine:
     """A model, its attention backend and the rows that it runs over.
 
-    `input_vocab_size` is that of the target: a draft model with fewer (padding) rows reads ids
-    beyond its own as its last. `spec`: where hidden states are captured for a draft head."""
+    `input_vocab_size` is the target's: a draft model with a smaller vocabulary reads ids beyond it
+    as its last id. `spec` captures hidden states for a draft head."""
 
     def __init__(
         self,
@@ -41,11 +39,10 @@ class ModelEngine:
         windows: Windows | None,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states of all rows `[T, H]`: the chunks one after another, then the windows.
-        Writes their KV.
+        """Writes the KV of all rows, the chunks' and then the windows', and returns their hidden
+        states `[T, H]`.
 
-        wanted: the rows `[R]` to be returned, `[R, H]`; the others skip most of the last layer's
-        work."""
+        wanted: returns these rows `[R]` only, `[R, H]`; the others skip most of the last layer."""
         metadata, token_ids = self.rows.build(contexts, windows)
         return self.run(token_ids, metadata.positions, self.backend.plan(metadata), wanted)
 

@@ -1,8 +1,8 @@
-"""From chunks and windows to what a model's forward takes: token ids, positions, and where
+"""Turns context chunks and windows into a forward's inputs: token ids, positions, and where
 attention reads and writes.
 
-It knows slots, lengths and block tables; no model, no requests. Several models may share one block
-table, each with a pool of its own, so that a page number means the same tokens in every pool."""
+It knows slots, lengths and block tables, no model and no requests. Models may share one block
+table, each with a pool of its own: a page number then means the same tokens in every pool."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,14 +15,13 @@ from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels.window_rows import WindowRows, window_rows
 
-ROW_ALIGNMENT = (
-    16  # numbers: kernels are compiled anew for addresses that are no multiples of 16 bytes
-)
+# In numbers. Triton compiles a kernel again for addresses that are not multiples of 16 bytes.
+ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """`tokens` of one sequence to be prefilled from position `start` on."""
+    """Tokens of one sequence, to be prefilled from position `start` on."""
 
     slot: int
     start: int
@@ -36,9 +35,9 @@ class ContextChunk:
 @dataclass(frozen=True)
 class Windows:
     """B generation windows: slots `[B]`, first positions `[B]`, token_ids `[B, W]`, all on the
-    device. `max_kv_len` is a host upper bound of first position + W. `num_padding` `[B]`: so many
-    rows at each window's front, which may stand before position 0, are nobody's; their KV goes to
-    the dummy page."""
+    device. `max_kv_len` is the host's upper bound of first position + W. The first `num_padding`
+    `[B]` rows of each window are padding, perhaps before position 0; their KV goes to the dummy
+    page."""
 
     slots: torch.Tensor
     first: torch.Tensor
@@ -48,17 +47,17 @@ class Windows:
 
 
 class RowBuilder:
-    """Rows of one forward over the pages of `table`."""
+    """Makes the rows of one forward over the pages of `table`."""
 
     def __init__(
         self, table: BlockTable, num_pages: int, page_size: int, device: torch.device
     ) -> None:
-        """num_pages: of the pool, of `page_size` tokens each."""
+        """num_pages: of the pool, with `page_size` tokens each."""
         self.table = table
         self.page_size = page_size
         self.device = device
-        # Positions and places of tokens are runs of these: to copy one takes as long as to make a
-        # few numbers.
+        # Positions and KV slots are runs of consecutive numbers. Copying a run from here is as fast
+        # as making a few numbers.
         self._numbers = array("q")
         self._numbers.frombytes(
             torch.arange(max(num_pages * page_size, self.max_len)).numpy().tobytes()
@@ -66,7 +65,7 @@ class RowBuilder:
 
     @property
     def max_len(self) -> int:
-        """Tokens that a row of the block table has pages for."""
+        """Most tokens that a row of the block table has pages for."""
         return self.table.device_rows.shape[1] * self.page_size
 
     def build(
@@ -117,23 +116,25 @@ class RowBuilder:
         kv_slots = torch.where(
             is_own, self._kv_slots(tables, positions), positions % self.page_size
         )
-        # Attention needs a key: for a slot that has nothing yet it is the dummy page's.
+        # Attention needs at least one key; that of an empty slot is in the dummy page.
         kv_lens = (windows.first + width).clamp_min_(1).to(torch.int32)
         return WindowRows(positions.flatten(), kv_slots.flatten(), kv_lens, tables)
 
     def pages(self, chunks: Sequence[ContextChunk]) -> "array[int]":
-        """Those that hold each chunk's sequence up to the chunk's end, int32: the first's, then the
-        second's."""
+        """The pages of each chunk's sequence up to the chunk's end, int32, one chunk after
+        another."""
         pages = array("i")
         for chunk in chunks:
             pages += self.table.pages(chunk.slot)[: -(-chunk.end // self.page_size)]
         return pages
 
     def context_rows(self, chunks: Sequence[ContextChunk], length: int) -> "array[int]":
-        """Token ids, positions and places in the pool of the chunks' T tokens, `[3, length]`; what
-        stands behind the first T of each is nobody's. The host copies runs of numbers that it has;
-        the device would need a dozen kernels, one behind the other, before a forward can begin."""
-        token_ids, positions, places = array("q"), array("q"), array("q")
+        """Token ids, positions and KV slots of the chunks' T tokens, `[3, length]`; after the first
+        T of each comes padding.
+
+        The host copies runs of numbers that it has. The device would need a dozen kernels in a row
+        before the forward could begin."""
+        token_ids, positions, kv_slots = array("q"), array("q"), array("q")
         numbers, size = self._numbers, self.page_size
         for chunk in chunks:
             token_ids += array("q", chunk.tokens)
@@ -142,12 +143,12 @@ class RowBuilder:
             for page in self.table.pages(chunk.slot)[first_page : -(-chunk.end // size)]:
                 own += numbers[page * size : (page + 1) * size]
             first = chunk.start - first_page * size
-            places += own[first : first + len(chunk.tokens)]
-        assert len(token_ids) == len(positions) == len(places), (
-            "a chunk goes on behind its slot's pages"
+            kv_slots += own[first : first + len(chunk.tokens)]
+        assert len(token_ids) == len(positions) == len(kv_slots), (
+            "a chunk is longer than its slot's pages"
         )
         padding = array("q", bytes(8 * (length - len(token_ids))))
-        return token_ids + padding + positions + padding + places + padding
+        return token_ids + padding + positions + padding + kv_slots + padding
 
     def _mixed_metadata(
         self, contexts: list[ContextChunk], windows: Windows | None
@@ -177,6 +178,6 @@ class RowBuilder:
         return metadata, torch.cat((token_ids, window_ids))
 
     def _kv_slots(self, block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Places of tokens at positions `[N, W]` of rows with pages `[N, P]`."""
+        """KV slots of positions `[N, W]` in rows with pages `[N, P]`."""
         pages = block_tables.gather(1, positions // self.page_size)
         return pages.to(torch.int64) * self.page_size + positions % self.page_size

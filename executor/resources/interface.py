@@ -1,23 +1,20 @@
-"""The contract of everything that requests occupy: slots, KV pages, drafter pools, user-provided
-resources."""
+"""The interface of what requests occupy: slots, KV pages, drafter pools, a user's resources."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 
 
 class ResourceManager:
-    """Follows requests through a round. Managers are called in the order in which the executor
-    holds them.
-
-    Every method has a default, so that a user's manager writes only what it needs.
-    """
+    """Called in every round, in the order of the executor's list. Every method has a default, so
+    a user's manager overrides only what it needs."""
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """After scheduling, before drafting: make room for this round's tokens, placeholder drafts
         included."""
 
     def update_resources(self, batch: ScheduledBatch) -> None:
-        """After sampling: give back what the rejected drafts took (`py_rewind_len`)."""
+        """After the round was read: free what rejected drafts occupied, which is everything after
+        a request's first `kv_len` tokens."""
 
     def free_resources(self, request: LlmRequest) -> None:
         """The request is finished, cancelled, failed or preempted; it may never have been

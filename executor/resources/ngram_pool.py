@@ -1,47 +1,44 @@
 """Prompt-lookup drafts: what followed the last tokens of a text when they occurred before.
 
-A pool maps n-grams (1 to `max_matching_ngram_size` tokens) to what followed them. It stores no
-drafts, only occurrences, that is places in the requests' own token lists: a continuation grows with
-its text at no cost. Of an n-gram's occurrences only the one that the options would propose is
-stored; no other is ever seen:
+A pool maps n-grams (1 to `max_matching_ngram_size` tokens) to their continuation. It stores
+occurrences, which are positions in the requests' own token lists, so a continuation grows with its
+text at no cost. Of an n-gram's occurrences it stores only the one that the options propose:
 
 * `is_keep_all`, `is_use_oldest`: the first one.
 * `is_keep_all`, not `is_use_oldest`: the last one, even if only one token has followed it yet.
 * not `is_keep_all`: the one with the longest continuation (at most `max_draft_len`), the first of
-  equals. In one text that is the first one. A public pool takes an occurrence in when
-  `max_draft_len` tokens have followed it, so there, too, it is the first one; what the end of its
-  text cuts short stays outside.
+  equals. In one text that is the first one. A public pool stores an occurrence once
+  `max_draft_len` tokens have followed it, so there it is the first one, too. Occurrences with a
+  shorter continuation at the end of their text are not stored.
 
-A private pool, one a request, is forgotten with its request. A public pool is shared and outlives
-requests. It mixes users' texts: one user's tokens are proposed, and by timing and acceptance
-figures shown, to others.
+A private pool belongs to one request and ends with it. A public pool is shared and outlives
+requests. It mixes users' texts: one user's tokens are proposed to others, who can infer them from
+timing and acceptance figures.
 
-A pool, public or private, holds at most `max_pool_entries` entries. An entry is one place in a text
-with all n-grams that end there, about 100 bytes; a public pool also keeps the texts that its
-entries point to. When half of the entries are new, the others are dropped at once. The module knows
-nothing of acceptance, nor of the requests' limits."""
+A pool, public or private, holds at most `max_pool_entries` entries. An entry is one position in a
+text with all n-grams that end there, about 100 bytes. A public pool also keeps the texts that its
+entries point to. When half of the entries are new, the older half is dropped at once. The module
+knows neither acceptance nor the requests' limits."""
 
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-# An occurrence is an integer: its text's number in the high bits, below it the place behind the
-# n-gram, where the continuation begins. It is never 0.
+# An occurrence is an integer: its text's number in the high bits, and in the low bits the position
+# after the n-gram, where the continuation begins. It is never 0.
 _POSITION_BITS = 32
 _POSITION = (1 << _POSITION_BITS) - 1
 _TEXT = ~_POSITION
-_OWN = (
-    -1
-)  # a node's own occurrence, among its children's keys, which are token ids and not negative
+_OWN = -1  # the key of a node's own occurrence; its children's keys are token ids, from 0 on
 
 
 class _Pool:
-    """N-grams in a tree that reads them backwards: below the root the last tokens, then the tokens
+    """N-grams in a tree, read backwards: the root's keys are last tokens, below them the tokens
     before.
 
-    A child is an integer while its n-gram has occurred once, whatever precedes it: that occurrence.
-    Then it is a dict from preceding tokens to children, with the first or the last occurrence under
-    `_OWN`. `older` is the older half of the entries, a tree that is only read."""
+    A child is an integer, its occurrence, as long as its n-gram has occurred once. Then it is a
+    dict from preceding tokens to children, with the first or last occurrence under `_OWN`. `older`
+    is the older half of the entries, a tree that is only read."""
 
     def __init__(self, max_ngram_size: int, last_wins: bool, capacity: int) -> None:
         self.max_ngram_size = max_ngram_size
@@ -53,12 +50,12 @@ class _Pool:
         self.older: _Pool | None = None
 
     def insert(self, base: int, tokens: list[int], start: int, stop: int) -> int:
-        """Enters the n-grams that end with each of `tokens[start:stop]`; `base` is their text's
+        """Adds the n-grams that end with each of `tokens[start:stop]`; `base` is their text's
         number.
 
-        Returns the occurrence that this tree had before for the longest n-gram at the end of them,
-        or 0. It visits up to `max_ngram_size` nodes a token, each elsewhere in memory: they are
-        what a pool costs."""
+        Returns the occurrence that this tree had for the longest n-gram at the end of them, or 0.
+        Its cost is the up to `max_ngram_size` nodes per token that it visits, each elsewhere in
+        memory."""
         num_entries = self.num_entries + stop - start
         if num_entries > self.capacity:
             self._retire()
@@ -103,13 +100,13 @@ class _Pool:
         return known or node.get(_OWN, 0)
 
     def _retire(self) -> None:
-        """This tree becomes the older half; what was the older half is dropped."""
+        """This tree becomes the older half; the former older half is dropped."""
         older = self.older = _Pool(self.max_ngram_size, self.last_wins, self.capacity)
         older.root, older.texts, older.num_entries = self.root, self.texts, self.num_entries
         self.root, self.texts, self.num_entries = {}, {}, 0
 
     def find(self, tokens: list[int]) -> int:
-        """The occurrence that this tree has for the longest n-gram at the end of `tokens`, or 0."""
+        """The occurrence of the longest n-gram at the end of `tokens` in this tree, or 0."""
         node, known = self.root, 0
         for token in tokens[: -self.max_ngram_size - 1 : -1]:
             child = node.get(token)
@@ -121,19 +118,19 @@ class _Pool:
         return known
 
     def locate(self, occurrence: int) -> tuple[list[int], int]:
-        """An occurrence's text, and where its continuation begins; an empty text for 0."""
+        """An occurrence's text and where its continuation begins; an empty text for 0."""
         return (self.texts[occurrence & _TEXT], occurrence & _POSITION) if occurrence else ([], 0)
 
     def locate_in_both(self, known: int, tokens: list[int]) -> tuple[list[int], int]:
-        """`locate` for the better one of `known` and what the older half has for the end of
-        `tokens`."""
+        """`locate` for the longer match of the end of `tokens`: `known`, or that of the older
+        half."""
         assert self.older is not None
         here, there = self.locate(known), self.older.locate(self.older.find(tokens))
         longer = self._match_len(*there, tokens) - self._match_len(*here, tokens)
         return there if longer > 0 or (longer == 0 and not self.last_wins) else here
 
     def _match_len(self, text: list[int], end: int, tokens: list[int]) -> int:
-        """How many tokens before `text[end]` are the last ones of `tokens`, up to the n-gram
+        """How many tokens before `text[end]` equal the last ones of `tokens`, up to the n-gram
         size."""
         size = min(self.max_ngram_size, end, len(tokens))
         while text[end - size : end] != tokens[len(tokens) - size :]:
@@ -144,9 +141,9 @@ class _Pool:
 @dataclass(eq=False, slots=True)
 class _Request:
     pool: _Pool
-    base: int  # what its occurrences begin with
+    base: int  # the number of its text, shifted to the high bits
     num_indexed: int = 0
-    known: int = 0  # what the pool already had for the end when that was inserted
+    known: int = 0  # the pool's occurrence of the end of the text when that was inserted
 
 
 class NGramPool:
@@ -169,9 +166,9 @@ class NGramPool:
             max_pool_entries // 2,
         )
         self._public = _Pool(*self._pool_options) if is_public_pool else None
-        # An n-gram at the end of a text has no continuation. A private pool takes it in
-        # nevertheless, looking it up on the same way through the tree; in a public pool other
-        # requests would find it.
+        # An n-gram at the end of a text has no continuation. A private pool inserts it anyway,
+        # because the lookup is then the same walk through the tree. In a public pool other requests
+        # would find it.
         self._lag = 0 if not is_public_pool else 1 if is_keep_all else max_draft_len
         self._requests: dict[int, _Request] = {}
         self._numbers = count()
@@ -188,11 +185,11 @@ class NGramPool:
         )
 
     def propose(self, request_id: int, tokens: list[int], draft_len: int) -> list[int]:
-        """What followed the longest n-gram at the end of `tokens` somewhere before: 0 to
+        """What followed an earlier occurrence of the longest n-gram at the end of `tokens`: 0 to
         `draft_len` tokens.
 
-        `tokens` is the request's own list. It is not copied, only grows, and stays as it is after
-        `free`."""
+        `tokens` is the request's own list. It is not copied; it may only grow, and must not change
+        after `free`."""
         request = self._requests.get(request_id) or self._admit(request_id)
         pool, stop = request.pool, len(tokens) - self._lag
         if stop > request.num_indexed:
@@ -210,8 +207,7 @@ class NGramPool:
         ]
 
     def free(self, request_id: int) -> None:
-        """The request has ended. Its private pool goes with it; what it gave to a public pool
-        stays."""
+        """The request has ended: its private pool is dropped. Its entries of a public pool stay."""
         self._requests.pop(request_id, None)
 
     def _admit(self, request_id: int) -> _Request:

@@ -1,25 +1,20 @@
-"""The book-keeping of a paged KV cache: which pages each sequence has, and which pages are kept for
-reuse.
+"""The bookkeeping of a paged KV cache: which pages each sequence has, and which are kept for reuse.
 
-A page is in one of three places: on the free list, private to one sequence, or in the radix tree
-(cached, and perhaps held by sequences). A sequence's pages are a path of the tree followed by
-private pages; only private pages are ever written, but for the layers of a draft that come later
-(`whole_len`). This module knows page numbers
-only: no requests, no slots, no tensors.
-"""
+A page is on the free list, private to one sequence, or in the radix tree (cached, and perhaps held
+by sequences). A sequence's pages are a path of the tree followed by private pages, and only private
+pages are written. This module knows page numbers: no requests, no slots, no tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from tllm_spec.executor.resources.radix import Node, RadixTree
+from tllm_spec.executor.resources.radix import Key, Node, RadixTree
 
 
 @dataclass
 class CacheStats:
-    """Counters since the start. Tokens and pages are those of the prompts given to
-    `add_sequence`."""
+    """Counters since the start, of the prompts given to `add_sequence`."""
 
     reused_tokens: int = 0
     missed_tokens: int = 0
@@ -30,8 +25,8 @@ class CacheStats:
 
 
 class _Prefix(NamedTuple):
-    """What the cache offers for a prompt: full pages to share, then perhaps tokens of `source` to
-    copy."""
+    """The cached prefix of a prompt: full pages to share, then `num_copied` tokens of `source`,
+    whose page is to be copied."""
 
     nodes: list[Node]
     source: Node | None
@@ -43,19 +38,17 @@ class _Sequence:
     pages: list[int]
     nodes: list[Node]  # the tree nodes of pages[:len(nodes)]; the pages after them are private
     version: int
-    whole_len: int  # leading tokens of the reused prefix that a draft's layers hold, too; once stored, of all of it
 
 
 class PagedCache:
-    """Pages for sequences, shared by common prefix; pages that nobody holds stay cached until
-    evicted (LRU).
+    """Pages for sequences, shared by common prefix. Unreferenced pages stay cached until evicted
+    (LRU). Not thread-safe.
 
-    Page 0 is never handed out: graph padding writes to it. `copy_page(source, destination)` copies
-    a page; the copies must take effect in the order of the calls and before the next forward. Not
-    thread-safe.
+    Page 0 is never handed out: padding rows write to it. `copy_page(source, destination)` copies a
+    page; the copies must take effect in the order of the calls and before the next forward.
 
-    `lookahead` (0 or 1): how many tokens after its own the KV at a position depends on. n equal
-    tokens are then n - lookahead equal positions, and only so many are stored or reused."""
+    `lookahead` (0 or 1) is how many tokens after its own the KV at a position depends on. Of n
+    equal tokens only n - lookahead positions are equal, so only those are stored or reused."""
 
     def __init__(
         self,
@@ -82,8 +75,7 @@ class PagedCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated right now: the free ones and the cached ones that nobody
-        holds."""
+        """Pages that can be allocated now: free ones, and cached ones without references."""
         return len(self._free_pages) + self._tree.num_evictable
 
     def match(self, tokens: Sequence[int]) -> int:
@@ -94,33 +86,23 @@ class PagedCache:
     def new_pages_needed(self, tokens: Sequence[int], num_tokens: int) -> int:
         """By how much `add_sequence(tokens)` and `extend(num_tokens)` would lower `num_available`.
 
-        Matched pages that nobody holds yet count, because holding them makes them unavailable.
-        """
+        Matched pages without references count: holding them makes them unavailable."""
         nodes, source, _ = self._find_prefix(tokens)
         num_pages = max(self._pages_for(num_tokens), len(nodes) + (source is not None))
         return num_pages - len(nodes) + _num_unreferenced(nodes)
 
     def add_sequence(self, seq_id: int, tokens: Sequence[int], *, reuse: bool = True) -> int:
-        """Starts a sequence with its longest cached prefix; returns the length of that prefix in
-        tokens.
+        """Starts a sequence with its longest cached prefix and returns that prefix's length.
 
-        At most `len(tokens) - 1`: the last one's logits are wanted. A partly matching page is
-        copied."""
+        It has at most `len(tokens) - 1` tokens, since the last one's logits are wanted. A partly
+        matching page is copied."""
         assert seq_id not in self._sequences, f"sequence {seq_id} exists"
         nodes, source, num_copied = self._find_prefix(tokens) if reuse else _Prefix([], None, 0)
-        self._tree.hold(
-            nodes
-        )  # before any eviction, which would otherwise take the pages just matched
+        self._tree.hold(nodes)  # before an eviction could take the pages just matched
         pages = [node.page for node in nodes]
-        num_whole = next((i for i, node in enumerate(nodes) if not node.is_whole), len(nodes))
-        whole_len = num_whole * self.page_size
-        if source is not None and source.is_whole and num_whole == len(nodes):
-            whole_len += num_copied
-        self._sequences[seq_id] = _Sequence(pages, nodes, self._new_version(), whole_len)
+        self._sequences[seq_id] = _Sequence(pages, nodes, self._new_version())
         if source is not None:
-            self._tree.touch(
-                source
-            )  # now the last to be evicted, and _find_prefix has seen another page
+            self._tree.touch(source)  # evicted last, and _find_prefix made sure of another page
             pages.append(self._take_page())
             self._copy_page(source.page, pages[-1])
         cached_len = len(nodes) * self.page_size + num_copied
@@ -128,8 +110,8 @@ class PagedCache:
         return cached_len
 
     def extend(self, seq_id: int, num_tokens: int) -> bool:
-        """Makes room for the first `num_tokens` tokens; False, and nothing changed, if pages are
-        missing."""
+        """Takes pages for the first `num_tokens` tokens; False, and nothing changed, if there are
+        too few."""
         pages = self._sequences[seq_id].pages
         if num_tokens <= len(pages) * self.page_size:
             return True
@@ -144,8 +126,7 @@ class PagedCache:
         return True
 
     def rewind(self, seq_id: int, num_tokens: int) -> int:
-        """Keeps room for the first `num_tokens` tokens only; returns the number of pages given
-        back."""
+        """Keeps the pages of the first `num_tokens` tokens; returns how many it frees."""
         sequence = self._sequences[seq_id]
         pages = sequence.pages
         assert num_tokens >= len(sequence.nodes) * self.page_size, (
@@ -160,16 +141,13 @@ class PagedCache:
         sequence.version = self._new_version()
         return len(rejected)
 
-    def store(self, seq_id: int, tokens: Sequence[int], whole_len: int | None = None) -> None:
-        """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final; that of
-        a draft's layers for the first `whole_len` tokens (None: all).
+    def store(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Caches the full pages of `tokens`, the sequence's first ones, whose KV is final.
 
-        With `lookahead` 1 the KV of all but the last token is stored: that one only completes its
-        predecessor's key. Costs only the pages not stored yet. Where an equal page is cached
-        already, the sequence moves to it
-        and gives its own back: a holder of a node must hold the node's ancestors (see radix.py).
-        Where that page has less of the draft's part, and cannot be replaced, its own stay private
-        from there on."""
+        With `lookahead` 1 the last token's KV is not stored: it only completes the key of the token
+        before it. Costs only the pages not stored yet. Where an equal page is cached already, the
+        sequence moves to it and frees its own: a holder of a node must hold the node's ancestors
+        (see radix.py)."""
         sequence, size = self._sequences[seq_id], self.page_size
         num_stored = len(tokens) - self.lookahead
         assert num_stored <= len(sequence.pages) * size, (
@@ -177,26 +155,20 @@ class PagedCache:
         )
         if not self._reuse:
             return
-        whole_len = num_stored if whole_len is None else whole_len
-        for node in sequence.nodes[sequence.whole_len // size : whole_len // size]:
-            node.is_whole = True
-        sequence.whole_len = max(sequence.whole_len, whole_len)
         for index in range(len(sequence.nodes), num_stored // size):
             key = tuple(tokens[index * size : (index + 1) * size + self.lookahead])
-            if not self._store_page(sequence, index, key, (index + 1) * size <= whole_len):
-                return
+            self._store_page(sequence, index, key)
 
-    def free(self, seq_id: int, tokens: Sequence[int] = (), whole_len: int | None = None) -> None:
-        """Ends the sequence. What `tokens` covers is stored first (see `store`, also for where that
-        ends), a last partial page included."""
-        self.store(seq_id, tokens, whole_len)
+    def free(self, seq_id: int, tokens: Sequence[int] = ()) -> None:
+        """Ends the sequence. The KV of `tokens` is stored first (see `store`), a last partial page
+        included."""
+        self.store(seq_id, tokens)
         private = self.private_pages(seq_id)
         nodes = self._sequences.pop(seq_id).nodes
         tail = tuple(tokens[len(nodes) * self.page_size :])
         num_left = len(tail) - self.lookahead
         if 0 < num_left < self.page_size and self._partial_reuse:
-            is_whole = whole_len is None or len(tokens) - self.lookahead <= whole_len
-            _, left_over = self._tree.insert(self._end(nodes), tail, private[0], is_whole)
+            _, left_over = self._tree.insert(self._end(nodes), tail, private[0])
             private[:1] = [] if left_over is None else [left_over]
         self._free_pages.extend(private)
         self._tree.release(nodes)
@@ -206,39 +178,34 @@ class PagedCache:
         return self._sequences[seq_id].pages
 
     def private_pages(self, seq_id: int) -> list[int]:
-        """The pages that only this sequence reads or writes: those after the ones in the tree."""
+        """The pages after those in the tree: only this sequence reads or writes them."""
         sequence = self._sequences[seq_id]
         return sequence.pages[len(sequence.nodes) :]
 
-    def whole_len(self, seq_id: int) -> int:
-        """How many leading tokens a draft's layers on the same pages hold, too: of the reused
-        prefix, and of what was stored since."""
-        return self._sequences[seq_id].whole_len
-
     def version(self, seq_id: int) -> int:
-        """Changes whenever `pages(seq_id)` changes other than by appending. A restart changes it
-        too."""
+        """Changes whenever `pages(seq_id)` changes other than by appending, and by a restart."""
         return self._sequences[seq_id].version
 
     def state(self) -> dict[str, Any]:
-        """Pages by where they are (a page that a sequence holds is used, cached or not), and the
-        counters, as plain values."""
+        """Page counts and counters as plain values. A page that a sequence holds counts as used,
+        cached or not."""
         free, cached = len(self._free_pages), self._tree.num_evictable
-        places = {"free": free, "cached": cached, "used": self.num_pages - 1 - free - cached}
         return {
             "num_pages": self.num_pages - 1,
             "page_size": self.page_size,
-            **places,
+            "free": free,
+            "cached": cached,
+            "used": self.num_pages - 1 - free - cached,
             **asdict(self.stats),
         }
 
     def reset(self) -> None:
-        """Forgets all cached pages that no sequence holds."""
+        """Frees all cached pages that no sequence holds."""
         while self._tree.num_evictable:
             self._free_pages.append(self._tree.evict())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError with a sentence about a page that is lost, in two places or
+        """Raises AssertionError with a sentence about a page that is lost, listed twice or
         miscounted."""
         self._tree.check_integrity()
         private: list[int] = []
@@ -265,8 +232,7 @@ class PagedCache:
         pages = sorted(self._free_pages + private + [node.page for node in cached])
         assert pages == list(range(1, self.num_pages)), (
             f"{len(self._free_pages)} free + {len(cached)} cached + {len(private)} private pages "
-            "are not "
-            f"the {self.num_pages - 1} pages 1..{self.num_pages - 1}, each once"
+            f"are not the {self.num_pages - 1} pages 1..{self.num_pages - 1}, each once"
         )
 
     def _find_prefix(self, tokens: Sequence[int]) -> _Prefix:
@@ -288,16 +254,9 @@ class PagedCache:
                 return _Prefix(nodes, source, num_copied)
         return _Prefix(nodes, None, 0)
 
-    def _store_page(
-        self, sequence: _Sequence, index: int, key: tuple[int, ...], is_whole: bool
-    ) -> bool:
-        """False, and nothing changed, where the page that is cached already has less of the draft's
-        part."""
+    def _store_page(self, sequence: _Sequence, index: int, key: Key) -> None:
         own_page = sequence.pages[index]
-        node, left_over = self._tree.insert(self._end(sequence.nodes), key, own_page, is_whole)
-        has_read_some = index * self.page_size < sequence.whole_len
-        if node.page != own_page and not node.is_whole and has_read_some:
-            return False
+        node, left_over = self._tree.insert(self._end(sequence.nodes), key, own_page)
         self._tree.hold([node])
         sequence.nodes.append(node)
         if left_over is not None:
@@ -305,7 +264,6 @@ class PagedCache:
         if node.page != own_page:
             sequence.pages[index] = node.page
             sequence.version = self._new_version()
-        return True
 
     def _take_page(self) -> int:
         if self._free_pages:

@@ -1,20 +1,17 @@
 """A radix tree over page contents: which page holds the KV of which tokens, and which page to evict
 next.
 
-One node is one page; the path from the root spells the tokens before it, and a node's KV is valid
-for exactly that prefix. The tree counts references but does not know who holds them, which pages
-are free, or what a page looks like on the device.
+One node is one page. The path from the root spells the tokens before it, and a node's KV is valid
+for exactly that prefix. The tree counts references. It does not know the holders, the free pages or
+the device.
 
-Callers keep one law: whoever holds a node holds all of its ancestors. Then a node without
-references has no held descendant, every such node can be evicted (children first), and their number
-is exact.
+Invariant, kept by the callers: a holder of a node holds all of its ancestors. A node without
+references then has no held descendant, so every such node can be evicted (children first), and
+their number is the number of evictable pages.
 
-With `lookahead` 1 the KV of a token also depends on the token after it (draft layers of the EAGLE
-kind: the entry at index j is made of hidden state j and token j+1). Then a key has one token more
-than it has entries, and a child's key begins with the last token of its parent's.
-
-A page may be there for the target alone: layers of a draft that share it have not written all of it
-(`is_whole`)."""
+With `lookahead` 1 the KV of a token also depends on the token after it: the entry at index j of an
+EAGLE head is made of hidden state j and token j + 1. A key then has one token more than entries,
+and a child's key begins with the last token of its parent's key."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -25,33 +22,31 @@ Key = tuple[int, ...]
 
 
 class Node:
-    """A cached page. `key` has `page_size + lookahead` tokens, fewer in a partial leaf (never held
-    or a parent)."""
+    """A cached page. `key` has `page_size + lookahead` tokens; fewer in a partial leaf, which is
+    never held and has no children."""
 
-    __slots__ = ("child_keys", "children", "is_whole", "key", "page", "parent", "ref_count")
+    __slots__ = ("child_keys", "children", "key", "page", "parent", "ref_count")
 
-    def __init__(self, key: Key, page: int, parent: "Node | None", is_whole: bool = True) -> None:
+    def __init__(self, key: Key, page: int, parent: "Node | None") -> None:
         self.key = key
         self.page = page
         self.parent = parent
-        self.is_whole = is_whole
         self.ref_count = 0
         self.children: dict[Key, Node] = {}
-        self.child_keys: list[
-            Key
-        ] = []  # sorted: the longest common prefix with any key is at a neighbour
+        # Sorted: of all keys, a neighbour has the longest common prefix with a new one.
+        self.child_keys: list[Key] = []
 
 
 class RadixTree:
-    """Pages by the tokens that they hold, with LRU eviction of the pages that nobody holds."""
+    """Pages by the tokens that they hold, with LRU eviction of pages without references."""
 
     def __init__(self, page_size: int, lookahead: int = 0) -> None:
         self._page_size = page_size
         self._lookahead = lookahead
         self.root = Node((), 0, None)  # the empty prefix; never held, never evicted
-        # Every unreferenced node, least recently used first. A child stands before its parent,
-        # because paths are released leaf first and children are only added below held nodes: the
-        # first is always a leaf.
+        # Every unreferenced node, least recently used first. A child comes before its parent: paths
+        # are released leaf first, and children are only added below held nodes. So the first node
+        # is always a leaf.
         self._evictable: OrderedDict[Node, None] = OrderedDict()
 
     @property
@@ -81,29 +76,24 @@ class RadixTree:
         )
         return (parent.children[closest], length) if length else (None, 0)
 
-    def insert(
-        self, parent: Node, key: Key, page: int, is_whole: bool = True
-    ) -> tuple[Node, int | None]:
+    def insert(self, parent: Node, key: Key, page: int) -> tuple[Node, int | None]:
         """Caches `page` below `parent` (held, or the root); returns the node for `key` and a page
-        to free.
+        to free, or None.
 
-        To free is `page` itself if a child already begins with `key`, the page of a partial leaf
-        that `key` extends, else None. A whole page takes the place of one that is not, unless
-        somebody holds that."""
+        The page to free is `page` itself if a child already begins with `key`, or that of a partial
+        leaf that `key` extends."""
         keys = parent.child_keys
         position = bisect_left(keys, key)
         if position < len(keys) and keys[position][: len(key)] == key:
             node = parent.children[keys[position]]
             self.touch(node)
-            if node.key == key and not node.ref_count and is_whole and not node.is_whole:
-                node.page, page, node.is_whole = page, node.page, True
             return node, page
         left_over = None
         # No key begins with another one, so a key that `key` extends can only be its predecessor.
         if position > 0 and key[: len(keys[position - 1])] == keys[position - 1]:
             position -= 1
             left_over = self._remove(parent.children[keys[position]])
-        node = parent.children[key] = Node(key, page, parent, is_whole)
+        node = parent.children[key] = Node(key, page, parent)
         keys.insert(position, key)
         self._evictable[node] = None
         return node, left_over
@@ -116,7 +106,7 @@ class RadixTree:
             node.ref_count += 1
 
     def release(self, path: Sequence[Node]) -> None:
-        """Gives back one reference to each node of a path that starts at the root."""
+        """Drops one reference to each node of a path that starts at the root."""
         for node in reversed(path):
             node.ref_count -= 1
             if node.ref_count == 0:
@@ -184,11 +174,12 @@ class RadixTree:
                 f"page {node.page} caches {len(key) - self._lookahead} tokens"
             )
             assert key[: len(overlap)] == overlap, (
-                f"page {node.page} begins with {key[: len(overlap)]}, its parent foresaw {overlap}"
+                f"page {node.page} begins with {key[: len(overlap)]}, "
+                f"its parent ends with {overlap}"
             )
         for shorter, longer in pairwise(keys):
             assert longer[: len(shorter)] != shorter, (
-                f"below page {parent.page}, {longer} makes {shorter} useless"
+                f"below page {parent.page}, {shorter} is a prefix of {longer}"
             )
 
 

@@ -5,8 +5,8 @@ from tllm_spec.executor.resources.interface import ResourceManager
 
 
 class SeqSlotManager(ResourceManager):
-    """Hands out `max_batch_size` slots, lowest first. One more row, `dummy_slot`, belongs to
-    nobody: graph padding."""
+    """Hands out `max_batch_size` slots, lowest first. One more row, `dummy_slot`, is for padding
+    requests."""
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size

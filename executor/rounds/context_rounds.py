@@ -97,7 +97,10 @@ class ContextRounds:
         if not _wants_prompt_logprobs(batch):
             return self._engine.forward(chunks, windows, wanted)
         hidden = self._engine.forward(chunks, windows)
-        collect_prompt_logprobs(batch.context_requests, hidden, self._engine.compute_logits)
+        vocab_size = self._engine.model.config.vocab_size
+        collect_prompt_logprobs(
+            batch.context_requests, hidden, self._engine.compute_logits, vocab_size
+        )
         return hidden.index_select(0, wanted)
 
     def _send_then_draft(

@@ -16,12 +16,6 @@ NO_TOKEN_ERROR = (
     "no token can be chosen next: the logits are not numbers (NaN), or every token is excluded "
     "(-inf)"
 )
-# What the tokenizer of a request's stop strings, which may be a user's own, raises for ids that it
-# cannot decode or for its own mistakes. Anything else fails the round that is being read.
-TOKENIZER_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
-    *(RuntimeError, StopIteration, TypeError, ValueError),
-)
 
 Found = dict[int, list[dict[int, Logprob]]]  # log probabilities of a run's tokens, by request id
 
@@ -94,8 +88,6 @@ class RoundReader:
                 num_accepted = (
                     num_new - 1 if num_emitted == num_new else min(num_new - 1, num_emitted)
                 )
-                request.py_num_accepted_draft_tokens = num_new - 1
-                request.py_rewind_len = window - num_new
                 counters = request.counters
                 counters.rounds_by_outcome[num_drafts * counters.width + num_accepted] += 1
                 if num_emitted < num_new:
@@ -129,7 +121,7 @@ def _emit(request: LlmRequest, run: list[int], found: Found) -> int:
     good = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
     try:
         request.append_run(good)
-    except TOKENIZER_ERRORS as error:
+    except BaseException as error:  # noqa: BLE001 (the user's tokenizer raised it)
         request.finish("error", error=described(error))
     if len(good) < len(run) and not request.is_finished:
         request.finish("error", error=NO_TOKEN_ERROR)

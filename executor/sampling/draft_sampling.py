@@ -1,8 +1,8 @@
 """How a draft model's token is drawn from its logits.
 
-`coupled`: with the noise that the target will use at the same position, so that the two agree
-whenever their distributions nearly do. `greedy`: the best token. Rejection sampling draws with
-noise of its own and remembers the distribution."""
+`coupled`: with the noise that the target will use at the same position, so that both choose the
+same token whenever their distributions are close. `greedy`: the best token. `independent`: with
+noise of its own, keeping the distribution for rejection sampling."""
 
 import torch
 
@@ -13,11 +13,11 @@ from tllm_spec.kernels.gumbel import DRAFT_DOMAIN
 
 
 class DraftSampling:
-    """Draws one draft token per request and step. Penalties, bias and masks are the target's
-    business: a draft that ignores them is only accepted less often.
+    """Draws one draft token per request and step. Penalties, bias and masks are left to the target:
+    a draft that ignores them is only accepted less often.
 
-    `token_map` `[V_draft]`: the target's ids of a reduced draft vocabulary; None: the ids are the
-    same, and ids beyond the target's are never drawn."""
+    `token_map` `[V_draft]`: the target's ids of a reduced draft vocabulary. None: the ids are the
+    same, and ids beyond the target's vocabulary are never drawn."""
 
     def __init__(self, sampler: Sampler, mode: str, token_map: torch.Tensor | None = None) -> None:
         self._sampler = sampler
@@ -27,20 +27,20 @@ class DraftSampling:
         self.keeps_probs = mode == "independent"
 
     def width(self, vocab_size: int) -> int:
-        """How many ids a draft model with so many logits can really draw."""
+        """How many ids a draft model with `vocab_size` logits can draw."""
         return min(vocab_size, self._vocab_size)
 
     def choose(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft tokens `[N]`, and what they were drawn from `[N, width]` where rejection sampling
-        needs it.
+        """Draft tokens `[N]`, and for rejection sampling the distributions that they were drawn
+        from, `[N, width]`.
 
-        logits `[N, V_draft]`; first `[N]`: the position of the group's first draft; step counts
+        logits `[N, V_draft]`; first `[N]`: the position of each request's first draft; step counts
         from 0."""
         logits = logits[:, : self._vocab_size]
         if self.keeps_probs:
-            # A draft model's NaN is no fault of the request: drafts at random, then.
+            # A draft model's NaN must not fail the request: its drafts are random then.
             logits = logits.to(torch.float32).nan_to_num()
         elif logits.is_cuda:
             return self._choose_fused(group, step, logits, first), None
@@ -60,7 +60,7 @@ class DraftSampling:
     def _choose_fused(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
     ) -> torch.Tensor:
-        """The same in kernels that make noise for the draft's own ids only, and write none of it to
+        """The same in kernels that make noise for the draft's own ids only, and write no noise to
         memory."""
         if group.sampled is None or self._mode == "greedy":
             return choose_draft(logits, self._token_map)
@@ -80,7 +80,8 @@ class DraftSampling:
         return group.sampled.put_requests(choose_draft(logits, self._token_map), drawn)
 
     def spread(self, probs: torch.Tensor) -> torch.Tensor:
-        """`[..., width]` -> `[..., V]`: over the target's ids."""
+        """Distributions over the draft's ids `[..., width]` as distributions over the target's,
+        `[..., V]`."""
         if self._token_map is None:
             return torch.nn.functional.pad(probs, (0, self._vocab_size - probs.shape[-1]))
         spread = probs.new_zeros((*probs.shape[:-1], self._vocab_size))
@@ -100,7 +101,7 @@ class DraftSampling:
             noise = self._sampler.noise_at(group, first + step, DRAFT_DOMAIN)
         elif group.window == 1:
             noise = self._sampler.noise_at(group, first + step)
-        else:  # the target will want the noise of all these positions in this round
+        else:  # the target needs the noise of all these positions in this round
             all_noise = self._sampler.noise(group, first)
             noise = all_noise.view(-1, group.window, all_noise.shape[-1])[:, step]
         if self._token_map is not None:

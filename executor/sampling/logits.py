@@ -1,4 +1,4 @@
-"""What changes logits between the model and temperature. Pure functions over rows.
+"""Edits of logits before temperature: penalties and min_tokens. Pure functions over rows.
 
 Every row is one position of one request and is treated as if it were decoded alone. Nothing here
 knows requests, windows or acceptance."""
@@ -17,8 +17,8 @@ def apply_penalties(
     """logits, output_counts, in_prompt (bool): `[R, V]`; the three penalties: `[R, 1]`. Returns
     `[R, V]`.
 
-    Repetition (Keskar et al., CTRL) looks at prompt and output, and divides positive logits and
-    multiplies negative ones; presence and frequency look at the output and are subtracted."""
+    Repetition (Keskar et al., CTRL) counts prompt and output; it divides positive logits and
+    multiplies negative ones. Presence and frequency count the output and are subtracted."""
     seen = output_counts > 0
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(seen | in_prompt, scaled, logits)
@@ -26,8 +26,8 @@ def apply_penalties(
 
 
 def mask_stop_ids(logits: torch.Tensor, stop_ids: torch.Tensor, too_early: torch.Tensor) -> None:
-    """In place: rows of `too_early` `[R]` (before min_tokens) may not choose a stop id. stop_ids:
-    `[R, E]`, padded by repetition; a negative first id means that the row has none."""
+    """In place: rows before min_tokens, `too_early` `[R]`, may not choose a stop id. stop_ids
+    `[R, E]` are padded by repetition; a negative first id means that the row has none."""
     blocked = too_early.unsqueeze(1) & (stop_ids >= 0)
     ids = stop_ids.clamp_min(0)
     logits.scatter_(1, ids, logits.gather(1, ids).masked_fill(blocked, -torch.inf))

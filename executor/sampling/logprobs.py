@@ -1,5 +1,5 @@
-"""Log probabilities of emitted tokens, from the model's own logits (before penalties, bias,
-temperature and filters)."""
+"""Log probabilities of emitted tokens, from the model's own logits: before penalties, bias,
+temperature and filters."""
 
 import torch
 import torch.nn.functional as F
@@ -10,23 +10,23 @@ from tllm_spec.outputs import Logprob
 
 
 class LogprobRows:
-    """What a round found. Tensors stay on the device until the host has their copies."""
+    """The log probabilities of one round. The tensors stay on the device until they are copied."""
 
     def __init__(self) -> None:
         self._found: list[tuple[list[LlmRequest], int]] = []
         self.tensors: list[torch.Tensor] = []  # values, then ids, of every group
 
     def add(self, group: RowGroup, raw: torch.Tensor, tokens: torch.Tensor) -> None:
-        """raw `[M * W, V]`: log-softmax of the rows of the group's M requests that asked; tokens
-        `[M, W]`: the emitted ones."""
+        """raw `[M * W, V]`: log-softmax of the rows of the group's M requests that ask for log
+        probabilities; tokens `[M, W]`: the emitted ones."""
         requests = [request for request in group.requests if request.rules.logprobs is not None]
         values, ids = token_logprobs(raw, tokens.flatten().clamp_min(0), group.num_logprobs)
         self._found.append((requests, group.window))
         self.tensors += [values, ids]
 
     def per_request(self, host: list[torch.Tensor]) -> dict[int, list[dict[int, Logprob]]]:
-        """By request id, one entry for each of its W rows (the first `new_lens` of them are
-        emitted). host: `tensors`, copied."""
+        """By request id, one entry for each of its W rows, of which the first `new_lens` were
+        emitted. host: the copies of `tensors`."""
         found: dict[int, list[dict[int, Logprob]]] = {}
         for (requests, window), values, ids in zip(self._found, host[::2], host[1::2], strict=True):
             rows = list(zip(values.tolist(), ids.tolist(), strict=True))
@@ -40,21 +40,20 @@ class LogprobRows:
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Log-softmax in float32 of rows `[R, V]`; `[R, V']` with V' >= V, filled up with -inf.
+    """Log-softmax in float32 of rows `[R, V]`: `[R, V']` with V' >= V, padded with -inf.
 
-    torch's kernel adds a row's elements in an order that depends on whether the row begins at a
-    multiple of 16 bytes: here all rows do."""
+    torch's kernel adds up a row in an order that depends on whether the row begins at a multiple of
+    16 bytes. With the padding all rows do."""
     return F.pad(logits.float(), (0, -logits.shape[1] % 4), value=-torch.inf).log_softmax(-1)
 
 
 def token_logprobs(
     raw: torch.Tensor, tokens: torch.Tensor, num_best: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """values, ids `[R, 2 + k]`: the token's log probability, the k best ones, and in the last id
-    column its rank.
+    """values and ids `[R, 2 + k]`: of the token, then of the k best ones; the last id column is the
+    token's rank, and the last value column is unused.
 
-    raw `[R, V]` log-softmax; tokens `[R]`. The last value column is unused. Of equal ones the
-    lowest id is the best."""
+    raw `[R, V]` log-softmax; tokens `[R]`. Of equal values the lowest id is the best."""
     chosen = raw.gather(1, tokens.unsqueeze(1))
     rank = (raw > chosen).sum(dim=1, keepdim=True) + 1
     best = _best_ids(raw, min(num_best, raw.shape[1]))
@@ -65,9 +64,10 @@ def token_logprobs(
 
 
 def _best_ids(raw: torch.Tensor, number: int) -> torch.Tensor:
-    """Of the largest entries of each row, ties by id: torch.topk leaves their order open, and on
-    CUDA it depends on the number of rows. So it gets keys that differ: the float's bits in an order
-    of integers, then the id."""
+    """Ids of the largest entries of each row, equal ones by id.
+
+    torch.topk leaves the order of equal entries open, and on CUDA it depends on the number of rows.
+    So it gets distinct keys: the float's bits as an ordered integer, then the id."""
     bits = (raw + 0.0).view(torch.int32)  # -0 is 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     ids = torch.arange(raw.shape[1], device=raw.device)
@@ -76,8 +76,8 @@ def _best_ids(raw: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def logprob_entry(values: list[float], ids: list[int], num_best: int) -> dict[int, Logprob]:
-    """The k best tokens with their ranks, and the chosen token whatever its rank (first)."""
+    """The chosen token, then the k best ones, with their ranks."""
     entry = {ids[0]: Logprob(values[0], ids[-1])}
-    for place in range(min(num_best, len(ids) - 2)):
-        entry.setdefault(ids[1 + place], Logprob(values[1 + place], place + 1))
+    for rank in range(1, 1 + min(num_best, len(ids) - 2)):
+        entry.setdefault(ids[rank], Logprob(values[rank], rank))
     return entry

@@ -1,5 +1,5 @@
-"""Log probabilities of prompt tokens, for requests that ask: from the context rows, chunk by
-chunk."""
+"""Log probabilities of prompt tokens, for requests that ask for them: from the rows of their
+context, chunk by chunk."""
 
 from collections.abc import Callable
 
@@ -7,36 +7,44 @@ import torch
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling.logprobs import log_probabilities, logprob_entry, token_logprobs
+from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, rows_at_once
+from tllm_spec.outputs import Logprob
 
 
 def collect_prompt_logprobs(
     requests: list[LlmRequest],
     hidden: torch.Tensor,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
 ) -> None:
-    """Fills `prompt_logprobs` of each request with what this round's rows say of the tokens after
+    """Adds to `prompt_logprobs` of each request what this round's rows say of the tokens after
     them.
 
-    hidden `[T, H]`: the context chunks' rows one after another, before anything else. The first
-    prompt token has no probability (None). A request that was preempted is not filled twice."""
+    hidden `[T, H]`: the rows of the context chunks, one chunk after another, from row 0 on. The
+    first prompt token has no probability (None). After a preemption nothing is added twice."""
+    max_rows = rows_at_once(BYTES_PER_LOGIT * vocab_size)
     end = 0
     for request in requests:
         start, end = end, end + request.context_chunk
-        num_best = request.rules.prompt_logprobs
-        if num_best is None:
+        if request.rules.prompt_logprobs is None:
             continue
         known = request.prompt_logprobs = request.prompt_logprobs or [None]
-        first, last = (
-            len(known),
-            min(request.prompt_len, request.kv_len + request.context_chunk + 1),
-        )
-        if first >= last:
-            continue
+        last = min(request.prompt_len, request.kv_len + request.context_chunk + 1)
         # A token is predicted by the row before it, and the chunk's rows begin at kv_len.
-        shift = start - request.kv_len - 1
-        rows = log_probabilities(compute_logits(hidden[shift + first : shift + last]))
-        targets = torch.tensor(request.tokens[first:last], device=hidden.device)
-        values, ids = token_logprobs(rows, targets, num_best)
-        known += [
-            logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)
-        ]
+        row_of_token_0 = start - request.kv_len - 1
+        while len(known) < last:
+            first, stop = len(known), min(len(known) + max_rows, last)
+            rows = hidden[row_of_token_0 + first : row_of_token_0 + stop]
+            known += _entries(request, compute_logits(rows), first)
+
+
+def _entries(
+    request: LlmRequest, logits: torch.Tensor, first: int
+) -> list[dict[int, Logprob] | None]:
+    """Of the prompt tokens from `first` on, which the logits `[R, V]` predict."""
+    num_best = request.rules.prompt_logprobs or 0
+    tokens = torch.tensor(request.tokens[first : first + len(logits)], device=logits.device)
+    values, ids = token_logprobs(log_probabilities(logits), tokens, num_best)
+    return [
+        logprob_entry(*row, num_best) for row in zip(values.tolist(), ids.tolist(), strict=True)
+    ]

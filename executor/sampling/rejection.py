@@ -1,9 +1,9 @@
-"""Classical speculative sampling: accept a draft with probability min(1, p/q), else draw from (p -
-q)+.
+"""Classical speculative sampling: accept a draft with probability min(1, p / q), otherwise draw
+from the normalised (p - q)+.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1.
-Lossless in distribution; unlike the default rule, the text for a seed then depends on the drafter.
-It does not know how p and q came about."""
+It is lossless in distribution. Unlike with the default rule, the text for a seed depends on the
+drafter."""
 
 import torch
 
@@ -19,11 +19,11 @@ def reject_chain(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Emitted tokens `[N, K+1]` and how many are valid `[N]`.
+    """Emitted tokens `[N, K+1]` and how many of them are valid `[N]`.
 
-    target_probs `[N, K+1, V]`; draft_probs `[N, K, V]` are the distributions that the drafts `[N,
-    K]` were drawn from (None: each draft was certain); num_drafts `[N]`: real drafts (None: all);
-    seeds `[N]`; positions `[N, K+1]`."""
+    target_probs `[N, K+1, V]`. draft_probs `[N, K, V]`: the distributions that drafts `[N, K]` were
+    drawn from; None: each draft was certain. num_drafts `[N]`: proposed drafts, the rest is
+    padding; None: all. seeds `[N]`; positions `[N, K+1]`."""
     num, length = drafts.shape
     accepted = torch.zeros(num, dtype=torch.int64, device=drafts.device)
     if length:
@@ -56,7 +56,7 @@ def reject_chain(
 def _was_rejected(
     accepted: torch.Tensor, num_drafts: torch.Tensor | None, length: int
 ) -> torch.Tensor:
-    """Whether a real draft stood at the first position that was not accepted, `[N]` bool."""
+    """Whether the first position that was not accepted had a proposed draft, `[N]` bool."""
     return accepted < (length if num_drafts is None else num_drafts)
 
 
@@ -66,8 +66,8 @@ def _proposal_at(
     drafts: torch.Tensor,
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """The draft distribution at the first rejected position, `[N, V]` (any value where nothing was
-    rejected)."""
+    """The draft distribution at the first rejected position, `[N, V]`; undefined where nothing was
+    rejected."""
     index = accepted.clamp_max(drafts.shape[1] - 1).unsqueeze(1)
     if draft_probs is None:
         return torch.zeros_like(like).scatter_(1, drafts.gather(1, index), 1.0)

@@ -1,8 +1,7 @@
-"""Which rows of the logits belong to which requests, and which of them need which treatment.
+"""Which rows of the logits belong to which requests, and which steps of sampling they need.
 
-A group is N requests with W rows each: the generation windows of a round (W = K+1), or its finished
-contexts (W = 1). All that does not change while the same requests run is worked out once and kept
-by `RowGroups`."""
+A group is N requests with W rows each: the windows of a round (W = K+1), or its finished contexts
+(W = 1). `RowGroups` keeps a group for as long as the same requests run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +16,8 @@ from tllm_spec.executor.sampling.state import RowParameters, SamplingState
 
 @dataclass(frozen=True)
 class Subset:
-    """Some requests of a group, by position, and their rows. `None` stands for all of them: nothing
-    to index."""
+    """Some requests of a group, by index, and their rows. None stands for all of them: nothing is
+    indexed then."""
 
     requests: torch.Tensor | None  # [M]
     rows: torch.Tensor | None  # [M * W]
@@ -42,7 +41,7 @@ class Subset:
 
 @dataclass
 class RowGroup:
-    """N requests with W rows each. A subset that is None is empty: the step does not happen."""
+    """N requests with W rows each. A subset that is None is empty: its step is skipped."""
 
     requests: list[LlmRequest]
     window: int
@@ -54,23 +53,27 @@ class RowGroup:
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row, token, value
     with_logprobs: Subset | None
     num_logprobs: int
-    edited: list[
-        int
-    ]  # requests whose rows Python code edits: processors, bad words of several tokens
+    edited: list[int]  # indices of requests that `HostEdits` edits
     sampled_parameters: RowParameters | None = None  # of the sampled rows
     penalties: RowParameters | None = None  # of the penalised rows
-    mixed: bool = False  # a graph's group: it samples every row, and a temperature of 0 says that one is greedy
+    # A graph's group: all rows are sampled, and a temperature of 0 makes one greedy.
+    mixed: bool = False
     memo: dict[str, torch.Tensor] = field(default_factory=dict)  # of this round only
+    parts: list["RowGroup"] = field(default_factory=list)  # see `RowGroups.parts`
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether anything changes the logits before temperature and filters."""
+        return bool(self.penalised or self.bias or self.early or self.edited)
 
     def one_row_each(self) -> "RowGroup":
-        """The same requests of a graph's group with one row each: those that drafts are drawn
-        for."""
+        """A graph's group with one row per request, to draw drafts for."""
         parameters = self.sampled_parameters and self.sampled_parameters.every(self.window)
-        return replace(self, window=1, sampled_parameters=parameters, memo={})
+        return replace(self, window=1, sampled_parameters=parameters, memo={}, parts=[])
 
 
 class RowGroups:
-    """Makes groups and keeps the latest of each kind while its requests stay the same."""
+    """Makes groups, and keeps the latest ones for as long as their requests stay the same."""
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state
@@ -80,16 +83,15 @@ class RowGroups:
         key = (window, *(request.request_id for request in requests))
         group = self._kept.get(key)
         if group is None:
-            if (
-                len(self._kept) >= 8
-            ):  # a few compositions alternate (draft lengths); older ones are gone for good
+            # A few groups alternate, for different draft lengths; older ones do not come back.
+            if len(self._kept) >= 8:
                 self._kept.clear()
             group = self._kept[key] = self._make(list(requests), window)
         return group
 
     def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
-        """A group of whoever owns the slots `[N]` when it is used: everything is read from the
-        device."""
+        """A group of the slots' owners at the time of its use: all parameters are read on the
+        device. slots `[N]`."""
         group = RowGroup(
             requests=[],
             window=window,
@@ -108,13 +110,30 @@ class RowGroups:
             group.sampled_parameters = self._parameters(group, group.sampled)
         return group
 
+    def parts(self, group: RowGroup, size: int) -> list[RowGroup]:
+        """The group cut into groups of at most `size` requests, which is the same in every call."""
+        if not group.parts:
+            firsts, requests, window = (
+                range(0, len(group.slots), size),
+                group.requests,
+                group.window,
+            )
+            group.parts = [
+                self._make(requests[first : first + size], window)
+                if requests
+                else self.of_slots(group.slots[first : first + size], window, sampled=group.mixed)
+                for first in firsts
+            ]
+        return group.parts
+
     def end_round(self) -> None:
-        """What was memorised for the round's positions is no longer true."""
+        """Drops what was kept for the round's positions."""
         for group in self._kept.values():
-            group.memo.clear()
+            for each in (group, *group.parts):
+                each.memo.clear()
 
     def forget(self) -> None:
-        """Requests were given other slots or parameters."""
+        """Drops all groups: slots have new owners or parameters."""
         self._kept.clear()
 
     def _make(self, requests: list[LlmRequest], window: int) -> RowGroup:
@@ -157,7 +176,7 @@ class RowGroups:
 def _bias_entries(
     all_rules: list[DecodingRules], window: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Logit bias and single-token bad words (-inf) as one sparse addition over the group's rows."""
+    """Logit bias and bad words of one token (-inf), as one sparse addition to the group's rows."""
     rows: list[int] = []
     tokens: list[int] = []
     values: list[float] = []

@@ -1,9 +1,8 @@
 """Chooses the target's token at every sampled position and accepts drafts by it.
 
-The choice at a position is a function of that position's logits, the request's parameters and noise
-keyed by (seed, position, token): it does not depend on drafts. A draft is accepted when it equals
-the choice. Nothing here waits for the device except Python code that a request brings (logits
-processors)."""
+The choice at a position is a function of its logits, the request's parameters and noise keyed by
+(seed, position, token). It does not depend on drafts. A draft is accepted when it equals the
+choice. Nothing here waits for the device, except for a request's logits processors."""
 
 import torch
 
@@ -16,6 +15,7 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+from tllm_spec.executor.sampling.working_memory import bytes_per_row, rows_at_once
 from tllm_spec.kernels.choose_token import choose_best, choose_token
 from tllm_spec.kernels.filter_cut import filter_cut
 from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
@@ -23,13 +23,12 @@ from tllm_spec.kernels.slot_tables import SyntheticRates
 
 
 class Sampler:
-    """One for the target model. `groups` is shared with the draft sampling, which reads the same
-    noise.
-    `synthetic_rates`: drafts are accepted by chance (`accept_by_rates`), and the text means
-    nothing.
+    """The target's sampler. `groups` is shared with the draft sampling, which reads the same noise.
+    With `synthetic_rates` drafts are accepted at random (`accept_by_rates`), and the text is
+    meaningless.
 
-    Logits have the model's dtype until something computes with them. Greedy rows, and sampled ones
-    on CUDA, never become float32 in memory."""
+    Logits stay in the model's dtype until something computes with them. Greedy rows, and on CUDA
+    sampled ones, never become float32 in memory."""
 
     def __init__(
         self,
@@ -52,16 +51,16 @@ class Sampler:
         self.host_edits = HostEdits()
 
     def start(self, request: LlmRequest) -> None:
-        """The request was given a slot."""
+        """The request got a slot."""
         self.state.start(request)
         self.groups.forget()
 
     def sample_contexts(
         self, group: RowGroup, logits: torch.Tensor, tails: torch.Tensor, logprobs: LogprobRows
     ) -> SampledTokens:
-        """The first token of contexts that ended. logits `[C, V]`, one row each; tails `[C]`: the
-        last context tokens. Writes the next round's inputs into the slot state, whose `kv_lens` has
-        the contexts already."""
+        """Samples the first token of contexts that ended. logits `[C, V]`; tails `[C]`: the last
+        context tokens. Writes the next round's inputs to the slot state, where `kv_lens` is written
+        already."""
         kv_lens = self.slots.kv_lens.index_select(0, group.slots)
         sampled = self._sample(group, logits, kv_lens, 0, None, logprobs)
         self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
@@ -75,9 +74,9 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """Accepts drafts. logits `[B * (K+1), V]`; kv_lens `[B]`: the slots'; draft_probs `[B, K,
-        V]`: what the drafts were drawn from, where rejection sampling needs it. Writes the next
-        round's inputs into the slot state."""
+        """Samples windows and accepts drafts. logits `[B * (K+1), V]`; kv_lens `[B]`: the slots';
+        draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn from. Writes the
+        next round's inputs to the slot state."""
         return self._sample(group, logits, kv_lens, 1, draft_probs, logprobs)
 
     def _sample(
@@ -89,9 +88,43 @@ class Sampler:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """One group. The token that each request's first row samples stands at kv_lens `[N]` +
-        `ahead`: 0 behind contexts, 1 in windows, whose bonus token is at kv_lens; the slots of
-        windows advance."""
+        """Samples a group, in parts where its rows need more memory than there is for sampling.
+
+        The token that each request's first row samples stands at kv_lens `[N]` + `ahead`: 0 after
+        contexts, 1 in windows, whose bonus token is at kv_lens. The slots of windows advance."""
+        max_rows = rows_at_once(bytes_per_row(group, logits, rejection=self.rejection))
+        if len(logits) <= max_rows:
+            return self._sample_part(group, logits, kv_lens, ahead, draft_probs, logprobs)
+        parts = self.groups.parts(group, max(1, max_rows // group.window))
+        sizes = [len(part.slots) for part in parts]
+        all_probs = (
+            [None] * len(parts) if draft_probs is None else draft_probs.split_with_sizes(sizes)
+        )
+        sampled = [
+            self._sample_part(part, rows, lens, ahead, probs, logprobs)
+            for part, rows, lens, probs in zip(
+                parts,
+                logits.split_with_sizes([group.window * size for size in sizes]),
+                kv_lens.split_with_sizes(sizes),
+                all_probs,
+                strict=True,
+            )
+        ]
+        return SampledTokens(
+            torch.cat([part.new_tokens for part in sampled]),
+            torch.cat([part.new_lens for part in sampled]),
+        )
+
+    def _sample_part(
+        self,
+        group: RowGroup,
+        logits: torch.Tensor,
+        kv_lens: torch.Tensor,
+        ahead: int,
+        draft_probs: torch.Tensor | None,
+        logprobs: LogprobRows,
+    ) -> SampledTokens:
+        """`_sample` of as many requests as one part may have."""
         raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
         logits = self._edit(group, logits, kv_lens, ahead)
         if self.rejection:
@@ -112,15 +145,15 @@ class Sampler:
         return SampledTokens(tokens, lens)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
-        """`[N, W-1]`, as long as the slots have not advanced."""
+        """`[N, W-1]`, until the slots advance."""
         return self.slots.window.index_select(0, group.slots)[:, 1 : group.window]
 
     def _edit(
         self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
     ) -> torch.Tensor:
-        """Everything that changes logits before temperature, at each position as if it were decoded
+        """Applies what changes logits before temperature, at each position as if it were decoded
         alone."""
-        if not (group.penalised or group.bias or group.early or group.edited):
+        if not group.is_edited:
             return logits
         logits = logits.to(torch.float32)
         if group.penalised:
@@ -140,7 +173,7 @@ class Sampler:
         return logits
 
     def _penalise(self, group: RowGroup, subset: Subset, logits: torch.Tensor) -> torch.Tensor:
-        """A window's row j sees the drafts before it as if they were output already."""
+        """A window's row j counts the drafts before it as output."""
         counts, width = self.state.counts, group.window
         rows = counts.row_of_slot[subset.take_requests(group.slots)]
         output = counts.output[rows].unsqueeze(1).repeat(1, width, 1)  # [M, W, V]
@@ -162,7 +195,7 @@ class Sampler:
     def _choose(
         self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
     ) -> torch.Tensor:
-        """The target's token of every row, `[N * W]`."""
+        """The target's choice of every row, `[N * W]`."""
         if group.sampled is None:
             return choose_best(logits)
         draw = self._draw_fused if logits.is_cuda else self._draw
@@ -174,8 +207,8 @@ class Sampler:
     def _draw(
         self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
     ) -> torch.Tensor:
-        """Tokens of the group's sampled rows `[M * W, V]`. The noise is kept: coupled drafts may
-        have made it already."""
+        """Tokens of the group's sampled rows `[M * W, V]`. Coupled drafts may have made the noise
+        already, so it is kept."""
         assert group.sampled_parameters is not None
         scaled = self.scaled(group, logits, group.sampled_parameters)
         return choose_best(scaled + self.noise(group, kv_lens, ahead))
@@ -197,8 +230,8 @@ class Sampler:
     def cut(
         self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters
     ) -> torch.Tensor | None:
-        """Below which logits / temperature the filters of rows `[R, V]` with these parameters
-        exclude tokens, `[R]`."""
+        """The least logits / temperature that the filters keep, `[R]`, of rows `[R, V]` with these
+        parameters."""
         if not group.filtered:
             return None
         floats = (parameters.column(name).squeeze(1) for name in ("temperature", "top_p", "min_p"))
@@ -208,8 +241,8 @@ class Sampler:
     def scaled(
         self, group: RowGroup, logits: torch.Tensor, parameters: RowParameters
     ) -> torch.Tensor:
-        """Temperature and filters on rows `[R, V]` of sampled requests with the parameters of those
-        rows: float32."""
+        """Logits / temperature, filtered, in float32: rows `[R, V]` of sampled requests, with their
+        parameters."""
         temperature = parameters.column("temperature")
         if group.mixed:
             temperature = torch.where(temperature > 0, temperature, 1.0)
@@ -219,7 +252,7 @@ class Sampler:
 
     def noise(self, group: RowGroup, first: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """Noise of the group's sampled rows `[M * W, V]`, whose first positions are first `[N]` +
-        `ahead`; made once a round, since coupled drafts use the same."""
+        `ahead`. Made once per round: coupled drafts use the same."""
         if "noise" not in group.memo:
             assert group.sampled is not None and group.sampled_parameters is not None
             positions = window_positions(group.sampled.take_requests(first), group.window, ahead)
@@ -253,7 +286,7 @@ class Sampler:
         ahead: int,
         draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Classical rejection sampling; a greedy request's distribution has all its mass on one
+        """Classical rejection sampling. A greedy request's distribution has all mass on one
         token."""
         probs = _one_hot_of_best(logits)
         if group.sampled is not None:
@@ -267,7 +300,7 @@ class Sampler:
                 )
             probs = group.sampled.put(probs, sampled)
         drafts, num_drafts = self._drafts(group), None
-        if group.window > 1:  # there may be more drafts than this round verifies
+        if group.window > 1:  # the slots may have more drafts than this round verifies
             num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(
                 group.window - 1
             )
@@ -292,8 +325,8 @@ class Sampler:
 
 
 def window_positions(first: torch.Tensor, window: int, ahead: int = 0) -> torch.Tensor:
-    """Sequence positions of the tokens that W consecutive rows sample, from first + `ahead` on,
-    flattened: `[N]` -> `[N * W]`."""
+    """Positions of the tokens that W consecutive rows sample, from first `[N]` + `ahead` on:
+    `[N * W]`."""
     return (first.unsqueeze(1) + torch.arange(ahead, ahead + window, device=first.device)).flatten()
 
 

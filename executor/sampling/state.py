@@ -1,4 +1,4 @@
-"""Per-slot sampling parameters on the device. Written when a request starts, gathered by slot in
+"""Sampling parameters per slot on the device: written when a request starts, gathered by slot in
 every round."""
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class RowParameters:
         return self.integers[:, _INTEGERS.index(name)]
 
     def every(self, window: int) -> "RowParameters":
-        """One row of each request, where each has `window` equal rows."""
+        """One row per request, where each request has `window` equal rows."""
         return RowParameters(self.floats[::window], self.integers[::window])
 
 
@@ -42,14 +42,14 @@ class SamplingState:
         self.device = device
         self.floats = torch.zeros((num_rows, len(_FLOATS)), dtype=torch.float32, device=device)
         self.integers = torch.zeros((num_rows, len(_INTEGERS)), dtype=torch.int64, device=device)
-        # A row that nobody owns is a greedy request without filters: graph padding samples it.
+        # Padding rows sample free slots: these are greedy and have no filters.
         self.floats[:, _FLOATS.index("top_p")] = 1.0
         self.integers[:, _INTEGERS.index("top_k")] = vocab_size
         self.stop_ids = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
         self.counts = TokenCounts(num_rows, vocab_size, device)
 
     def start(self, request: LlmRequest) -> None:
-        """Writes the row of a request that was given a slot (again, after a preemption)."""
+        """Writes the row of a request that got a slot (again after a preemption)."""
         rules = request.rules
         floats = (
             rules.temperature,
@@ -59,7 +59,7 @@ class SamplingState:
             rules.presence,
             rules.frequency,
         )
-        min_tokens = min(rules.min_tokens, request.max_tokens)  # the first may be beyond 64 bits
+        min_tokens = min(rules.min_tokens, request.max_tokens)  # a user's may exceed 64 bits
         integers = (request.seed, rules.top_k or self.vocab_size, request.prompt_len + min_tokens)
         self.floats[request.slot] = to_device(floats, self.device)
         self.integers[request.slot] = to_device(integers, self.device)
@@ -87,8 +87,8 @@ class SamplingState:
 
 
 class TokenCounts:
-    """How often each token occurs, for penalties: only penalised requests have a row, and rows grow
-    by doubling."""
+    """How often each token occurs, for penalties. Only penalised requests have a row; the rows
+    double when there are too few."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.row_of_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -106,8 +106,7 @@ class TokenCounts:
                 (self.prompt, self.prompt.new_zeros((max(8, row), self.prompt.shape[1])))
             )
         device = self.output.device
-        # Filled, not assigned: a number that is assigned is copied from pageable memory, for which
-        # the host waits.
+        # Filled, not assigned: assigning copies from pageable memory, and the host waits for that.
         self.row_of_slot[request.slot].fill_(row)
         self.prompt[row].fill_(False).index_fill_(
             0, to_device(request.tokens[: request.prompt_len], device), True

@@ -1,5 +1,6 @@
 """What all executor tests share: tiny checkpoints, and graphs where there are none."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,26 @@ from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool
 def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft model for `tiny` that is often, but not always, of its opinion."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-draft"), noise=0.15)
+
+
+class Clock:
+    """A test moves it on. Each reading takes a nanosecond, since no time of a round may be 0."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-9
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What every module of the executor reads instead of `perf_counter`."""
+    clock = Clock()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tllm_spec.executor.") and hasattr(module, "perf_counter"):
+            monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
 
 
 @dataclass

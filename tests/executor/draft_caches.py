@@ -13,6 +13,7 @@ from tests.models.eagle3_runner import HeadRunner, captured_states
 from tests.models.helpers import PagedRunner
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.kv_cache import unread_by_draft
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, Eagle3Net
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
@@ -55,8 +56,8 @@ def one_model(
 
 
 def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmRequest]:
-    """Prompts with common beginnings; some are sampled, some have stop tokens, so that their end is
-    a surprise."""
+    """Prompts with common prefixes. Some requests are sampled; some have stop tokens, so that they
+    end at unforeseen positions."""
     shared = [random.randrange(64) for _ in range(24)]
     return [
         harness.submit(
@@ -91,7 +92,7 @@ def spoil_free_pages(harness: Harness) -> None:
 
 
 def entries(pool: KVPool, pages: list[int], num_entries: int) -> torch.Tensor:
-    """`[layers, 2, num_entries, kv_heads, head_dim]` of the first places of the pages."""
+    """`[layers, 2, num_entries, kv_heads, head_dim]` of the first positions of the pages."""
     return pool.data[:, :, pages].flatten(2, 3)[:, :, :num_entries]
 
 
@@ -156,7 +157,7 @@ def generating(harness: Harness) -> list[LlmRequest]:
 
 def assert_nothing_is_missing(harness: Harness, request: LlmRequest) -> None:
     reference = SlowDrafter(harness, request.tokens)
-    num_entries = reference.num_entries - request.draft_lag
+    num_entries = reference.num_entries - unread_by_draft(request)
     own, expected = (
         draft_entries(harness, request, num_entries),
         reference.entries()[:, :, :num_entries],
@@ -166,19 +167,19 @@ def assert_nothing_is_missing(harness: Harness, request: LlmRequest) -> None:
 
 
 def assert_cached_pages_are_whole(harness: Harness) -> int:
-    """Every position that the prefix cache offers was written in both pools, where the draft has
-    come so far. Returns how many there are."""
+    """Every position that the prefix cache offers was written in both pools. Returns how many
+    there are."""
     cache, num_cached = harness.parts.kv.cache, 0
     for node in cache._tree.nodes():
         num_positions = len(node.key) - cache.lookahead
-        for pool in pools_of(harness)[: None if node.is_whole else 1]:
+        for pool in pools_of(harness):
             assert pool.data[:, :, node.page, :num_positions].isfinite().all()
         num_cached += num_positions
     return num_cached
 
 
 def with_lengths(harness: Harness, lengths: Iterator[int] | int) -> None:
-    """Rounds of these draft lengths, whatever the schedule says."""
+    """Sets the draft lengths of the rounds to come."""
     harness.parts.draft_len_for = lambda *_: lengths if isinstance(lengths, int) else next(lengths)
 
 

@@ -32,7 +32,7 @@ class Device:
             self.kv[pages[position // self.page_size]][position % self.page_size] = value
 
     def values(self, tokens: list[int]) -> list[int]:
-        """What must stand at the positions whose KV `tokens` determine."""
+        """The values of all positions whose KV `tokens` determine."""
         return prefix_hashes(tokens)[self.lookahead :]
 
     def read(self, pages: list[int], num_tokens: int) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""A round that breaks off: whom it fails, and that nothing of it is seen afterwards."""
+"""A round that breaks off: which requests it fails, and that nothing else of it remains."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,16 @@ from tests.executor.harness import (
     output_of,
     user_provided,
 )
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.sampling.state import TokenCounts
 
 PROMPT, OTHERS, LENGTH = [1, 2, 3, 4, 5], [[6, 7, 8], [9, 10, 11, 12]], 24
 
 
 def run(harness: Harness, **params: Any) -> list[LlmRequest]:
-    """`PROMPT` with these parameters beside plain requests."""
+    """Runs `PROMPT` with these parameters next to plain requests."""
     requests = [
         harness.submit(PROMPT, LENGTH, **params),
         *(harness.submit(each, LENGTH) for each in OTHERS),
@@ -35,12 +37,12 @@ def expected(tiny: Path) -> list[list[int]]:
     return list(map(output_of, run(Harness(tiny))))
 
 
-@pytest.mark.parametrize("place", [None, 5])
+@pytest.mark.parametrize("position", [None, 5])
 @pytest.mark.parametrize("mode", ["one_model", "draft_target", "user_provided"])
-def test_a_processor_that_raises_behind_wrong_drafts_fails_only_where_plain_decoding_does(
-    tiny: Path, tiny_draft: Path, expected: list[list[int]], mode: str, place: int | None
+def test_a_processor_that_raises_after_wrong_drafts_fails_only_where_plain_decoding_does(
+    tiny: Path, tiny_draft: Path, expected: list[list[int]], mode: str, position: int | None
 ) -> None:
-    """A grammar need not know what to say of a text that it would never have let come about."""
+    """A grammar may raise for a text that it would never have allowed."""
     options = {
         "one_model": draft_target(tiny_draft, draft_target_one_model=True),
         "draft_target": draft_target(tiny_draft),
@@ -53,19 +55,19 @@ def test_a_processor_that_raises_behind_wrong_drafts_fails_only_where_plain_deco
         if output != expected[0][: len(output)]:
             wrong_texts.append(output)
             raise LookupError("not of this language")
-        if len(output) == place:
+        if len(output) == position:
             raise LookupError("not this far")
         return logits
 
     requests = run(Harness(tiny, **options), logits_processor=follow)
     assert wrong_texts
-    assert requests[0].error == (None if place is None else "LookupError: not this far")
-    assert list(map(output_of, requests)) == [expected[0][:place], *expected[1:]]
+    assert requests[0].error == (None if position is None else "LookupError: not this far")
+    assert list(map(output_of, requests)) == [expected[0][:position], *expected[1:]]
 
 
 def test_drafts_of_a_round_that_broke_off_are_not_accepted_later(tiny: Path) -> None:
-    """In the next round the pausing request is not drafted for: what its slot had was never shown
-    to its processor."""
+    """The pausing request gets no drafts in the next round. Its processor has not seen the drafts
+    that its slot still has."""
     fuse = {"lit": False}
 
     def push(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -94,7 +96,7 @@ def test_drafts_of_a_round_that_broke_off_are_not_accepted_later(tiny: Path) -> 
     assert output_of(request) == output_of(undisturbed)
 
 
-def test_what_breaks_off_while_requests_join_fails_that_round_and_not_the_executor(
+def test_an_error_while_requests_join_fails_their_round_and_not_the_executor(
     tiny: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(counts: TokenCounts, request: LlmRequest) -> None:
@@ -109,47 +111,63 @@ def test_what_breaks_off_while_requests_join_fails_that_round_and_not_the_execut
 
 
 class Raising:
-    """The checker of a request's stop strings whose tokenizer fails behind so many tokens; None:
-    not yet."""
+    """The checker of a request's stop strings, whose tokenizer fails after so many tokens."""
 
-    def __init__(self, error: Exception, num_tokens: int | None) -> None:
+    def __init__(self, error: BaseException, num_tokens: int) -> None:
         self.error, self.num_tokens = error, num_tokens
 
     def feed(self, token: int) -> None:
-        if self.num_tokens is not None:
-            self.num_tokens -= 1
-            if self.num_tokens <= 0:
-                raise self.error
+        self.num_tokens -= 1
+        if self.num_tokens <= 0:
+            raise self.error
+
+
+class Unforeseen(Exception):
+    """Of no kind that Python's library raises."""
 
 
 @pytest.mark.parametrize(
-    "error", [IndexError, AttributeError, AssertionError, StopIteration, OSError, MemoryError]
+    "error", [IndexError, StopIteration, OSError, MemoryError, BufferError, Unforeseen, SystemExit]
 )
 @pytest.mark.parametrize("mode", ["plain", "user_provided"])
-def test_a_tokenizer_that_cannot_decode_a_token_fails_whoever_looks_for_strings_with_it(
-    tiny: Path, expected: list[list[int]], mode: str, error: type[Exception]
+def test_whatever_a_users_tokenizer_raises_fails_only_the_requests_that_use_it(
+    tiny: Path, expected: list[list[int]], mode: str, error: type[BaseException]
 ) -> None:
     harness = Harness(
         tiny, **(user_provided(lambda request: [7, 7]) if mode == "user_provided" else {})
     )
     requests = [harness.submit(each, LENGTH) for each in (PROMPT, *OTHERS)]
-    failing = [harness.submit([20 + place], LENGTH) for place in range(3)]
-    for place, request in enumerate(failing):  # one in the round behind the other
-        request.stop_checker = Raising(error("no such piece"), 3 + place)
+    failing = [harness.submit([20 + position], LENGTH) for position in range(3)]
+    for position, request in enumerate(failing):  # in consecutive rounds
+        request.stop_checker = Raising(error("no such piece"), 3 + position)
     harness.run()
     assert [request.error for request in failing] == [f"{error.__name__}: no such piece"] * 3
     assert list(map(output_of, requests)) == expected and all_pages_are_back(harness.executor)
 
 
-def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Path) -> None:
-    """With overlap somebody may have lost their pages to the round launched before. Who had ended
-    by then has."""
+class Breaking(ResourceManager):
+    """A user's manager that fails once, after a round has been read."""
+
+    is_due = False
+
+    def update_resources(self, batch: ScheduledBatch) -> None:
+        if self.is_due:
+            self.is_due = False
+            raise BufferError("the disk went")
+
+
+def test_a_request_preempted_before_the_reading_of_its_round_breaks_off_runs_on(
+    tiny: Path,
+) -> None:
+    """With overlap, the launch of the next round may have preempted it. A request that had ended
+    in the round that broke off stays ended."""
     pool = {"tokens_per_block": 4, "max_tokens": 120}
     policy = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     harness = Harness(tiny, max_seq_len=64, kv_cache_config=pool, scheduler_config=policy)
-    ending, culprit = harness.submit([1, 2], 30), harness.submit([1, 2, 3], 30)
-    others = [harness.submit([4 + place, 5, 6], 30) for place in range(5)]
-    culprit.stop_checker = checker = Raising(BufferError("the disk went"), None)
+    breaking = Breaking()
+    harness.executor.resources.append(breaking)
+    ending, failing = harness.submit([1, 2], 30), harness.submit([1, 2, 3], 30)
+    others = [harness.submit([4 + position, 5, 6], 30) for position in range(5)]
     schedule, preempted = harness.parts.scheduler.schedule, []
 
     def watched(generating: list[LlmRequest]) -> Any:
@@ -159,15 +177,13 @@ def test_who_is_preempted_while_a_round_is_read_that_breaks_off_runs_on(tiny: Pa
         ]
         if found and not preempted:
             preempted.extend(found)
-            checker.num_tokens = 1
-            ending.max_tokens = (
-                ending.num_output_tokens + 1
-            )  # ends in the round that breaks off behind it
+            breaking.is_due = True
+            ending.max_tokens = ending.num_output_tokens + 1
         return scheduled
 
     harness.parts.scheduler.schedule = watched  # type: ignore[method-assign]
     harness.run()
-    assert preempted and culprit.error == "BufferError: the disk went"
+    assert preempted and failing.error == "BufferError: the disk went"
     assert [request.finish_reason for request in preempted] == ["length"] * len(preempted)
     assert all(request.is_finished for request in others) and all_pages_are_back(harness.executor)
     assert ending.finish_reason == "length" and ending.num_output_tokens == ending.max_tokens < 30

@@ -65,7 +65,7 @@ def backlog_of(harness: Harness) -> DraftBacklog:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_plain_rounds_run_no_forward_of_the_draft_but_one_for_many(
+def test_plain_rounds_share_one_forward_of_the_draft_network(
     tiny: Path, speculation: dict[str, Any], overlap: bool
 ) -> None:
     harness = Harness(tiny, **speculation, **({} if overlap else NO_OVERLAP))
@@ -95,11 +95,11 @@ def test_plain_rounds_run_no_forward_of_the_draft_but_one_for_many(
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_draft_cache_lacks_nothing_but_what_waits(
+def test_the_draft_cache_lacks_only_the_positions_of_the_backlog(
     tiny: Path, speculation: dict[str, Any], seed: int, overlap: bool
 ) -> None:
-    """Joins, chunks of contexts beside windows, prefix hits, preemption, cancellation and
-    surprising ends."""
+    """With joins, context chunks next to windows, prefix hits, preemption, cancellation and
+    unforeseen ends."""
     pool = {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 92}}
     options = SMALL_POOL | pool | ({} if overlap else NO_OVERLAP)
     plain, harness = Harness(tiny, **options), Harness(tiny, **options, **speculation)
@@ -140,7 +140,7 @@ def test_the_draft_cache_lacks_nothing_but_what_waits(
     assert all_pages_are_back(harness.executor)
 
 
-def test_catching_up_writes_what_waits_and_nothing_else(
+def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
     harness = Harness(tiny, **PAGES, **NO_OVERLAP, **speculation)
@@ -161,20 +161,17 @@ def test_catching_up_writes_what_waits_and_nothing_else(
     with torch.inference_mode():
         backlog_of(harness).read(requests)
     target, draft = (
-        {
-            (page, place)
-            for page, place in (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()
-        }
+        set(map(tuple, (pool.data != old).any(-1).any(-1).any(0).any(0).nonzero().tolist()))
         for pool, old in zip(pools_of(harness), before, strict=True)
     )
     shift = worker_of(harness).net.shift
     cache = harness.parts.kv.cache
     due = {
-        (cache.pages(request.request_id)[place // 4], place % 4)
+        (cache.pages(request.request_id)[position // 4], position % 4)
         for request, waiting in zip(requests, (7, 4, 0), strict=True)
-        for place in range(request.kv_len + shift - waiting, request.kv_len + shift)
+        for position in range(request.kv_len + shift - waiting, request.kv_len + shift)
     }
-    assert not target and {place for place in draft if place[0]} == due
+    assert not target and {(page, offset) for page, offset in draft if page} == due
     assert [request.draft_backlog for request in requests] == [0, 0, 0]
     for request in requests:
         assert_nothing_is_missing(harness, request)
@@ -183,10 +180,10 @@ def test_catching_up_writes_what_waits_and_nothing_else(
 @pytest.mark.parametrize(
     "num_plain", [1, BACKLOG_LEN - 1, BACKLOG_LEN, BACKLOG_LEN + 1, 3 * BACKLOG_LEN + 2]
 )
-def test_a_prefix_ends_where_a_head_has_come_to_and_a_model_reads_what_it_lacks_of_it(
+def test_a_reusable_prefix_ends_where_the_draft_layers_have_read(
     tiny: Path, speculation: dict[str, Any], num_plain: int
 ) -> None:
-    for ending in ("length", "surprise"):  # the latter with a round in flight that is one too many
+    for ending in ("length", "surprise"):  # the latter leaves one round too many in flight
         harness = Harness(tiny, **PAGES, **speculation)
         with_lengths(harness, 0)
         rules: dict[str, Any] = {"max_tokens": num_plain + 1}
@@ -200,33 +197,26 @@ def test_a_prefix_ends_where_a_head_has_come_to_and_a_model_reads_what_it_lacks_
         first = harness.submit(PROMPT, temperature=HOT, seed=8, **rules)
         harness.run()
         assert first.num_output_tokens == num_plain + 1
-        num_read = len(PROMPT) + (num_plain - 1) // BACKLOG_LEN * BACKLOG_LEN
-        # The round too many made the draft read what waited, where it found the ring full.
-        full = ending == "surprise" and num_plain % BACKLOG_LEN == 0
-        expected = num_read + (BACKLOG_LEN if full else 0)
-        if waits_long(harness):
-            expected = len(first.tokens) - 1
+        expected = len(PROMPT)
+        if not waits_long(harness):  # the rings were read each time that they were full
+            num_rounds = num_plain + (ending == "surprise")
+            expected += (num_rounds - 1) // BACKLOG_LEN * BACKLOG_LEN
         assert harness.parts.kv.cache.match([*first.tokens, 1, 2]) == expected
         spoil_free_pages(harness)
         with_lengths(harness, 3)
         second = harness.submit([*first.tokens, 1, 2], max_tokens=3)
         rows = count_forwards(harness)
         harness.round()
-        # Whole pages are taken to be lacking, and the draft of a model reads the first token with
-        # the prompt.
-        num_prompt = second.prompt_len - expected + waits_long(harness)
+        # A draft model reads the prompt's first sampled token in the same forward.
+        assert rows[0] == second.prompt_len - expected + waits_long(harness)
         assert_nothing_is_missing(harness, second)
-        if waits_long(harness):
-            assert num_plain <= rows[0] < num_plain + 4 and rows[1] == num_prompt
-        else:
-            assert rows[0] == num_prompt
         while harness.round():
             if second.num_output_tokens and second in generating(harness):
                 assert_nothing_is_missing(harness, second)
         assert second.cached_tokens == expected
 
 
-def test_a_round_that_breaks_off_waits_for_nothing_that_was_not_read(
+def test_a_round_that_breaks_off_adds_nothing_to_the_backlog(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
     def fail(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -251,11 +241,11 @@ def test_a_round_that_breaks_off_waits_for_nothing_that_was_not_read(
             assert_nothing_is_missing(harness, request)
 
 
-def test_a_request_that_gets_no_numbers_waits_beside_others_without_harm(
+def test_a_request_whose_logits_are_nan_does_not_harm_the_backlog_of_others(
     tmp_path: Path, speculation: dict[str, Any]
 ) -> None:
-    """Its last token, which is none, waits when the others' ring is full, and nobody has read that
-    round yet."""
+    """Its position, without a token after it, is in the backlog when the others' rings are full and
+    the host has not read its last round yet."""
     harness = Harness(write_tiny_llama(tmp_path, nan_token=63), **PAGES, **speculation)
     with_lengths(harness, 0)
     request = harness.submit(PROMPT, max_tokens=40, logit_bias={63: -100.0})
@@ -275,11 +265,10 @@ def test_a_request_that_gets_no_numbers_waits_beside_others_without_harm(
     assert request.num_output_tokens == 40 and not request.error
 
 
-def test_rows_of_padding_dummy_the_dummy_page_also_where_there_is_nothing_else(
+def test_padding_rows_write_to_the_dummy_page_also_for_an_empty_slot(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
-    """A slot of length 0, which the dummy slot has before its first round, and one whose window
-    begins before 0."""
+    """Slot 8 is the dummy slot, with length 0; the window of slot 2 begins before position 0."""
     harness = Harness(tiny, **PAGES, **speculation)
     table = harness.parts.kv.table.device_rows
     table[2, :2] = torch.tensor([7, 9])
@@ -297,11 +286,11 @@ def test_rows_of_padding_dummy_the_dummy_page_also_where_there_is_nothing_else(
     assert metadata.block_tables.tolist() == [[0, 0], [7, 9]]
 
 
-def test_where_nobody_wants_drafts_a_fixed_length_has_plain_rounds_too(
+def test_with_a_fixed_draft_length_rounds_are_plain_while_no_request_wants_drafts(
     tiny: Path, speculation: dict[str, Any]
 ) -> None:
-    """What they leave waits, and the draft network has read all of it when somebody who wants
-    drafts joins."""
+    """The draft network has read the backlog of such rounds when a request that wants drafts
+    joins."""
     del speculation["speculative_config"]["draft_len_schedule"]
     harness = Harness(tiny, **PAGES, **speculation)
     widths: list[int] = []
@@ -340,7 +329,7 @@ def test_where_nobody_wants_drafts_a_fixed_length_has_plain_rounds_too(
         {"acceptance_rate_threshold": 0.5, "acceptance_rate_window_size": 4},
     ],
 )
-def test_there_is_memory_for_the_backlog_and_its_graphs(
+def test_memory_is_reserved_for_the_backlog_and_its_graphs(
     tiny: Path, tiny_draft: Path, head: Path, options: dict[str, Any]
 ) -> None:
     reserved = []

@@ -1,5 +1,4 @@
-"""A draft network that catches up in a CUDA graph: nobody can tell it from one that does so launch
-by launch."""
+"""A draft network that catches up in a CUDA graph writes what it writes without one."""
 
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def assert_alike(ours: list[LlmRequest], theirs: list[LlmRequest]) -> None:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_captured_is_the_catch_up_that_runs_without_graphs(
+def test_a_captured_catch_up_writes_what_an_eager_one_writes(
     tiny: Path, tiny_draft: Path, head: Path, eager_graphs: None, mode: str, sampled: bool
 ) -> None:
     speculation = one_model(tiny_draft, head, mode, **PAUSES)

@@ -84,7 +84,7 @@ def assert_clean(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([5] * 64, r"the prompt has 64 tokens; at most 63 tokens are accepted \(max_seq_len 64"),
+        ([5] * 64, r"the prompt has 64 tokens; at most 63 prompt tokens are accepted"),
         ([], "the prompt is empty"),
         ([1, 64], "ids 0 to 63"),
         ([-1], "ids 0 to 63"),

@@ -54,7 +54,7 @@ def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> Non
         [1, 1],
         [7, 2],
         [7, 8],
-    ]  # with the requests' last tokens, after which there are numbers
+    ]  # the requests' last tokens
     assert [request.py_draft_tokens for request in bench.requests] == padded
     assert bench.slots.window[:3, 1:3].tolist() == padded
     assert bench.slots.num_drafts[:3].tolist() == [
@@ -64,7 +64,7 @@ def test_drafts_are_padded_to_the_longest_and_their_real_number_is_kept() -> Non
     ]  # else a padding that happens to be right is accepted
 
 
-def test_untouched_placeholders_mean_nothing_to_propose_and_a_draft_of_zeros_is_one() -> None:
+def test_untouched_placeholders_are_no_drafts_but_a_list_of_zeros_is_a_draft() -> None:
     batch = Bench(lambda request: None).round()
     assert batch.draft_len == 0
     bench = Bench(lambda request: [0, 0])
@@ -72,7 +72,7 @@ def test_untouched_placeholders_mean_nothing_to_propose_and_a_draft_of_zeros_is_
     assert [request.py_num_draft_tokens for request in bench.requests] == [2, 2, 2]
 
 
-def test_what_a_request_has_no_use_for_is_cut_off() -> None:
+def test_drafts_beyond_what_a_request_can_use_are_cut_off() -> None:
     bench = Bench(lambda request: [7, 8, 9, 10])
     bench.requests[0].draft_limit = 1
     bench.requests[1].max_tokens = 3
@@ -97,7 +97,7 @@ def test_padding_puts_no_token_into_a_window_after_which_there_are_no_numbers(
     assert [request.error for request in requests] == [None, None]
 
 
-def test_without_a_draft_length_nobody_is_asked() -> None:
+def test_in_a_round_of_draft_length_0_the_drafter_is_not_called() -> None:
     bench = Bench(lambda request: pytest.fail("asked"))
     bench.drafter.prepare_draft_tokens(
         ScheduledBatch(generation_requests=bench.requests, draft_len=0)
@@ -173,7 +173,7 @@ def test_after_an_exception_the_drafter_is_asked_one_by_one_until_the_culprit_sh
     assert calls == [3, 1, 1, 1, 1, 2]
 
 
-def test_what_was_not_raised_here_is_nobodys_fault_here() -> None:
+def test_an_exception_from_elsewhere_blames_no_request() -> None:
     bench = Bench(lambda request: [1])
     bench.round()
     assert bench.drafter.blame() is None

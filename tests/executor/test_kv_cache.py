@@ -119,7 +119,7 @@ def test_pages_that_change_hands_reach_the_device() -> None:
 
 
 @pytest.mark.parametrize("max_pages", [5, 6])
-def test_the_device_is_sent_the_latest_page_of_a_place_and_none_before_the_first_pair_that_changed(
+def test_the_device_is_sent_the_latest_pages_from_the_first_changed_pair_on(
     max_pages: int,
 ) -> None:
     table, last = BlockTable(SeqSlotManager(2), max_pages, torch.device("cpu")), 2**31 - 1
@@ -138,7 +138,7 @@ def test_the_device_is_sent_the_latest_page_of_a_place_and_none_before_the_first
     assert not table.device_rows.any(), "what was sent is sent again"
 
 
-def test_room_counts_what_is_in_flight_and_what_comes_next() -> None:
+def test_room_counts_tokens_in_flight_and_those_of_the_next_round() -> None:
     bench = Bench(lookahead=0)
     request = bench.prefill([1, 2, 3], 3, sampled=9)  # one page of four
     request.tokens_in_flight = 3

@@ -9,38 +9,60 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages
+from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
 from tllm_spec.llm import LLM
 
 GEOMETRY = AttentionGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
 PAGE_BYTES = KVPool.page_bytes(GEOMETRY, 32, torch.float32)
+GIB = 1 << 30
 
 
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model on a GPU that has room for its activations and 200 pages."""
+def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> Any:
+    """What the plan looks at in a model on a GPU."""
     config = SimpleNamespace(
         attention_geometry=lambda mapping: GEOMETRY,
-        hidden_size=8,
-        intermediate_size=8,
-        vocab_size=8,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
     )
-    activations = 64 * (8 * 8 + 4 * 8) * 4 + 10 * 64 * 8 * 4
-    free = activations + 200 * PAGE_BYTES
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    return SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cuda"))
+    return SimpleNamespace(config=config, dtype=dtype, device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "num_pages"), [(320, 10), (321, 11), (10**6, 100), (None, 100)]
 )
 def test_a_gpus_cache_has_the_tokens_asked_for_as_far_as_the_share_of_memory_goes(
-    on_gpu: Any, max_tokens: int | None, num_pages: int
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int | None, num_pages: int
 ) -> None:
     cache = {"max_tokens": max_tokens, "free_gpu_memory_fraction": 0.5}
     args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config=cache)
-    assert plan_num_pages(args, [on_gpu], max_len=2048) == num_pages + DUMMY_PAGES
+    model = model_of(8, 8, 8, torch.float32)
+    free = round_bytes(args, [model]) + 200 * PAGE_BYTES  # room for 200 pages
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    assert plan_num_pages(args, [model], max_len=2048) == num_pages + DUMMY_PAGES
+
+
+def test_the_default_options_of_an_8b_model_leave_most_of_a_40_gb_card_to_weights_and_pages() -> (
+    None
+):
+    target = model_of(4096, 14336, 128256, torch.bfloat16)
+    head = model_of(4096, 14336, 32000, torch.bfloat16)
+    eagle3 = {"decoding_type": "Eagle3", "speculative_model": "head", "max_draft_len": 3}
+    plain = round_bytes(LlmArgs(model="m"), [target])
+    speculating = round_bytes(LlmArgs(model="m", speculative_config=eagle3), [target, head])
+    logits = 128256 * torch.bfloat16.itemsize
+    assert 2048 * logits < plain < 8 * GIB  # 2048 requests, a row each
+    assert 8192 * logits < speculating < 12 * GIB  # and 4 rows each
+
+
+def test_rows_that_are_never_sampled_cost_activations_and_no_logits() -> None:
+    target = model_of(4096, 14336, 128256, torch.bfloat16)
+    few, many = (
+        round_bytes(LlmArgs(model="m", max_batch_size=8, max_num_tokens=rows), [target])
+        for rows in (8192, 16384)
+    )
+    assert many - few == 8192 * (8 * 4096 + 4 * 14336) * 2
 
 
 def test_a_cache_larger_than_the_machine_is_refused_by_name() -> None:

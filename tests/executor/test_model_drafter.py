@@ -46,7 +46,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_the_draft_cache_is_always_what_a_prefill_of_the_same_tokens_gives(
+def test_the_draft_cache_always_equals_a_prefill_of_the_same_tokens(
     tiny: Path, tiny_draft: Path, situation: str
 ) -> None:
     options = {"max_batch_size": 3, "kv_cache_config": {"tokens_per_block": 4}} | SITUATIONS[

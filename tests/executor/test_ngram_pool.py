@@ -92,7 +92,7 @@ class NaivePool:
 @pytest.mark.parametrize("choice", [OLDEST, NEWEST, LONGEST], ids=["oldest", "newest", "longest"])
 @pytest.mark.parametrize("is_public_pool", [False, True], ids=["private", "public"])
 @pytest.mark.parametrize("max_pool_entries", [100_000, 40, 7])
-def test_every_draft_is_what_the_documented_semantics_say(
+def test_every_draft_follows_the_documented_semantics(
     choice: dict[str, Any], is_public_pool: bool, max_pool_entries: int
 ) -> None:
     rng = random.Random(5)
@@ -146,9 +146,7 @@ def test_is_use_oldest_chooses_between_the_first_and_the_last_occurrence() -> No
     assert draft(tokens, draft_len=2, is_use_oldest=False) == [30, 31]
 
 
-def test_without_is_keep_all_a_full_draft_is_proposed_where_the_newest_occurrence_has_a_short_one() -> (
-    None
-):
+def test_without_is_keep_all_the_occurrence_with_a_full_draft_wins_over_the_newest() -> None:
     tokens = [1, 2, 3, 4, 1, 9, 1]
     assert draft(tokens, is_use_oldest=False) == [9, 1]
     assert draft(tokens, is_use_oldest=False, is_keep_all=False) == [2, 3, 4]
@@ -171,7 +169,7 @@ def test_a_private_pool_never_proposes_another_requests_tokens() -> None:
     texts = {request_id: [1, 2, 3] for request_id in range(4)}
     for _ in range(100):
         for request_id, tokens in texts.items():
-            # 1, 2 and 3 are everybody's; each request has ten further tokens of its own.
+            # All requests have tokens 1, 2 and 3, and each has ten more of its own.
             tokens += [
                 rng.choice((1, 2, 3, 10 * (request_id + 1) + rng.randrange(10))) for _ in range(3)
             ]
@@ -179,7 +177,7 @@ def test_a_private_pool_never_proposes_another_requests_tokens() -> None:
             assert all(token < 10 or token // 10 == request_id + 1 for token in proposed)
 
 
-def test_a_public_pool_proposes_what_followed_in_a_request_that_has_ended() -> None:
+def test_a_public_pool_proposes_continuations_of_requests_that_have_ended() -> None:
     for is_public_pool, expected in ((True, [3, 4]), (False, [])):
         pool = make_pool(is_public_pool=is_public_pool)
         pool.propose(0, [1, 2, 3, 4], 3)
@@ -187,7 +185,7 @@ def test_a_public_pool_proposes_what_followed_in_a_request_that_has_ended() -> N
         assert pool.propose(1, [1, 2], 3) == expected
 
 
-def test_in_a_public_pool_the_end_of_one_request_does_not_hide_what_another_has() -> None:
+def test_in_a_public_pool_the_end_of_one_text_does_not_hide_matches_in_others() -> None:
     pool = make_pool(is_public_pool=True, is_use_oldest=False)
     pool.propose(0, [5, 6, 7], 3)
     pool.propose(1, [5, 6], 3)

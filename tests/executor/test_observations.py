@@ -4,11 +4,11 @@ count, and its time."""
 from collections.abc import Iterable
 from itertools import cycle, pairwise
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
 
+from tests.executor.conftest import Clock
 from tests.executor.harness import Harness, output_of, user_provided
 from tests.lossless.engines import tiny_engine
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
@@ -194,22 +194,21 @@ def test_a_limit_of_a_request_s_own_counts_as_what_it_costs(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
-    monkeypatch: pytest.MonkeyPatch, tiny: Path, itself: tuple[Path, Path], overlap: bool
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    tiny: Path,
+    itself: tuple[Path, Path],
+    overlap: bool,
 ) -> None:
-    """Rounds with windows of 4 drafts take longer by 30 ms, prompts by 200; idle time and rounds
-    whose windows have no drafts yet count for nobody."""
+    """A forward takes 1 ms, with windows of 4 drafts 30, with prompts 200. Idle time, rounds with
+    prompts, and windows that have no drafts yet are not counted."""
     options = tiny_engine("draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive=LADDER)
     harness = Harness(tiny, **(options | {"disable_overlap_scheduler": not overlap}))
     forward = harness.parts.runner.engine.forward
 
     def slow(contexts: list[ContextChunk], windows: Windows | None, *wanted: Any) -> Any:
-        sleep(
-            0.2
-            if contexts
-            else 0.03
-            if windows is not None and windows.token_ids.shape[1] == 5
-            else 0
-        )
+        has_drafts = windows is not None and windows.token_ids.shape[1] == 5
+        clock.now += 0.2 if contexts else 0.03 if has_drafts else 0.001
         return forward(contexts, windows, *wanted)
 
     monkeypatch.setattr(harness.parts.runner.engine, "forward", slow)
@@ -234,19 +233,19 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
             [number + 1, 3], max_tokens=20
         )  # its prompt is read beside the other's windows
         harness.run()
-        sleep(0.1)
+        clock.now += 0.1
     assert [seconds is not None for _, _, _, seconds, _ in told.rounds] == is_pure
     timed = [(steps, seconds) for _, _, steps, seconds, _ in told.rounds if seconds is not None]
     assert {steps for steps, _ in timed} == {0, 4} and len(timed) < len(told.rounds)
-    assert all(seconds < 0.09 for _, seconds in timed)
-    assert min(seconds for steps, seconds in timed if steps == 4) > 0.03
-    assert sorted(seconds for steps, seconds in timed if steps == 0)[len(timed) // 4] < 0.03
+    expected = {4: 0.03, 0: 0.001}
+    assert all(seconds == pytest.approx(expected[steps], abs=1e-6) for steps, seconds in timed)
 
 
-def test_a_round_that_broke_off_takes_no_time_of_the_next_one(tiny: Path) -> None:
+def test_a_round_that_broke_off_takes_no_time_of_the_next_one(clock: Clock, tiny: Path) -> None:
     def propose(request: LlmRequest) -> list[int]:
+        clock.now += 0.001
         if request.tokens[0] == 1 and request.num_output_tokens > 5:
-            sleep(0.3)
+            clock.now += 0.3
             raise RuntimeError("no more")
         return [1]
 
@@ -259,7 +258,7 @@ def test_a_round_that_broke_off_takes_no_time_of_the_next_one(tiny: Path) -> Non
     harness.run()
     assert [request.finish_reason for request in requests] == ["error", "length"]
     times = [seconds for _, _, _, seconds, _ in told.rounds if seconds is not None]
-    assert len(times) > 10 and max(times) < 0.25
+    assert len(times) > 10 and max(times) == pytest.approx(0.002, abs=1e-6)
 
 
 @pytest.mark.parametrize("ladder", [[1, 4], [0, 2, 4]])

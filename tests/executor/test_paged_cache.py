@@ -1,7 +1,7 @@
 """The paged cache against a simulated device (see paged_cache_driver.py)."""
 
 import random
-import time
+from typing import Any
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_keys_without_the_next_token_would_give_a_sequence_the_kv_of_another_one
 
 
 @pytest.mark.parametrize(("lookahead", "reused", "num_shared"), [(0, 12, 3), (1, 11, 2)])
-def test_a_common_prefix_up_to_a_page_border_is_reused_up_to_what_the_next_token_decides(
+def test_a_common_prefix_that_ends_with_a_page_is_reused_without_its_lookahead(
     lookahead: int, reused: int, num_shared: int
 ) -> None:
     driver = Driver(num_pages=20, page_size=4, lookahead=lookahead)
@@ -109,9 +109,7 @@ def test_with_lookahead_a_page_is_stored_when_the_token_after_it_is_known() -> N
         driver.cache.rewind(seq_id, 3)
 
 
-def test_with_lookahead_the_last_partial_page_serves_what_comes_before_its_last_known_token() -> (
-    None
-):
+def test_with_lookahead_a_partial_page_serves_all_but_its_last_known_token() -> None:
     driver = Driver(num_pages=10, page_size=4, lookahead=1)
     driver.run([1, 2, 3, 4, 5, 6])
     assert driver.cache.match([1, 2, 3, 4, 5, 6, 7]) == 5
@@ -284,7 +282,7 @@ def test_the_version_of_a_restarted_sequence_is_new() -> None:
         (lambda cache: cache._sequences[1].nodes.pop(), "1 references and has 0 holders"),
     ],
 )
-def test_the_integrity_check_names_what_is_lost_or_held_twice(damage, sentence) -> None:
+def test_the_integrity_check_names_a_page_that_is_lost_or_held_twice(damage, sentence) -> None:
     cache = PagedCache(6, 2, copy_page=lambda source, destination: None)
     for seq_id in (1, 2):
         cache.add_sequence(seq_id, [seq_id] * 3)
@@ -312,18 +310,20 @@ def test_storing_growing_tokens_reads_only_the_pages_not_stored_yet() -> None:
         starts.clear()
 
 
-def test_matching_a_long_prompt_takes_well_under_a_millisecond() -> None:
+def test_matching_a_long_prompt_reads_each_of_its_tokens_once() -> None:
+    class Counted(list[int]):
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            self.num_read += len(found)
+            return found
+
     cache = PagedCache(300, 32, copy_page=lambda source, destination: None)
-    prompt = list(range(8192))
+    prompt = Counted(range(8192))
     cache.add_sequence(1, prompt)
     assert cache.extend(1, 8192)
     cache.free(1, prompt)
+    prompt.num_read = 0
     assert cache.match(prompt) == 8191
-    best = min(_seconds_of_a_match(cache, prompt) for _ in range(20))
-    assert best < 1e-3
-
-
-def _seconds_of_a_match(cache: PagedCache, prompt: list[int]) -> float:
-    start = time.perf_counter()
-    cache.match(prompt)
-    return time.perf_counter() - start
+    assert prompt.num_read <= 8192

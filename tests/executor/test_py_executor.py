@@ -95,24 +95,23 @@ def test_neighbours_preemption_and_speculation_change_no_token(
     assert list(map(output_of, outputs[0])) == list(map(output_of, outputs[1]))
 
 
-def test_the_rewind_of_a_round_is_what_was_drafted_and_not_accepted(
+def test_a_round_keeps_the_pages_of_accepted_tokens_and_gives_back_all_others(
     tiny: Path, tiny_draft: Path
 ) -> None:
-    harness = Harness(tiny, **draft_target(tiny_draft))
+    pages_of_two = {"tokens_per_block": 2}
+    harness = Harness(tiny, kv_cache_config=pages_of_two, **draft_target(tiny_draft))
     request = harness.submit(PROMPT, max_tokens=200, temperature=1.0)
     harness.run_until(request, RequestState.GENERATION)
-    seen = set()
-    while not request.is_finished:
+    num_rejected = set()
+    while True:
         before = request.num_tokens
         harness.round()
-        num_new = request.num_tokens - before
-        assert request.py_num_accepted_draft_tokens == num_new - 1 or request.is_finished
-        assert (
-            request.py_rewind_len
-            == request.py_num_draft_tokens - request.py_num_accepted_draft_tokens
-        )
-        seen.add(request.py_rewind_len)
-    assert seen == {0, 1, 2, 3, 4}
+        if request.is_finished:
+            break
+        num_rejected.add(request.py_num_draft_tokens - (request.num_tokens - before - 1))
+        held = harness.parts.kv.num_held(request)
+        assert held == harness.parts.kv.pages_for(request.num_tokens - 1)
+    assert num_rejected == {0, 1, 2, 3, 4}
 
 
 def test_a_round_may_hold_nothing_but_a_piece_of_a_prompt(tiny: Path) -> None:
@@ -139,7 +138,7 @@ def test_windows_do_not_keep_a_prompt_waiting_until_a_request_ends(
 ) -> None:
     options = draft_target(tiny_draft, 3, draft_target_one_model=one_model)
     harness = Harness(tiny, max_num_tokens=16, enable_chunked_prefill=True, **options)
-    running = [harness.submit([1 + place, 2, 3], max_tokens=100) for place in range(4)]
+    running = [harness.submit([1 + position, 2, 3], max_tokens=100) for position in range(4)]
     late = harness.submit(list(range(40)), max_tokens=2)
     for _ in range(12):  # of 4 rows each at least
         harness.round()
@@ -219,14 +218,14 @@ def test_a_round_that_breaks_off_is_repeated_as_if_it_had_not_happened(
     assert [output_of(older), output_of(joining)] == list(map(output_of, expected))
 
 
-def with_no_token_at(place: int, **params: Any) -> tuple[Any, dict[str, Any]]:
+def with_no_token_at(position: int, **params: Any) -> tuple[Any, dict[str, Any]]:
     """A drafter that knows the text, and parameters that leave nothing to choose at output position
-    `place`."""
+    `position`."""
     text = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
 
     def force(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
         num_output_tokens = len(tokens) - len(PROMPT)
-        if num_output_tokens == place:
+        if num_output_tokens == position:
             return torch.full_like(logits, -torch.inf)
         logits[text[num_output_tokens]] += 1000.0
         return logits
@@ -241,7 +240,7 @@ def with_no_token_at(place: int, **params: Any) -> tuple[Any, dict[str, Any]]:
 def test_where_no_token_can_be_chosen_the_request_fails_after_its_good_tokens(
     tiny: Path, place: int
 ) -> None:
-    propose, params = with_no_token_at(place)
+    propose, params = with_no_token_at(position)
     results = []
     for options in ({}, user_provided(propose)):
         harness = Harness(tiny, **options)
@@ -253,7 +252,7 @@ def test_where_no_token_can_be_chosen_the_request_fails_after_its_good_tokens(
         assert request.error is not None and "no token can be chosen" in request.error
         assert other.finish_reason == "length" and all_pages_are_back(harness.executor)
         results.append((output_of(request), output_of(other)))
-    assert results[0] == results[1] and len(results[0][0]) == place
+    assert results[0] == results[1] and len(results[0][0]) == position
 
 
 def test_a_stop_inside_an_accepted_run_comes_before_a_fault_after_it(tiny: Path) -> None:
@@ -265,7 +264,7 @@ def test_a_stop_inside_an_accepted_run_comes_before_a_fault_after_it(tiny: Path)
     assert output_of(request) == [40, 41, 42, 43]
 
 
-def test_streamed_pieces_are_at_least_as_long_as_the_interval_and_make_up_the_whole(
+def test_streamed_pieces_are_at_least_stream_interval_long_and_make_up_the_text(
     tiny: Path, tiny_draft: Path
 ) -> None:
     harness = Harness(tiny, stream_interval=3, **draft_target(tiny_draft))
@@ -296,8 +295,8 @@ def test_prompt_log_probabilities_come_once_whatever_becomes_of_the_request(tiny
     for expected, found in pairs:
         assert output_of(found) == output_of(expected)
         assert len(found.prompt_logprobs) == found.prompt_len and found.prompt_logprobs[0] is None
-        for place in range(1, found.prompt_len):
-            ours, theirs = found.prompt_logprobs[place], expected.prompt_logprobs[place]
+        for position in range(1, found.prompt_len):
+            ours, theirs = found.prompt_logprobs[position], expected.prompt_logprobs[position]
             assert ours is not None and theirs is not None and list(ours) == list(theirs)
             assert all(abs(ours[token].logprob - theirs[token].logprob) < 1e-4 for token in ours)
 

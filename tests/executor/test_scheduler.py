@@ -23,7 +23,7 @@ RULES = DecodingRules.from_params(SamplingParams(), vocab_size=64, end_ids=(), e
 
 
 class Released(ResourceManager):
-    """A third manager beside slots and pages."""
+    """A third manager, next to slots and pages."""
 
     def __init__(self) -> None:
         self.request_ids: list[int] = []
@@ -113,6 +113,22 @@ def test_a_prompt_that_does_not_fit_the_rest_of_the_budget_waits_whole() -> None
     assert batch.generation_requests == [first] and batch.context_requests == [second]
 
 
+def test_a_prompt_that_waits_for_the_token_budget_takes_nothing_and_is_counted_once() -> None:
+    bench = Bench(max_num_tokens=20, draft_len=3)
+    bench.add(6, max_tokens=1, shared=6)
+    bench.round()
+    running = [bench.add(2, max_tokens=10) for _ in range(2)]
+    bench.round()
+    before = replace(bench.kv.cache.stats)
+    waiting = bench.add(13, shared=6)  # cached: a full page and two tokens of one to be copied
+    while not running[0].is_finished:
+        assert bench.round().generation_requests == running  # 8 rows of the budget of 20
+        assert bench.kv.cache.stats == before and waiting.slot < 0
+    assert bench.round().context_requests == [waiting]
+    found = bench.kv.cache.stats
+    assert (found.missed_tokens - before.missed_tokens, found.copied_pages) == (13, 1)
+
+
 def test_with_chunked_prefill_a_prompt_takes_the_rest_of_the_budget_round_by_round() -> None:
     bench = Bench(max_num_tokens=20, chunked_prefill=True)
     first, second = bench.add(15), bench.add(30)
@@ -138,7 +154,7 @@ def test_drafts_count_as_tokens_of_the_budget() -> None:
     assert late.kv_len == 20 - 3 * 5
 
 
-def test_a_request_finds_its_place_in_a_long_queue_without_a_look_at_all_of_it() -> None:
+def test_adding_to_a_long_queue_compares_with_few_of_its_requests() -> None:
     bench, number = Bench(by_priority=True), 1000
     rank, looks = bench.scheduler._rank, []
 
@@ -178,7 +194,7 @@ def test_no_more_requests_run_than_there_are_slots() -> None:
     assert max(seen) == 2 and all(request.finish_reason == "length" for request in requests)
 
 
-def test_guaranteed_no_evict_admits_only_what_fits_to_its_very_end() -> None:
+def test_guaranteed_no_evict_admits_a_request_only_if_all_its_tokens_fit() -> None:
     bench = Bench(num_pages=10, draft_len=2)  # each request may need 4 + 10 + 2 tokens: 4 pages
     first, second, third = (bench.add(4, max_tokens=10) for _ in range(3))
     assert bench.round().requests() == [first, second]
@@ -187,7 +203,7 @@ def test_guaranteed_no_evict_admits_only_what_fits_to_its_very_end() -> None:
     assert third.state is RequestState.WAITING and third in bench.round().requests()
 
 
-def test_max_utilization_admits_what_fits_now_and_preempts_the_youngest() -> None:
+def test_max_utilization_admits_what_fits_now_and_preempts_the_youngest_request() -> None:
     bench = Bench(num_pages=6, may_preempt=True)
     first, second = bench.add(8, max_tokens=16), bench.add(8, max_tokens=16)
     assert bench.round().requests() == [first, second]
@@ -215,7 +231,7 @@ def test_a_preempted_request_may_be_longer_than_the_budget_and_is_then_cut() -> 
 
 
 @pytest.mark.parametrize("by_priority", [False, True])
-def test_a_victim_is_of_the_lowest_rank(by_priority: bool) -> None:
+def test_the_request_of_the_lowest_rank_is_preempted(by_priority: bool) -> None:
     bench = Bench(num_pages=10, may_preempt=True, by_priority=by_priority)
     requests = [bench.add(8, max_tokens=12, priority=priority) for priority in (0.2, 0.8, 0.4)]
     while not bench.scheduler.num_preemptions:
@@ -231,7 +247,7 @@ def test_a_victim_is_of_the_lowest_rank(by_priority: bool) -> None:
         (21, 2, "the prompt has 21 tokens and max_num_tokens is 20"),
     ],
 )
-def test_what_can_never_run_is_refused_with_the_option_to_change(
+def test_a_request_that_can_never_run_is_refused_with_the_option_to_change(
     prompt_len: int, max_tokens: int, message: str
 ) -> None:
     bench = Bench(num_pages=10, max_num_tokens=20)
@@ -242,7 +258,7 @@ def test_what_can_never_run_is_refused_with_the_option_to_change(
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("may_preempt", [False, True])
-def test_under_random_traffic_budgets_hold_and_everybody_gets_all_tokens(
+def test_under_random_traffic_budgets_hold_and_every_request_gets_all_its_tokens(
     may_preempt: bool, seed: int
 ) -> None:
     random = Random(seed)

@@ -78,7 +78,7 @@ def test_totals_are_the_sum_of_the_requests_whether_they_run_or_have_ended(tiny:
         harness.run()
 
 
-def test_tokens_behind_a_stop_do_not_count_as_emitted(tiny: Path) -> None:
+def test_tokens_after_a_stop_do_not_count_as_emitted(tiny: Path) -> None:
     plain = Harness(tiny)
     wanted = plain.submit([1, 2, 3], max_tokens=12)
     plain.run()

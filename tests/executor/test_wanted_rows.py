@@ -1,4 +1,4 @@
-"""Rows whose hidden states nobody asks for skip what lies behind the last layer's attention."""
+"""Rows that are not wanted skip everything after the last layer's attention."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def record_attention(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch)
 
 
 @torch.inference_mode()
-def test_the_wanted_rows_are_those_of_a_whole_forward_and_all_rows_leave_their_kv(
+def test_wanted_rows_equal_those_of_a_full_forward_and_all_rows_write_their_kv(
     tiny: Path, rows_of_mlps: list[int]
 ) -> None:
     engine, reference = engine_of(Harness(tiny)), engine_of(Harness(tiny))
@@ -79,7 +79,7 @@ def test_where_no_row_is_wanted_only_the_kv_is_left(
     num_layers = len(rows_of_mlps)
     attended = record_attention(engine.backend, monkeypatch)
     hidden = engine.forward([ContextChunk(0, 0, PROMPT)], None, torch.tensor([], dtype=torch.int64))
-    assert attended == list(range(num_layers - 1)), "the last layer has nobody to attend for"
+    assert attended == list(range(num_layers - 1)), "the last layer has no rows to attend for"
     assert hidden.shape == (0, engine.model.config.hidden_size)
     assert torch.equal(engine.backend.pool.data, reference.backend.pool.data)
     assert rows_of_mlps[num_layers:] == [10] * (num_layers - 1)
@@ -105,7 +105,7 @@ def test_log_probabilities_of_a_prompt_need_all_rows(tiny: Path, rows_of_mlps: l
 
 @torch.inference_mode()
 @pytest.mark.parametrize("captured", [0, -1], ids=["the first layer", "the last layer"])
-def test_what_a_draft_head_reads_is_captured_of_all_rows(captured: int, tiny: Path) -> None:
+def test_hidden_states_for_a_draft_head_are_captured_of_all_rows(captured: int, tiny: Path) -> None:
     plain = engine_of(Harness(tiny))
     config = plain.model.config
     layer = captured % config.num_layers
@@ -146,7 +146,7 @@ ROWS_OF_ROUNDS = {
 
 
 @pytest.mark.parametrize("mode", ROWS_OF_ROUNDS)
-def test_of_what_a_draft_network_catches_up_with_one_row_of_each_request_goes_on(
+def test_when_a_draft_network_catches_up_one_row_per_request_passes_its_last_layer(
     mode: str, tiny: Path, tmp_path: Path, rows_of_mlps: list[int]
 ) -> None:
     harness = drafting(tiny, tmp_path, mode, max_num_tokens=8)
@@ -183,7 +183,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
     for _ in range(BACKLOG_LEN + 2):
         harness.round()
     if mode == "draft_target":
-        assert not read, "a model waits for as long as nobody wants drafts"
+        assert not read, "a draft model reads nothing while no drafts are wanted"
         backlog = worker_of(harness)._backlog
         with torch.inference_mode():
             backlog.read([request])
@@ -204,7 +204,7 @@ def test_in_rounds_without_drafts_a_draft_network_only_leaves_its_kv(
         ([{"max_tokens": 1}, {}], 2),
     ],
 )
-def test_nobody_drafts_after_contexts_whose_requests_can_use_no_drafts(
+def test_no_drafts_are_made_after_contexts_whose_requests_can_use_none(
     wishes: list[dict[str, int]],
     num_steps: int,
     mode: str,

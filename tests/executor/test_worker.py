@@ -59,7 +59,7 @@ def assert_only_the_second_failed(
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_logits_processor_that_raises_what_ends_programs_fails_its_own_request(
+def test_a_logits_processor_that_raises_systemexit_fails_its_own_request(
     tiny: Path, expected: list[list[int]], ending: type[BaseException]
 ) -> None:
     def give_up(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_a_logits_processor_that_raises_what_ends_programs_fails_its_own_request
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_drafter_that_raises_what_ends_programs_fails_the_request_that_it_drafted_for(
+def test_a_drafter_that_raises_systemexit_fails_the_request_that_it_drafted_for(
     tiny: Path, expected: list[list[int]], ending: type[BaseException]
 ) -> None:
     def propose(request: LlmRequest) -> list[int]:
@@ -101,7 +101,7 @@ class Dying:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_executor_that_dies_of_what_ends_programs_says_so(ending: type[BaseException]) -> None:
+def test_an_executor_that_dies_of_systemexit_reports_it(ending: type[BaseException]) -> None:
     told: list[str] = []
     worker = Worker(Dying(ending("enough")), RequestQueue(), told.append)  # type: ignore[arg-type] # a stand-in
     worker.start()

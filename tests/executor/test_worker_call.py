@@ -62,7 +62,7 @@ def answer_of(worker: Worker, function: object) -> object:
     """What is returned or raised, within 5 s."""
     answers: list[object] = []
     in_thread(worker, answers, function).join(5)
-    assert answers, "nobody answered"
+    assert answers, "there was no answer"
     return answers[0]
 
 
@@ -91,7 +91,7 @@ def test_a_call_waits_for_the_end_of_the_round() -> None:
     worker.stop()
 
 
-def test_what_the_function_raises_is_the_callers_and_nobody_elses() -> None:
+def test_what_the_function_raises_reaches_its_caller_only() -> None:
     worker, _ = make_worker()
     worker.start()
     for fault in (LookupError("not here"), SystemExit(3)):
@@ -104,7 +104,7 @@ def test_what_the_function_raises_is_the_callers_and_nobody_elses() -> None:
     worker.stop()
 
 
-def test_after_a_stop_nobody_is_answered_and_nobody_waits() -> None:
+def test_after_a_stop_calls_raise_and_do_not_wait() -> None:
     worker, _ = make_worker()
     worker.start()
     worker.stop()
@@ -112,7 +112,7 @@ def test_after_a_stop_nobody_is_answered_and_nobody_waits() -> None:
         worker.call(lambda: 1)
 
 
-def test_after_a_death_the_error_says_what_happened() -> None:
+def test_after_a_death_calls_raise_an_error_with_its_cause() -> None:
     worker, executor = make_worker()
     executor.dies = True
     worker.start()
@@ -138,7 +138,7 @@ def test_calls_that_wait_while_the_executor_dies_are_told() -> None:
     ] * 3
 
 
-def test_pages_are_counted_when_nobody_has_come_for_a_while_and_not_before_the_next_one_is_served(
+def test_integrity_is_checked_after_a_quiet_time_and_not_between_two_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tllm_spec.executor.worker.QUIET_SECONDS", 30)

@@ -85,7 +85,7 @@ def plain(plain_llm: LLM, cases: list[Case]) -> list[RequestOutput]:
 def known_texts(
     prompts: list[list[int]], plain: list[RequestOutput], unstopped: list[list[int]]
 ) -> dict[tuple[int, ...], list[int]]:
-    """Prompt to output; where a stop cuts the output, what would come behind it too, so that runs
+    """Prompt to output; where a stop cuts the output, what would come after it, too, so that runs
     of drafts cross it."""
     texts = [output.outputs[0].token_ids for output in plain[:8]] + unstopped
     return {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}

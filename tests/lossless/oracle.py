@@ -70,8 +70,8 @@ def filter_margins(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     order = logits.sort(descending=True)
     margins = torch.full_like(logits, torch.inf)
     if params.min_p:
-        behind = logits - logits.max()
-        margins = torch.where(behind == 0, torch.inf, behind - math.log(params.min_p))
+        gaps = logits - logits.max()
+        margins = torch.where(gaps == 0, torch.inf, gaps - math.log(params.min_p))
     kept = margins >= 0
     if params.top_k and params.top_k < len(logits):
         margins = torch.minimum(

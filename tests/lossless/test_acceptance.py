@@ -1,5 +1,5 @@
-"""Losing step with the target never changes a text, only how many drafts are accepted: so that is
-asserted here."""
+"""A draft cache with holes or stale entries changes no text, only how many drafts are accepted: so
+acceptance is asserted here."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,8 +16,8 @@ from tllm_spec.tokenizer import Tokenizer
 
 DRAFT_LEN, OUTPUT_LEN, NUM_PROMPTS = 4, 100, 6
 NO_REUSE = {"enable_block_reuse": False}
-# A request that pauses for its rejected drafts tells nothing about keeping step, and when it does
-# depends on who runs beside it.
+# A request may pause because its drafts are rejected, depending on the batch. A pause would hide a
+# stale draft cache.
 NEVER_PAUSES: dict[str, Any] = {"max_rejected_rounds": None}
 MODES_HERE = tuple(mode for mode in MODES if mode != "plain")
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -89,7 +89,7 @@ def undisturbed(long_prompts: list[list[int]]) -> Callable[..., SpeculativeStats
 
 @pytest.mark.parametrize("mode", MODES_HERE)
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_acceptance_is_what_it_is_undisturbed(
+def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
     mode: str,
     undisturbed: Callable[..., SpeculativeStats],
     long_prompts: list[list[int]],
@@ -169,7 +169,7 @@ def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
     assert 0 <= one.num_accepted_tokens - two.num_accepted_tokens <= last_rounds
 
 
-def test_the_head_of_the_zoo_is_worth_what_it_was_trained_for(
+def test_the_zoos_head_reaches_its_trained_acceptance(
     long_prompts: list[list[int]],
 ) -> None:
     with LLM("zoo:llama", max_batch_size=8, **engine("eagle3", DRAFT_LEN)) as llm:
@@ -198,10 +198,10 @@ def test_a_model_that_drafts_for_itself_is_accepted_nearly_always(
     )  # the last round of 99 tokens is one short
 
 
-def test_coupled_drafts_are_accepted_about_as_often_as_rejection_sampling_and_more_often_than_argmax_drafts(
+def test_coupled_drafts_are_accepted_nearly_as_often_as_rejection_samplings(
     long_prompts: list[list[int]],
 ) -> None:
-    """All at T=0.8 on held-out text; the three figures are printed."""
+    """And more often than argmax drafts. All at T=0.8 on held-out text; the figures are printed."""
     found: dict[str, SpeculativeStats] = {}
     for name, options in {
         "coupled": {},

@@ -1,5 +1,5 @@
-"""Engines and traffic drawn at random: whatever comes together, each request gets what it gets
-alone with plain decoding, and in the end nobody holds anything."""
+"""Random engines and traffic: each request gets the text that it gets alone with plain decoding,
+and in the end all slots and pages are free."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -82,7 +82,7 @@ def draw_params(random: Random, seed: int) -> dict[str, Any]:
 
 
 def draw_traffic(random: Random, page_size: int) -> list[Asked]:
-    """Prompts share beginnings and often end at or beside the end of a page; some come together,
+    """Prompts share prefixes and often end at or next to the end of a page; some come together,
     some late."""
     shared, asked, arrives = [random.randrange(64) for _ in range(40)], [], 0
     for number in range(random.randrange(4, 14)):
@@ -118,7 +118,7 @@ def draw_engine(random: Random, draft_len: int, page_size: int) -> dict[str, Any
 def propose(
     random: Random, texts: dict[int, list[int]], draft_len: int, request: LlmRequest
 ) -> list[int] | None:
-    """Some of what is right, perhaps with something wrong behind it; or nothing."""
+    """Some right drafts, perhaps with wrong ones after them; or none."""
     right = texts[request.seed][request.num_output_tokens :][: random.randrange(draft_len + 1)]
     drafts = right + [random.randrange(64)] * random.randrange(2)
     return random.choice((None, drafts[:draft_len], drafts[:draft_len]))
@@ -141,8 +141,8 @@ def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
 
 
 def serve(harness: Harness, random: Random, asked: list[Asked]) -> list[LlmRequest]:
-    """The traffic, round after round. Conservation holds after each, and a page that nobody holds
-    has no numbers."""
+    """Runs the traffic round by round. The conservation laws hold after each, and free pages hold
+    NaN."""
     requests: list[LlmRequest] = []
     for number in range(MAX_ROUNDS):
         for each in asked[len(requests) :]:
@@ -179,7 +179,7 @@ def assert_as_alone(request: LlmRequest, alone: LlmRequest) -> None:
 
 
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
-def test_whatever_comes_together_each_request_gets_what_it_gets_alone(
+def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
     tiny: Path, drafts: tuple[Path, Path], plain: Harness, number: int
 ) -> None:
     random = Random(number)

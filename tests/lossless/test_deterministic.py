@@ -36,7 +36,7 @@ def test_a_cpu_is_refused_with_the_reason(tmp_path: Path) -> None:
         LLM(model, skip_tokenizer_init=True, device="cpu", deterministic=True)
 
 
-def test_what_contradicts_it_is_refused() -> None:
+def test_options_that_contradict_deterministic_are_refused() -> None:
     for backend in ("VANILLA", "TRITON"):
         with pytest.raises(ValueError, match=rf"attn_backend must be 'auto', not '{backend}'"):
             LlmArgs.from_kwargs("m", deterministic=True, attn_backend=backend)

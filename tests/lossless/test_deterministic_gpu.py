@@ -45,14 +45,14 @@ RUNS = {
     "without overlap": Run(batch_size=5, options={"disable_overlap_scheduler": True}),
     "in chunks": Run(options=CHUNKS),
     "in chunks, without graphs": Run(batch_size=3, options=CHUNKS | NO_GRAPHS),
-    "behind prefixes": Run(options={"kv_cache_config": {"tokens_per_block": 16}}),
+    "with prefix hits": Run(options={"kv_cache_config": {"tokens_per_block": 16}}),
     "preempted": Run(options=PREEMPTS),
     **{f"ngram K={k}": Run("ngram", k) for k in (1, 3, 7)},
     **{f"eagle3 K={k}": Run("eagle3", k) for k in (1, 3, 7)},
     "eagle3 alone": Run("eagle3", 3, 1),
     "eagle3 joining, without graphs": Run("eagle3", 5, 3, NO_GRAPHS),
     "eagle3 in chunks": Run("eagle3", 3, 8, CHUNKS),
-    "eagle3 behind prefixes": Run("eagle3", 3, 8, {"kv_cache_config": {"tokens_per_block": 16}}),
+    "eagle3 with prefix hits": Run("eagle3", 3, 8, {"kv_cache_config": {"tokens_per_block": 16}}),
     "eagle3 preempted": Run("eagle3", 3, 8, PREEMPTS),
     "eagle3 two-model": Run("eagle3_two_model", 3),
 }
@@ -112,13 +112,13 @@ def test_every_bit_is_plain_decodings(
 ) -> None:
     run = RUNS[name]
     with deterministic_llm(dtype, run) as llm:
-        if "behind prefixes" in name:
+        if "with prefix hits" in name:
             leave_prefixes(llm, cases)
         before = llm._executor.scheduler.num_preemptions
         outputs = generate(llm, cases, run.batch_size)
         preempted = llm._executor.scheduler.num_preemptions > before
     assert preempted == ("preempted" in name)
-    assert all(output.cached_tokens for output in outputs) == ("behind prefixes" in name)
+    assert all(output.cached_tokens for output in outputs) == ("with prefix hits" in name)
     for case, output, expected in zip(cases, outputs, plain[dtype], strict=True):
         ours, theirs = output.outputs[0], expected.outputs[0]
         assert output.error is None and len(ours.token_ids) == OUTPUT_LEN

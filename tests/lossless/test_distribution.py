@@ -155,7 +155,7 @@ MOVING = (3, 1, 2, 0, 3, 2, 3, 1, 1, 0, 2)
 def test_rejection_sampling_draws_from_the_targets_probabilities_while_tiers_change(
     folders: tuple[Path, Path], models: list[Any], one_model: bool
 ) -> None:
-    """Rounds verify fewer drafts than were made, as many, and, behind a shorter one, have
+    """Rounds verify fewer drafts than were made, as many, and, after a shorter one, have
     padding."""
     params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=1.0)
     options = draft_target(
@@ -218,7 +218,7 @@ def indifferent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_round_that_verifies_fewer_drafts_than_there_are_rejects_none_of_the_others(
     indifferent: Path, mode: str
 ) -> None:
-    """(p - q)+, which is drawn from behind a rejected draft, has nothing in it here: that would be
+    """(p - q)+, which is drawn from after a rejected draft, has nothing in it here: that would be
     an error."""
     options = draft_target(
         indifferent,
@@ -239,7 +239,7 @@ def test_a_round_that_verifies_fewer_drafts_than_there_are_rejects_none_of_the_o
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_round_behind_one_without_drafts_accepts_none(indifferent: Path, overlap: bool) -> None:
+def test_a_round_after_one_without_drafts_accepts_none(indifferent: Path, overlap: bool) -> None:
     """Drafts that were made and never verified stand in the slots still."""
     spec = draft_target(indifferent, 4, use_rejection_sampling=True, draft_target_one_model=True)
     harness = Harness(indifferent, disable_overlap_scheduler=not overlap, **spec)

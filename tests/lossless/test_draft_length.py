@@ -113,7 +113,7 @@ def test_a_draft_length_that_is_new_in_every_round_changes_no_text(
 def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
     tiny: Path, drafts: tuple[Path, Path], plain: list[list[int]], mode: str, overlap: bool
 ) -> None:
-    """A target that drafts for itself is never wrong, unless its draft cache has fallen behind."""
+    """A target that drafts for itself is always right, unless its draft cache is stale."""
     if mode.startswith("draft_target"):
         drafts = (tiny, drafts[1])
     options = tiny_engine(mode, drafts, MAX_DRAFT_LEN) | {"disable_overlap_scheduler": not overlap}
@@ -126,7 +126,7 @@ def test_drafts_are_right_again_at_once_after_rounds_without_drafts(
     stats = sum((request.counters.stats() for request in requests), SpeculativeStats())
     assert stats.num_drafted_tokens > 50
     if mode.startswith("draft_target"):
-        # Drafts of a request's last round may lie behind its end.
+        # Drafts of a request's last round may lie after its end.
         assert stats.num_drafted_tokens - stats.num_accepted_tokens <= NUM_REQUESTS * MAX_DRAFT_LEN
 
 
@@ -155,7 +155,7 @@ def test_requests_with_limits_of_their_own_share_rounds_with_others(
 
 
 @pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
-def test_speculation_of_one_request_is_what_its_parameters_say(
+def test_each_request_speculates_as_its_parameters_say(
     tiny: Path, drafts: tuple[Path, Path], mode: str
 ) -> None:
     wishes: list[dict[str, Any]] = [

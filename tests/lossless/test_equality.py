@@ -90,7 +90,7 @@ def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
         own = {"decoding_type": "User_Provided", "drafter": known, "max_draft_len": run.draft_len}
         options["speculative_config"] = own
     if run.setting == "chunked_prefill":
-        # Room for all windows and a few prompt tokens: prompts come in many pieces beside
+        # Room for all windows and a few prompt tokens: prompts come in many chunks next to
         # generating requests.
         options["max_num_tokens"] = run.batch_size * (run.draft_len + 1) + 10
     if run.setting.startswith("preemption"):

@@ -15,7 +15,7 @@ from tllm_spec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 
 
-def test_plain_decoding_chooses_at_every_position_what_the_rules_say(
+def test_plain_decoding_follows_the_sampling_rules_at_every_position(
     cases: list[Case], plain: list[RequestOutput], oracle: Callable[[], Oracle]
 ) -> None:
     for case, request in zip(cases, plain, strict=True):
@@ -95,7 +95,7 @@ def test_a_candidate_at_a_filter_s_edge_is_as_near_as_the_edge() -> None:
         assert found[0] == pytest.approx(max(0.0, shift), abs=1e-9)
 
 
-def test_the_filters_keep_what_has_a_margin(
+def test_filters_keep_every_token_with_a_margin(
     cases: list[Case], oracle: Callable[[], Oracle]
 ) -> None:
     raw = oracle().logits(cases[0].prompt)[-1].double()

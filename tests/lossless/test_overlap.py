@@ -108,11 +108,11 @@ def test_a_length_limit_anywhere_in_a_run_ends_the_text_there(
     expected = [(text[:limit], "length") for text in texts for limit in limits]
     assert [(output_of(r), r.finish_reason) for r in requests] == expected
     # Where every round adds one token the host knows the last round beforehand, and launches none
-    # behind it.
+    # after it.
     assert (engine.num_too_many > 0) == (draft_len > 0)
 
 
-def test_what_was_cancelled_in_flight_leaves_the_others_alone(
+def test_a_request_cancelled_in_flight_does_not_change_the_others(
     harness: tuple[Watched, int], texts: list[list[int]]
 ) -> None:
     engine, _ = harness

@@ -55,11 +55,12 @@ def watch(harness: Harness) -> dict[int, list[Seen]]:
         ]
         own = drafts.pop(id(launched))
         before = {request: request.num_tokens for request in requests}
-        with_news = update(launched)
+        responding = update(launched)
         for request in requests:
-            news = Seen(before[request], own[request], request.py_num_accepted_draft_tokens)
-            seen.setdefault(request.request_id, []).append(news)
-        return with_news
+            num_accepted = request.num_tokens - before[request] - 1
+            found = Seen(before[request], own[request], num_accepted)
+            seen.setdefault(request.request_id, []).append(found)
+        return responding
 
     harness.executor._update_requests = watched  # type: ignore[method-assign] # the test looks on
     harness.parts.runner.launch = watched_launch  # type: ignore[method-assign] # the test looks on
@@ -75,8 +76,8 @@ def submit(harness: Harness, prompts: list[list[int]], **lengths: Any) -> list[L
     ]
 
 
-def drafted_rounds(seen: list[Seen], behind: int) -> list[Seen]:
-    return [each for each in seen if each.num_drafted and each.num_tokens > behind]
+def drafted_rounds(seen: list[Seen], after: int) -> list[Seen]:
+    return [each for each in seen if each.num_drafted and each.num_tokens > after]
 
 
 def rounds_after_a_pause(
@@ -128,7 +129,7 @@ def rounds_after_a_pause(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_after_plain_rounds_acceptance_is_what_it_is_without_any(
+def test_acceptance_after_plain_rounds_equals_acceptance_without_them(
     tokenizer: Tokenizer, mode: str
 ) -> None:
     """The rounds after the return draft the same tokens, and accept as many, as those of a request
@@ -159,7 +160,7 @@ def test_after_plain_rounds_acceptance_is_what_it_is_without_any(
     ],
 )
 @pytest.mark.parametrize("mode", ["eagle3", "draft_target_one_model", "eagle3_two_model"])
-def test_however_long_a_pause_a_draft_that_puts_it_off_accepts_the_same_after_it(
+def test_acceptance_after_a_pause_does_not_depend_on_its_length(
     tokenizer: Tokenizer, mode: str, num_plain: int, overlap: bool
 ) -> None:
     after, never_paused, _ = rounds_after_a_pause(

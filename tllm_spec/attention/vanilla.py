@@ -92,6 +92,10 @@ class VanillaAttention(AttentionBackend):
         assert isinstance(plan, VanillaPlan)
         plain_rotate(qkv[:, : -self.geometry.num_kv_heads], rotary, norm)
         q, kv = self.split(qkv)
+        if plan.generation is not None and plan.generation.q_shape[1] > 1:
+            # A masked key counts zero times, and zero times NaN is NaN: a draft whose keys and
+            # values are NaN would spoil the rows before it. Its own row is NaN by its query.
+            kv[plan.generation.first :].nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         self._slots[layer].index_copy_(1, plan.kv_slots, kv.transpose(0, 1))
         outputs = [self._run_context(layer, q, kv, context) for context in plan.contexts]
         if plan.generation is not None:

@@ -1,15 +1,13 @@
-"""What rounds without drafts leave for a draft network on the target's pages, until it reads many
-of them at once.
+"""Positions that rounds without drafts leave unread by the draft layers on the target's pages.
 
-A round of draft length 0 adds one position to every request. Reading it at once costs a pass over
-the draft's weights; here it is kept, and one forward reads up to `BACKLOG_LEN` positions of all
-requests. The host counts what a request has waiting (`LlmRequest.draft_backlog`: such a round adds
-exactly one, so it need not be read for that); the device keeps the positions themselves, by slot.
-What happens to a slot in between is harmless: the count is the request's.
+A round of draft length 0 adds one position to every request. To read it at once would stream the
+draft's weights for one token. Instead it is kept, and one forward reads up to `BACKLOG_LEN`
+positions of all requests. The host counts a request's positions (`LlmRequest.draft_backlog`): such
+a round adds exactly one, so the count is known before the round is read. The device keeps what they
+are read from in a ring per slot.
 
-A network that reads tokens only waits until drafts are wanted again: what no longer stands in the
-rings it reads from the tokens that the host has, and so it does with a prefix that requests before
-have left without its part."""
+A head reads hidden states, so it must read before its ring overflows. A draft model reads tokens
+only: it waits until drafts are wanted, and takes what the ring lacks from the host's tokens."""
 
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -28,15 +26,16 @@ from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.missed_tokens import Missed, forwards_of
 from tllm_spec.kernels.row_copies import Rings, gather_rows, store_in_rings
 
-# With 4 query heads a KV head, a window that fills one tile of Triton's attention kernel. Each
-# position more would be one more token that a finished request may leave behind without reuse.
+# With 4 query heads per KV head, such a window fills one tile of Triton's attention kernel. A
+# finished request's unread positions are not reused, which speaks against more.
 BACKLOG_LEN = 16
 _backlog_of = attrgetter("draft_backlog")
 
 
 class DraftBacklog:
-    """Rings by slot. `max_requests`: of one forward. `most_waiting`: positions of a request that
-    wait while no drafts are wanted, `inf` where the network reads tokens only."""
+    """A ring of `length` positions per slot. `max_requests` are read in one forward. `most_waiting`
+    positions of a request may be unread without drafts: `inf` for a network that reads tokens
+    only."""
 
     def __init__(
         self,
@@ -48,7 +47,9 @@ class DraftBacklog:
     ) -> None:
         if most_waiting is None:
             most_waiting = inf if layers.net.reads_tokens_only else length
-        assert layers.net.reads_tokens_only or most_waiting <= length, "who remembers the states?"
+        assert layers.net.reads_tokens_only or most_waiting <= length, (
+            "rings lose states that are needed"
+        )
         self.length, self.most_waiting = length, most_waiting
         self.max_requests = max(1, max_num_tokens // length)
         self._max_num_tokens = max_num_tokens
@@ -63,46 +64,41 @@ class DraftBacklog:
             length,
             tokens=torch.zeros(
                 size, dtype=torch.int64, device=slots.device
-            ),  # of the position after it
+            ),  # of the next position
             states=None if captured is None else captured.new_zeros((size, captured.shape[1])),
         )
 
     @staticmethod
     def num_bytes(num_slots: int, captured: torch.Tensor | None) -> int:
-        """Of device memory. captured: what the target leaves for one token, `[1, n * H]`."""
+        """Device memory of the rings. captured: the target's states of one token, `[1, n * H]`."""
         state_bytes = 0 if captured is None else captured.nbytes
         return num_slots * (
             BACKLOG_LEN * (state_bytes + torch.int64.itemsize) + torch.int64.itemsize
         )
 
     def store(self, windows: Windows, new_tokens: torch.Tensor, first_row: int) -> None:
-        """What the target has just read in windows of one token, from row `first_row` on.
-        new_tokens `[B]`."""
+        """Keeps what the target has just read in windows of one token, the forward's rows from
+        `first_row` on, and the tokens after it, new_tokens `[B]`."""
         captured = self._layers.net.captured(first_row + len(windows.slots))
         states = captured[first_row:] if captured is not None and first_row else captured
         store_in_rings(self._rings, windows.slots, windows.first, new_tokens, states)
 
     def note(self, batch: ScheduledBatch) -> None:
-        """The batch was launched."""
+        """Counts the positions of a batch that was launched."""
         if not batch.num_new_drafts:
             for request in batch.generation_requests:
                 request.draft_backlog += 1
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Before the batch runs. Its generating requests catch up if it drafts, or if somebody has
-        as much waiting as there may be; contexts, which the network reads in step with the target,
-        at once."""
-        if any(map(_backlog_of, batch.context_requests)):
-            self._read_tokens(self._missed_of_prefixes(batch.context_requests))
-            for request in batch.context_requests:
-                request.draft_backlog = 0
+        """Before the batch runs: its generating requests catch up if it drafts, or if one of them
+        has as many positions waiting as there may be."""
         longest = max(map(_backlog_of, batch.generation_requests), default=0)
         if longest > (0 if batch.num_new_drafts else self.most_waiting - 1):
             batch.catches_up = longest > self.length
             self.read(batch.generation_requests)
 
     def read(self, requests: Sequence[LlmRequest]) -> None:
-        """The draft network reads what they have waiting, of so many requests at a time."""
+        """The draft network reads all unread positions of the requests."""
         self._read_what_left_the_rings(requests)
         for first in range(0, len(requests), self.max_requests):
             some = requests[first : first + self.max_requests]
@@ -114,28 +110,16 @@ class DraftBacklog:
                 request.draft_backlog = 0
 
     def capture_graphs(self, target: CudaGraphs, keys: Iterable[GraphKey]) -> None:
-        """From now on reading is one graph launch where one of the keys' sizes fits. `target`: with
-        its graphs."""
+        """From now on reading is one graph launch, where one of the keys' batch sizes fits."""
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         self._graphs = target.for_same_slots(self._catch_up_for)
         self._graphs.capture(GraphKey(size, 0, False) for size in sizes)
 
-    def _missed_of_prefixes(self, requests: Sequence[LlmRequest]) -> list[Missed]:
-        """Full pages that several of them share are read for the first."""
-        rows, seen, missed = self._layers.rows, set[int](), list[Missed]()
-        for request in requests:
-            pages, start = rows.table.pages(request.slot), request.kv_len - request.draft_backlog
-            last = request.kv_len // rows.page_size
-            while start // rows.page_size < last and pages[start // rows.page_size] in seen:
-                start = (start // rows.page_size + 1) * rows.page_size
-            seen.update(pages[start // rows.page_size : last])
-            missed.append(Missed(request, start, request.kv_len))
-        return missed
-
     def _read_what_left_the_rings(self, requests: Sequence[LlmRequest]) -> None:
-        """Of a request with `num_tokens_bound` tokens, exact where it has a backlog: plain rounds
-        add one each. It has been read up to the backlog, and the ring has the last ones, those in
-        flight among them."""
+        """Reads what is no longer in the rings, from the host's tokens.
+
+        `num_tokens_bound` is exact for a request with a backlog, since plain rounds add one token
+        each. The ring has the last positions, those of rounds in flight included."""
         late = [request for request in requests if request.draft_backlog > self.length]
         if late:
             ends = [request.num_tokens_bound for request in late]
@@ -153,31 +137,33 @@ class DraftBacklog:
             self._layers.forward(chunks, None, None, wanted=self._no_rows)
 
     def _catch_up_for(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> None:
-        """What a graph holds."""
+        """What a graph captures."""
         self._catch_up(slot_ids, self._layers.rows.max_len)
 
     def _send(self, requests: Sequence[LlmRequest]) -> torch.Tensor:
-        """Tells the device how much each request has waiting. Their slots, `[B]`."""
+        """Sends each request's count of unread positions. Returns the slots, `[B]`."""
         numbers = [[r.slot for r in requests], [r.draft_backlog for r in requests]]
         slots, num_due = to_device(numbers, self._slots.device).unbind(0)
         self._num_due[slots] = num_due
         return slots
 
     def _catch_up(self, slot_ids: torch.Tensor, max_kv_len: int) -> None:
-        """Reads what is due of slots `[B]`: the last rows of windows that end where these end.
-        Nothing but their K and V is wanted. A function of device tensors, so that a CUDA graph can
-        hold it. max_kv_len: bound of the slots' lengths with one more token."""
+        """Reads the unread positions of slots `[B]` for their K and V only. They are the last rows
+        of windows that end where the slots end.
+
+        A function of device tensors, so that a CUDA graph can capture it. max_kv_len: upper bound
+        of the slots' lengths plus one."""
         net, rings = self._layers.net, self._rings
         ends = self._slots.kv_lens.index_select(0, slot_ids)
         rows = torch.arange(-self.length, 0, device=ends.device)
-        places = rings.places(slot_ids.unsqueeze(1), ends.unsqueeze(1) + rows)
+        entries = rings.places(slot_ids.unsqueeze(1), ends.unsqueeze(1) + rows)
         state = None
         if rings.states is not None:
-            state = net.fuse(gather_rows(rings.states, places.flatten()))
+            state = net.fuse(gather_rows(rings.states, entries.flatten()))
         windows = Windows(
             slots=slot_ids,
             first=ends - (self.length - net.shift),
-            token_ids=rings.tokens[places].clamp_min_(0),
+            token_ids=rings.tokens[entries].clamp_min_(0),
             max_kv_len=max_kv_len,
             num_padding=self.length - self._num_due.index_select(0, slot_ids),
         )

@@ -1,5 +1,5 @@
-"""Runs drafters that work on the host (NGram, user-provided): checks what they propose, pads it,
-sends it to the slots."""
+"""Runs drafters that work on the host (NGram, user-provided): checks their drafts, pads them, and
+sends them to the slots."""
 
 from operator import index
 
@@ -14,11 +14,11 @@ from tllm_spec.option_checks import shown
 
 
 class HostDrafter(Drafter):
-    """`culprits` are the requests whose drafts are being made: who catches an exception knows whom
-    to blame.
+    """`culprits` are the requests whose drafts are being made, so that `blame` can name them after
+    an exception.
 
-    The inner drafter sees all requests at once. After it raised, it is asked for one request at a
-    time until a round goes well, so that one bad request does not take others with it."""
+    The inner drafter sees all requests at once. After it has raised, it gets one request at a time
+    until a round succeeds, so that an exception fails only its own request."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class HostDrafter(Drafter):
         self._unverified: UnverifiedDrafts | None = None
 
     def watch(self, unverified: UnverifiedDrafts) -> None:
-        """From now on, rounds without drafts show what drafts would have been worth."""
+        """From now on, rounds without drafts measure what drafts would have been worth."""
         self._unverified = unverified
 
     def prepare_draft_tokens(
@@ -60,8 +60,8 @@ class HostDrafter(Drafter):
         self._pad(batch)
 
     def _propose_unverified(self, running: list[LlmRequest], unverified: UnverifiedDrafts) -> None:
-        """Drafts of some requests, as for a round with drafts, but nothing of the round changes."""
-        requests = [running[place] for place in unverified.places(len(running))]
+        """Makes drafts of some requests for comparison only; the round does not use them."""
+        requests = [running[index] for index in unverified.places(len(running))]
         draft_len = self._slots.max_draft_len
         placeholders = [[0] * draft_len for _ in requests]
         for request, untouched in zip(requests, placeholders, strict=True):
@@ -76,8 +76,8 @@ class HostDrafter(Drafter):
         unverified.add(len(running), proposals, has_sampled(running))
 
     def blame(self) -> list[LlmRequest] | None:
-        """After an exception: who caused it; None if it was not raised here. Empty: the next round
-        will tell."""
+        """After an exception: the requests that caused it; None if it was not raised here. Empty if
+        it was one of several: the next round asks for one at a time."""
         culprits, self.culprits = self.culprits, []
         if not culprits:
             return None
@@ -98,7 +98,7 @@ class HostDrafter(Drafter):
     def _check(self, request: LlmRequest, limit: int, untouched: list[int]) -> None:
         self.culprits = [request]
         if request.py_draft_tokens is untouched and not any(untouched):
-            request.py_draft_tokens = []  # the drafter had nothing for it and left the placeholders
+            request.py_draft_tokens = []  # the drafter left the placeholders: it has no drafts
         try:
             drafts = list(map(index, request.py_draft_tokens))
         except TypeError as error:
@@ -117,15 +117,14 @@ class HostDrafter(Drafter):
                 f"the drafter proposed {drafts}; the model has token ids 0 to "
                 f"{self._vocab_size - 1}"
             )
-        del drafts[
-            limit:
-        ]  # the round may be shorter, and a request near its end has no use for all
+        del drafts[limit:]  # the round may be shorter, or the request near its end
         self.culprits = []
 
     def _pad(self, batch: ScheduledBatch) -> None:
-        """All windows of a round have one length: that of the longest real draft. Padding is never
-        accepted. It is the request's own last token, since the forward reads it: behind some tokens
-        a model may have no numbers."""
+        """Pads all drafts to the longest one, since all windows of a round have one length.
+
+        Padding is never accepted. It is the request's own last token: the forward reads it, and
+        another token's embedding might be NaN."""
         requests = batch.generation_requests
         for request in requests:
             request.py_num_draft_tokens = len(request.py_draft_tokens)

@@ -1,7 +1,6 @@
-"""What a draft model has missed of its requests, read from the tokens that the host has.
+"""Spans of tokens that a draft model has not read yet, cut into forwards.
 
-It cuts such spans into forwards; which spans those are, and whose cache they go to, is its callers'
-to say."""
+The tokens come from the host. The callers decide which spans are read, and into which cache."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from tllm_spec.executor.request import LlmRequest
 
 
 class Missed(NamedTuple):
-    """Tokens `start` to `end` of the request, the latter excluded."""
+    """The request's tokens from `start` up to and without `end`."""
 
     request: LlmRequest
     start: int
@@ -19,7 +18,7 @@ class Missed(NamedTuple):
 
 
 def forwards_of(missed: Iterable[Missed], max_num_tokens: int) -> list[list[ContextChunk]]:
-    """The chunks of forwards that have at most `max_num_tokens` rows each, in order."""
+    """The chunks of each forward, in order; a forward has at most `max_num_tokens` rows."""
     forwards: list[list[ContextChunk]] = []
     room = 0
     for request, start, end in missed:

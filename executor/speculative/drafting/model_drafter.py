@@ -157,7 +157,7 @@ class ModelDrafter(GraphDrafter):
         needs it. The first step reads the last two tokens, the others the draft before. longest:
         bound of the group's tokens."""
         slots = self._slots
-        positions = slots.places(group.slots, draft_len)
+        positions = slots.positions(group.slots, draft_len)
         previous = gather_rows(slots.previous_token, group.slots)
         bonus = gather_rows(slots.window[:, 0], group.slots)
         # The dummy slot, which pads graphs, has no token before the bonus token.

@@ -1,5 +1,4 @@
-"""NGram drafts: what followed the same tokens earlier in the text. The pool does the work; see
-`resources/ngram_pool.py`."""
+"""NGram drafts: what followed the same tokens earlier in the text (`resources/ngram_pool.py`)."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
@@ -9,7 +8,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 
 class NGramPoolManager(ResourceManager):
-    """Forgets a request's own n-grams when it ends."""
+    """Drops a request's own n-grams when it ends."""
 
     def __init__(self, pool: NGramPool) -> None:
         self.pool = pool

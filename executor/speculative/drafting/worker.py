@@ -119,7 +119,7 @@ class DraftWorker(RoundEnd):
         state, bound = self._catch_up(contexts, windows, is_drafting)
         if not is_drafting:
             return
-        positions = self._slots.places(group.slots, num_drafts)
+        positions = self._slots.positions(group.slots, num_drafts)
         drafts: list[torch.Tensor] = []
         for step in range(num_drafts):
             if step:

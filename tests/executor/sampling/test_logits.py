@@ -49,7 +49,7 @@ def test_stop_ids_are_masked_in_early_rows_only() -> None:
     ]
 
 
-def test_choose_takes_the_best_and_says_minus_one_where_there_is_none() -> None:
+def test_choose_returns_the_best_token_and_minus_one_where_there_is_none() -> None:
     rows = torch.tensor(
         [
             [0.0, 2.0, 1.0],
@@ -93,10 +93,10 @@ def kept_by_the_rules(logits: list[float], top_k: int, top_p: float, min_p: floa
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
     min_p=st.one_of(st.just(0.0), st.floats(0.01, 1.0)),
 )
-def test_the_filters_keep_what_the_rules_keep(
+def test_filters_keep_the_same_tokens_as_a_plain_implementation(
     order: list[int], spread: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    logits = [spread * place for place in order]
+    logits = [spread * rank for rank in order]
     expected = kept_by_the_rules(logits, top_k, top_p, min_p)
     near = {
         len(kept_by_the_rules(logits, top_k, top_p * f, min_p * g))
@@ -152,7 +152,7 @@ def test_a_nucleus_of_very_many_tokens_ends_where_exact_sums_end_it() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [1000, 32001, 128256])
-def test_a_rows_filters_and_log_probabilities_do_not_depend_on_the_rows_beside_it(
+def test_filters_and_log_probabilities_of_a_row_do_not_depend_on_other_rows(
     vocab_size: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(0)

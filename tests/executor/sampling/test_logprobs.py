@@ -50,7 +50,7 @@ def test_of_tied_tokens_the_lowest_ids_are_the_best() -> None:
     assert torch.equal(values[:, 1:-1], raw.gather(1, ids[:, 1:-1]))
 
 
-def test_log_probabilities_of_any_number_of_tokens_fill_up_to_whole_words() -> None:
+def test_rows_of_log_probabilities_are_padded_to_a_multiple_of_16_bytes() -> None:
     for vocab_size in (4, 5, 7):
         logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
         found = log_probabilities(logits)

@@ -38,9 +38,9 @@ def drawn(draft: torch.Tensor) -> torch.Tensor:
     columns = [
         (
             row.log()
-            + gumbel_noise(torch.arange(NUM), torch.full((NUM,), 5 + place), VOCAB, DRAFT_DOMAIN)
+            + gumbel_noise(torch.arange(NUM), torch.full((NUM,), 5 + position), VOCAB, DRAFT_DOMAIN)
         ).argmax(-1)
-        for place, row in enumerate(draft)
+        for position, row in enumerate(draft)
     ]
     return torch.stack(columns, dim=1)
 
@@ -54,8 +54,8 @@ def test_every_emitted_position_has_the_targets_distribution(length: int) -> Non
     target, draft = distributions(length + 1, seed=1), distributions(length, seed=2)
     tokens, lens = run(target, draft, drawn(draft))
     assert set(lens.tolist()) == set(range(1, length + 2))
-    for place in range(length + 1):
-        assert_drawn_from(tokens[lens > place][:, place], target[place])
+    for position in range(length + 1):
+        assert_drawn_from(tokens[lens > position][:, position], target[position])
 
 
 def test_the_rate_of_acceptance_is_the_overlap_of_the_distributions() -> None:

@@ -102,7 +102,9 @@ class Bench:
             request.py_num_draft_tokens = len(own)
             self.slots.window[request.slot, 1:] = torch.tensor(padded)
             self.slots.num_drafts[request.slot] = len(own)
-            rows += [self.logits(request.tokens + padded[:place]) for place in range(DRAFT_LEN + 1)]
+            rows += [
+                self.logits(request.tokens + padded[:position]) for position in range(DRAFT_LEN + 1)
+            ]
         return self._windows(DRAFT_LEN + 1, torch.stack(rows))
 
     def plain(self) -> list[int]:
@@ -216,9 +218,9 @@ def test_logprobs_come_from_the_models_own_logits_for_every_row_of_a_window(
     drafts = [plain_texts["logprobs"][start : start + 3], [], []]
     assert bench.window(drafts)[0] == 4
     assert list(bench.found[-1]) == [request.request_id]
-    for place, entry in enumerate(bench.found[-1][request.request_id][:4], start):
-        raw = bench.logits(request.tokens[:place]).log_softmax(-1)
-        token = request.tokens[place]
+    for position, entry in enumerate(bench.found[-1][request.request_id][:4], start):
+        raw = bench.logits(request.tokens[:position]).log_softmax(-1)
+        token = request.tokens[position]
         assert entry[token].logprob == pytest.approx(float(raw[token]), abs=1e-6)
         assert entry[token].rank == int((raw > raw[token]).sum()) + 1
         assert set(raw.topk(2).indices.tolist()) <= set(entry)
@@ -244,7 +246,7 @@ class RoundedBench(Bench):
         return super().logits(tokens).to(torch.bfloat16).to(self.dtype)
 
 
-def test_logits_in_a_models_dtype_give_what_their_float32_copies_give() -> None:
+def test_logits_in_the_models_dtype_give_the_tokens_of_their_float32_copies() -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         bench = RoundedBench(list(WAYS))

@@ -44,7 +44,7 @@ def test_over_many_rounds_draft_i_is_accepted_as_often_as_rate_i_says(seed: int)
         assert_rate(int((lens > index + 1).sum()), NUM_ROWS, rate)
 
 
-def test_what_is_emitted_are_the_drafts_as_far_as_accepted_and_then_the_targets_token() -> None:
+def test_a_round_emits_the_accepted_drafts_and_then_the_targets_token() -> None:
     tokens, lens = accept(RATES, torch.full((NUM_ROWS,), 5))
     assert set(lens.tolist()) == {1, 2, 4, 5}  # equal rates stand or fall together
     for length in (1, 2, 4, 5):
