@@ -53,7 +53,7 @@ def attention(options: Options) -> Iterator[Row]:
 
 def window_us(pools: torch.Tensor, tables: torch.Tensor, context: int, window: int) -> float:
     """Microseconds of one layer: norm and rotary embedding, the KV write, and attention."""
-    from tllm_spec.kernels.window_attention import WindowPlaces, window_attention
+    from tllm_spec.kernels.window_attention import WindowTables, window_attention
     from tllm_spec.kernels.window_splits import WindowWorkspace
 
     batch_size = tables.shape[0]
@@ -63,7 +63,7 @@ def window_us(pools: torch.Tensor, tables: torch.Tensor, context: int, window: i
     positions = context - window + torch.arange(window, device=CUDA)
     slots = tables[:, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
     lengths = torch.full((batch_size,), context, dtype=torch.int32, device=CUDA)
-    places = WindowPlaces(tables, lengths, slots.flatten())
+    places = WindowTables(tables, lengths, slots.flatten())
     workspace = WindowWorkspace.allocate(HEAD_DIM, torch.device(CUDA))
 
     def call(pool: torch.Tensor) -> Callable[[], object]:

@@ -51,10 +51,10 @@ def arguments(
     token_ids = torch.randint(VOCAB_SIZE, (num_rows,), generator=generator)
     token_ids[:2] = torch.tensor([VOCAB_SIZE - 1, 0])[:num_rows]  # the table's last and first row
     norms = DraftInputNorms(weight(), weight(), EPS)
-    turns = torch.randn(MAX_POSITIONS, 2, 1, HEAD_DIM, generator=generator).to(device, dtype)
+    cos_sin = torch.randn(MAX_POSITIONS, 2, 1, HEAD_DIM, generator=generator).to(device, dtype)
     positions = torch.randint(MAX_POSITIONS, (num_rows,), generator=generator).to(device)
     positions[:1] = MAX_POSITIONS - 1
-    rotary = Rotary(turns, positions)
+    rotary = Rotary(cos_sin, positions)
     return token_ids.to(device), rows(VOCAB_SIZE), rows(num_rows), norms, rotary
 
 
@@ -73,7 +73,7 @@ def check(found: DraftInput, given: Arguments, wanted: torch.Tensor | None = Non
     rounding = ROUNDING[hidden.dtype] + 6e-7
     torch.testing.assert_close(found.both.double(), expected, rtol=rounding, atol=1e-7)
     assert torch.equal(found.total, hidden if wanted is None else hidden[wanted])
-    gathered = found.rotary.gathered
+    gathered = found.rotary.cos_sin
     assert gathered.is_contiguous() and torch.equal(gathered, rotary.table[rotary.positions])
 
 
@@ -94,7 +94,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(
     given = arguments(shape, dtype, device)
     before = given[2].clone()
     found = draft_input(*given)
-    assert torch.equal(given[2], before) and found.rotary.known is not None
+    assert torch.equal(given[2], before) and found.rotary.gathered is not None
     check(found, given)
     check_like_the_reference(found.both, plain_draft_input(*given).both)
 
@@ -128,8 +128,8 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, device: str)
     whole = draft_input(token_ids, table, hidden, norms, rotary).both
     for row in range(6):
         own = slice(row, row + 1)
-        turns = Rotary(rotary.table, rotary.positions[own])
-        alone = draft_input(token_ids[own], table, hidden[own], norms, turns).both
+        cos_sin = Rotary(rotary.table, rotary.positions[own])
+        alone = draft_input(token_ids[own], table, hidden[own], norms, cos_sin).both
         assert torch.equal(alone[0], whole[row])
 
 
@@ -169,7 +169,7 @@ def test_epsilon_counts(device: str) -> None:
 
 
 @only_outside_the_interpreter
-def test_the_kernel_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, 28)
 
 

@@ -233,5 +233,5 @@ def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_reference_cuts_th
 
 
 @only_outside_the_interpreter
-def test_the_kernels_run_under_the_interpreter() -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, 12)

@@ -115,7 +115,7 @@ def test_epsilon_counts(device: str) -> None:
 
 
 @only_outside_the_interpreter
-def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, 30)
 
 

@@ -169,7 +169,7 @@ def test_nan_stays_in_its_head_and_its_row(device: str) -> None:
 
 
 @only_outside_the_interpreter
-def test_the_kernel_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, 23)
 
 

@@ -56,8 +56,8 @@ def test_a_position_stands_in_its_slots_ring_at_its_rest() -> None:
 
 def test_places_are_of_one_position_or_of_several_of_each_slot() -> None:
     rings, slots = rings_of(None, "cpu"), torch.tensor([2, 1])
-    assert rings.places(slots, torch.tensor([4, 3])).tolist() == [8, 7]
-    assert rings.places(slots.unsqueeze(1), torch.tensor([[4, 5], [2, 3]])).tolist() == [
+    assert rings.indices(slots, torch.tensor([4, 3])).tolist() == [8, 7]
+    assert rings.indices(slots.unsqueeze(1), torch.tensor([[4, 5], [2, 3]])).tolist() == [
         [8, 9],
         [6, 7],
     ]
@@ -135,7 +135,7 @@ def test_rings_are_filled_as_the_reference_fills_them(width: int | None, device:
 
 
 @only_outside_the_interpreter
-def test_the_kernels_pass_their_tests_under_the_interpreter() -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, 90)
 
 
@@ -164,5 +164,5 @@ def test_a_captured_graph_moves_what_stands_there_at_the_replay() -> None:
         graph.replay()
         assert torch.equal(found, table[rows]) and torch.equal(wide[:, 4096:], table[rows])
         assert rings.states is not None
-        assert torch.equal(rings.states[rings.places(rows, positions)][-1], wide[-1])
-        assert torch.equal(rings.tokens[rings.places(rows, positions)], rows)
+        assert torch.equal(rings.states[rings.indices(rows, positions)][-1], wide[-1])
+        assert torch.equal(rings.tokens[rings.indices(rows, positions)], rows)

@@ -73,5 +73,5 @@ def test_results_that_do_not_fit_an_entry_are_refused() -> None:
 
 
 @only_outside_the_interpreter
-def test_the_kernel_under_the_interpreter() -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, 10)

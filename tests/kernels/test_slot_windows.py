@@ -143,5 +143,5 @@ def test_padding_that_shares_a_slot_harms_no_other(device: str) -> None:
 
 
 @only_outside_the_interpreter
-def test_the_kernels_run_under_the_interpreter() -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, 12)

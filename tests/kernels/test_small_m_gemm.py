@@ -101,7 +101,7 @@ def test_the_source_compiles(dtype: torch.dtype, ring: Ring, architecture: str) 
 
 def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
     source = Path(small_m_plan.__file__).with_name("small_m_gemm.cu").read_text(encoding="utf-8")
-    (declared,) = re.findall(r"struct Product {[^\n]*\n(.*?)\n\n", source, re.DOTALL)
+    (declared,) = re.findall(r"struct Gemm {\n(.*?)\n\n", source, re.DOTALL)
     types = {
         "const u16 *": ctypes.c_void_p,
         "u16*": ctypes.c_void_p,
@@ -112,7 +112,7 @@ def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
     for line in declared.replace("const u16 *x", "const u16 * x").splitlines():
         kind, names = re.fullmatch(r" *(const u16 \*|u16\*|int|float) (.*);", line).groups()  # type: ignore[union-attr]
         fields += [(name.strip(" *"), types[kind]) for name in names.split(",")]
-    assert fields == list(module._Product._fields_)
+    assert fields == list(module._Arguments._fields_)
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -> None:

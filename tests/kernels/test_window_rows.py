@@ -44,5 +44,5 @@ def test_the_kernel_places_rows_as_the_reference_does(
 
 
 @only_outside_the_interpreter
-def test_the_kernel_runs_under_the_interpreter() -> None:
+def test_the_kernels_pass_under_tritons_interpreter() -> None:
     check_under_the_interpreter(__file__, 4)
