@@ -10,9 +10,7 @@ import torch
 
 from tests.kernels.interpreter import (
     INTERPRETED,
-    check_under_the_interpreter,
     on_each_kernel_device,
-    only_outside_the_interpreter,
 )
 from tllm_spec.kernels.batch_invariant_attention import (
     SPLIT_KEYS,
@@ -42,7 +40,7 @@ class Heads:
 CASES = {
     "an 8B Llama's group": Heads(4, 2, 128, 32, torch.bfloat16),
     "small heads": Heads(3, 1, 16, 4),
-    "odd": Heads(5, 2, 80, 16, torch.float16),
+    "odd": Heads(5, 1, 80, 16, torch.float16),
     "a head each": Heads(1, 1, 32, 1),
     "more heads than a tile has rows": Heads(70, 1, 16, 64),
 }
@@ -206,8 +204,3 @@ def test_padding_rows_are_finite_and_queries_before_the_first_token_give_zeros(
     )
     assert output.isfinite().all() and output[:68].count_nonzero() == 0
     torch.testing.assert_close(output[68:], torch.full_like(output[68:], 7.0))
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=15)

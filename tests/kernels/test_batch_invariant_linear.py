@@ -12,7 +12,6 @@ import torch
 
 from tests.kernels.interpreter import (
     INTERPRETED,
-    check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
@@ -104,11 +103,6 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     expected = batch_invariant_linear(x, weight, bias)
     for rows in (slice(0, 1), slice(69, 70), slice(3, 9), slice(10, 35)):
         assert torch.equal(batch_invariant_linear(x[rows], weight, bias), expected[rows])
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=13)
 
 
 def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import torch
 from tests.kernels.interpreter import (
     ROUNDING,
     check_like_the_reference,
-    check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
@@ -166,11 +165,6 @@ def test_epsilon_counts(device: str) -> None:
         found, plain_draft_input(token_ids, table, hidden, large, rotary).both
     )
     assert (found - draft_input(token_ids, table, hidden, norms, rotary).both).abs().amax() > 0.1
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 28)
 
 
 @pytest.mark.gpu

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.interpreter import (
-    check_under_the_interpreter,
     on_each_kernel_device,
-    only_outside_the_interpreter,
 )
 from tllm_spec.kernels.filter_cut import filter_cut, filter_cut_reference, token_weights
 
@@ -230,8 +228,3 @@ def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_reference_cuts_th
         buffer.copy_(logits)
         graph.replay()
         assert torch.equal(cut.cpu(), filter_cut_reference(logits, *columns(rows)))
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 12)

@@ -10,7 +10,6 @@ import torch
 from tests.kernels.interpreter import (
     ROUNDING,
     check_like_the_reference,
-    check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
@@ -166,11 +165,6 @@ def test_nan_stays_in_its_head_and_its_row(device: str) -> None:
     problem.run(rotary_write)
     nan_heads = problem.qkv.isnan().any(-1).nonzero().tolist()
     assert nan_heads == [[2, 10], [4, 13]]
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 23)
 
 
 @only_outside_the_interpreter

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import (
-    check_under_the_interpreter,
     on_each_kernel_device,
-    only_outside_the_interpreter,
 )
 from tllm_spec.kernels.row_copies import (
     Rings,
@@ -132,11 +130,6 @@ def test_rings_are_filled_as_the_reference_fills_them(width: int | None, device:
     assert torch.equal(rings.tokens.cpu(), expected.tokens)
     if rings.states is not None and expected.states is not None:
         assert torch.equal(rings.states.cpu(), expected.states)
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 90)
 
 
 @pytest.mark.gpu

@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import (
-    check_under_the_interpreter,
     on_each_kernel_device,
-    only_outside_the_interpreter,
 )
 from tllm_spec.kernels.send_results import send_results, send_results_reference
 
@@ -70,8 +68,3 @@ def test_results_need_not_be_contiguous(device: str) -> None:
 def test_results_that_do_not_fit_an_entry_are_refused() -> None:
     with pytest.raises(AssertionError):
         send_results(empty_ring(2, 5), torch.tensor([0]), *results(3, 1, 0))
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 10)

@@ -6,7 +6,6 @@ import torch
 from tests.kernels.interpreter import (
     ROUNDING,
     check_like_the_reference,
-    check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
@@ -86,11 +85,6 @@ def test_rows_may_be_a_view(dtype: torch.dtype, device: str) -> None:
     wide = gate_and_up((5, 300), dtype, device)
     view = wide[1::2, 7:407]
     check(silu_and_mul(view), view)
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 23)
 
 
 @only_outside_the_interpreter

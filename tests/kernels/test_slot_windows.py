@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import (
-    check_under_the_interpreter,
     on_each_kernel_device,
-    only_outside_the_interpreter,
 )
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 from tllm_spec.kernels.slot_windows import (
@@ -140,8 +138,3 @@ def test_padding_that_shares_a_slot_harms_no_other(device: str) -> None:
         found, expected = getattr(there, each.name).cpu(), getattr(tables, each.name)
         assert torch.equal(found[:22], expected[:22]), each.name
     assert int(kv_lens[1]) < there.kv_lens[22] <= int(kv_lens[1]) + 4
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 12)

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import (
-    check_under_the_interpreter,
     on_each_kernel_device,
-    only_outside_the_interpreter,
 )
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels.rotary_write import plain_write_kv
@@ -206,12 +204,6 @@ def test_a_long_request_is_split_only_into_shares_of_the_minimum_length(
     written = workspace.log_sums[: 2 * 2 * num_splits].view(2, 2, num_splits).isfinite().sum(-1)
     # Requests that are not split write no partial results.
     assert num_splits == MAX_LONG_SPLITS and written.tolist() == [[num_written] * 2, [0, 0]]
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    assert not has_kernels(torch.device("cpu"))
-    check_under_the_interpreter(__file__, num_tests=47)
 
 
 @pytest.mark.gpu

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import (
-    check_under_the_interpreter,
     on_each_kernel_device,
-    only_outside_the_interpreter,
 )
 from tllm_spec.kernels.window_rows import window_rows, window_rows_reference
 
@@ -41,8 +39,3 @@ def test_the_kernel_places_rows_as_the_reference_does(
     for each in fields(found):
         own, wanted = getattr(found, each.name).cpu(), getattr(expected, each.name)
         assert own.dtype == wanted.dtype and torch.equal(own, wanted), each.name
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 4)
