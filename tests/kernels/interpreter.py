@@ -1,6 +1,6 @@
-"""Where the tests of Triton kernels run: on a CUDA device (`-m gpu`), and under Triton's interpreter
-in a subprocess that runs the same file again, because the interpreter must be chosen before Triton
-is imported."""
+"""Where the tests of Triton kernels run: on a CUDA device (`-m gpu`), and under Triton's
+interpreter in a subprocess that runs the same file again, because the interpreter must be chosen
+before Triton is imported."""
 
 import importlib.metadata
 import importlib.util

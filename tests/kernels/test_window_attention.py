@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    on_each_kernel_device,
-)
+from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels.rotary_write import plain_write_kv
 from tllm_spec.kernels.triton_support import has_kernels
@@ -228,7 +226,7 @@ def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(na
 
 
 @pytest.mark.gpu
-def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
+def test_a_pool_may_have_more_than_2_to_the_31_elements() -> None:
     problem = Problem(CASES["bfloat16"], "cuda")
     shape = problem.layer.shape
     first = 2**31 // math.prod(shape[2:])
