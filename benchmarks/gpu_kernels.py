@@ -53,7 +53,7 @@ def attention(options: Options) -> Iterator[Row]:
 
 def window_us(pools: torch.Tensor, tables: torch.Tensor, context: int, window: int) -> float:
     """Microseconds of one layer: norm and rotary embedding, the KV write, and attention."""
-    from tllm_spec.kernels.window_attention import WindowPlaces, window_attention
+    from tllm_spec.kernels.window_attention import WindowTables, window_attention
     from tllm_spec.kernels.window_splits import WindowWorkspace
 
     batch_size = tables.shape[0]
@@ -63,7 +63,7 @@ def window_us(pools: torch.Tensor, tables: torch.Tensor, context: int, window: i
     positions = context - window + torch.arange(window, device=CUDA)
     slots = tables[:, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
     lengths = torch.full((batch_size,), context, dtype=torch.int32, device=CUDA)
-    places = WindowPlaces(tables, lengths, slots.flatten())
+    places = WindowTables(tables, lengths, slots.flatten())
     workspace = WindowWorkspace.allocate(HEAD_DIM, torch.device(CUDA))
 
     def call(pool: torch.Tensor) -> Callable[[], object]:
@@ -150,18 +150,18 @@ def tuned_gemm(options: Options) -> Iterator[Row]:
     engine's first start. From 1,024 rows on without lm_head, which only runs for a few rows."""
     from tllm_spec.kernels.cublas_lt import CublasLt, shared_library
     from tllm_spec.kernels.linear_table import LinearTable
-    from tllm_spec.kernels.linear_tuner import Product, tune_missing
-    from tllm_spec.kernels.tuned_linear import TunedProducts, plain_tuned_linear, tuned_linear
+    from tllm_spec.kernels.linear_tuner import GemmGroup, tune_missing
+    from tllm_spec.kernels.tuned_linear import TunedGemms, plain_tuned_linear, tuned_linear
 
     library = shared_library()
     if library is None:
         sys.exit("tuned_gemm needs libcublasLt")
-    tuned = TunedProducts(CublasLt(library, torch.device(CUDA)), LinearTable())
+    tuned = TunedGemms(CublasLt(library, torch.device(CUDA)), LinearTable())
     weights = {layer: weights_of(*shape) for layer, shape in GEMMS.items()}
     weights["lm_head"] = weights_of(4096, VOCAB, 1)
     counts = (16, 64) if options.quick else (16, 32, 64, 128, 256, 1024, 8192)
-    products = [Product(each, layer in ADDS) for layer, each in weights.items()]
-    tune_missing(tuned.table, tuned.lt, products, counts)
+    groups = [GemmGroup(each, layer in ADDS) for layer, each in weights.items()]
+    tune_missing(tuned.table, tuned.lt, groups, counts)
 
     def model(rows: int, linear: Callable[..., object]) -> list[Callable[[], object]]:
         calls: dict[str, list[Callable[[], object]]] = {}

@@ -1,8 +1,5 @@
-"""Chain acceptance: how many of a request's draft tokens equal the tokens that the target chose at
-their positions.
-
-Plain torch; `slot_windows` has it in a kernel, of which this is a part of the reference. It knows
-nothing of how the target chose."""
+"""Acceptance of a chain of drafts: how many draft tokens equal the target's tokens at their
+positions. Plain torch; a part of the reference of `slot_windows`' kernel."""
 
 import torch
 
@@ -13,7 +10,7 @@ def accept_chain(
     """Emitted tokens per request: accepted drafts plus the target's own, `[B]` int64.
 
     targets `[B, K+1]`: the target's token after each window position; drafts `[B, K]`; num_drafts
-    `[B]`: how many of the drafts were really proposed (None: all). The emitted run is then
+    `[B]`: how many of the drafts were proposed (None: all). The emitted tokens are
     `targets[b, :new_lens[b]]`, because an accepted draft equals the target's token."""
     matches = targets[:, :-1] == drafts
     if num_drafts is not None:
@@ -28,13 +25,12 @@ def accept_by_rates(
     rates: torch.Tensor,
     coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Acceptance by chance instead: emitted tokens `[B, K+1]`, drafts as far as they are accepted
-    and then the target's token, and their numbers `[B]`.
+    """Synthetic acceptance by chance. Returns the emitted tokens `[B, K+1]` (accepted drafts, then
+    the target's token) and their numbers `[B]`.
 
-    rates `[>= K]` float64: the probability that drafts 0..i are all accepted; coins `[B]` float64
-    in (0, 1), one for a
-    whole round: draft i is accepted when the coin is below its rate, and rates do not rise.
-    """
+    rates `[>= K]` float64: rate i is the probability that drafts 0..i are all accepted; rates do
+    not rise. coins `[B]` float64 in (0, 1), one per round: draft i is accepted if the coin is below
+    rate i."""
     length = drafts.shape[1]
     accepted = torch.minimum((coins.unsqueeze(1) < rates[:length]).sum(dim=1), num_drafts)
     is_draft = torch.arange(length, device=drafts.device) < accepted.unsqueeze(1)

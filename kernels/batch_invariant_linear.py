@@ -1,14 +1,13 @@
-"""`y = x W^T + b` whose row y[t] has the same bits whatever other rows stand in x, and how many.
+"""Batch-invariant linear layer: `y = x W^T + b` whose row y[t] has the same bits whatever other
+rows x has, and how many.
 
-A library's matrix product takes the algorithm that is fastest for the number of rows, and each adds
-in its own order. Here the order is a function of the weight's shape alone: the inputs are cut into
-chunks of CHUNK, each chunk is summed from its first input to its last, and the chunks' sums are
-added from the first to the last. How the work is spread over
-programs may differ: one program that adds all its chunks, or one for each chunk and a second launch
-that adds what they left, do the same additions.
+A library chooses the fastest GEMM algorithm for the number of rows, and each algorithm sums in its
+own order. Here the order depends on the weight's shape only: the inputs are cut into chunks of
+CHUNK, each chunk is summed in order, and the chunks' sums are added in order. The work can be
+spread in two ways with the same additions: one program adds all chunks of its tile, or each chunk
+has a program and a second launch adds their sums.
 
-The plain reference is torch.mm, which promises none of this.
-"""
+The plain-torch reference is torch.mm, which is not batch-invariant."""
 
 from dataclasses import dataclass
 
@@ -16,22 +15,19 @@ import torch
 
 from tllm_spec.kernels.triton_support import has_kernels
 
-# Long enough for a program to fill its pipeline, short enough that a few rows find work for the
-# whole device.
+# Long enough to fill a program's pipeline, short enough that a few rows keep the whole device busy.
 CHUNK = 2048
-# What a program multiplies and adds to its accumulator at a time: no variant may group inputs
-# differently.
+# Inputs that are accumulated at a time. The same for all tilings, because it decides the order.
 BLOCK_IN = 64
-# With fewer tiles than this (two for each multiprocessor of an H200) chunks are spread.
+# With fewer tiles than this (two per multiprocessor of an H200) chunks are spread over programs.
 MIN_PROGRAMS = 264
-OUTPUTS_ADDED = 1024  # by a program of the second launch
+OUTPUTS_ADDED = 1024  # per program of the second launch
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How much of the output a program makes. It has no influence on the result's bits; on tensor
-    cores that is measured (tests/kernels/test_batch_invariant_linear.py), not promised by
-    anyone."""
+    """The part of the output that a program computes. It does not change the result's bits; on
+    tensor cores this is tested (tests/kernels/test_batch_invariant_linear.py), not documented."""
 
     rows: int
     outputs: int
@@ -50,7 +46,7 @@ def tiling_of(num_rows: int, dtype: torch.dtype) -> Tiling:
 def batch_invariant_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums in float32, rounded once, after the bias. float32 is multiplied as float32.
+    """Sums in float32 and rounds once, after the bias. float32 inputs are not rounded to TF32.
 
     x: `[T, K]`, any stride between rows; weight: `[N, K]`, contiguous; bias: `[N]`. Returns `[T,
     N]`."""
@@ -73,8 +69,8 @@ def launch_linear(
     *,
     spreads: bool,
 ) -> torch.Tensor:
-    """spreads: whether each chunk of a tile is a program of its own, and its sum 4 bytes for each
-    element of the output, which are written and read again."""
+    """spreads: whether each chunk of a tile has its own program. The chunks' sums are then written
+    and read again as float32."""
     from tllm_spec.kernels.batch_invariant_linear_triton import add_chunks_kernel, linear_kernel
 
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
@@ -97,8 +93,7 @@ def launch_linear(
         IN=in_features,
         OUT=out_features,
         SPREADS=spreads,
-        WIDEN=x.device.type
-        == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
+        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         CHUNK=CHUNK,
         BLOCK_ROWS=tiling.rows,
         BLOCK_OUT=tiling.outputs,
@@ -116,5 +111,5 @@ def launch_linear(
 def plain_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The reference of `batch_invariant_linear`, but for the order of its sums."""
+    """Reference of `batch_invariant_linear` with another order of sums."""
     return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())

@@ -1,19 +1,16 @@
-"""The Triton kernels behind batch_invariant_linear.py, which says what goes in and comes out.
-Importing this file imports Triton.
+"""The Triton kernels of batch_invariant_linear.py, which describes inputs and outputs. Importing
+this file imports Triton.
 
-A tile is `[outputs, rows]`, W x^T: weights are the tensor cores' larger operand, so that a single
-row fills a sixteenth of a 64 x 16 tile and every number of rows is served by one instruction, on
-Hopper m64nNk16.
+A tile is `[outputs, rows]`, W x^T. The weight is the larger operand of the tensor cores, so every
+number of rows uses the same kind of instruction (m64nNk16 on Hopper).
 
-Bytes: the weight once for every `rows` rows and x once for every `outputs` outputs.
-"""
+Bytes: the weight once per `rows` rows and x once per `outputs` outputs."""
 
 import triton
 import triton.language as tl
 
-ROW_TILES_TOGETHER = tl.constexpr(
-    8
-)  # neighbouring programs share weights and rows in the second-level cache
+# Adjacent programs take tiles of so many row tiles, to share weights and rows in the L2 cache.
+ROW_TILES_TOGETHER = tl.constexpr(8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -29,8 +26,7 @@ def _sum_chunk(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ) -> tl.tensor:
-    """`[BLOCK_OUT, BLOCK_ROWS]` float32: the products of inputs `first` to `first + CHUNK`, in this
-    order."""
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32: sum over inputs `first` to `first + CHUNK`, in order."""
     total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for start in tl.range(first, tl.minimum(first + CHUNK, num_inputs), BLOCK_IN):
         inputs = start + tl.arange(0, BLOCK_IN)
@@ -64,11 +60,11 @@ def linear_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ) -> None:
-    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without a
+    """Grid (tiles, chunks or 1). With SPREADS the output is `[chunks, T, N]` float32, without the
     bias.
 
-    `num_inputs` is IN, but unknown to the compiler: a loop that is sure to run once it would make a
-    product that begins with the bias, which is another order."""
+    `num_inputs` is IN, but not a compile-time constant. If the compiler knew that the loop runs
+    once, it would start the accumulation with the bias, which is another order."""
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(OUT, BLOCK_OUT)
     together = ROW_TILES_TOGETHER * out_tiles
     first_tile = tl.program_id(0) // together * ROW_TILES_TOGETHER
@@ -76,8 +72,7 @@ def linear_kernel(
     within = tl.program_id(0) % together
     rows = (first_tile + within % num_together) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     outs = within // num_together * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    # What lies beyond an edge is computed from a real row again and not stored: loads need no
-    # masks.
+    # Rows and outputs past the edge wrap around and are not stored, so the loads need no masks.
     x_rows = x + (rows % num_rows).to(tl.int64)[None, :] * x_stride
     w_rows = weight + (outs % OUT).to(tl.int64)[:, None] * IN
 
@@ -95,9 +90,9 @@ def linear_kernel(
             )
         if bias is not None:
             total += tl.load(bias + outs, mask=outs < OUT, other=0.0).to(tl.float32)[:, None]
-    places = output + rows.to(tl.int64)[None, :] * OUT + outs[:, None]
+    pointers = output + rows.to(tl.int64)[None, :] * OUT + outs[:, None]
     real = (rows < num_rows)[None, :] & (outs < OUT)[:, None]
-    tl.store(places, total.to(output.dtype.element_ty), mask=real)
+    tl.store(pointers, total.to(output.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -110,7 +105,7 @@ def add_chunks_kernel(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (rows, blocks of outputs): the chunks from the first to the last, then the bias."""
+    """Grid (rows, blocks of outputs). Adds the chunks in order, then the bias."""
     row = tl.program_id(0).to(tl.int64)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = outs < OUT

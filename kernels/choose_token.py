@@ -1,14 +1,10 @@
-"""The token of every row: argmax of logits / temperature + Gumbel noise, or plain argmax where the
-temperature is 0.
+"""Chooses the token of each row: argmax of logits / temperature + Gumbel noise, or plain argmax
+where the temperature is 0.
 
-One call is the whole choice of . Logits may have the model's own dtype: they become float32 in the
-registers of the kernel that reads them, which is exact, so no float32 copy of a window's logits is
-ever written. What filters exclude comes as one number a row (`filter_cut`). On CUDA it is one fused
-Triton kernel (and a small one to reduce its parts), elsewhere the plain-torch reference, which is
-its definition.
-
-This file knows nothing of requests, windows or acceptance.
-"""
+Logits have the model's dtype and become float32 in registers, so no float32 copy of the logits is
+written. Filters are given as one number per row (`filter_cut`). On CUDA this is one fused Triton
+kernel and a small one that reduces its parts; elsewhere the plain-torch reference, which is the
+definition."""
 
 import torch
 
@@ -23,12 +19,12 @@ def choose_token(
     domain: int = TARGET_DOMAIN,
     cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """logits `[R, V]` float32, bfloat16 or float16, temperature `[R]` float32, seeds and positions
-    `[R]` int64, cut `[R]` float32: of a row with a temperature, logits / temperature below it are
-    -inf. Returns `[R]` int64.
+    """logits `[R, V]` float32, bfloat16 or float16; temperature `[R]` float32; seeds and positions
+    `[R]` int64; cut `[R]` float32: values of logits / temperature below it count as -inf in rows
+    with a temperature. Returns `[R]` int64.
 
-    Equal values, infinite ones too, go to the lowest token id. -1 where the row holds a NaN or
-    nothing but -inf."""
+    Ties, infinite values included, go to the lowest token id. -1 where the row holds a NaN or only
+    -inf."""
     if not logits.is_cuda:
         return choose_token_reference(logits, temperature, seeds, positions, domain, cut)
     from tllm_spec.kernels.choose_token_triton import choose_token_triton
@@ -54,11 +50,11 @@ def choose_draft(
     cut: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`choose_token` for a draft model, or `choose_best` without a temperature. token_map `[V]`
-    int64: the target's id of each column, which keys its noise and is returned; None: the column
+    int64: the target's id of each column, which keys the noise and is returned; None: the column
     itself.
 
-    Equal values go to the first column, and so do rows without any choice: a draft is always a
-    token."""
+    Ties go to the first column. Rows with a NaN or only -inf give column 0, so a draft is always a
+    valid token."""
     if not logits.is_cuda:
         return choose_draft_reference(logits, token_map, temperature, seeds, positions, cut)
     from tllm_spec.kernels.choose_token_triton import choose_token_triton
@@ -83,7 +79,7 @@ def choose_token_reference(
 
 
 def choose_best_reference(logits: torch.Tensor) -> torch.Tensor:
-    """torch.max documents the first index for ties, and a NaN for rows that hold one."""
+    """torch.max documents the first index for ties, and NaN for rows that hold one."""
     best, tokens = logits.max(dim=-1)
     return torch.where(best > -torch.inf, tokens, -1)
 
@@ -113,7 +109,7 @@ def choose_draft_reference(
 def _choose(
     logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor, cut: torch.Tensor | None
 ) -> torch.Tensor:
-    """A division and an addition in float32, each rounded once."""
+    """One float32 division and one float32 addition, each rounded once."""
     logits = logits.to(torch.float32)
     scaled = logits / temperature.unsqueeze(1)
     if cut is not None:

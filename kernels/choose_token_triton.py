@@ -1,20 +1,15 @@
 """`choose_token` and `gumbel_noise` as Triton kernels. Importing this file imports Triton.
 
-What is exact. The Philox words are integers and equal the reference's. Division and addition are
-single IEEE float32 operations (`div_rn`; Triton's `/` is an approximation), so a sum equals the
-reference's wherever the noise does. The two logarithms are the device's float64 ones (libdevice;
-numpy's under Triton's interpreter) and may differ from the reference's in the last float64 bit.
-After the rounding to float32 that shows only where a rounding boundary lies between the two
-(expected for about one word in 2**28), and it changes a token only where the two best sums are
-neighbouring float32 numbers.
+Exactness: the Philox words are integers and equal the reference's. Division and addition are single
+IEEE float32 operations (`div_rn`; Triton's `/` is an approximation), so a sum equals the
+reference's if the noise does. The two logarithms are float64 (libdevice; numpy under the
+interpreter) and may differ from the reference's in the last float64 bit. After rounding to float32
+they differ for about one word in 2**28. That changes a token only if the two best sums are adjacent
+float32 numbers.
 
-Work, for R rows of V tokens: 4 R V bytes of logits read once; 16 R V / 1024 bytes of parts written
-and read. A token takes about 240 instructions, 63 of them float64 (two logarithms). Predicted on an
-H200 (132 SMs, each with 64 float64 lanes and 128 instruction slots a cycle, 1.98 GHz, 4.8 TB/s) for
-R = 4, V = 128256: 2.1 MB in 0.4 us, 32 M float64 instructions in 1.9 us, 123 M instructions in 3.7
-us; with two dependent launches in a CUDA graph about 8 us. Many rows
-are bound by instructions: R = 512 in about 0.5 ms, where the bytes alone take 0.06 ms.
-"""
+Work for R rows of V tokens: 4 R V bytes of logits read once, and 16 R V / 1024 bytes of parts
+written and read. With a temperature a token takes about 240 instructions, 63 of them float64 (two
+logarithms), so many rows are bound by instructions."""
 
 import torch
 import triton
@@ -23,10 +18,9 @@ import triton.language as tl
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
-_BLOCK = 1024  # tokens a program where noise is made
-_LONG_BLOCK = 4096  # where it is not and there are rows enough to fill the device
-# Contraction of products and sums would change the logarithms' last bit with Triton's default,
-# which is changing.
+_BLOCK = 1024  # tokens per program with noise
+_LONG_BLOCK = 4096  # without noise, if there are enough rows to fill the device
+# Fused multiply-adds would change the last bit of the logarithms.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -41,8 +35,8 @@ def choose_token_triton(
     *,
     drafting: bool = False,
 ) -> torch.Tensor:
-    """See `choose_token`; without a temperature `choose_best`, and `choose_draft` where `drafting`.
-    Every argument may have a stride between rows (a column of a table, a slice of logits)."""
+    """See `choose_token`, or `choose_best` without a temperature, or `choose_draft` if `drafting`.
+    All arguments may have a stride between rows."""
     assert logits.stride(1) == 1
     (num_rows, vocab_size), device = logits.shape, logits.device
     block = _BLOCK if temperature is not None or num_rows <= 16 else _LONG_BLOCK
@@ -111,8 +105,7 @@ def gumbel_noise_triton(
 def _noise(
     seed: tl.tensor, position: tl.tensor, part: tl.tensor, domain: tl.constexpr, block: tl.constexpr
 ) -> tl.tensor:
-    """Gumbel noise of the tokens of one part, `[block]` float32. Philox runs once for four
-    tokens."""
+    """Gumbel noise of one part's tokens, `[block]` float32. Philox runs once per four tokens."""
     quads = part * (block // 4) + tl.arange(0, block // 4)
     zeros = tl.zeros_like(quads)
     # tl.philox is Philox4x32-10 and takes the key's low word from the seed's low half, as the
@@ -127,14 +120,14 @@ def _noise(
 def _noise_at(
     seed: tl.tensor, position: tl.tensor, tokens: tl.tensor, domain: tl.constexpr
 ) -> tl.tensor:
-    """The same for any token ids `[block]`: Philox runs for each of them."""
-    quads, place = (tokens // 4).to(tl.int32), tokens % 4
+    """Gumbel noise of any token ids `[block]`. Philox runs once per token."""
+    quads, word = (tokens // 4).to(tl.int32), tokens % 4
     zeros = tl.zeros_like(quads)
     word0, word1, word2, word3 = tl.philox(
         seed, quads, zeros + position.to(tl.int32), zeros + domain, zeros
     )
     return _gumbel(
-        tl.where(place < 2, tl.where(place == 0, word0, word1), tl.where(place == 2, word2, word3))
+        tl.where(word < 2, tl.where(word == 0, word0, word1), tl.where(word == 2, word2, word3))
     )
 
 
@@ -161,11 +154,11 @@ def _choose_part(
     vocab_size: tl.tensor,
     domain: tl.constexpr,
     block: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """The best of `block` tokens of one row. Writes its value and id; a NaN counts as +inf with the
-    id -1, so that it wins over everything, by the rule for ties too."""
-    begin(EARLY)
+    """The best of `block` tokens of one row: writes its value and id. NaN counts as +inf with id
+    -1, so it also wins ties."""
+    begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * block + tl.arange(0, block)
     exists = tokens < vocab_size
@@ -206,10 +199,10 @@ def _choose_among_parts(
     num_parts: tl.tensor,
     width: tl.constexpr,
     nothing: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """The best of a row's parts, as an id of `token_map`; `nothing` where it is a NaN or -inf."""
-    begin(EARLY)
+    """The best of a row's parts, mapped by `token_map`; `nothing` if it is NaN or -inf."""
+    begin(PDL)
     row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, width)
     exists = parts < num_parts
     values = tl.load(part_values + row * num_parts + parts, mask=exists, other=float("-inf"))

@@ -1,12 +1,8 @@
-"""cuBLASLt's matrix product with an algorithm of the caller's choice; torch takes the first that
-the library proposes.
+"""A small ctypes binding of cuBLASLt's GEMM, with an algorithm of the caller's choice (torch takes
+the first one that the library proposes). It uses the library that torch has loaded, and the types
+and numbers of its public header.
 
-A small binding of the library that torch has loaded already, by the types and numbers of its public
-header. It lists the algorithms of a product and runs one; it does not know which is the fastest,
-nor what a product is for.
-
-An algorithm is 64 opaque bytes, which mean the same to the same version of the library on the same
-kind of device."""
+An algorithm is 64 opaque bytes, valid for one version of the library on one kind of device."""
 
 import ctypes
 import functools
@@ -17,16 +13,16 @@ from typing import Any
 import torch
 
 WORKSPACE_BYTES = 32 << 20
-ALIGNMENT = 16  # bytes: what algorithms may take for granted of every row
+ALIGNMENT = 16  # bytes; algorithms may assume it of every row
 DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
 _FLOAT, _COMPUTE_FLOAT = 0, 68  # CUDA_R_32F, CUBLAS_COMPUTE_32F
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 7, 8, 26  # CUBLASLT_MATMUL_DESC_...
 _ADDS_BIAS = 4  # CUBLASLT_EPILOGUE_BIAS
 _MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_...
-# CUBLASLT_REDUCTION_SCHEME_...: one program a sum, or shares of it that are added in float32.
+# CUBLASLT_REDUCTION_SCHEME_...: none, or partial sums that are added in float32.
 _NO_REDUCTION, _FLOAT_REDUCTION = 0, 2
 _SPLITS, _REDUCTION, _CLUSTER = 2, 3, 8  # CUBLASLT_ALGO_CONFIG_...
-# CTAs of a cluster along W's rows and along x's, and CUBLASLT_CLUSTER_SHAPE_...
+# CTAs of a cluster along the rows of W and of x, to CUBLASLT_CLUSTER_SHAPE_...
 CLUSTERS = {(1, 1): 2, (2, 1): 3, (4, 1): 4, (1, 2): 5, (2, 2): 6, (1, 4): 8}
 
 
@@ -49,7 +45,7 @@ class _Proposal(ctypes.Structure):
 
 
 ALGORITHM_BYTES = ctypes.sizeof(_Algorithm)
-# Of a call: descriptors are pointers, like the handle and everything that they describe.
+# Argument types of the calls. Handle, descriptors and data are pointers.
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _DESCRIPTORS = [_POINTER] * 5
 _SIGNATURES: dict[str, list[Any]] = {
@@ -80,7 +76,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @functools.cache
 def shared_library() -> ctypes.CDLL | None:
-    """The library of torch's own process, or None."""
+    """The library that torch has loaded, or None."""
     if torch.version.cuda is None:
         return None
     try:
@@ -94,10 +90,10 @@ def shared_library() -> ctypes.CDLL | None:
 
 
 class CublasLt:
-    """The library on one device, with the workspace that its products share: they have to follow
-    each other.
+    """The library on one device, with a workspace that all GEMMs share, so they must run one after
+    another.
 
-    Raises RuntimeError when the library does not start.
+    Raises RuntimeError if the library does not initialize.
     """
 
     def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
@@ -115,23 +111,23 @@ class CublasLt:
             raise RuntimeError(f"cublasLt{name}: cublasStatus_t {status}")
 
     def status(self, name: str, *arguments: object) -> int:
-        """0: it succeeded."""
+        """Calls `cublasLt{name}`; 0 means success."""
         return int(getattr(self._library, f"cublasLt{name}")(*arguments))
 
     def set(self, of: str, on: object, attribute: int, value: "ctypes._SimpleCData[Any]") -> None:
         self.call(f"{of}SetAttribute", on, attribute, ctypes.byref(value), ctypes.sizeof(value))
 
     def free_with(self, owner: object, name: str, *arguments: object) -> None:
-        """Call this once the owner is gone; not when Python ends, where CUDA may have ended
-        before."""
+        """Calls `cublasLt{name}` when the owner is deleted, but not when Python exits, because CUDA
+        may be gone then."""
         function = getattr(self._library, f"cublasLt{name}")
         weakref.finalize(owner, function, *arguments).atexit = False
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a plan is made for: `x W^T` of `[T, K]` and `[N, K]`, with strides between rows, in
-    elements. `adds`: to what the output holds."""
+    """Sizes of `x W^T` with `[T, K]` and `[N, K]`; strides between rows in elements. adds: whether
+    the result is added to the output."""
 
     rows: int
     in_features: int
@@ -148,10 +144,10 @@ class Sizes:
 
 
 class Plan:
-    """A product of fixed sizes.
+    """A GEMM of fixed sizes.
 
-    The library stores by columns. So our `[T, N]` is its N x T, the product of W, which is its K x
-    N transposed, and of x, which is its K x T."""
+    The library is column-major. Our `[T, N]` is its N x T: the transposed K x N matrix W times the
+    K x T matrix x."""
 
     def __init__(self, lt: CublasLt, sizes: Sizes) -> None:
         self._lt, self._beta = lt, _ONE_POINTER if sizes.adds else _ZERO_POINTER
@@ -176,8 +172,7 @@ class Plan:
         return [self._operation, weight, x, output, output]
 
     def algorithms(self, most: int) -> list[bytes]:
-        """What the library proposes, its favourite first; none if it has nothing for these
-        sizes."""
+        """The library's proposals, the best first by its heuristic; empty if it has none."""
         lt, preference, found = self._lt, ctypes.c_void_p(), ctypes.c_int()
         proposals = (_Proposal * most)()
         lt.call("MatmulPreferenceCreate", ctypes.byref(preference))
@@ -191,8 +186,8 @@ class Plan:
         return [bytes(one.algorithm) for one in proposals[: found.value] if one.state == 0]
 
     def variant(self, algorithm: bytes, splits: int, cluster: tuple[int, int]) -> bytes | None:
-        """The algorithm with its sums split so often and its CTAs in such clusters; None where that
-        does not go."""
+        """The algorithm with K split `splits` times and CTAs in such clusters; None if it is not
+        supported."""
         changed = ctypes.create_string_buffer(algorithm, ALGORITHM_BYTES)
         values = {
             _SPLITS: ctypes.c_int32(splits),
@@ -206,7 +201,7 @@ class Plan:
         return changed.raw if self.accepts(changed.raw) else None
 
     def accepts(self, algorithm: bytes) -> bool:
-        """Whether the algorithm, found for other sizes perhaps, serves these."""
+        """Whether the algorithm, maybe found for other sizes, supports these sizes."""
         checked = _Proposal()
         arguments = (*self._descriptors, algorithm, ctypes.byref(checked))
         refused = self._lt.status("MatmulAlgoCheck", self._lt.handle, *arguments)
@@ -221,9 +216,9 @@ class Plan:
         *,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """`output = x W^T + bias`, or that is added to the output, on the current stream.
+        """`output = x W^T + bias`, or `+=`, on the current stream.
 
-        Raises RuntimeError when the library refuses.
+        Raises RuntimeError if the library refuses.
         """
         lt, (weights, rows, outputs) = self._lt, self._layouts
         if bias is not None:

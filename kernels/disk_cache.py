@@ -1,8 +1,5 @@
-"""Files that make the next start shorter: what was compiled or measured. Without them, or where
-they cannot be written, everything is made anew.
-
-It does not know what is in them.
-"""
+"""Cache files of compiled kernels and GEMM choices, for a faster next start. Without them
+everything is compiled and measured again."""
 
 import contextlib
 import logging
@@ -14,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Of a user without a home: one that can be neither read nor written."""
+    """Without a home directory: a path that can be neither read nor written."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tllm_spec"
     except RuntimeError:
@@ -22,8 +19,7 @@ def cache_folder() -> Path:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """All at once: whoever reads it meanwhile sees the old file or the new one. A folder that
-    cannot be written is logged."""
+    """Writes the file atomically: readers see the old file or the new one. A failure is logged."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

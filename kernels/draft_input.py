@@ -1,9 +1,8 @@
-"""What the first layer of an EAGLE-3 head reads: the norm of a token's embedding beside the norm of
-a hidden state, the running sum that the layer's output is added to, and the rows of the rotary
-table.
+"""Input of the first layer of an EAGLE-3 head: the normed embedding and the normed hidden state
+side by side, the residual stream, and the rows of the rotary table.
 
-`draft_input` is one Triton kernel where there is any and its plain-torch reference, which is the
-definition, elsewhere. It knows neither layers nor drafting."""
+`draft_input` is one Triton kernel if Triton is available, otherwise the plain-torch reference,
+which is the definition."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 @dataclass(frozen=True)
 class DraftInputNorms:
-    """RMSNorm of the embedding and of the hidden state: weights `[H]`."""
+    """RMSNorm of the embedding and of the hidden state; weights `[H]`."""
 
     embedding: torch.Tensor
     hidden: torch.Tensor
@@ -26,14 +25,14 @@ class DraftInputNorms:
 
 @dataclass(frozen=True)
 class DraftInput:
-    """Of T rows, R of which are wanted."""
+    """For T rows, R of which are wanted."""
 
     both: torch.Tensor
-    """`[T, 2 H]`, the normed embedding in the first half, the normed hidden state in the second."""
+    """`[T, 2 H]`: the normed embedding, then the normed hidden state."""
     total: torch.Tensor
-    """`[R, H]`, a copy of the wanted hidden states."""
+    """`[R, H]`: a copy of the wanted hidden states."""
     rotary: Rotary
-    """The one given, its rows gathered."""
+    """The given one with gathered rows."""
 
 
 def draft_input(
@@ -44,26 +43,25 @@ def draft_input(
     rotary: Rotary,
     wanted: torch.Tensor | None = None,
 ) -> DraftInput:
-    """A row depends on its own token and hidden state only, to the last bit.
+    """Batch-invariant: a row depends on its own token and hidden state only.
 
     Args:
-        token_ids: `[T]` int64; rows of the table, all of them: rows that pad a window have some
-        valid id, too.
+        token_ids: `[T]` int64, all of them valid (those of padding rows, too).
         table: `[V, H]`, of hidden's dtype, contiguous.
-        hidden: `[T, H]`, any stride between rows; it is not changed.
-        norms: float32 inside, rounded once (`rms_norm`).
+        hidden: `[T, H]`, any stride between rows; not changed.
+        norms: computed in float32, rounded once (`rms_norm`).
         rotary: of the T rows.
-        wanted: `[R]` int64, R <= T; None: all.
+        wanted: `[R]` int64, R <= T; None: all rows.
     """
     if not has_kernels(hidden.device):
         return plain_draft_input(token_ids, table, hidden, norms, rotary, wanted)
     from tllm_spec.kernels.draft_input_triton import draft_input_triton
 
     weights = (norms.embedding, norms.hidden)
-    both, total, turns = draft_input_triton(
+    both, total, cos_sin = draft_input_triton(
         token_ids, table, hidden, weights, norms.eps, rotary, wanted
     )
-    return DraftInput(both, total, replace(rotary, known=turns))
+    return DraftInput(both, total, replace(rotary, gathered=cos_sin))
 
 
 def plain_draft_input(
@@ -74,7 +72,7 @@ def plain_draft_input(
     rotary: Rotary,
     wanted: torch.Tensor | None = None,
 ) -> DraftInput:
-    """The reference of `draft_input`. `Rotary` gathers its rows when it is asked for them."""
+    """Reference of `draft_input`. `Rotary` gathers its rows on demand."""
     embedded = plain_rms_norm(F.embedding(token_ids, table), norms.embedding, norms.eps)
     both = torch.cat((embedded, plain_rms_norm(hidden, norms.hidden, norms.eps)), -1)
     return DraftInput(

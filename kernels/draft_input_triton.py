@@ -1,12 +1,12 @@
-"""The Triton kernel behind draft_input.py, which says what goes in and comes out. Importing this
-file imports Triton.
+"""The Triton kernel of draft_input.py, which describes inputs and outputs. Importing this file
+imports Triton.
 
-One launch in the place of an embedding, two norms, a concatenation, a copy and a gathering of rows.
-It takes part in the early launches of its neighbours, which torch's ops do not. The norms take the
-steps of rms_norm_triton.py.
+One launch instead of an embedding, two norms, a concatenation, a copy and a gather, with
+programmatic dependent launch, which torch's ops do not have. The norms take the steps of
+rms_norm_triton.py.
 
-Bytes: 4 T H elements, 2 R H and 4 T D, and the weights. H = 4096 and D = 128 in bfloat16: 49 KiB a
-row."""
+Elements moved: 4 T H + 2 R H + 4 T D and the weights; 49 KiB per row with H = 4096 and D = 128 in
+bfloat16."""
 
 import torch
 import triton
@@ -16,8 +16,8 @@ from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 from tllm_spec.kernels.rotary_write import Rotary
 
-_ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements a thread
-_PARTS = 4  # of a row: embedding, hidden state, copy, rotary
+_ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements per thread
+_PARTS = 4  # programs per row: embedding, hidden state, copy, rotary
 
 
 def draft_input_triton(
@@ -29,8 +29,8 @@ def draft_input_triton(
     rotary: Rotary,
     wanted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `draft_input`: both, total, and the rows of the rotary table. weights and eps: of its
-    norms."""
+    """See `draft_input`. Returns both, total, and the rows of the rotary table. weights and eps: of
+    the norms."""
     (num_rows, size), num_wanted = hidden.shape, len(hidden if wanted is None else wanted)
     assert (
         token_ids.is_contiguous() and table.is_contiguous() and (hidden.stride(1) == 1 or size == 1)
@@ -38,7 +38,7 @@ def draft_input_triton(
     assert num_wanted <= num_rows and table.dtype == hidden.dtype
     assert rotary.table.is_contiguous() and rotary.positions.is_contiguous()
     both, total = hidden.new_empty(num_rows, 2 * size), hidden.new_empty(num_wanted, size)
-    turns = rotary.table.new_empty(num_rows, *rotary.table.shape[1:])
+    cos_sin = rotary.table.new_empty(num_rows, *rotary.table.shape[1:])
     block = triton.next_power_of_2(size)
     draft_input_kernel[(num_rows, _PARTS)](
         token_ids,
@@ -51,17 +51,17 @@ def draft_input_triton(
         rotary.positions,
         both,
         total,
-        turns,
+        cos_sin,
         num_wanted,
         eps,
         SIZE=size,
-        TURN=turns.stride(0),
+        ROTARY_SIZE=cos_sin.stride(0),
         BLOCK=block,
-        TURN_BLOCK=triton.next_power_of_2(turns.stride(0)),
+        ROTARY_BLOCK=triton.next_power_of_2(cos_sin.stride(0)),
         **programmatic_launch(hidden.device),
         num_warps=max(1, min(block // _ELEMENTS_PER_WARP, 16)),
     )
-    return both, total, turns
+    return both, total, cos_sin
 
 
 @triton.jit(do_not_specialize=["num_wanted"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -77,17 +77,17 @@ def draft_input_kernel(
     positions: tl.tensor,
     both: tl.tensor,
     total: tl.tensor,
-    turns: tl.tensor,
+    cos_sin: tl.tensor,
     num_wanted: tl.tensor,
     eps: tl.tensor,
     SIZE: tl.constexpr,
-    TURN: tl.constexpr,
+    ROTARY_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    TURN_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROTARY_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Grid (rows, parts of a row): what a program reads and writes is in its registers at once."""
-    begin(EARLY)
+    """Grid (rows, parts of a row)."""
+    begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 0:
         embedding = table + tl.load(token_ids + row) * SIZE
@@ -109,12 +109,17 @@ def draft_input_kernel(
                 source = tl.load(wanted + row)
             _copy(hidden + source * hidden_stride, total + row * SIZE, SIZE, BLOCK)
     else:
-        _copy(rotary + tl.load(positions + row) * TURN, turns + row * TURN, TURN, TURN_BLOCK)
+        _copy(
+            rotary + tl.load(positions + row) * ROTARY_SIZE,
+            cos_sin + row * ROTARY_SIZE,
+            ROTARY_SIZE,
+            ROTARY_BLOCK,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _copy(source: tl.tensor, output: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Of one row."""
+    """Copies one row."""
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
     tl.store(output + columns, tl.load(source + columns, mask=real), mask=real)
@@ -129,7 +134,7 @@ def _norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one row."""
+    """RMSNorm of one row."""
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
     weights = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)

@@ -1,6 +1,7 @@
-// A few elements set to one value: what a memset does, as a kernel. One CTA.
+// A memset of a few elements as a kernel of one CTA.
 
-extern "C" __global__ void fill(void *first, unsigned long long count, unsigned value, unsigned element_size) {
+extern "C" __global__ void fill(
+    void *first, unsigned long long count, unsigned value, unsigned element_size) {
   for (unsigned long long i = threadIdx.x; i < count; i += blockDim.x) {
     if (element_size == 4)
       static_cast<unsigned *>(first)[i] = value;

@@ -1,18 +1,18 @@
-"""top_k, top_p and min_p as one number a row: the smallest logits / temperature that they keep.
+"""top_k, top_p and min_p as one number per row: the smallest value of logits / temperature that
+they keep.
 
-What is kept, in this order: min_p keeps what is at least the greatest value + log(min_p); top_k
-what is at least the k-th greatest value, equal ones counted singly; top_p, of what these two keep,
-every value whose strictly greater ones weigh less than top_p of all of them. So tokens with equal
-values stay or go together, whatever order they are in, and a cut on values says it all.
+The filters apply in this order. min_p keeps values of at least the greatest + log(min_p). top_k
+keeps values of at least the k-th greatest (ties count individually). top_p keeps, of the rest,
+values whose strictly greater ones weigh less than top_p of the total. So tokens with equal values
+are kept or dropped together, and one number describes the result.
 
-Weights are integers, exp(value - greatest) * 2**40 cut off, so that their sums are exact in any
-order, and exp is the sequence of single float32 operations below: every device cuts at the same
-number. What is lost: tokens below e**-27.7 of the most likely one weigh nothing, and a weight is
-right to about 1e-7 of itself.
+Weights are integers, floor(exp(value - greatest) * 2**40), so their sums are exact in any order.
+exp is the sequence of float32 operations in `token_weights`, so all devices compute the same cut.
+Tokens less likely than e**-27.7 of the most likely one weigh nothing, and a weight is accurate to
+about 1e-7.
 
-On CUDA a pair of kernels counts the values of 16-bit logits and walks the counts; the plain-torch
-reference sorts, and does it for float32 logits on any device. This file knows nothing of requests
-or of choosing."""
+On CUDA two Triton kernels count the values of 16-bit logits and walk the counts. The plain-torch
+reference sorts; it also serves float32 logits on any device."""
 
 import torch
 
@@ -28,13 +28,11 @@ def filter_cut(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """logits `[R, V]` in float32, bfloat16 or float16; temperature, top_p, min_p `[R]` float32 and
-    top_k `[R]` int64, with at least V, 1 and 0 meaning off. Returns `[R]` float32.
+    """logits `[R, V]` float32, bfloat16 or float16; temperature, top_p, min_p `[R]` float32; top_k
+    `[R]` int64. A filter is off if top_k >= V, top_p >= 1, min_p = 0. Returns `[R]` float32.
 
-    The greatest value is always kept. -inf where nothing is filtered, and where the temperature is
-    0. A row that holds
-    a NaN has any cut: what is not below it includes the NaN.
-    """
+    The greatest value is always kept. -inf where nothing is filtered or the temperature is 0. The
+    cut of a row with a NaN is arbitrary; the NaN itself is always kept."""
     if logits.element_size() != 2 or not has_kernels(logits.device):
         return filter_cut_reference(logits, temperature, top_k, top_p, min_p)
     from tllm_spec.kernels.filter_cut_triton import filter_cut_triton
@@ -54,7 +52,7 @@ def filter_cut_reference(
     values = logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
     values = values.sort(dim=-1, descending=True).values
     best = values[:, :1]
-    # The logarithm in float64, rounded once, as the noise's: devices agree on it.
+    # The logarithm in float64, rounded once, so that devices agree.
     cut = torch.where(min_p > 0, best + min_p.double().log().float(), -torch.inf)
     last = top_k.clamp_max(logits.shape[1]) - 1
     cut = torch.where(top_k < logits.shape[1], torch.maximum(cut, values.gather(1, last)), cut)
@@ -68,10 +66,10 @@ def filter_cut_reference(
 
 
 def token_weights(values: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """floor(exp(values - best) * 2**40), int64. exp as in Cephes' expf, every operation rounded to
+    """floor(exp(values - best) * 2**40), int64. exp as in Cephes' expf, each operation rounded to
     float32."""
     x = torch.where(values == best, 0.0, values - best)
-    x = torch.where(x > -30.0, x, -30.0)  # weighs nothing any more
+    x = torch.where(x > -30.0, x, -30.0)  # weighs 0
     exponent = (x * 1.44269504088896341 + 0.5).floor()
     x = x - exponent * 0.693359375  # exact: the constant has few bits
     x = x - exponent * -2.12194440e-4

@@ -1,22 +1,22 @@
 """`filter_cut` for 16-bit logits as two Triton kernels. Importing this file imports Triton.
 
-There are 65,536 different 16-bit logits, so how often each occurs says everything about a row: the
-first kernel counts them, over all of the device; the second, one program a row, walks the counts
-from the greatest value down, 4,096 at a time, until it has the k-th value, and once more until it
-has the mass of top_p. Dividing by the temperature may make different logits equal, but keeps their
-order, and then the cut is the same as if they had been counted together: the lowest of equal values
-is kept if and only if the first of them is.
+There are 65,536 different 16-bit logits, so a histogram describes a row. The first kernel counts
+the values of all rows. The second, with one program per row, walks the counts from the greatest
+value down, 4,096 at a time: once for the k-th value, and again for the mass of top_p. Division by
+the temperature may make different logits equal but keeps their order. The cut is the same as if
+equal values were counted together, because the lowest of them is kept if and only if the first one
+is.
 
 Work for R rows of V tokens: 2 R V bytes of logits read, R * 256 KiB of counts cleared, R V atomic
-additions to them. Rows whose filters are off, or that are greedy, are not read."""
+additions. Rows that are greedy or have no filters are not read."""
 
 import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024  # tokens a program
+_BLOCK = 1024  # tokens per program
 _NUM_KEYS = 65536
-_WALK = 4096  # keys a step
+_WALK = 4096  # keys per step
 _OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -30,7 +30,7 @@ def filter_cut_triton(
     """See `filter_cut`. Every argument may have a stride between rows."""
     assert logits.stride(1) == 1 and logits.element_size() == 2
     num_rows, vocab_size = logits.shape
-    # Behind the counts of all rows stands the greatest key of each.
+    # The greatest key of each row follows the counts of all rows.
     counts = torch.zeros(num_rows * (_NUM_KEYS + 1), dtype=torch.int32, device=logits.device)
     cut = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     parameters = [item for x in (temperature, top_k, top_p, min_p) for item in (x, x.stride(0))]
@@ -71,8 +71,8 @@ def _count_keys(
     block: tl.constexpr,
     num_keys: tl.constexpr,
 ) -> None:
-    """A key orders logits as an unsigned integer: the sign bit flipped, or all bits of a negative
-    number."""
+    """Histogram of each row's keys. A key is an unsigned integer with the order of the logits: the
+    sign bit flipped, or all bits of a negative number."""
     row = tl.program_id(0).to(tl.int64)
     filters = tl.load(top_ks + row * top_ks_stride) < vocab_size
     filters |= tl.load(top_ps + row * top_ps_stride) < 1
@@ -157,7 +157,7 @@ def _mass(
     is_bfloat16: tl.constexpr,
     walk: tl.constexpr,
 ) -> tl.tensor:
-    """What all tokens not below `cut` weigh."""
+    """The sum of the weights of all tokens not below `cut`."""
     total, first, goes_on = tl.full([], 0, tl.int64), greatest, greatest >= 0
     while goes_on:
         keys = first - tl.arange(0, walk)
@@ -165,9 +165,8 @@ def _mass(
         number = tl.load(counts + keys, mask=(keys >= 0) & (values >= cut), other=0)
         total += tl.sum(number.to(tl.int64) * _weights(values, best), axis=0)
         first -= walk
-        # Below the cut, or where the first of them weighs nothing, there is no more to come. (An
-        # infinite best token is NaN here; then infinities are all that weighs, and the cut is
-        # infinite whatever they weigh.)
+        # Stop below the cut, or when the next value weighs 0. (With an infinite best value this
+        # comparison is with NaN; then only infinities weigh, and the cut is infinite anyway.)
         value = _value(tl.maximum(first, 0), temperature, is_bfloat16)
         goes_on = (first >= 0) & (value >= cut) & (value - best > -30.0)
     return total
@@ -184,8 +183,8 @@ def _nucleus(
     is_bfloat16: tl.constexpr,
     walk: tl.constexpr,
 ) -> tl.tensor:
-    """The smallest value not below `cut` whose strictly greater ones weigh less than `target`,
-    `best` at least."""
+    """The smallest value not below `cut` whose strictly greater ones weigh less than `target`; at
+    most `best`."""
     above, first, found, goes_on = tl.full([], 0, tl.int64), greatest, best, greatest >= 0
     while goes_on:
         keys = first - tl.arange(0, walk)
@@ -215,7 +214,7 @@ def _value(keys: tl.tensor, temperature: tl.tensor, is_bfloat16: tl.constexpr) -
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _weights(values: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """See `token_weights`: the same operations."""
+    """The same operations as `token_weights`."""
     x = tl.where(values == best, 0.0, values - best)
     x = tl.where(x > -30.0, x, -30.0)
     exponent = tl.floor(x * 1.44269504088896341 + 0.5)

@@ -1,13 +1,12 @@
-"""Counter-based Gumbel noise: a pure function of (seed, position, token id), the heart of
-drafter-invariant sampling.
+"""Counter-based Gumbel noise: a pure function of (seed, position, token id), on which
+drafter-invariant sampling is built.
 
-Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) keyed by
-the request's seed; the counter holds (token // 4, position, domain, 0) and token % 4 picks the
-output word. Because nothing is drawn from a stream, the noise of a position is the same on any
+The noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11)
+keyed by the request's seed. The counter is (token // 4, position, domain, 0), and token % 4 selects
+the output word. Nothing is drawn from a stream, so the noise of a position is the same on any
 device, in any batch, for any draft length.
 
-This file is the plain-torch reference, which defines the values. It knows nothing of logits,
-requests or batches."""
+This file is the plain-torch reference, which defines the values."""
 
 from functools import cache
 
@@ -18,7 +17,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
 
-# One domain per independent use of randomness at a position.
+# Domains of independent random numbers at one position.
 TARGET_DOMAIN = 0  # the token at a position; coupled drafts use the same noise
 DRAFT_DOMAIN = 1  # independent drafts, for rejection sampling
 COIN_DOMAIN = 2  # accept or reject a draft token
@@ -27,8 +26,8 @@ RESIDUAL_DOMAIN = 3  # the token drawn after a rejection
 
 @cache
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multipliers `[2, 1, 1]`, second one first, and key steps `[2]`. Made once: a CUDA graph
-    cannot hold the copy."""
+    """Multipliers `[2, 1, 1]`, the second one first, and key steps `[2]`. Cached, because the copy
+    to the device cannot be captured in a CUDA graph."""
     multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).flip(0).view(2, 1, 1)
     return multipliers, torch.tensor(_KEY_STEPS, dtype=torch.int64, device=device)
 
@@ -39,8 +38,8 @@ def philox_bits(
     """Random 32-bit words of token ids 0..num_tokens-1, as int64. seeds, positions: `[R]` int64.
     Returns `[R, num_tokens]`.
 
-    Words travel in int64 because torch has no unsigned multiply: the product wraps mod 2**64, whose
-    two halves are exactly the high and low words after masking."""
+    The words are int64 because torch has no unsigned multiplication: the product wraps mod 2**64,
+    and its two halves are the high and low words after masking."""
     device, rows, quads = seeds.device, seeds.numel(), -(-num_tokens // 4)
     multipliers, key_steps = _constants(device)
     keys = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))  # [2, R]
@@ -70,11 +69,11 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, domain: int) -> torch.
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int = TARGET_DOMAIN
 ) -> torch.Tensor:
-    """Standard Gumbel noise `[R, num_tokens]` float32: argmax(logits + noise) is a draw from
+    """Standard Gumbel noise `[R, num_tokens]` float32: argmax(logits + noise) is a sample of
     softmax(logits).
 
-    The logarithms are taken in float64 and rounded once, so that devices agree on the float32
-    value. On CUDA a kernel makes the same values in one pass."""
+    The logarithms are computed in float64 and rounded once, so that devices agree on the float32
+    value. On CUDA a Triton kernel computes the same values in one pass."""
     if seeds.is_cuda:
         from tllm_spec.kernels.choose_token_triton import gumbel_noise_triton
 

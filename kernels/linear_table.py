@@ -1,8 +1,4 @@
-"""Which algorithm a linear layer's product runs, by its shape and number of rows, and the file that
-keeps the table for the next start.
-
-It knows neither the library behind an algorithm nor how the choice was made.
-"""
+"""The table of chosen GEMM algorithms by shape and number of rows, and its file on disk."""
 
 import json
 import logging
@@ -14,69 +10,63 @@ from tllm_spec.kernels.disk_cache import write_file
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 SMALLEST_ROWS = 16
 
 
 def rows_class(rows: int) -> int:
-    """Products of 33 to 48 rows are one class, those of 49 to 64 the next: powers of two and what
-    lies halfway between two. What is best for the class's largest number of rows serves all of
-    it."""
+    """The class of a number of rows, as its largest number: 16, 24, 32, 48, 64, 96, ... All rows of
+    a class use the algorithm that is fastest for the largest one measured."""
     power = max(SMALLEST_ROWS, 1 << max(rows - 1, 0).bit_length())
     halfway = power * 3 // 4
     return halfway if power > SMALLEST_ROWS and rows <= halfway else power
 
 
 @dataclass(frozen=True)
-class ProductKey:
-    """Of `[rows, in_features]` and `[out_features, in_features]`; `rows` is a class. `dtype`:
-    `bfloat16`. `adds`: to a running sum, which another algorithm may do best. `place`: the products
-    of the layers that it runs among; empty: it was measured alone."""
+class GemmKey:
+    """A GEMM of `[rows, in_features]` and `[out_features, in_features]`; `rows` is a class (see
+    `rows_class`). dtype: such as `bfloat16`. adds: whether the result is added to the output."""
 
     in_features: int
     out_features: int
     dtype: str
     rows: int
     adds: bool = False
-    place: str = ""
 
     def __str__(self) -> str:
-        kind = "sum" if self.adds else "product"
-        where = f" in {self.place}" if self.place else ""
-        return f"{self.rows}x{self.in_features}x{self.out_features} {self.dtype} {kind}{where}"
+        sizes = f"{self.rows}x{self.in_features}x{self.out_features}"
+        return f"{sizes} {self.dtype}{' add' if self.adds else ''}"
 
 
 @dataclass
 class LinearTable:
-    """By `str(ProductKey)`: the algorithm, or None where torch's own choice is as fast.
-    `finalists`: the fastest few of what was measured since the start."""
+    """By `str(GemmKey)`: the algorithm, or None if torch's choice is as fast."""
 
     choices: dict[str, bytes | None] = field(default_factory=dict)
-    finalists: dict[str, list[bytes]] = field(default_factory=dict, compare=False)
 
-    def __contains__(self, key: ProductKey) -> bool:
+    def __contains__(self, key: GemmKey) -> bool:
         return str(key) in self.choices
 
-    def __getitem__(self, key: ProductKey) -> bytes | None:
+    def __getitem__(self, key: GemmKey) -> bytes | None:
         return self.choices[str(key)]
 
-    def __setitem__(self, key: ProductKey, algorithm: bytes | None) -> None:
+    def __setitem__(self, key: GemmKey, algorithm: bytes | None) -> None:
         self.choices[str(key)] = algorithm
 
-    def get(self, key: ProductKey) -> bytes | None:
-        """None, too, where nothing was measured."""
+    def get(self, key: GemmKey) -> bytes | None:
+        """None also if the key is not in the table."""
         return self.choices.get(str(key))
 
 
 def table_path(folder: Path, device_name: str, library_version: int, torch_version: str) -> Path:
-    """Of a kind of device and versions of the libraries: with any other an algorithm may mean
-    something else."""
+    """One file per device name and library versions, because the bytes of an algorithm are only
+    valid for these."""
     name = f"linear-{device_name}-cublasLt{library_version}-torch{torch_version}"
     return folder / (re.sub(r"[^A-Za-z0-9.+-]+", "_", name) + ".json")
 
 
 def read_table(path: Path, algorithm_bytes: int) -> LinearTable:
-    """Empty where there is no file, or one that nobody can read, which is logged."""
+    """Empty without a file, or if it cannot be read, which is logged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
@@ -93,7 +83,7 @@ def read_table(path: Path, algorithm_bytes: int) -> LinearTable:
     except FileNotFoundError:
         return LinearTable()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s cannot be used and will be made anew: %s", path, error)
+        logger.warning("%s cannot be read and will be measured again: %s", path, error)
         return LinearTable()
     return LinearTable(choices)
 

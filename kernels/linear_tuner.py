@@ -1,14 +1,10 @@
-"""Finds the fastest algorithm of linear layers' products by running what the library proposes, and
-variants of the best
-of that: other splits of the sums, other clusters.
+"""Finds the fastest GEMM algorithm for linear layers: it times the algorithms that cuBLASLt
+proposes, and variants of the best ones with other splits of K and other clusters.
 
-It does not know which layers a model has, nor where the table is kept.
-
-Candidates run on weights that take turns, so that no cache holds them. Before each, torch's product
-of the same sizes keeps the device busy until the host has enqueued the candidate. Products of many
-rows are limited by power, and which algorithm is the fastest depends on the clock that this leaves:
-they are compared on a device that is busy all the time. A candidate's time is that between two
-events on the device."""
+Candidates run on several weights round-robin, so that no cache holds them. Before each one torch's
+GEMM of the same sizes keeps the device busy until the host has enqueued the candidate. Large GEMMs
+are limited by power, and the fastest algorithm depends on the clock that this leaves, so the device
+is heated up before they are compared. Times are between two events on the device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,38 +14,38 @@ from statistics import median
 import torch
 
 from tllm_spec.kernels.cublas_lt import CLUSTERS, CublasLt, Plan, Sizes
-from tllm_spec.kernels.linear_table import LinearTable, ProductKey, rows_class
+from tllm_spec.kernels.linear_table import GemmKey, LinearTable, rows_class
 from tllm_spec.kernels.tuned_linear import key_of, plain_tuned_linear
 
-MIN_ROWS = 9  # fewer are small_m_gemm's
-MAX_OUTPUT_BYTES = 1 << 30  # logits of a whole prompt, which nobody asks for
+MIN_ROWS = 9  # fewer rows run small_m_gemm
+MAX_OUTPUT_BYTES = 1 << 30  # more would be logits of a whole prompt, which are not computed
 PROPOSALS = 16
-VARIED = 3  # of the proposals, the fastest
+VARIED = 3  # the fastest proposals, of which variants are tried
 SPLITS = (1, 2)
-# Beyond this variants bring nothing: there are tiles for all multiprocessors.
+# With more rows variants gain nothing: there are tiles for all multiprocessors.
 MAX_VARIED_ROWS = 512
 FINALISTS = 4
-ROUNDS = 5  # of the finalists and torch, in turn
-# Microseconds: that a candidate runs for, about (once at least, MAX_LAUNCHES times at most),
-# torch's before it, and before all those of a number of rows where power is the limit.
+ROUNDS = 5  # timings of the finalists and torch, alternating
+# Microseconds: about how long a candidate runs (1 to MAX_LAUNCHES launches), how long torch's GEMM
+# runs before it, and how long the device is heated up from HOT_ROWS rows on.
 MEASURED, HEAD_START, HEAT = 100, 150, 200_000
 MAX_LAUNCHES = 6
 HOT_ROWS = 128
-# An H200's. On a slower device everything takes longer.
-BYTES_A_US, OPERATIONS_A_US = 4e6, 700e6
+# Of an H200. On a slower device everything takes longer.
+BYTES_PER_US, OPERATIONS_PER_US = 4e6, 700e6
 SHORTEST = 5  # microseconds of any launch
-# What a choice has to gain; less is noise, and torch's own is the better known.
+# A choice must be faster than torch's by this factor; less is noise.
 GAIN = 0.975
 
 Call = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
-class Product:
-    """The layers of one shape. `adds`: to a running sum."""
+class GemmGroup:
+    """Linear layers of one shape. adds: whether their results are added to the output."""
 
     weights: Sequence[torch.Tensor]
-    """Of each `[N, K]`."""
+    """`[N, K]` each."""
     adds: bool
 
     def sizes(self, rows: int) -> Sizes:
@@ -61,19 +57,19 @@ class Product:
 
 
 def tune_missing(
-    table: LinearTable, lt: CublasLt, products: Sequence[Product], row_counts: Iterable[int]
+    table: LinearTable, lt: CublasLt, groups: Sequence[GemmGroup], row_counts: Iterable[int]
 ) -> int:
-    """Complete the table for these numbers of rows; how many entries were missing. Waits for the
-    device."""
-    # The largest of a class stands for all of it.
+    """Adds the missing entries for these numbers of rows to the table, and returns their number.
+    Waits for the device."""
+    # The largest number of a class is measured for the class.
     largest = {rows_class(rows): rows for rows in sorted(row_counts) if rows >= MIN_ROWS}
     num_missing = 0
     for rows in sorted(largest.values(), reverse=True):
-        missing: dict[ProductKey, Search] = {}
-        for product in products:
-            sizes = product.sizes(rows)
+        missing: dict[GemmKey, Search] = {}
+        for group in groups:
+            sizes = group.sizes(rows)
             if (key := key_of(sizes)) not in table and sizes.output_bytes <= MAX_OUTPUT_BYTES:
-                missing[key] = Search(lt, sizes, product.weights)
+                missing[key] = Search(lt, sizes, group.weights)
         for search in missing.values():
             search.load()
         if rows >= HOT_ROWS:
@@ -81,13 +77,12 @@ def tune_missing(
                 search.heat(HEAT / len(missing))
         for key, search in missing.items():
             table[key] = search.fastest()
-            table.finalists[str(key)] = search.finalists
         num_missing += len(missing)
     return num_missing
 
 
 class Search:
-    """For the fastest algorithm of one product."""
+    """Search for the fastest algorithm of one GEMM."""
 
     def __init__(self, lt: CublasLt, sizes: Sizes, weights: Sequence[torch.Tensor]) -> None:
         self._plan, self._weights, self._sizes = Plan(lt, sizes), cycle(weights), sizes
@@ -96,14 +91,13 @@ class Search:
         )
         self._output = self._x.new_zeros(sizes.rows, sizes.out_features)
         num_bytes = sizes.in_features * sizes.out_features * sizes.dtype.itemsize
-        work = max(num_bytes / BYTES_A_US, num_bytes * sizes.rows / OPERATIONS_A_US)
+        work = max(num_bytes / BYTES_PER_US, num_bytes * sizes.rows / OPERATIONS_PER_US)
         self._estimate = max(work, SHORTEST)
         self._algorithms: set[bytes] = set()
-        self.finalists: list[bytes] = []
 
     def load(self) -> None:
-        """Collect the algorithms and run each once: the library loads a kernel when it is first
-        run."""
+        """Collects the algorithms and runs each once, because the library loads a kernel when it
+        first runs."""
         proposals = self._plan.algorithms(PROPOSALS)
         self._run(self._torch, 1)
         self._load(proposals)
@@ -114,16 +108,16 @@ class Search:
         self._run(self._torch, max(1, round(microseconds / self._estimate)))
 
     def fastest(self) -> bytes | None:
-        """None where torch's choice is as fast."""
-        self.finalists = self._ranked(sorted(self._algorithms))[:FINALISTS]
-        calls = [self._torch, *map(self._call_of, self.finalists)]
+        """None if torch's choice is as fast."""
+        finalists = self._ranked(sorted(self._algorithms))[:FINALISTS]
+        calls = [self._torch, *map(self._call_of, finalists)]
         rounds = [self.microseconds(calls) for _ in range(ROUNDS)]
         baseline, *finals = map(median, zip(*rounds, strict=True))
-        best, algorithm = min(zip(finals, self.finalists, strict=True), default=(baseline, b""))
+        best, algorithm = min(zip(finals, finalists, strict=True), default=(baseline, b""))
         return algorithm if best < GAIN * baseline else None
 
     def microseconds(self, calls: Sequence[Call]) -> list[float]:
-        """Of one launch of each."""
+        """The time of one launch of each call."""
         events = []
         for call in calls:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call] # torch's
@@ -155,9 +149,7 @@ class Search:
         for algorithm in set(algorithms) - self._algorithms:
             try:
                 self._run(self._call_of(algorithm), 1)
-            except (
-                RuntimeError
-            ):  # of cublasLtMatmul, which may refuse what the check before it has accepted
+            except RuntimeError:  # cublasLtMatmul may refuse what the check has accepted
                 continue
             self._algorithms.add(algorithm)
 

@@ -1,8 +1,7 @@
-"""CUDA C++ sources of this folder, compiled by NVRTC and launched through cuda-python.
+"""Compiles CUDA C++ sources of this folder with NVRTC and launches them through cuda-python.
 
-It knows nothing of what a kernel computes. Compilation needs no GPU; a kernel is loaded into the
-context that torch made current, and launched on the stream that it is given, so that torch's graph
-capture sees it."""
+Compilation needs no GPU. A kernel is loaded into torch's current context and launched on the given
+stream, so torch's graph capture records it."""
 
 import contextlib
 import ctypes
@@ -19,12 +18,12 @@ import torch
 from tllm_spec.kernels.disk_cache import cache_folder, write_file
 
 ELF = b"\x7fELF"
-SHARED_BYTES = 227 << 10  # of a CTA, as Hopper and the data centre's Blackwell have them
+SHARED_BYTES = 227 << 10  # per CTA, on Hopper and data center Blackwell
 
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether cuda-python is there (the extra `cuda`)."""
+    """Whether cuda-python is installed (the extra `cuda`)."""
     return (
         importlib.util.find_spec("cuda") is not None
         and importlib.util.find_spec("cuda.bindings") is not None
@@ -33,11 +32,11 @@ def is_installed() -> bool:
 
 @functools.cache
 def why_unavailable(device: int) -> str | None:
-    """Why none of our kernels runs on this CUDA device, or None."""
+    """Why our CUDA kernels cannot run on this device, or None."""
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 9:  # clusters and programmatic dependent launch
         return "it needs compute capability 9.0"
-    # Not every torch tells; the data centre's devices, on which it began, have enough.
+    # Older torch does not report it; assume a data center device, which has enough.
     if getattr(properties, "shared_memory_per_block_optin", SHARED_BYTES) < SHARED_BYTES:
         return f"it needs {SHARED_BYTES >> 10} KB of shared memory a block"
     return None if is_installed() else "cuda-python is not installed; pip install tllm_spec[cuda]"
@@ -46,15 +45,15 @@ def why_unavailable(device: int) -> str | None:
 def compile_source(
     name: str, architecture: str, definitions: tuple[tuple[str, int], ...] = ()
 ) -> bytes:
-    """The machine code of `name` in this folder, which is compiled once on a machine.
+    """The machine code of file `name` of this folder, compiled once per machine.
 
     Args:
-        name: file name, `small_m_gemm.cu`.
-        architecture: `sm_90`.
+        name: such as `small_m_gemm.cu`.
+        architecture: such as `sm_90`.
         definitions: macros and their values.
 
     Raises:
-        RuntimeError: the source does not compile; the message has the compiler's log.
+        RuntimeError: the source does not compile; the message contains the compiler's log.
     """
     from cuda.bindings import nvrtc
 
@@ -79,7 +78,7 @@ def compile_source(
 
 
 def _compiled(texts: Sequence[tuple[str, bytes]], options: Sequence[str]) -> bytes:
-    """The first text, which may include the others."""
+    """Compiles the first text, which may include the others."""
     from cuda.bindings import nvrtc
 
     (name, source), *headers = texts
@@ -102,8 +101,8 @@ def _compiled(texts: Sequence[tuple[str, bytes]], options: Sequence[str]) -> byt
 
 @dataclass(frozen=True)
 class Launch:
-    """The shape of a launch: CTAs, threads of each, CTAs of a cluster, dynamic shared memory of
-    each CTA."""
+    """Shape of a launch. grid: CTAs; block: threads per CTA; cluster: CTAs per cluster;
+    shared_bytes: dynamic shared memory per CTA."""
 
     grid: int
     block: int
@@ -128,8 +127,8 @@ class Kernel:
         values: tuple[Any, ...],
         types: tuple[type["ctypes._SimpleCData[Any]"], ...],
     ) -> Any:
-        """Of a node of a CUDA graph: one CTA of so many threads, its arguments and their types in
-        C."""
+        """Parameters of a CUDA graph node: one CTA of `num_threads` threads, the arguments and
+        their C types."""
         from cuda.bindings import driver
 
         params = driver.CUDA_KERNEL_NODE_PARAMS()
@@ -140,9 +139,9 @@ class Kernel:
         return params
 
     def launch(self, launch: Launch, stream: int, argument: ctypes.Structure) -> None:
-        """Start the kernel as soon as all CTAs of the kernel before it have said that it may
-        (programmatic dependent launch): it has to wait itself before it touches what that one
-        writes. argument: the kernel's only one."""
+        """Launches the kernel with programmatic dependent launch: it may start before the previous
+        kernel ends, and must itself wait before it touches what that one writes. argument: the
+        kernel's only argument."""
         from cuda.bindings import driver
 
         config = _config(launch, stream)
@@ -158,19 +157,18 @@ def _config(launch: Launch, stream: int) -> Any:
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
     config.sharedMemBytes = launch.shared_bytes
     config.hStream = stream
-    early, cluster = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
-    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    early.value.programmaticStreamSerializationAllowed = 1
+    pdl, cluster = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    pdl.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    pdl.value.programmaticStreamSerializationAllowed = 1
     cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = cluster.value.clusterDim
     size.x, size.y, size.z = launch.cluster, 1, 1
-    config.attrs, config.numAttrs = [early, cluster], 2
+    config.attrs, config.numAttrs = [pdl, cluster], 2
     return config
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-python returns besides its error code. Raises RuntimeError for an
-    error."""
+    """The result of a cuda-python call without its error code. Raises RuntimeError for an error."""
     error, *values = result
     if error.value:
         raise RuntimeError(f"{type(error).__name__}: {error.name}")

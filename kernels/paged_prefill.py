@@ -1,10 +1,9 @@
-"""Paged attention of context chunks: the last rows of each request attend causally to all that it
-has in the pool.
+"""Paged attention of context chunks with FlashInfer: the last rows of each request attend causally
+to its whole context in the KV pool.
 
-The kernels are FlashInfer's: FlashAttention-3 on Hopper, its FA2 elsewhere. Their schedule is made
-on the host from lengths that the host knows, once for all layers of a forward, and nothing waits
-for the device. `plain_paged_prefill` is the reference in plain torch. Neither knows requests or
-models: rows, pages and one layer of the pool."""
+FlashInfer runs FlashAttention-3 on Hopper and its FA2 elsewhere. Its schedule is planned on the
+host from lengths that the host knows, once for all layers of a forward; nothing waits for the
+device. `plain_paged_prefill` is the plain-torch reference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,29 +13,28 @@ from typing import Any
 import torch
 
 # A plan is copied to the device from pinned memory in stream order. With overlap the host is one
-# forward ahead of the device: it must not write the memory that the copy of the forward before
-# still reads.
+# forward ahead of the device, and must not overwrite memory that the previous copy still reads.
 NUM_PLANS = 2
-# What a wrapper of FlashInfer allocates on the device for a plan (8 MiB) and for the lengths in it.
+# Device memory of a FlashInfer wrapper: its plan (8 MiB) and the lengths in it.
 PLAN_BYTES = (8 << 20) + 32768 * 4
-HOPPER = 9  # compute capability, of whose kernels (FA3) every launch of a graph takes its whole schedule from a plan
+# Major compute capability. Its kernels (FA3) read their whole schedule from the plan on the device.
+HOPPER = 9
 
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """C chunks, one after another. All but `pages` lie on the host, pinned where there is a CUDA
-    device to copy to."""
+    """C chunks in order. All tensors but `pages` are on the host, pinned if there is CUDA."""
 
     query_starts: torch.Tensor
-    """[C + 1] int32: each chunk's first row, then the number of all rows."""
+    """[C + 1] int32: each chunk's first row, then the total number of rows."""
     page_starts: torch.Tensor
-    """[C + 1] int32: each chunk's first entry of `pages`, then the number of all entries."""
+    """[C + 1] int32: each chunk's first entry of `pages`, then the total number of entries."""
     last_page_lens: torch.Tensor
     """[C] int32: tokens in each request's last page, 1 to page_size."""
     kv_lens: torch.Tensor
-    """[C] int32: tokens in the cache, the chunk's included."""
+    """[C] int32: tokens in the cache, including the chunk's."""
     pages: torch.Tensor
-    """int32, on the device: the pages of the first request, then those of the second."""
+    """int32, on the device: the pages of all requests, one after another."""
     num_rows: int
     max_chunk_len: int
 
@@ -48,8 +46,7 @@ class PrefillRows:
         block_tables: torch.Tensor,
         page_size: int,
     ) -> "PrefillRows":
-        """block_tables: `[C or more, P]` int32, on the device; only the pages that kv_lens reach
-        are taken."""
+        """block_tables: `[C or more, P]` int32, on the device; only pages that kv_lens need."""
         counts = [-(-length // page_size) for length in kv_lens]
         tables = block_tables[: len(counts)]
         pages = [table[:count] for table, count in zip(tables, counts, strict=True)]
@@ -61,7 +58,7 @@ class PrefillRows:
     def of_pages(
         cls, chunk_lens: Sequence[int], kv_lens: Sequence[int], pages: torch.Tensor, page_size: int
     ) -> "PrefillRows":
-        """pages: as the field, those that kv_lens reach."""
+        """pages: as the field, exactly those that kv_lens need."""
         counts = [-(-length // page_size) for length in kv_lens]
         last = [
             length - (count - 1) * page_size for length, count in zip(kv_lens, counts, strict=True)
@@ -84,7 +81,7 @@ class PrefillRows:
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """Of plans in place: rows of all chunks together, chunks, and pages of a chunk's request."""
+    """Limits of `PrefillInPlace`: rows of all chunks, chunks, and pages per chunk."""
 
     max_rows: int
     num_chunks: int
@@ -92,41 +89,39 @@ class PrefillLimits:
 
 
 class PagedPrefill:
-    """FlashInfer's kernels for one geometry. Raises RuntimeError or OSError where they are neither
-    prebuilt for it nor can be compiled, and ImportError without FlashInfer."""
+    """FlashInfer's kernels for one geometry. Raises RuntimeError or OSError if they are neither
+    prebuilt nor can be compiled, and ImportError without FlashInfer."""
 
     def __init__(self, layer: torch.Tensor, num_heads: int, scale: float) -> None:
-        """layer: a layer of the pool, `[2, pages, page_size, Hkv, D]`; num_heads: of the
-        queries."""
+        """layer: a layer of the pool, `[2, pages, page_size, Hkv, D]`; num_heads: query heads."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        # Partial results of a split over keys would lie here. Without the split a row's result does
-        # not depend on the batch around it. The FA3 kernels never split.
+        # The workspace for partial results of split keys. Keys are never split, so that a row's
+        # result does not depend on the batch.
         self._workspace = torch.empty(16, dtype=torch.uint8, device=layer.device)
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="auto")
             for _ in range(NUM_PLANS)
         ]
         self._copied = [torch.cuda.Event() for _ in range(NUM_PLANS)]  # type: ignore[no-untyped-call] # torch's
-        self._turn = 0
+        self._next = 0
         self._layer, self._num_heads, self._scale = layer, num_heads, scale
         for _ in range(NUM_PLANS):
             self._try(self.plan(self._rows_of_page_0(1)))
 
     def plan(self, rows: PrefillRows) -> Any:
-        """What `run` needs of a forward. It lasts until `NUM_PLANS` further ones have been made,
-        and the host waits for the device only when it is so many ahead."""
-        turn, self._turn = self._turn, (self._turn + 1) % NUM_PLANS
-        self._fill(self._wrappers[turn], rows, self._copied[turn])
-        return self._wrappers[turn]
+        """The plan of a forward, for `run`. It is valid until NUM_PLANS further plans are made. The
+        host waits for the device only if it is that many plans ahead."""
+        index, self._next = self._next, (self._next + 1) % NUM_PLANS
+        self._fill(self._wrappers[index], rows, self._copied[index])
+        return self._wrappers[index]
 
     def run(self, plan: Any, q: torch.Tensor, layer: torch.Tensor, out: torch.Tensor) -> None:
-        """q `[T, Hq, D]`, any stride of rows; out `[T, Hq, D]`, contiguous, overwritten."""
+        """q `[T, Hq, D]`, any stride between rows; out `[T, Hq, D]`, contiguous, overwritten."""
         plan.run(q, (layer[0], layer[1]), out=out)
 
     def in_place(self, limits: PrefillLimits) -> "PrefillInPlace | None":
-        """Plans that a CUDA graph can follow; None where not all of a plan is known to lie on the
-        device."""
+        """Plans for CUDA graphs; None if the kernels read a part of the plan on the host."""
         if torch.cuda.get_device_capability(self._layer.device)[0] != HOPPER:
             return None
         return PrefillInPlace(self, limits)
@@ -160,15 +155,15 @@ class PagedPrefill:
         return PrefillRows.build(lens, lens, table, page_size)
 
     def _try(self, plan: Any, num_rows: int = 1) -> None:
-        """Kernels are loaded or compiled now, not when the first request waits for them."""
+        """Loads or compiles the kernels now instead of with the first request."""
         q = self._layer.new_zeros(num_rows, self._num_heads, self._layer.shape[4])
         self.run(plan, q, self._layer, torch.empty_like(q))
 
 
 class PrefillInPlace:
-    """Every plan is written over the one before: graphs that hold a `run` of it do what the latest
-    one says. Those of fewer rows can be made of it, too. Plans have `num_chunks` chunks, some of
-    which may be empty."""
+    """Plans for CUDA graphs: each plan overwrites the previous one, and captured calls of `run`
+    follow the latest. A plan has `num_chunks` chunks, some of which may be empty, and at most
+    `max_rows` rows."""
 
     def __init__(self, kernels: PagedPrefill, limits: PrefillLimits) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -188,14 +183,13 @@ class PrefillInPlace:
             paged_kv_last_page_len_buf=buffer(limits.num_chunks),
             backend="fa3",
         )
-        # The first plan decides where on the device the parts of all plans stand: it has the most
-        # rows.
+        # The first plan has the most rows: it fixes the memory layout of all later plans.
         kernels._try(
             self.plan(kernels._rows_of_page_0(limits.max_rows, limits.num_chunks)), limits.max_rows
         )
 
     def plan(self, rows: PrefillRows) -> Any:
-        """Always the same object, for `PagedPrefill.run`."""
+        """The plan for `PagedPrefill.run`; always the same object."""
         self._kernels._fill(self._wrapper, rows, self._copied)
         return self._wrapper
 
@@ -203,7 +197,7 @@ class PrefillInPlace:
 def plain_paged_prefill(
     q: torch.Tensor, layer: torch.Tensor, rows: PrefillRows, scale: float, out: torch.Tensor
 ) -> None:
-    """The reference of `PagedPrefill`, in float32 from end to end; arguments as there."""
+    """Reference of `PagedPrefill`, computed in float32; same arguments."""
     page_size, kv_heads, head_dim = layer.shape[2:]
     chunks = zip(rows.query_starts.tolist(), rows.query_starts.tolist()[1:], strict=False)
     pages = zip(rows.page_starts.tolist(), rows.page_starts.tolist()[1:], strict=False)

@@ -1,5 +1,5 @@
-"""The first statement of a Triton kernel that may be launched early (programmatic_launch.py).
-Importing this file imports Triton."""
+"""The first statement of a Triton kernel with programmatic dependent launch
+(programmatic_launch.py). Importing this file imports Triton."""
 
 import triton
 import triton.language as tl
@@ -7,21 +7,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def begin(EARLY: tl.constexpr) -> None:
-    """Let the next kernel be set up, and wait for the end of the one before."""
-    announce(EARLY)
-    wait(EARLY)
+def begin(PDL: tl.constexpr) -> None:
+    """Let the next kernel be set up, and wait for the end of the previous one."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def announce(EARLY: tl.constexpr) -> None:
+def launch_dependents(PDL: tl.constexpr) -> None:
     """Let the next kernel be set up."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def wait(EARLY: tl.constexpr) -> None:
-    """For the end of the kernel before."""
-    if EARLY:
+def wait_for_previous(PDL: tl.constexpr) -> None:
+    """Wait for the end of the previous kernel."""
+    if PDL:
         gdc_wait()

@@ -1,13 +1,9 @@
-"""The Triton kernel behind rms_norm.py, which says what goes in and comes out. Importing this file
-imports Triton.
+"""The Triton kernel of rms_norm.py, which describes inputs and outputs. Importing this file imports
+Triton.
 
-It takes the same steps as F.rms_norm (float32 squares, one division by H, rsqrt, two products, one
-rounding), so it has F.rms_norm's bits wherever the sum of squares has; that sum is taken in another
-order. Where they differ, float32 results are a few steps apart, and bfloat16 or float16 results are
-neighbours where a rounding boundary lies between the two.
-
-Bytes: 2 T H elements and the weight. H = 4096 in bfloat16: 16 KiB a row.
-"""
+It takes the same steps as F.rms_norm (float32 squares, one division by H, rsqrt, two
+multiplications, one rounding), but sums the squares in another order. So float32 results may differ
+by a few units in the last place, and 16-bit results by one."""
 
 import torch
 import triton
@@ -16,7 +12,7 @@ import triton.language as tl
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
-_ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements a thread
+_ELEMENTS_PER_WARP = 512  # two 16-byte loads of 2-byte elements per thread
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -48,10 +44,10 @@ def rms_norm_kernel(
     eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """One row a program, all of it in registers."""
-    begin(EARLY)
+    """One row per program, in registers."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE

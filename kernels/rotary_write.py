@@ -1,11 +1,9 @@
-"""From a fused projection's output to what attention reads: norm of each head (where a model has
-it) and rotary embedding of q and k, in place, and the rows' K and V into their slots of the KV
-pool.
+"""Between the fused QKV projection and attention: norm of each head (if the model has it) and
+rotary embedding of q and k, in place, and the write of K and V into their slots of the KV pool.
 
-`rotary_write` runs one Triton kernel where there is any and its plain-torch reference, which is the
-definition, elsewhere. All of it is float32 and rounded once; bfloat16 ops one after another would
-round up to four times (inverse RMS, weight, cosine, sum). Neither knows requests or plans: one
-layer of the pool, one launch."""
+`rotary_write` is one Triton kernel if Triton is available, otherwise the plain-torch reference,
+which is the definition. It computes in float32 and rounds once; separate bfloat16 ops would round
+up to four times (inverse RMS, weight, cosine, sum)."""
 
 import functools
 from dataclasses import dataclass
@@ -18,25 +16,26 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary embedding of one forward's rows."""
+    """Rotary embedding of the rows of one forward."""
 
     table: torch.Tensor
-    """`[max_positions, 2, 1, D]`, contiguous: cosines, then sines, those of the first half of D with a minus."""
+    """`[max_positions, 2, 1, D]`, contiguous: cosines, then sines. The sines of the first half of D
+    are negated."""
     positions: torch.Tensor
     """`[T]` int64, rows of the table."""
-    known: torch.Tensor | None = None
-    """What `gathered` gives, from whoever had a launch for it anyway."""
+    gathered: torch.Tensor | None = None
+    """`cos_sin`, if another kernel has gathered it already."""
 
     @functools.cached_property
-    def gathered(self) -> torch.Tensor:
-        """The table's rows `[T, 2, 1, D]`, contiguous: gathered once for all layers that ask, which
-        `rotary_write` does not."""
-        return gather_rows(self.table, self.positions) if self.known is None else self.known
+    def cos_sin(self) -> torch.Tensor:
+        """The table's rows at the positions, `[T, 2, 1, D]`, contiguous. Gathered once for all
+        layers. `rotary_write` reads the table instead."""
+        return gather_rows(self.table, self.positions) if self.gathered is None else self.gathered
 
     @functools.cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines `[T, 1, D]`."""
-        cos, sin = self.gathered.unbind(1)
+        """Cosines and sines, `[T, 1, D]` each."""
+        cos, sin = self.cos_sin.unbind(1)
         return cos, sin
 
     def first(self, number: int) -> "Rotary":
@@ -45,7 +44,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """RMSNorm over each head of q and k."""
+    """RMSNorm of each head of q and k."""
 
     weight: torch.Tensor
     """`[Hq + Hkv, D]`, contiguous."""
@@ -59,14 +58,14 @@ def rotary_write(
     layer: torch.Tensor,
     norm: HeadWeights | None = None,
 ) -> None:
-    """Norm and rotate q and k of `qkv` in place; put k and v into the pool.
+    """Norm and rotate q and k of `qkv` in place; write k and v into the pool.
 
     Args:
-        qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, D even; the heads of q, then k, then v.
+        qkv: `[T, Hq + 2 * Hkv, D]`, contiguous, D even; heads of q, then k, then v.
         rotary: of these rows.
         kv_slots: `[T]` int64: page * page_size + offset.
         layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype; keys at 0, values at 1.
-        norm: before the rotation; None: none.
+        norm: before the rotation, or None.
     """
     if not has_kernels(qkv.device):
         plain_rotary_write(qkv, rotary, kv_slots, layer, norm)
@@ -84,7 +83,7 @@ def plain_rotary_write(
     layer: torch.Tensor,
     norm: HeadWeights | None = None,
 ) -> None:
-    """The reference of `rotary_write`."""
+    """Reference of `rotary_write`."""
     num_rows, num_heads, head_dim = qkv.shape
     kv_heads = layer.shape[3]
     plain_rotate(qkv[:, : num_heads - kv_heads], rotary, norm)
@@ -93,7 +92,7 @@ def plain_rotary_write(
 
 
 def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None = None) -> None:
-    """Norm and rotate `[T, Hq + Hkv, D]` in place. float32 heads are not copied."""
+    """Norm and rotate `[T, Hq + Hkv, D]` in place."""
     heads, head_dim = q_and_k.float(), q_and_k.shape[-1]
     if norm is not None:
         length = torch.linalg.vector_norm(heads, 2, -1, True)
@@ -109,6 +108,5 @@ def plain_rotate(q_and_k: torch.Tensor, rotary: Rotary, norm: HeadWeights | None
 
 
 def plain_write_kv(kv: torch.Tensor, kv_slots: torch.Tensor, layer: torch.Tensor) -> None:
-    """Put the rows of kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv,
-    D]`."""
+    """Write kv `[T, 2, Hkv, D]` into slots `[T]` of `layer` `[2, pages, page_size, Hkv, D]`."""
     layer.view(2, -1, *layer.shape[3:]).index_copy_(1, kv_slots, kv.transpose(0, 1))

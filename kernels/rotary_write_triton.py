@@ -1,19 +1,12 @@
-"""The Triton kernel behind rotary_write.py, which says what goes in and comes out. Importing this
-file imports Triton.
+"""The Triton kernel of rotary_write.py, which describes inputs and outputs. Importing this file
+imports Triton.
 
-A program takes all of some heads, so that it has read both elements of each rotated pair before it
-overwrites one.
+A program takes whole heads, so it has read both elements of each rotated pair before it overwrites
+one.
 
-Exact: values, and that the pool gets the very k that stays in `qkv`. The rotation may be contracted
-to one product and one fused multiply-add, and the norm's sum is taken in another order than the
-reference's: float32 results are a few steps of the larger product apart, bfloat16 and float16
-results are the reference's or, at a rounding boundary, its neighbours.
-
-Bytes of a row: Hq + 2 Hkv heads read, Hq + Hkv written in place, 2 Hkv written to the pool, and a
-row of the table. An 8B Llama in bfloat16 (32 and 8 heads of 128): 27 KB. Predicted on an H200 (4.8
-TB/s) inside a CUDA graph: T <= 8 is bound by the launch and three dependent trips to memory
-(position, table, stores), 2 to 3 us; T = 512 moves 14 MB, 3 us from HBM, about 5 us in all. Not
-measured."""
+V is copied exactly, and the pool gets the same K as `qkv`. The rotation may use a fused
+multiply-add, and the norm's sum has another order than the reference's. So float32 results may
+differ by a few units in the last place, and 16-bit results by one."""
 
 import torch
 import triton
@@ -22,7 +15,8 @@ import triton.language as tl
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
-_PAIRS = 1024  # a program: 4 warps with one 16-byte load of 2-byte elements a thread for each half of the heads
+# Pairs per program: in each half of the heads one 16-byte load of 2-byte elements per thread.
+_PAIRS = 1024
 
 
 def rotary_write_triton(
@@ -84,29 +78,29 @@ def rotary_write_kernel(
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Grid (rows, blocks of heads). Tiles are `[heads, half of a head]`, one for each half."""
-    begin(EARLY)
+    """Grid (rows, blocks of heads). Tiles are `[heads, half of a head]`, one per half."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     position, slot = tl.load(positions + row), tl.load(kv_slots + row)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     dims = tl.arange(0, BLOCK_HALF)[None, :]
     real_dims = dims < HALF
     real = (heads < Q_HEADS + 2 * KV_HEADS) & real_dims
-    turns = (heads < Q_HEADS + KV_HEADS) & real_dims  # q and k
-    places = qkv + (row * (Q_HEADS + 2 * KV_HEADS) + heads) * (2 * HALF) + dims
+    is_rotated = (heads < Q_HEADS + KV_HEADS) & real_dims  # q and k
+    pointers = qkv + (row * (Q_HEADS + 2 * KV_HEADS) + heads) * (2 * HALF) + dims
     old_low, old_high = (
-        tl.load(places, mask=real, other=0.0),
-        tl.load(places + HALF, mask=real, other=0.0),
+        tl.load(pointers, mask=real, other=0.0),
+        tl.load(pointers + HALF, mask=real, other=0.0),
     )
     low, high = old_low.to(tl.float32), old_high.to(tl.float32)
     if HAS_NORM:
         sum_square = tl.sum(low * low, 1, keep_dims=True) + tl.sum(high * high, 1, keep_dims=True)
         inverse_rms = tl.rsqrt(sum_square / (2 * HALF) + eps)
         weights = norm_weight + heads * (2 * HALF) + dims
-        low *= inverse_rms * tl.load(weights, mask=turns, other=0.0).to(tl.float32)
-        high *= inverse_rms * tl.load(weights + HALF, mask=turns, other=0.0).to(tl.float32)
+        low *= inverse_rms * tl.load(weights, mask=is_rotated, other=0.0).to(tl.float32)
+        high *= inverse_rms * tl.load(weights + HALF, mask=is_rotated, other=0.0).to(tl.float32)
 
     cosines = table + position * (4 * HALF) + dims
     sines = cosines + 2 * HALF
@@ -114,14 +108,16 @@ def rotary_write_kernel(
     cos_high = tl.load(cosines + HALF, mask=real_dims, other=0.0).to(tl.float32)
     sin_low = tl.load(sines, mask=real_dims, other=0.0).to(tl.float32)
     sin_high = tl.load(sines + HALF, mask=real_dims, other=0.0).to(tl.float32)
-    new_low = tl.where(turns, (low * cos_low + high * sin_low).to(qkv.dtype.element_ty), old_low)
-    new_high = tl.where(
-        turns, (high * cos_high + low * sin_high).to(qkv.dtype.element_ty), old_high
+    new_low = tl.where(
+        is_rotated, (low * cos_low + high * sin_low).to(qkv.dtype.element_ty), old_low
     )
-    tl.store(places, new_low, mask=turns)
-    tl.store(places + HALF, new_high, mask=turns)
+    new_high = tl.where(
+        is_rotated, (high * cos_high + low * sin_high).to(qkv.dtype.element_ty), old_high
+    )
+    tl.store(pointers, new_low, mask=is_rotated)
+    tl.store(pointers + HALF, new_high, mask=is_rotated)
 
-    half = (heads >= Q_HEADS + KV_HEADS).to(tl.int64)  # of the layer: keys or values
+    half = (heads >= Q_HEADS + KV_HEADS).to(tl.int64)  # 0: keys, 1: values
     kv_heads = slot * KV_HEADS + heads - Q_HEADS - half * KV_HEADS
     targets = layer + half * value_offset + kv_heads * (2 * HALF) + dims
     kept = real & (heads >= Q_HEADS)

@@ -1,10 +1,9 @@
-"""Rows from one place to another: picked out of a table by number, beside others in a wider buffer,
-or into rings.
+"""Copies of rows: a gather from a table, a copy between buffers of different widths, and writes
+into ring buffers.
 
-Each is one Triton kernel where there is any and its plain-torch reference, which is the definition,
-elsewhere. For the few rows of a generation round torch's own kernels read one row behind the other,
-and none may be launched early (programmatic_launch.py). Bits are copied, nothing is computed; what
-rows mean is not known here."""
+Each is one Triton kernel if Triton is available, otherwise the plain-torch reference, which is the
+definition. For the few rows of a generation round torch's kernels read one row after another, and
+they do not use programmatic dependent launch (programmatic_launch.py)."""
 
 from dataclasses import dataclass
 
@@ -14,8 +13,8 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`table[rows]`, contiguous. table: `[N, ...]`, its rows contiguous, any stride between them;
-    rows: `[R]` int64, contiguous, all of them the table's, which is not checked on a device."""
+    """`table[rows]`, contiguous. table: `[N, ...]`, contiguous rows, any stride between them; rows:
+    `[R]` int64, contiguous, in range, which is not checked on a device."""
     if not has_kernels(table.device):
         return table.index_select(0, rows)
     from tllm_spec.kernels.row_copies_triton import gather_rows_triton
@@ -24,7 +23,7 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def copy_rows(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Both `[R, W]` of one dtype, their rows contiguous, any stride between them."""
+    """Both `[R, W]` of one dtype, contiguous rows, any stride between them."""
     if not has_kernels(source.device):
         destination.copy_(source)
         return
@@ -35,15 +34,15 @@ def copy_rows(source: torch.Tensor, destination: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Rings:
-    """Of tokens `[S * length]` int64 and of states `[S * length, W]`, if there are any: what
-    belongs to position p of slot s stands at `s * length + p % length`."""
+    """Ring buffers of S slots: tokens `[S * length]` int64, and states `[S * length, W]` or None.
+    Position p of slot s is stored at index `s * length + p % length`."""
 
     length: int
     tokens: torch.Tensor
     states: torch.Tensor | None
 
-    def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Of positions `[B]` of slots `[B]`, or of several a slot, `[B, n]` of `[B, 1]`."""
+    def indices(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Indices of positions `[B]` of slots `[B]`, or of positions `[B, n]` of slots `[B, 1]`."""
         return (positions % self.length).add_(slots, alpha=self.length)
 
 
@@ -54,13 +53,13 @@ def store_in_rings(
     tokens: torch.Tensor,
     states: torch.Tensor | None,
 ) -> None:
-    """One position of each slot. Where two rows have the same place, either may stand there.
+    """Stores one position of each slot. If two rows have the same index, either may win.
 
     Args:
         slots, positions: `[B]` int64, contiguous, positions from 0 on.
         tokens: `[B]` int64, any stride.
-        states: `[B, W]` of the rings' dtype, any stride between rows; None exactly where the rings
-        have none.
+        states: `[B, W]` of the rings' dtype, any stride between rows; None if and only if the rings
+            have no states.
     """
     assert (states is None) == (rings.states is None)
     if not has_kernels(rings.tokens.device):
@@ -80,7 +79,7 @@ def store_in_rings_reference(
     states: torch.Tensor | None,
 ) -> None:
     """Arguments of `store_in_rings`."""
-    places = rings.places(slots, positions)
-    rings.tokens.index_copy_(0, places, tokens)
+    indices = rings.indices(slots, positions)
+    rings.tokens.index_copy_(0, indices, tokens)
     if rings.states is not None and states is not None:
-        rings.states.index_copy_(0, places, states)
+        rings.states.index_copy_(0, indices, states)

@@ -1,11 +1,7 @@
-"""The Triton kernels behind row_copies.py, which says what goes in and comes out. Importing this
-file imports Triton.
+"""The Triton kernels of row_copies.py, which describes inputs and outputs. Importing this file
+imports Triton.
 
-A program copies a part of a row, so that the rows of a small batch are read by many at once, and
-takes part in the early launches of its neighbours.
-
-Bytes: each row is read once and written once. H = 4096 in bfloat16: 16 KiB a row.
-"""
+A program copies a part of a row, so that many programs read the rows of a small batch."""
 
 import torch
 import triton
@@ -14,7 +10,7 @@ import triton.language as tl
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
 
-_BYTES = 2048  # of a row that a program copies: 16 a thread
+_BYTES = 2048  # of a row per program: 16 per thread
 _WARPS = 4
 
 
@@ -99,10 +95,10 @@ def copy_rows_kernel(
     destination_stride: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (rows, parts of a row)."""
-    begin(EARLY)
+    begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if rows is None:
         from_row = row
@@ -126,16 +122,16 @@ def store_in_rings_kernel(
     LENGTH: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (slots, parts of a state); the first part has the token."""
-    begin(EARLY)
+    begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(slots + row) * LENGTH + tl.load(positions + row) % LENGTH
+    index = tl.load(slots + row) * LENGTH + tl.load(positions + row) % LENGTH
     if part == 0:
-        tl.store(ring_tokens + place, tl.load(tokens + row * tokens_stride))
+        tl.store(ring_tokens + index, tl.load(tokens + row * tokens_stride))
     if states is not None:
-        _copy_part(states + row * states_stride, ring_states + place * SIZE, part, SIZE, BLOCK)
+        _copy_part(states + row * states_stride, ring_states + index * SIZE, part, SIZE, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -146,7 +142,7 @@ def _copy_part(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one row."""
+    """Copies a part of one row."""
     columns = part * BLOCK + tl.arange(0, BLOCK)
     real = columns < SIZE
     tl.store(destination + columns, tl.load(source + columns, mask=real), mask=real)

@@ -1,8 +1,7 @@
-"""A round's results into a ring of host memory: on CUDA a Triton kernel that writes there itself,
-elsewhere the plain-torch reference.
+"""Writes a round's results into a ring buffer in host memory: on CUDA a Triton kernel that writes
+there directly, elsewhere the plain-torch reference.
 
-A copy of its own would cost the host a call for every round, and the device a pause between two
-graphs. It knows the layout of an entry, not who reads it."""
+A separate copy would cost the host a call per round, and the device a gap between two graphs."""
 
 import torch
 
@@ -12,13 +11,12 @@ from tllm_spec.kernels.triton_support import has_kernels
 def send_results(
     ring: torch.Tensor, number: torch.Tensor, new_lens: torch.Tensor, new_tokens: torch.Tensor
 ) -> None:
-    """Writes entry `number` modulo D, and adds one to `number`.
+    """Writes entry `number` modulo D, and increments `number`.
 
     Args:
-        ring: `[D, >= 1 + N * (W+1)]` int64, pinned where the rest is on CUDA. An entry is its
-        number, and then for each
-            request how many tokens are new and all of its W tokens.
-        number: `[1]` int64: of the results that were written before.
+        ring: `[D, >= 1 + N * (W+1)]` int64, pinned if the rest is on CUDA. An entry is its number,
+            then for each request its number of new tokens and all of its W tokens.
+        number: `[1]` int64: number of the results written before.
         new_lens: `[N]` int64.
         new_tokens: `[N, W]` int64.
     """

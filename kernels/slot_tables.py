@@ -1,4 +1,4 @@
-"""The tables that `slot_windows` works on. This file knows nothing of what is done with them."""
+"""The tables that `slot_windows` updates."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ import torch
 
 @dataclass(frozen=True)
 class SlotTables:
-    """Rows of slots, int64, what they mean is said in `SlotState`: kv_lens, num_drafts,
-    previous_token `[S]`, window `[S, K_max + 1]`."""
+    """Tables indexed by slot, int64, documented in `SlotState`: kv_lens, num_drafts, previous_token
+    `[S]`, window `[S, K_max + 1]`."""
 
     kv_lens: torch.Tensor
     window: torch.Tensor
@@ -18,7 +18,7 @@ class SlotTables:
 
 @dataclass(frozen=True)
 class SyntheticRates:
-    """Acceptance by chance (`accept_by_rates`). seeds `[S]`: of the slots, for the coins, any
+    """Synthetic acceptance (`accept_by_rates`). seeds `[S]`: of the slots, for the coins, any
     stride."""
 
     rates: torch.Tensor

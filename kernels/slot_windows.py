@@ -1,9 +1,6 @@
-"""What happens to the windows in the slots between the choice of tokens and the next forward:
-drafts are accepted and the slots advance; new drafts are written. On CUDA one Triton kernel each,
-elsewhere the plain-torch references.
-
-This file knows tables indexed by slot; neither requests nor how tokens were chosen.
-"""
+"""Updates of the slots' windows between sampling and the next forward: accept drafts and advance
+the slots, and write new drafts. On CUDA one Triton kernel each, elsewhere the plain-torch
+references."""
 
 import torch
 
@@ -20,12 +17,11 @@ def accept_windows(
     targets: torch.Tensor,
     synthetic: SyntheticRates | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accepts the drafts in the windows of slots `[B]` and advances these slots. kv_lens `[B]`:
-    theirs, gathered before; targets `[B, W]` contiguous: the target's token after each window
-    position.
+    """Accepts the drafts in the windows of slots `[B]` and advances these slots. kv_lens `[B]`: of
+    these slots; targets `[B, W]`, contiguous: the target's token after each window position.
 
-    Returns emitted tokens `[B, W]` and their numbers `[B]`. Duplicates among the slots (padding)
-    leave one of their results."""
+    Returns emitted tokens `[B, W]` and their numbers `[B]`. Duplicate slots (padding) keep one of
+    their results."""
     if not has_kernels(slots.device):
         return accept_windows_reference(tables, slots, kv_lens, targets, synthetic)
     from tllm_spec.kernels.slot_windows_triton import accept_windows_triton
@@ -36,8 +32,8 @@ def accept_windows(
 def write_drafts(
     tables: SlotTables, slots: torch.Tensor, drafts: torch.Tensor, draft_limits: torch.Tensor
 ) -> None:
-    """drafts `[B, K]` into the windows of slots `[B]`; draft_limits `[S]` int64: how many of them
-    count at most."""
+    """Writes drafts `[B, K]` into the windows of slots `[B]`; draft_limits `[S]` int64: most drafts
+    that a slot may verify."""
     if not has_kernels(slots.device):
         write_drafts_reference(tables, slots, drafts, draft_limits)
     else:
@@ -57,7 +53,7 @@ def accept_windows_reference(
     length = targets.shape[1] - 1
     tokens = targets
     drafts = tables.window.index_select(0, slots)[:, 1 : 1 + length]
-    # There may be more drafts than this round verifies.
+    # A slot may hold more drafts than this round verifies.
     num_drafts = tables.num_drafts.index_select(0, slots).clamp_max(length)
     if synthetic is None:
         lens = accept_chain(targets, drafts, num_drafts)
@@ -77,9 +73,8 @@ def advance(
 ) -> None:
     """The second half of `accept_windows`: `new_lens` `[B]` of `new_tokens` `[B, W]` are emitted.
 
-    The window holds ids that the embedding has, whatever was sampled: the next round may be
-    launched before the host has seen that a token is none (-1). No draft is valid until a drafter
-    writes one."""
+    An invalid token (-1) is stored as 0: the next round may be launched before the host has seen
+    it, and its embedding must exist. No draft is valid until a drafter writes one."""
     last = (new_lens - 1).unsqueeze(1)
     bonus = tables.window[slots, 0]
     tail = torch.cat((bonus.unsqueeze(1), new_tokens), dim=1).gather(

@@ -1,9 +1,8 @@
-"""`accept_windows` and `write_drafts` as Triton kernels, one program a request. Importing this file
-imports Triton.
+"""`accept_windows` and `write_drafts` as Triton kernels, one program per request. Importing this
+file imports Triton.
 
-They move a few hundred bytes; what they save is launches: about 25 and 4 of plain torch's in every
-round, each about as long as one of these kernels, and 90 more where acceptance is synthetic (Philox
-in plain torch)."""
+They replace about 25 and 4 launches of plain torch per round, and 90 more with synthetic acceptance
+(Philox in plain torch)."""
 
 import torch
 import triton
@@ -88,35 +87,35 @@ def _accept(
     width: tl.constexpr,
     block: tl.constexpr,
     coin_domain: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """The first draft that is not accepted ends the run."""
-    begin(EARLY)
-    request, place = tl.program_id(0), tl.arange(0, block)
+    """The first rejected draft ends the accepted run."""
+    begin(PDL)
+    request, column = tl.program_id(0), tl.arange(0, block)
     slot, kv_len = tl.load(slots + request), tl.load(kv_lens + request)
     window = windows + slot * windows_stride
-    is_draft = place < width - 1
+    is_draft = column < width - 1
     bonus = tl.load(window)
-    drafts = tl.load(window + 1 + place, mask=is_draft, other=-1)
-    chosen = tl.load(targets + request * width + place, mask=place < width, other=-1)
+    drafts = tl.load(window + 1 + column, mask=is_draft, other=-1)
+    chosen = tl.load(targets + request * width + column, mask=column < width, other=-1)
     num_drafts = tl.minimum(tl.load(all_num_drafts + slot), width - 1)
     if rates is None:
-        accepted = (chosen == drafts) & (place < num_drafts)
-        num_accepted = tl.min(tl.where(accepted, block, place), axis=0)
+        accepted = (chosen == drafts) & (column < num_drafts)
+        num_accepted = tl.min(tl.where(accepted, block, column), axis=0)
     else:
-        zeros = tl.zeros_like(place)
+        zeros = tl.zeros_like(column)
         seed = tl.load(seeds + slot * seeds_stride)
         word, _, _, _ = tl.philox(
             seed, zeros, zeros + (kv_len + 1).to(tl.int32), zeros + coin_domain, zeros
         )
         coin = (word.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
-        wins = is_draft & (coin < tl.load(rates + place, mask=is_draft, other=0.0))
+        wins = is_draft & (coin < tl.load(rates + column, mask=is_draft, other=0.0))
         num_accepted = tl.minimum(tl.sum(wins.to(tl.int32), axis=0), num_drafts.to(tl.int32))
-        chosen = tl.where(place < num_accepted, drafts, chosen)
-    last = tl.max(tl.where(place == num_accepted, chosen, -1), axis=0)
-    before = tl.max(tl.where(place == num_accepted - 1, chosen, -1), axis=0)
+        chosen = tl.where(column < num_accepted, drafts, chosen)
+    last = tl.max(tl.where(column == num_accepted, chosen, -1), axis=0)
+    before = tl.max(tl.where(column == num_accepted - 1, chosen, -1), axis=0)
     num_new = num_accepted.to(tl.int64) + 1
-    tl.store(tokens + request * width + place, chosen, mask=place < width)
+    tl.store(tokens + request * width + column, chosen, mask=column < width)
     tl.store(lens + request, num_new)
     tl.store(previous_tokens + slot, tl.where(num_accepted == 0, bonus, before))
     tl.store(window, tl.maximum(last, 0))
@@ -136,12 +135,12 @@ def _write(
     draft_limits: tl.tensor,
     length: tl.constexpr,
     block: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    begin(EARLY)
-    request, place = tl.program_id(0), tl.arange(0, block)
+    begin(PDL)
+    request, column = tl.program_id(0), tl.arange(0, block)
     slot = tl.load(slots + request)
-    exists = place < length
-    tokens = tl.load(drafts + request * drafts_row_stride + place * drafts_stride, mask=exists)
-    tl.store(windows + slot * windows_stride + 1 + place, tokens, mask=exists)
+    exists = column < length
+    tokens = tl.load(drafts + request * drafts_row_stride + column * drafts_stride, mask=exists)
+    tl.store(windows + slot * windows_stride + 1 + column, tokens, mask=exists)
     tl.store(all_num_drafts + slot, tl.minimum(tl.load(draft_limits + slot), length))

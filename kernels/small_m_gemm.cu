@@ -1,33 +1,38 @@
-// y = x W^T for a few rows of x, at the rate at which W streams from memory; small_m_gemm.py says what goes in and
-// comes out. Compiled by NVRTC for compute capability 9.0 and above.
+// y = x W^T for a few rows of x. Bound by reading W from memory. small_m_gemm.py describes inputs
+// and outputs. Compiled by NVRTC for compute capability 9.0 and above.
 //
-// The grid is persistent, one CTA a multiprocessor. A worker, which is a CTA or a cluster, takes every num_workers-th
-// tile of 16 * row_groups rows of W, and each of its CTAs a share of the columns. The CTA's share of x stays in shared
-// memory. A warp takes 16 rows of the tile, and shares them with those of the other column groups, in turns of
-// STEP_COLUMNS. Every warp has a ring of DEPTH such steps of its own in shared memory, filled by asynchronous copies
-// across tiles, so that nothing but the end of a tile waits for anybody.
+// The grid is persistent, one CTA per multiprocessor. A worker is a CTA or a cluster of CTAs. It
+// takes every num_workers-th tile of 16 * row_groups rows of W, and each of its CTAs takes a share
+// of the columns. The CTA's share of x stays in shared memory. A warp takes 16 rows of the tile.
+// The column groups (warps with the same rows) take steps of STEP_COLUMNS columns round-robin.
+// Each warp has its own ring of DEPTH steps in shared memory, filled by asynchronous copies that
+// run ahead across tiles, so warps synchronize only at the end of a tile.
 //
-// A norm's weight multiplies x on its way into shared memory. The division by the root mean square is left for the
-// finished sums, so that nobody waits for it either.
+// The norm's weight is multiplied into x on its way into shared memory. The division by the root
+// mean square is applied to the finished sums, so it does not delay the start.
 //
-// W does not depend on earlier kernels: with programmatic dependent launch its first steps are on their way while the
-// kernel before this one still runs. Nothing else is touched before `griddepcontrol.wait`.
+// W does not depend on earlier kernels. With programmatic dependent launch the copies of its first
+// steps start while the previous kernel still runs. Nothing else is read or written before
+// `griddepcontrol.wait`.
 //
-// The order of the columns inside a product does not matter as long as W and x have the same: a thread multiplies the 8
-// neighbours of one 16-byte piece by the 8 neighbours of another, and the pieces are chosen so that no two of the 8
-// threads that read together want the same banks.
+// The order of the columns inside a dot product does not matter as long as W and x use the same
+// one. A thread multiplies the 8 adjacent elements of one 16-byte piece of W by those of x. The
+// pieces are chosen so that the 8 threads that read together use different banks.
 //
-// Defined by the compiler's options: BFLOAT16 (or float16), STEP_COLUMNS (a multiple of 64, at most 256), DEPTH.
+// Compiler options define BFLOAT16 (otherwise float16), STEP_COLUMNS (a multiple of 64, at most
+// 256) and DEPTH.
 
 #include "tensor_core.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int PIECE = 8;                     // the elements of a 16-byte load
-constexpr int BLOCKS = STEP_COLUMNS / 64;    // of 16 rows x 64 columns, in each of which the banks are used evenly
-constexpr int PIECES_A_ROW = 8, BLOCK_PIECES = 16 * PIECES_A_ROW, STEP_PIECES = BLOCKS * BLOCK_PIECES;
-constexpr int LANES_A_ROW = STEP_COLUMNS / PIECE, ROWS_A_COPY = 32 / LANES_A_ROW, COPIES = 16 / ROWS_A_COPY;
-constexpr int TOKENS = 8;                    // rows of x, the width of an operand of the tensor cores
-constexpr int SUMS = 8 * WARPS * TOKENS;     // of a tile's pairs of rows, from all column groups
+constexpr int PIECE = 8;                   // elements of a 16-byte load
+constexpr int BLOCKS = STEP_COLUMNS / 64;  // blocks of 16 rows x 64 columns in a step
+constexpr int PIECES_PER_ROW = 8, BLOCK_PIECES = 16 * PIECES_PER_ROW;
+constexpr int STEP_PIECES = BLOCKS * BLOCK_PIECES;
+constexpr int LANES_PER_ROW = STEP_COLUMNS / PIECE, ROWS_PER_COPY = 32 / LANES_PER_ROW;
+constexpr int COPIES = 16 / ROWS_PER_COPY;
+constexpr int TOKENS = 8;                 // most rows of x: the n of the tensor cores' m16n8k16
+constexpr int SUMS = 8 * WARPS * TOKENS;  // partial sums of a tile's row pairs, all column groups
 
 __device__ inline float widen(u16 value) { return unpack(value).x; }
 __device__ inline u16 narrow(float value) { return static_cast<u16>(pack(value, 0.0f)); }
@@ -39,36 +44,42 @@ __device__ inline uint4 load_piece(const u16* source) {
     return piece;
 }
 
-// Without a prefetch size for the L2 cache: with one of 256 bytes every product was slower on an H200.
+// No L2 prefetch size: with `.L2::256B` every GEMM was slower on an H200.
 __device__ inline void copy_piece(uint4* destination, const u16* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
         :: "r"(shared_address(destination)), "l"(source) : "memory");
 }
 
-__device__ inline u32 cluster_rank() { u32 rank; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)); return rank; }
+__device__ inline u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
 
-struct Product {  // small_m_gemm.py has the same
+// Same layout as _Arguments in small_m_gemm.py.
+struct Gemm {
     const u16 *x, *weight, *bias, *norm_weight, *residual;
     u16* out;
     int out_features, in_features, x_stride, out_stride;
     int num_tokens, num_tiles, row_groups, splits, gated;
     float eps;
 
-    // Rows of W: the first half of a tile's pairs, and what stands beside them: r and r + 8 of a group of 16, or a row
-    // of the gate and its `up`.
+    // The two rows of W of a pair: rows r and r + 8 of a group of 16, or a row of the gate and the
+    // matching row of `up`.
     __device__ int low_row(int tile, int pair) const {
-        return gated ? tile * 8 * row_groups + pair : (tile * row_groups + pair / 8) * 16 + pair % 8;
+        if (gated) return tile * 8 * row_groups + pair;
+        return (tile * row_groups + pair / 8) * 16 + pair % 8;
     }
     __device__ int high_row(int low) const { return gated ? out_features / 2 + low : low + 8; }
 
     __device__ void write(int row, int token, float value) const {
         if (row >= out_features) return;
-        const u64 place = static_cast<u64>(token) * out_stride + row;
-        if (residual != nullptr) value += widen(residual[place]);
-        out[place] = narrow(value);
+        const u64 index = static_cast<u64>(token) * out_stride + row;
+        if (residual != nullptr) value += widen(residual[index]);
+        out[index] = narrow(value);
     }
 
-    // The two rows of a pair, all columns summed.
+    // Epilogue of a pair of rows, after all columns are summed.
     __device__ void finish(int low, int token, float first, float second) const {
         const int high = high_row(low);
         if (gated && low >= out_features / 2) return;
@@ -85,11 +96,12 @@ struct Product {  // small_m_gemm.py has the same
     }
 };
 
-// What of the product is this warp's.
+// The part of the GEMM that this warp computes.
 struct Part {
-    int rank, first_tile, num_workers, group, column_group, column_groups, share, first_column, num_steps;
+    int rank, first_tile, num_workers, group, column_group, column_groups;
+    int share, first_column, num_steps;
 
-    __device__ Part(const Product& p, int warp) {
+    __device__ Part(const Gemm& p, int warp) {
         rank = p.splits == 1 ? 0 : cluster_rank();
         first_tile = blockIdx.x / p.splits;
         num_workers = gridDim.x / p.splits;
@@ -102,8 +114,10 @@ struct Part {
     }
 };
 
-// The columns [first, first + share) of x's rows into shared memory, each warp's sums of their squares beside them.
-__device__ inline void stage_tokens(const Product& p, uint4* tokens, int stride, float* squares, int first, int share) {
+// Copies columns [first, first + share) of x into shared memory, multiplied by the norm's weight.
+// Writes each warp's sums of squares to `squares`.
+__device__ inline void stage_tokens(
+    const Gemm& p, uint4* tokens, int stride, float* squares, int first, int share) {
     const bool normed = p.norm_weight != nullptr;
     float square[TOKENS] = {};
 #pragma unroll 2
@@ -143,21 +157,26 @@ __device__ inline void stage_tokens(const Product& p, uint4* tokens, int stride,
     __syncthreads();
 }
 
-// Sums over a worker's shares of the columns. Each CTA finishes a run of every tile's pairs: all send it their sums of
-// them, and it adds them in a fixed order one tile later, when they have surely come.
+// Reduces the partial sums of a worker's CTAs. Each CTA owns `run` pairs of every tile. All CTAs
+// send it their partial sums of these pairs. It adds them in a fixed order one tile later, after
+// the barrier that guarantees their arrival.
 struct WorkerSum {
-    const Product& p;
+    const Gemm& p;
     const Part& part;
     float* received;  // [2][senders][2][run][TOKENS]; the first index is the parity of the tile
-    float* squares;   // [splits][TOKENS], of the CTAs' shares of the columns
+    float* squares;   // [splits][TOKENS]: sums of squares of each CTA's share of the columns
     int run;
 
     __device__ int senders() const { return p.splits * part.column_groups; }
-    __device__ float* place(int parity, int sender, int high, int pair) const {
+    __device__ float* partial(int parity, int sender, int high, int pair) const {
         return received + (((parity * senders() + sender) * 2 + high) * run + pair % run) * TOKENS;
     }
-    __device__ u32 at(const float* place, int rank) const { return of_rank(place, p.splits == 1 ? cluster_rank() : rank); }
-    __device__ void arrive() const { if (p.splits > 1) cluster_arrive(); }
+    __device__ u32 address(const float* local, int rank) const {
+        return remote_address(local, p.splits == 1 ? cluster_rank() : rank);
+    }
+    __device__ void arrive() const {
+        if (p.splits > 1) cluster_arrive();
+    }
     __device__ void wait() const {
         if (p.splits > 1) cluster_wait();
         else __syncthreads();
@@ -165,9 +184,11 @@ struct WorkerSum {
     __device__ void send(int parity, int pair, int token, const float (&sum)[4]) const {
 #pragma unroll
         for (int high = 0; high < 2; ++high) {
-            const float* mine = place(parity, part.rank * part.column_groups + part.column_group, high, pair) + token;
+            const int sender = part.rank * part.column_groups + part.column_group;
+            const float* local = partial(parity, sender, high, pair) + token;
             asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};"
-                :: "r"(at(mine, pair / run)), "f"(sum[2 * high]), "f"(sum[2 * high + 1]) : "memory");
+                :: "r"(address(local, pair / run)), "f"(sum[2 * high]), "f"(sum[2 * high + 1])
+                : "memory");
         }
     }
     __device__ void send_squares(const float* of_warps) const {
@@ -176,8 +197,9 @@ struct WorkerSum {
             float sum = 0.0f;
 #pragma unroll
             for (int warp = 0; warp < WARPS; ++warp) sum += of_warps[token * WARPS + warp];
+            const float* local = squares + part.rank * TOKENS + token;
             asm volatile("st.shared::cluster.f32 [%0], %1;"
-                :: "r"(at(squares + part.rank * TOKENS + token, i / p.num_tokens)), "f"(sum) : "memory");
+                :: "r"(address(local, i / p.num_tokens)), "f"(sum) : "memory");
         }
     }
     __device__ void finish(int tile, int parity) const {
@@ -187,12 +209,13 @@ struct WorkerSum {
             float low = 0.0f, high = 0.0f;
 #pragma unroll 2
             for (int sender = 0; sender < senders(); ++sender) {
-                low += place(parity, sender, 0, pair)[token];
-                high += place(parity, sender, 1, pair)[token];
+                low += partial(parity, sender, 0, pair)[token];
+                high += partial(parity, sender, 1, pair)[token];
             }
             if (p.norm_weight != nullptr) {
                 float square = 0.0f;
-                for (int from = 0; from < p.splits; ++from) square += squares[from * TOKENS + token];
+                for (int rank = 0; rank < p.splits; ++rank)
+                    square += squares[rank * TOKENS + token];
                 const float scale = rsqrtf(square / p.in_features + p.eps);
                 low *= scale;
                 high *= scale;
@@ -202,32 +225,36 @@ struct WorkerSum {
     }
 };
 
-// The steps of one warp, across tiles: 16 rows x STEP_COLUMNS each, into its ring.
+// Copies one warp's steps (16 rows x STEP_COLUMNS of W each) into its ring, across tiles.
 struct Stream {
-    const Product& p;
+    const Gemm& p;
     const Part& part;
-    uint4* ring;  // [DEPTH][BLOCKS][16][8] pieces; piece c of row r is at c ^ (r % 8)
+    uint4* ring;  // [DEPTH][BLOCKS][16][8] pieces; piece c of row r is stored at c ^ (r % 8)
     int lane, tile, step;
     const u16* rows[COPIES];
 
+    // Sets the pointers to the rows of the current tile.
     __device__ void point() {
-        const int last = (p.gated ? p.out_features / 2 : p.out_features) - 1;  // beyond it: sums that nobody reads
+        // Rows past the end read the last row; their sums are not written.
+        const int last = (p.gated ? p.out_features / 2 : p.out_features) - 1;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            const int row = lane / LANES_A_ROW + ROWS_A_COPY * i, low = p.low_row(tile, part.group * 8 + row % 8);
-            const int place = p.gated ? (row < 8 ? min(low, last) : p.high_row(min(low, last)))
-                                      : min(row < 8 ? low : p.high_row(low), last);
-            const int column = part.first_column + lane % LANES_A_ROW * PIECE;
-            rows[i] = p.weight + static_cast<u64>(place) * p.in_features + column;
+            const int row = lane / LANES_PER_ROW + ROWS_PER_COPY * i;
+            const int low = p.low_row(tile, part.group * 8 + row % 8);
+            const int weight_row = p.gated ? (row < 8 ? min(low, last) : p.high_row(min(low, last)))
+                                           : min(row < 8 ? low : p.high_row(low), last);
+            const int column = part.first_column + lane % LANES_PER_ROW * PIECE;
+            rows[i] = p.weight + static_cast<u64>(weight_row) * p.in_features + column;
         }
     }
     __device__ void fetch(int slot) {
         if (tile < p.num_tiles) {
 #pragma unroll
             for (int i = 0; i < COPIES; ++i) {
-                const int row = lane / LANES_A_ROW + ROWS_A_COPY * i, block_row = lane % LANES_A_ROW / 8 * 16 + row;
-                uint4* place = ring + slot * STEP_PIECES + block_row * PIECES_A_ROW + (lane % 8 ^ row % 8);
-                copy_piece(place, rows[i] + step * STEP_COLUMNS);
+                const int row = lane / LANES_PER_ROW + ROWS_PER_COPY * i;
+                const int block_row = lane % LANES_PER_ROW / 8 * 16 + row;
+                uint4* piece = ring + slot * STEP_PIECES + block_row * PIECES_PER_ROW;
+                copy_piece(piece + (lane % 8 ^ row % 8), rows[i] + step * STEP_COLUMNS);
             }
             step += part.column_groups;
             if (step >= part.num_steps) {
@@ -240,29 +267,31 @@ struct Stream {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m_gemm(const __grid_constant__ Product p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+small_m_gemm(const __grid_constant__ Gemm p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
     const Part part(p, warp);
     extern __shared__ uint4 shared[];
     uint4* ring = shared + warp * DEPTH * STEP_PIECES;
     float* received = reinterpret_cast<float*>(shared + WARPS * DEPTH * STEP_PIECES);
-    float* squares = received + 2 * 2 * SUMS;  // of the worker's CTAs, then of warps
+    float* squares = received + 2 * 2 * SUMS;  // by CTA of the worker, then by warp
     uint4* tokens = reinterpret_cast<uint4*>(squares + (2 + WARPS) * TOKENS);
-    const int stride = part.share / PIECE + 1;  // neighbouring tokens' pieces in neighbouring banks
+    const int stride = part.share / PIECE + 1;  // + 1: adjacent tokens use different banks
     const WorkerSum sum = {p, part, received, squares, 8 * p.row_groups / p.splits};
 
-    Stream stream = {p, part, ring, lane, part.column_group < part.num_steps ? part.first_tile : p.num_tiles,
-                     part.column_group};
+    const int begin = part.column_group < part.num_steps ? part.first_tile : p.num_tiles;
+    Stream stream = {p, part, ring, lane, begin, part.column_group};
     stream.point();
 #pragma unroll 1
     for (int slot = 0; slot < DEPTH - 1; ++slot) stream.fetch(slot);
     sum.arrive();
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    // Only now: what the kernels before the last one wrote is there for the next one even before it waits itself.
+    // After the wait, so that the next kernel may read the output of all kernels before this one
+    // without waiting itself.
     asm volatile("griddepcontrol.launch_dependents;");
     stage_tokens(p, tokens, stride, squares + 2 * TOKENS, part.first_column, part.share);
 
-    // Rows of x that are not there have sums that nobody reads.
+    // Rows of x past num_tokens repeat the last one; their sums are not written.
     const uint4* token = tokens + min(row, p.num_tokens - 1) * stride;
     int slot = 0, parity = 0;
     for (int tile = part.first_tile; tile < p.num_tiles; tile += part.num_workers) {
@@ -270,15 +299,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m_gemm(const __gr
         for (int step = part.column_group; step < part.num_steps; step += part.column_groups) {
             asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 2) : "memory");
             __syncwarp();
-            stream.fetch(slot == 0 ? DEPTH - 1 : slot - 1);  // the step before: all of the warp are done with it
+            // Refill the slot of the previous step: all lanes have read it.
+            stream.fetch(slot == 0 ? DEPTH - 1 : slot - 1);
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
-                const uint4* own = ring + slot * STEP_PIECES + block * BLOCK_PIECES + row * PIECES_A_ROW;
-                const uint4* pieces = token + (step * BLOCKS + block) * PIECES_A_ROW + 2 * quad;
+                const uint4* weights =
+                    ring + slot * STEP_PIECES + block * BLOCK_PIECES + row * PIECES_PER_ROW;
+                const uint4* pieces = token + (step * BLOCKS + block) * PIECES_PER_ROW + 2 * quad;
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
-                    const int place = (2 * quad + odd) ^ row;
-                    const uint4 a = own[place], b = own[8 * PIECES_A_ROW + place];
+                    const int piece = (2 * quad + odd) ^ row;
+                    const uint4 a = weights[piece], b = weights[8 * PIECES_PER_ROW + piece];
                     const uint4 c = pieces[odd];
                     const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
                     multiply(sums, low, c.x, c.y);
@@ -296,5 +327,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m_gemm(const __gr
     }
     sum.wait();
     const int rounds = (p.num_tiles - 1 - part.first_tile) / part.num_workers;
-    if (part.first_tile < p.num_tiles) sum.finish(part.first_tile + rounds * part.num_workers, parity ^ 1);
+    if (part.first_tile < p.num_tiles)
+        sum.finish(part.first_tile + rounds * part.num_workers, parity ^ 1);
 }

@@ -1,13 +1,13 @@
-"""A linear layer for up to 8 rows, fused with what stands around it: RMSNorm of its input before
-it; bias, SiLU gate or the running sum after it.
+"""A linear layer for up to 8 rows with its prologue and epilogue in one kernel: RMSNorm of the
+input before the GEMM; bias, SiLU gate or residual addition after it.
 
-`small_m_gemm` runs one CUDA kernel where it can (`serves`) and its plain-torch reference elsewhere.
-Its time is that of reading the weights once. For more rows torch's own products are faster, even
-with the ops around them. It does not know what the layer is for.
+`small_m_gemm` runs one CUDA kernel where it is supported (`serves`), otherwise the plain-torch
+reference. Its time is that of reading the weights once. For more rows torch's GEMM with separate
+ops is faster.
 
-The kernel takes another way to the norm than the reference: x times the norm's weight is rounded,
-and the division by the root mean square comes at the very end, where the reference rounds the whole
-norm. Everything else is float32, rounded once."""
+The kernel computes the norm in another order than the reference: it rounds x times the norm's
+weight and divides the finished sums by the root mean square. The reference rounds the whole norm.
+Everything else is float32, rounded once."""
 
 import ctypes
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from tllm_spec.kernels.small_m_plan import MAX_ROWS, plan, splits_that_fit
 
 @dataclass(frozen=True)
 class NormWeight:
-    """RMSNorm of the input."""
+    """RMSNorm of the input; eps is added to the mean square."""
 
     weight: torch.Tensor
     """`[K]`."""
@@ -38,33 +38,32 @@ def small_m_gemm(
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`norm(x) W^T + bias`; where gated, the SiLU of the first half of that times the second; added
-    to `add_to`.
+    """`norm(x) W^T + bias`; if gated, the SiLU of its first half times its second half; added to
+    `add_to` if given.
 
     Args:
         x: `[T, K]`, any stride between rows.
         weight: `[N, K]`, contiguous.
         bias: `[N]`.
-        norm: of x; None: none.
-        gated: `[T, N / 2]` comes out.
-        add_to: the running sum, of the output's shape, any stride between rows; changed in place
-        and returned.
+        norm: of x, or None.
+        gated: the output is `[T, N / 2]`.
+        add_to: the residual stream, of the output's shape, any stride between rows; changed in
+            place and returned.
     """
     if not serves(x, weight):
         return plain_small_m_gemm(x, weight, bias=bias, norm=norm, gated=gated, add_to=add_to)
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     output = x.new_empty(x.shape[0], features) if add_to is None else add_to
     assert output.shape == (x.shape[0], features)
-    if (
-        norm is not None and x.dtype == torch.float16
-    ):  # x times the norm's weight alone might overflow
+    if norm is not None and x.dtype == torch.float16:
+        # x times the norm's weight, without the division, could overflow.
         x, norm = rms_norm(x, norm.weight, norm.eps), None
     _launch(x, weight, bias, norm, gated, add_to, output)
     return output
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel does: device, type and size."""
+    """Whether the kernel supports the device, type and sizes."""
     return (
         x.is_cuda
         and 0 < x.shape[0] <= MAX_ROWS
@@ -74,8 +73,8 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-class _Product(ctypes.Structure):
-    """The kernel's argument, as it has it."""
+class _Arguments(ctypes.Structure):
+    """The kernel's argument: same layout as `Gemm` in small_m_gemm.cu."""
 
     _fields_ = (
         *(
@@ -111,13 +110,15 @@ def _launch(
         None if tensor is None else tensor.data_ptr() for tensor in (x, weight, *optional, output)
     )
     tiles = prepared.tiles
-    product = _Product(
+    arguments = _Arguments(
         *addresses,
         *(*weight.shape, x.stride(0), output.stride(0)),
         *(rows, tiles.number, tiles.row_groups, tiles.splits, gated),
         0.0 if norm is None else norm.eps,
     )
-    prepared.kernel.launch(prepared.launch, torch.cuda.current_stream(device).cuda_stream, product)
+    prepared.kernel.launch(
+        prepared.launch, torch.cuda.current_stream(device).cuda_stream, arguments
+    )
 
 
 def plain_small_m_gemm(
@@ -129,7 +130,7 @@ def plain_small_m_gemm(
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The reference of `small_m_gemm`."""
+    """Reference of `small_m_gemm`."""
     if norm is not None:
         x = plain_rms_norm(x, norm.weight, norm.eps)
     output = torch.nn.functional.linear(x, weight, bias)

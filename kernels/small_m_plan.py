@@ -1,7 +1,4 @@
-"""How a launch of small_m_gemm.cu is laid out: tiles, shares of the columns, shared memory, grid.
-
-It knows sizes only, no tensors.
-"""
+"""The layout of a launch of small_m_gemm.cu: tiles, splits of the columns, shared memory, grid."""
 
 import functools
 from dataclasses import dataclass
@@ -12,26 +9,26 @@ from tllm_spec.kernels import nvrtc
 
 MAX_ROWS = 8
 WARPS = 8
-# A tile: 16 rows of the weights for each group of warps.
+# Groups of warps in a CTA. A tile has 16 rows of the weights per group.
 ROW_GROUPS = (4, 2, 1)
-# CTAs that share the columns of a tile. More would leave multiprocessors idle: not every cluster of
-# 4 finds a place.
+# CTAs that split the columns of a tile. More would leave multiprocessors idle, because clusters of
+# 4 do not fit everywhere.
 SPLITS = (2, 1)
-# So much more work than the least may the busiest multiprocessor have where that makes tiles
-# larger, which read faster.
+# Larger tiles read faster: they are chosen if the busiest multiprocessor then has at most so many
+# times the least possible work.
 TOLERANCE = 1.05
-# Of a row, in a step of a warp's ring: 256 bytes where the width allows it.
+# Columns of a step of a warp's ring: 256 bytes of a row if the width allows it.
 STEP_COLUMNS = (128, 64)
-# Bytes of all rings: on an H200 more are slower, where much is on its way already.
+# Bytes of all rings: on an H200 more in flight is slower.
 MAX_RING_BYTES, MIN_DEPTH = 160 << 10, 3
-# Sums of two tiles in float32, both halves of 8 pairs of rows for each warp and 8 rows of x; sums
-# of squares by CTA of a worker and by warp.
+# float32 sums of two tiles (both rows of 8 pairs per warp, 8 rows of x), and sums of squares by CTA
+# of a worker and by warp.
 SUM_BYTES = 4 * (2 * 2 * 8 * WARPS * MAX_ROWS + (max(SPLITS) + WARPS) * MAX_ROWS)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """As the kernel takes them."""
+    """number: of the whole GEMM; row_groups and splits: as in the kernel's argument."""
 
     number: int
     row_groups: int
@@ -40,7 +37,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Ring:
-    """Of each warp: so many steps of 16 rows and so many columns of the weights."""
+    """Per warp: `depth` steps of 16 rows x `step_columns` columns of the weights."""
 
     depth: int
     step_columns: int
@@ -52,7 +49,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel, the shape of its launch, and its tiles."""
+    """A compiled kernel, the shape of its launch, and its tiles."""
 
     kernel: nvrtc.Kernel
     launch: nvrtc.Launch
@@ -63,7 +60,7 @@ class Plan:
 def plan(
     device: int, dtype: torch.dtype, rows: int, in_features: int, features: int, gated: bool
 ) -> Plan:
-    """features: columns of the output. The sizes have to fit (`splits_that_fit`)."""
+    """features: columns of the output. `splits_that_fit` must not be empty."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = tiles_of(rows, in_features, features, gated, processors)
     ring = ring_of(rows, in_features, tiles.splits)
@@ -75,8 +72,7 @@ def plan(
 
 
 def tiles_of(rows: int, in_features: int, features: int, gated: bool, processors: int) -> Tiles:
-    """The largest with which the multiprocessor that has the most rows of the weights has about the
-    fewest."""
+    """The largest tiles with which the busiest multiprocessor has about the least work."""
     found: list[tuple[float, Tiles]] = []
     for splits in splits_that_fit(rows, in_features):
         for row_groups in ROW_GROUPS:
@@ -93,7 +89,7 @@ def splits_that_fit(rows: int, in_features: int) -> tuple[int, ...]:
 
 
 def ring_of(rows: int, in_features: int, splits: int) -> Ring | None:
-    """With the longest steps, the deepest that fits beside the rest; None: none does."""
+    """The ring with the longest steps, as deep as shared memory allows; None if none fits."""
     left = nvrtc.SHARED_BYTES - shared_bytes(rows, in_features, splits, Ring(0, 0))
     for columns in STEP_COLUMNS:
         depth = min(MAX_RING_BYTES, left) // Ring(1, columns).bytes_of_all
@@ -103,12 +99,12 @@ def ring_of(rows: int, in_features: int, splits: int) -> Ring | None:
 
 
 def shared_bytes(rows: int, in_features: int, splits: int, ring: Ring) -> int:
-    """Rings, sums, x."""
+    """Shared memory of a CTA: rings, sums, and its share of x."""
     return ring.bytes_of_all + SUM_BYTES + rows * (in_features // splits * 2 + 16)
 
 
 def definitions(dtype: torch.dtype, ring: Ring) -> tuple[tuple[str, int], ...]:
-    """The source's macros."""
+    """Macros of the source."""
     return (
         ("BFLOAT16", dtype == torch.bfloat16),
         ("STEP_COLUMNS", ring.step_columns),

@@ -1,5 +1,5 @@
-// What our kernels say to the multiprocessor: 16-bit floats in pairs, the tensor cores, shared memory, clusters. Knows no
-// kernel. BFLOAT16 (or float16) is defined by the compiler's options.
+// Wrappers of PTX instructions: pairs of 16-bit floats, tensor cores, shared memory, clusters.
+// Compiler options define BFLOAT16 (otherwise float16).
 #pragma once
 
 typedef unsigned int u32;
@@ -29,32 +29,46 @@ __device__ inline u32 pack(float low, float high) {
     return pair;
 }
 
-__device__ inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if BFLOAT16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#define MMA_TYPES "f32.bf16.bf16.f32"
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#define MMA_TYPES "f32.f16.f16.f32"
 #endif
+
+// sum += a b, 16 x 16 times 16 x 8.
+__device__ inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES
+        " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ inline u32 shared_address(const void* place) { return static_cast<u32>(__cvta_generic_to_shared(place)); }
+__device__ inline u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
 
-// Four blocks of 8 x 8 elements, whose rows begin where the lanes say: lanes 8 i to 8 i + 7 those of block i.
+// Loads four blocks of 8 x 8 elements. Lanes 8 i to 8 i + 7 give the addresses of block i's rows.
 __device__ inline void load_blocks(u32 (&blocks)[4], const uint4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3]) : "r"(shared_address(row)));
+        : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
+        : "r"(shared_address(row)));
 }
-__device__ inline void load_turned_blocks(u32 (&blocks)[4], const uint4* row) {
+__device__ inline void load_transposed_blocks(u32 (&blocks)[4], const uint4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3]) : "r"(shared_address(row)));
+        : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
+        : "r"(shared_address(row)));
 }
 
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ inline u32 of_rank(const void* place, int rank) {
+__device__ inline void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The address of the same variable in the shared memory of another CTA of the cluster.
+__device__ inline u32 remote_address(const void* pointer, int rank) {
     u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(place)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(remote) : "r"(shared_address(pointer)), "r"(rank));
     return remote;
 }

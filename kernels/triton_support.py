@@ -1,4 +1,4 @@
-"""Whether our Triton kernels run for a device. Knows no kernel."""
+"""Whether Triton kernels can run on a device."""
 
 import functools
 import importlib.util
@@ -9,7 +9,7 @@ import torch
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton is there for the device: CUDA, or its interpreter on the CPU
+    """Whether Triton is installed and the device is CUDA, or the CPU with Triton's interpreter
     (TRITON_INTERPRET=1)."""
     runs = device.type == "cuda" or (
         device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,23 +1,27 @@
-// Paged attention of generation windows; window_attention.py says what goes in and comes out, window_attention_cuda.py
-// how a launch is laid out. Compiled by NVRTC for compute capability 9.0 and above.
+// Paged attention of generation windows. window_attention.py describes inputs and outputs,
+// window_attention_cuda.py the layout of a launch. Compiled by NVRTC for compute capability 9.0 and
+// above.
 //
-// A cluster serves one KV head of one request: the window's query heads of the group are the rows of its tile. Each CTA
-// takes a share of the keys that were in the pool before, each of its warps every so many-th block of 16 of these, which
-// it copies into a ring of its own in shared memory, keys and values in turn. The last CTA with keys adds the window's
-// own, and puts them into the pool. The softmax is the online one, in powers of two. At the end warps are joined in
-// shared memory, and CTAs send each other their sums: each finishes a run of the columns.
+// A cluster of CTAs serves one KV head of one request. The rows of its tile are the window's query
+// heads of that KV head's group. Each CTA takes a share of the keys that were in the pool before.
+// The warps of a CTA take blocks of 16 of these keys round-robin, and copy them into a ring of
+// their own in shared memory, keys and values alternating. The last CTA with keys also attends to
+// the window's own keys and writes them into the pool. The softmax is the online softmax in powers
+// of two. At the end the warps' results are joined in shared memory. Then the CTAs exchange their
+// results, and each of them finishes a run of the columns.
 //
-// Where every tile has one CTA and only very long requests have more, these leave partial results in memory, as
-// window_attention_triton.py does, whose reduction joins them.
+// With one CTA per tile (and more only for very long requests) there are no clusters. Partial
+// results then go to global memory, and the reduction of window_attention_triton.py joins them.
 //
-// Lengths, tables, and the keys and values of earlier tokens do not depend on the projection in front of this kernel
-// (programmatic_launch.py): with programmatic dependent launch the first of them are on their way while it still runs.
+// Lengths, block tables and the keys and values of earlier tokens do not depend on the projection
+// before this kernel (programmatic_launch.py). With programmatic dependent launch their first loads
+// start while the projection still runs.
 //
-// A piece is 16 bytes. Piece c of row r of a tile lies at c ^ (r % 8): the 8 rows that are read together are in
-// different banks.
+// A piece is 16 bytes. Piece c of row r of a tile is stored at c ^ (r % 8), so that the 8 rows that
+// are read together use different banks.
 //
-// Defined by the compiler's options: BFLOAT16 (or float16), HEAD_DIM (64 or 128), ROW_TILES (16 rows each), WARPS,
-// DEPTH (of a warp's ring, tiles), CTAS (of a multiprocessor, at least).
+// Compiler options define BFLOAT16 (otherwise float16), HEAD_DIM (64 or 128), ROW_TILES (of 16 rows
+// each), WARPS, DEPTH (tiles of a warp's ring) and CTAS (at least so many per multiprocessor).
 
 #include "tensor_core.cuh"
 #include "window_stage.cuh"
@@ -29,25 +33,28 @@ __device__ inline float power_of_two(float exponent) {
     return result;
 }
 
-__device__ inline float nothing() { return __uint_as_float(0xff800000u); }  // minus infinity
-__device__ inline float finite_base(float top) { return top == nothing() ? 0.0f : top; }  // a row may see nothing
+__device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+// A row that sees no key has a maximum of minus infinity.
+__device__ inline float finite_base(float top) { return top == minus_infinity() ? 0.0f : top; }
 
-// A warp's rows: the highest score of each, the sum of the weights relative to it, and that of the weighted values.
-// A thread has rows lane / 4 and 8 further of each tile, and of scores the columns 2 (lane % 4) and 1 further of each 8.
+// State of the online softmax for a warp's rows: the highest score of each row, the sum of the
+// weights relative to it, and the sum of the weighted values. A thread holds rows lane / 4 and
+// lane / 4 + 8 of each tile, and of each 8 columns of scores 2 (lane % 4) and the next one.
 struct Mixture {
     float top[ROW_TILES][2], total[ROW_TILES][2], mixed[ROW_TILES][HEAD_DIM / 8][4];
 
     __device__ Mixture() {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) {
-            top[tile][0] = top[tile][1] = nothing();
+            top[tile][0] = top[tile][1] = minus_infinity();
             total[tile][0] = total[tile][1] = 0.0f;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 2; ++i) mixed[tile][i / 4][i % 4] = 0.0f;
         }
     }
-    // Scores become weights, rounded for the product with the values.
-    __device__ void weigh(float (&scores)[ROW_TILES][2][4], float scale, u32 (&weights)[ROW_TILES][4]) {
+    // Scores to weights, rounded to 16 bits for the GEMM with the values.
+    __device__ void weigh(
+        float (&scores)[ROW_TILES][2][4], float scale, u32 (&weights)[ROW_TILES][4]) {
         bool grew = false;
         float decay[ROW_TILES][2];
 #pragma unroll
@@ -55,10 +62,12 @@ struct Mixture {
             const int tile = i / 2, half = i % 2;
             float(&low)[4] = scores[tile][0], (&high)[4] = scores[tile][1];
             const int first = 2 * half;
-            float highest = fmaxf(fmaxf(low[first], low[first + 1]), fmaxf(high[first], high[first + 1]));
+            float highest =
+                fmaxf(fmaxf(low[first], low[first + 1]), fmaxf(high[first], high[first + 1]));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-            const float new_top = fmaxf(top[tile][half], highest * scale), base = finite_base(new_top);
+            const float new_top = fmaxf(top[tile][half], highest * scale);
+            const float base = finite_base(new_top);
             decay[tile][half] = power_of_two(top[tile][half] - base);
             grew |= new_top != top[tile][half];
             top[tile][half] = new_top;
@@ -67,7 +76,8 @@ struct Mixture {
                 low[j] = power_of_two(fmaf(low[j], scale, -base));
                 high[j] = power_of_two(fmaf(high[j], scale, -base));
             }
-            total[tile][half] = total[tile][half] * decay[tile][half] + low[first] + low[first + 1] + high[first] + high[first + 1];
+            total[tile][half] = total[tile][half] * decay[tile][half] + low[first] +
+                low[first + 1] + high[first] + high[first + 1];
             weights[tile][half] = pack(low[first], low[first + 1]);
             weights[tile][2 + half] = pack(high[first], high[first + 1]);
         }
@@ -75,14 +85,16 @@ struct Mixture {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i) mixed[tile][i / 4][i % 4] *= decay[tile][i / 2 % 2];
+            for (int i = 0; i < HEAD_DIM / 2; ++i)
+                mixed[tile][i / 4][i % 4] *= decay[tile][i / 2 % 2];
     }
-    __device__ void add(const u32 (&weights)[ROW_TILES][4], const uint4* values, int lane, int last_row) {
+    __device__ void add(
+        const u32 (&weights)[ROW_TILES][4], const uint4* values, int lane, int last_row) {
         const int row = min(lane % 16, last_row);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; ++i) {
             u32 blocks[4];
-            load_turned_blocks(blocks, values + place(row, 2 * i + lane / 16));
+            load_transposed_blocks(blocks, values + swizzled(row, 2 * i + lane / 16));
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 multiply(mixed[tile][2 * i], weights[tile], blocks[0], blocks[1]);
@@ -93,40 +105,45 @@ struct Mixture {
 };
 
 __device__ inline void multiply_keys(
-    float (&scores)[ROW_TILES][2][4], const uint4* queries, const uint4* keys, int lane, int last_row) {
+    float (&scores)[ROW_TILES][2][4], const uint4* queries, const uint4* keys, int lane,
+    int last_row) {
 #pragma unroll
     for (int i = 0; i < 8 * ROW_TILES; ++i) scores[i / 8][i / 4 % 2][i % 4] = 0.0f;
     const int row = min(lane / 16 * 8 + lane % 8, last_row);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; ++i) {
         u32 blocks[4];
-        load_blocks(blocks, keys + place(row, 2 * i + lane / 8 % 2));
+        load_blocks(blocks, keys + swizzled(row, 2 * i + lane / 8 % 2));
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) {
             u32 query[4];
-            load_blocks(query, queries + place(16 * tile + lane % 16, 2 * i + lane / 16));
+            load_blocks(query, queries + swizzled(16 * tile + lane % 16, 2 * i + lane / 16));
             multiply(scores[tile][0], query, blocks[0], blocks[1]);
             multiply(scores[tile][1], query, blocks[2], blocks[3]);
         }
     }
 }
 
-// Of the columns of a thread's scores, those that its rows do not see.
+// Sets the scores that `sees(row, column)` rejects to minus infinity.
 template <class Sees>
 __device__ inline void hide(float (&scores)[ROW_TILES][2][4], int lane, const Sees& sees) {
 #pragma unroll
     for (int i = 0; i < 8 * ROW_TILES; ++i) {
-        const int row = i / 8 * 16 + i % 4 / 2 * 8 + lane / 4, column = i / 4 % 2 * 8 + lane % 4 * 2 + i % 2;
-        if (!sees(row, column)) scores[i / 8][i / 4 % 2][i % 4] = nothing();
+        const int row = i / 8 * 16 + i % 4 / 2 * 8 + lane / 4;
+        const int column = i / 4 % 2 * 8 + lane % 4 * 2 + i % 2;
+        if (!sees(row, column)) scores[i / 8][i / 4 % 2][i % 4] = minus_infinity();
     }
 }
 
-// Where warps leave their sums, and CTAs those of their columns of all others.
+// Shared memory for the results of the CTA's warps, and for those of the other CTAs of the cluster
+// in the columns that this CTA finishes.
 struct Sums {
-    float *mixed, *tops, *totals;  // [WARPS][ROWS][SUM_STRIDE], where the rings were; [WARPS][ROWS]
-    float *received, *received_tops, *received_totals;  // [splits][ROWS][HEAD_DIM / splits]; [splits][ROWS]
+    // mixed: [WARPS][ROWS][SUM_STRIDE], in the memory of the rings; the others: [WARPS][ROWS].
+    float *mixed, *tops, *totals;
+    // received: [splits][ROWS][HEAD_DIM / splits]; the others: [splits][ROWS].
+    float *received, *received_tops, *received_totals;
 
-    __device__ void leave(Mixture& mixture, int warp, int lane) const {
+    __device__ void store(Mixture& mixture, int warp, int lane) const {
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
             const int row = i / 2 * 16 + i % 2 * 8 + lane / 4;
@@ -141,17 +158,19 @@ struct Sums {
 #pragma unroll
             for (int block = 0; block < HEAD_DIM / 8; ++block) {
                 const float(&sum)[4] = mixture.mixed[i / 2][block];
-                *reinterpret_cast<float2*>(target + block * 8) = make_float2(sum[i % 2 * 2], sum[i % 2 * 2 + 1]);
+                *reinterpret_cast<float2*>(target + block * 8) =
+                    make_float2(sum[i % 2 * 2], sum[i % 2 * 2 + 1]);
             }
         }
     }
 };
 
-// Several sums of a row, relative to their own highest scores, as one.
+// Joins `number` partial results of a row, each relative to its own highest score.
 template <int MOST>
 __device__ inline float4 joined(
-    int number, const float* tops, const float* totals, int step, const float* parts, int part_step, float& top, float& total) {
-    top = nothing();
+    int number, const float* tops, const float* totals, int step, const float* parts, int part_step,
+    float& top, float& total) {
+    top = minus_infinity();
     total = 0.0f;
 #pragma unroll
     for (int i = 0; i < MOST; ++i)
@@ -179,33 +198,37 @@ __device__ inline i64 output_row(const Windows& w, const Part& part, int row) {
 
 __device__ inline float inverse(float total) { return total == 0.0f ? 1.0f : 1.0f / total; }
 
-__device__ inline void write(const Windows& w, const Part& part, int row, int column, float4 sum, float total) {
+__device__ inline void write(
+    const Windows& w, const Part& part, int row, int column, float4 sum, float total) {
     const float factor = inverse(total);
-    const uint2 four = make_uint2(pack(sum.x * factor, sum.y * factor), pack(sum.z * factor, sum.w * factor));
+    const uint2 four =
+        make_uint2(pack(sum.x * factor, sum.y * factor), pack(sum.z * factor, sum.w * factor));
     *reinterpret_cast<uint2*>(w.out + output_row(w, part, row) * HEAD_DIM + column) = four;
 }
 
 __device__ inline void write_partial(
     const Windows& w, const Part& part, int row, int column, float4 sum, float top, float total) {
     const float factor = inverse(total);
-    const i64 place = output_row(w, part, row) * w.splits + part.split;
-    *reinterpret_cast<float4*>(w.partials + place * HEAD_DIM + column) =
+    const i64 partial_row = output_row(w, part, row) * w.splits + part.split;
+    *reinterpret_cast<float4*>(w.partials + partial_row * HEAD_DIM + column) =
         make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
-    if (column == 0) w.log_sums[place] = top + __log2f(total);
+    if (column == 0) w.log_sums[partial_row] = top + __log2f(total);
 }
 
-// To the CTA that finishes the columns.
+// Sends a partial result to the CTA that finishes the column.
 __device__ inline void send(
-    const Windows& w, const Part& part, const Sums& sums, int row, int column, float4 sum, float top, float total) {
-    const int columns = HEAD_DIM / w.splits, owner = column / columns, line = part.split * ROWS + row;
+    const Windows& w, const Part& part, const Sums& sums, int row, int column, float4 sum,
+    float top, float total) {
+    const int columns = HEAD_DIM / w.splits, owner = column / columns;
+    const int line = part.split * ROWS + row;
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-        :: "r"(of_rank(sums.received + line * columns + column % columns, owner)),
+        :: "r"(remote_address(sums.received + line * columns + column % columns, owner)),
            "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w) : "memory");
     if (column % columns != 0) return;
     asm volatile("st.shared::cluster.f32 [%0], %1;"
-        :: "r"(of_rank(sums.received_tops + line, owner)), "f"(top) : "memory");
+        :: "r"(remote_address(sums.received_tops + line, owner)), "f"(top) : "memory");
     asm volatile("st.shared::cluster.f32 [%0], %1;"
-        :: "r"(of_rank(sums.received_totals + line, owner)), "f"(total) : "memory");
+        :: "r"(remote_address(sums.received_totals + line, owner)), "f"(total) : "memory");
 }
 
 __device__ inline void join_warps(const Windows& w, const Part& part, const Sums& sums) {
@@ -213,8 +236,9 @@ __device__ inline void join_warps(const Windows& w, const Part& part, const Sums
     for (int i = threadIdx.x; i < w.window * w.group * FOURS; i += THREADS) {
         const int row = i / FOURS, column = i % FOURS * 4;
         float top, total;
-        const float4 sum = joined<WARPS>(WARPS, sums.tops + row, sums.totals + row, ROWS,
-                                         sums.mixed + row * SUM_STRIDE + column, ROWS * SUM_STRIDE, top, total);
+        const float* parts = sums.mixed + row * SUM_STRIDE + column;
+        const float4 sum = joined<WARPS>(WARPS, sums.tops + row, sums.totals + row, ROWS, parts,
+                                         ROWS * SUM_STRIDE, top, total);
         if (part.num_used == 1) write(w, part, row, column, sum, total);
         else if (w.in_clusters()) send(w, part, sums, row, column, sum, top, total);
         else write_partial(w, part, row, column, sum, top, total);
@@ -226,8 +250,10 @@ __device__ inline void join_cluster(const Windows& w, const Part& part, const Su
     for (int i = threadIdx.x; i < w.window * w.group * fours; i += THREADS) {
         const int row = i / fours, column = i % fours * 4;
         float top, total;
-        const float4 sum = joined<8>(part.num_used, sums.received_tops + row, sums.received_totals + row, ROWS,
-                                     sums.received + row * columns + column, ROWS * columns, top, total);
+        const float* parts = sums.received + row * columns + column;
+        const float4 sum = joined<8>(part.num_used, sums.received_tops + row,
+                                     sums.received_totals + row, ROWS, parts, ROWS * columns, top,
+                                     total);
         write(w, part, row, part.split * columns + column, sum, total);
     }
 }
@@ -239,38 +265,46 @@ __device__ inline void attend_to_pool(
         float scores[ROW_TILES][2][4];
         u32 weights[ROW_TILES][4];
         multiply_keys(scores, queries, stream.take(), stream.lane, KEYS - 1);
-        const int num_there = part.num_old - block * KEYS;
-        if (num_there < KEYS) hide(scores, stream.lane, [&](int, int column) { return column < num_there; });
+        const int num_present = part.num_old - block * KEYS;
+        if (num_present < KEYS)
+            hide(scores, stream.lane, [&](int, int column) { return column < num_present; });
         mixture.weigh(scores, scale, weights);
         mixture.add(weights, stream.take(), stream.lane, KEYS - 1);
     }
 }
 
 __device__ inline void attend_to_window(
-    const Windows& w, const Part& part, Mixture& mixture, const uint4* queries, const uint4* own_keys, int lane) {
+    const Windows& w, const Part& part, Mixture& mixture, const uint4* queries,
+    const uint4* own_keys, int lane) {
     float scores[ROW_TILES][2][4];
     u32 weights[ROW_TILES][4];
-    const int first = w.window - min(part.num_own, part.kv_len);  // padding may begin before position 0
+    // Padding rows may have positions below 0.
+    const int first = w.window - min(part.num_own, part.kv_len);
     multiply_keys(scores, queries, own_keys, lane, w.window - 1);
-    hide(scores, lane, [&](int row, int column) { return column >= first && column <= min(row / w.group, w.window - 1); });
+    hide(scores, lane, [&](int row, int column) {
+        return column >= first && column <= min(row / w.group, w.window - 1);
+    });
     mixture.weigh(scores, w.scale, weights);
     mixture.add(weights, own_keys + w.window * PIECES, lane, w.window - 1);
 }
 
-// Grid: tiles, which are the KV heads of the requests, times splits.
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) window_attention(const __grid_constant__ Windows w) {
+// Grid: tiles (a KV head of a request each) times splits.
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+window_attention(const __grid_constant__ Windows w) {
     asm volatile("griddepcontrol.launch_dependents;");
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Part part(w);
-    const bool in_cluster = part.num_used > 1 && w.in_clusters(), has_keys = part.split < part.num_used;
+    const bool in_cluster = part.num_used > 1 && w.in_clusters();
+    const bool has_keys = part.split < part.num_used;
     if (!in_cluster && !has_keys) return;
     if (in_cluster) cluster_arrive();
     extern __shared__ uint4 shared[];
     uint4 *queries = shared + WARPS * DEPTH * TILE, *own_keys = queries + ROWS * PIECES;
     float* tops = reinterpret_cast<float*>(own_keys + 2 * w.window * PIECES);
     float* received = tops + 2 * WARPS * ROWS;
+    float* received_tops = received + ROWS * HEAD_DIM;
     const Sums sums = {reinterpret_cast<float*>(shared), tops, tops + WARPS * ROWS,
-                       received, received + ROWS * HEAD_DIM, received + ROWS * HEAD_DIM + w.splits * ROWS};
+                       received, received_tops, received_tops + w.splits * ROWS};
 
     Stream stream(w, part, shared + warp * DEPTH * TILE, warp, lane);
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -279,14 +313,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) window_attention(con
         stage_window(w, part, queries, own_keys);
         __syncthreads();
         attend_to_pool(part, stream, mixture, queries, w.scale);
-        // The warp that had the fewest blocks.
-        const bool takes_window = part.has_window() && warp == (part.end_block - part.first_block) % WARPS;
+        // A warp that had the fewest blocks takes the window's own keys.
+        const bool takes_window =
+            part.has_window() && warp == (part.end_block - part.first_block) % WARPS;
         if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, lane);
-        __syncthreads();  // the sums lie where the rings were
-        sums.leave(mixture, warp, lane);
+        __syncthreads();  // the sums overwrite the rings
+        sums.store(mixture, warp, lane);
         __syncthreads();
     }
-    if (in_cluster) cluster_wait();  // all have begun
+    if (in_cluster) cluster_wait();  // all CTAs of the cluster run: their memory can be written
     if (has_keys) join_warps(w, part, sums);
     if (!in_cluster) return;
     cluster_arrive();

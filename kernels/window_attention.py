@@ -1,18 +1,14 @@
-"""Paged attention of generation windows, from the fused projection on: norm and rotate the queries
-and keys of each request's last W tokens, put their keys and values into the pool, and attend to all
-that the request has there.
+"""Paged attention of generation windows: norm and rotate the queries and keys of each request's
+last W tokens, write their keys and values into the KV pool, and attend to the request's whole
+context.
 
-Lengths and block tables are read on the device, so a captured launch can be replayed with others. A
-launch depends
-on shapes only: requests are cut into a number of splits chosen from the batch, the heads, the
-device and the width of the block table, and each split takes an equal share of what the request's
-length turns out to be.
+Lengths and block tables are read on the device, so a captured launch can be replayed with other
+ones. The launch depends on shapes only: the number of splits of the keys follows from the batch,
+the heads, the device and the width of the block table. Each split takes an equal share of the
+request's actual length.
 
-`window_attention` runs a CUDA kernel for the shapes that it serves (window_attention_cuda.py),
-Triton kernels for others and where there is no cuda-python, and the plain-torch reference where
-there is no Triton. It does not know requests,
-layers or plans: one layer of the pool.
-"""
+`window_attention` runs a CUDA kernel for the shapes that it supports (window_attention_cuda.py), a
+Triton kernel for others and without cuda-python, and the plain-torch reference without Triton."""
 
 import math
 from dataclasses import dataclass
@@ -26,7 +22,7 @@ from tllm_spec.kernels.window_attention_cuda import (
     BLOCK_KEYS,
     Layout,
     Operands,
-    Windows,
+    WindowSizes,
     launch,
     layout_of,
     serves,
@@ -44,66 +40,66 @@ from tllm_spec.kernels.window_splits import (
 
 
 @dataclass(frozen=True)
-class WindowPlaces:
-    """Where B windows of W tokens stand in the pool; all on the device."""
+class WindowTables:
+    """Positions of B windows of W tokens in the KV pool; all tensors on the device."""
 
     block_tables: torch.Tensor
     """`[B, P]` int32."""
     kv_lens: torch.Tensor
-    """`[B]` int32, at least 1; tokens in the cache, the W of the window included."""
+    """`[B]` int32, at least 1: tokens in the cache, including the W of the window."""
     kv_slots: torch.Tensor
-    """`[B * W]` int64: page * page_size + offset of each token of the windows, as the block table has it."""
+    """`[B * W]` int64: page * page_size + offset of each token of the windows, as in the block
+    table."""
     num_padding: torch.Tensor | None = None
-    """`[B]` int64: of each window so many rows, its first, are nobody's. Their keys are not seen, but what the pool has
-    at their positions is; kv_slots sends them where nobody looks, if they are written at all."""
+    """`[B]` int64: the first so many rows of each window are padding. Their keys are masked; the
+    keys that the pool has at their positions are attended to. Their kv_slots point to the dummy
+    page."""
 
 
 def window_attention(
     qkv: torch.Tensor,
-    turns: torch.Tensor,
+    cos_sin: torch.Tensor,
     layer: torch.Tensor,
-    places: WindowPlaces,
+    tables: WindowTables,
     scale: float,
     workspace: WindowWorkspace,
     norm: HeadWeights | None = None,
 ) -> torch.Tensor:
-    """Query w of request b stands at position kv_lens[b] - W + w and sees the keys up to there.
+    """Query w of request b has position kv_lens[b] - W + w and attends to the keys up to there.
 
-    Lengths, tables, and what the pool has of earlier tokens must have been written before the
-    projection that made qkv began to work (programmatic_launch.py). Keys beyond a request's length
-    and beyond its block table are never read. A query before position 0, which only a row of graph
-    padding can have, sees nothing and gives zeros (if what its page holds is finite).
+    Lengths, tables, and the keys and values of earlier tokens must have been written before the
+    projection that made qkv began (programmatic_launch.py). Keys beyond a request's length or its
+    block table are never read. A query before position 0, which only a row of graph padding can
+    have, attends to nothing and gives zeros (if its page holds finite values).
 
     Args:
         qkv: `[B, W, Hq + 2 * Hkv, D]`, contiguous, D even, as projected; may be overwritten.
-        turns: `[B * W, 2, 1, D]`, contiguous: the rotary table's rows of the tokens
-        (`Rotary.gathered`).
+        cos_sin: `[B * W, 2, 1, D]`, contiguous: rows of the rotary table (`Rotary.cos_sin`).
         layer: `[2, pages, page_size, Hkv, D]`, contiguous, of qkv's dtype, page_size a power of
-        two; keys at 0, values
-            at 1.
-        places: of the windows.
-        scale: of the scores before the softmax.
+            two; keys at 0, values at 1.
+        tables: of the windows.
+        scale: factor of the scores before the softmax.
         workspace: for partial results; overwritten.
-        norm: of each head of q and k, before the rotation; None: none.
+        norm: RMSNorm of each head of q and k before the rotation, or None.
 
     Returns:
         `[B, W, Hq * D]`.
     """
     if not has_kernels(qkv.device):
-        rotary = Rotary(turns, torch.arange(len(turns), device=turns.device))
-        plain_rotary_write(qkv.flatten(0, 1), rotary, places.kv_slots, layer, norm)
+        rotary = Rotary(cos_sin, torch.arange(len(cos_sin), device=cos_sin.device))
+        plain_rotary_write(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
         q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
-        return plain_window_attention(q, layer, places.block_tables, places.kv_lens, scale)
+        return plain_window_attention(q, layer, tables.block_tables, tables.kv_lens, scale)
     assert qkv.is_contiguous() and layer.is_contiguous() and qkv.dtype == layer.dtype
-    assert turns.is_contiguous() and places.kv_slots.is_contiguous()
-    assert places.block_tables.stride(1) == 1 and places.kv_lens.stride(0) == 1
-    assert places.block_tables.dtype == places.kv_lens.dtype == torch.int32
-    assert places.kv_slots.dtype == torch.int64
-    assert places.num_padding is None or places.num_padding.dtype == torch.int64
+    assert cos_sin.is_contiguous() and tables.kv_slots.is_contiguous()
+    assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
+    assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
+    assert tables.kv_slots.dtype == torch.int64
+    assert tables.num_padding is None or tables.num_padding.dtype == torch.int64
     assert norm is None or norm.weight.is_contiguous()
-    call = _Call(qkv, turns, layer, places, scale, workspace, norm)
+    call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm)
     windows, layout = call.windows(), None
-    if serves(qkv, turns, call.weights[0], layer):
+    if serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -113,37 +109,37 @@ class _Call:
     """The arguments of `window_attention`."""
 
     qkv: torch.Tensor
-    turns: torch.Tensor
+    cos_sin: torch.Tensor
     layer: torch.Tensor
-    places: WindowPlaces
+    tables: WindowTables
     scale: float
     workspace: WindowWorkspace
     norm: HeadWeights | None
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, float]:
-        """The norm's."""
+        """Weights and eps of the norm."""
         return (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
 
-    def windows(self) -> Windows:
+    def windows(self) -> WindowSizes:
         (batch, window, all_heads, head_dim), (page_size, kv_heads) = (
             self.qkv.shape,
             self.layer.shape[2:4],
         )
-        max_len = self.places.block_tables.shape[1] * page_size
-        return Windows(batch, window, all_heads // kv_heads - 2, kv_heads, head_dim, max_len)
+        max_len = self.tables.block_tables.shape[1] * page_size
+        return WindowSizes(batch, window, all_heads // kv_heads - 2, kv_heads, head_dim, max_len)
 
-    def output(self, windows: Windows) -> torch.Tensor:
+    def output(self, windows: WindowSizes) -> torch.Tensor:
         heads = windows.kv_heads * windows.group
         return self.qkv.new_empty(windows.batch, windows.window, heads * windows.head_dim)
 
 
-def _launch_cuda(call: _Call, windows: Windows, layout: Layout) -> torch.Tensor:
+def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Tensor:
     (weights, eps), output = call.weights, call.output(windows)
-    places, workspace = call.places, call.workspace
+    tables, workspace = call.tables, call.workspace
     operands = Operands(
-        *(call.qkv, call.turns, weights, call.layer, output),
-        *(places.block_tables, places.kv_lens, places.kv_slots, places.num_padding),
+        *(call.qkv, call.cos_sin, weights, call.layer, output),
+        *(tables.block_tables, tables.kv_lens, tables.kv_slots, tables.num_padding),
         *((None, None) if layout.in_clusters else (workspace.outputs, workspace.log_sums)),
     )
     launch(operands, windows, layout, call.scale, eps)
@@ -154,23 +150,23 @@ def _launch_cuda(call: _Call, windows: Windows, layout: Layout) -> torch.Tensor:
     return output
 
 
-def _launch_triton(call: _Call, windows: Windows) -> torch.Tensor:
+def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     from tllm_spec.kernels.window_attention_triton import attention_kernel
 
-    qkv, layer, places, workspace = call.qkv, call.layer, call.places, call.workspace
+    qkv, layer, tables, workspace = call.qkv, call.layer, call.tables, call.workspace
     output, log2_scale = call.output(windows), call.scale * math.log2(math.e)
     rows, block_d = windows.window * windows.group, power_of_two(windows.head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, power_of_two(rows)))
     num_tiles = windows.kv_heads * -(-rows // block_m)
     splits = workspace.splits(windows.batch * num_tiles, windows.tiles * rows, windows.max_len)
     block_n = max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size())))
-    tables = (places.block_tables, places.block_tables.stride(0), places.kv_lens, windows.max_len)
+    lengths = (tables.block_tables, tables.block_tables.stride(0), tables.kv_lens, windows.max_len)
     partials = (workspace.outputs, workspace.log_sums)
     attention_kernel[(num_tiles, windows.batch, splits.number)](
-        *(qkv, call.turns, *call.weights, layer, layer.stride(0), places.kv_slots, *tables),
-        *(log2_scale, output, *partials, splits.number, splits.min_keys, places.num_padding),
+        *(qkv, call.cos_sin, *call.weights, layer, layer.stride(0), tables.kv_slots, *lengths),
+        *(log2_scale, output, *partials, splits.number, splits.min_keys, tables.num_padding),
         **programmatic_launch(qkv.device),
-        PADDED=places.num_padding is not None,
+        PADDED=tables.num_padding is not None,
         HAS_NORM=call.norm is not None,
         SPLITS=splits.number > 1,
         WINDOW=windows.window,
@@ -182,8 +178,7 @@ def _launch_triton(call: _Call, windows: Windows) -> torch.Tensor:
         BLOCK_N=block_n,
         BLOCK_W=max(16, power_of_two(windows.window)),
         BLOCK_D=block_d,
-        WIDEN=qkv.device.type
-        == "cpu",  # Triton's interpreter multiplies the bits of bfloat16 numbers
+        WIDEN=qkv.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         **warps_of(splits, block_m, block_d),
         num_stages=3,
     )
@@ -193,24 +188,24 @@ def _launch_triton(call: _Call, windows: Windows) -> torch.Tensor:
 
 
 def _reduce(
-    call: _Call, windows: Windows, splits: Splits, block_n: int, output: torch.Tensor
+    call: _Call, windows: WindowSizes, splits: Splits, block_n: int, output: torch.Tensor
 ) -> None:
-    """Join partial results; shares of the keys are whole blocks of `block_n`."""
+    """Joins the partial results of the splits, whose shares are whole blocks of `block_n` keys."""
     from tllm_spec.kernels.window_attention_triton import reduction_kernel
 
-    heads, workspace, places = windows.kv_heads * windows.group, call.workspace, call.places
+    heads, workspace, tables = windows.kv_heads * windows.group, call.workspace, call.tables
     rows = 8 if splits.are_rare and heads % 8 == 0 else 1
     reduction_kernel[(windows.batch * windows.window * heads // rows,)](
-        *(workspace.outputs, workspace.log_sums, places.kv_lens, output, windows.max_len),
-        *(splits.number, splits.min_keys, places.num_padding),
+        *(workspace.outputs, workspace.log_sums, tables.kv_lens, output, windows.max_len),
+        *(splits.number, splits.min_keys, tables.num_padding),
         **programmatic_launch(output.device),
-        PADDED=places.num_padding is not None,
+        PADDED=tables.num_padding is not None,
         HEADS=heads,
         ROWS=rows,
         WINDOW=windows.window,
         HEAD_DIM=windows.head_dim,
         BLOCK_N=block_n,
-        # One program for all widths of the block table.
+        # The same compiled kernel for all widths of the block table.
         BLOCK_S=power_of_two(MAX_LONG_SPLITS if splits.are_rare else splits.number),
         BLOCK_D=power_of_two(windows.head_dim),
         num_warps=4,
@@ -224,24 +219,22 @@ def plain_window_attention(
     kv_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The attention of `window_attention`'s reference, in float32 from end to end: q `[B, W, Hq,
-    D]` and the pool as they are when the window's keys and values are in it."""
+    """Reference of the attention in `window_attention`, in float32. q: `[B, W, Hq, D]`, after norm
+    and rotation; the pool holds the window's keys and values already."""
     batch, window, heads, head_dim = q.shape
     page_size, kv_heads = layer.shape[2:4]
     keys = torch.arange(block_tables.shape[1] * page_size, device=q.device)
     slots = block_tables[:, keys // page_size] * page_size + keys % page_size  # [B, L]
     absent = keys >= kv_lens[:, None]
     cached = layer.view(2, -1, kv_heads, head_dim)[:, slots].float()
-    cached = cached.masked_fill(absent[:, :, None, None], 0).permute(
-        0, 1, 3, 2, 4
-    )  # [2, B, Hkv, L, D]
+    cached = cached.masked_fill(absent[:, :, None, None], 0)
+    cached = cached.permute(0, 1, 3, 2, 4)  # [2, B, Hkv, L, D]
     positions = kv_lens[:, None] + torch.arange(-window, 0, device=q.device)
     hidden = (keys > positions[:, :, None]) | absent[:, None]
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]
     queries = q.float().view(batch, window, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
     scores = (queries @ cached[0].mT * scale).masked_fill(hidden, -torch.inf)
-    weights = scores.softmax(dim=-1).masked_fill(
-        hidden, 0
-    )  # a row without keys has NaN here, and gets zeros
+    # The softmax of a row without keys is NaN; it becomes zeros.
+    weights = scores.softmax(dim=-1).masked_fill(hidden, 0)
     mixed = (weights @ cached[1]).view(batch, kv_heads, window, -1, head_dim).transpose(1, 2)
     return mixed.reshape(batch, window, heads * head_dim).to(q.dtype)

@@ -1,9 +1,8 @@
-"""The CUDA kernel behind window_attention.py, which says what goes in and comes out: which shapes
-it serves, how a launch is laid out, and the launch.
+"""The CUDA kernel of window_attention.py: which shapes it supports, the layout of a launch, and the
+launch.
 
-CTAs that share the keys of one KV head of one request are a cluster, so that their partial results
-never leave the multiprocessors and there is no second launch. It does not know where windows come
-from."""
+CTAs that share the keys of one KV head of one request form a cluster, so their partial results stay
+in shared memory and there is no second launch."""
 
 import ctypes
 import functools
@@ -18,31 +17,32 @@ from tllm_spec.kernels import nvrtc
 from tllm_spec.kernels.window_splits import MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT
 
 HEAD_DIMS = (64, 128)
-# Rows of a tile of the tensor cores, and the keys that a warp takes at once.
+# Rows of a tensor core tile, and keys that a warp processes at once.
 TILE_ROWS = BLOCK_KEYS = 16
 MAX_ROW_TILES = 2
-# Of a cluster. A split has more keys than this.
+# CTAs of a cluster at most. Each split has more than MIN_KEYS_PER_SPLIT keys.
 MAX_SPLITS, MIN_KEYS_PER_SPLIT = 8, 64
-# Clusters of four and more leave multiprocessors without a place: one CTA each, they fill so much
-# of the device.
+# Clusters of four and more CTAs do not fit on all multiprocessors: with one CTA per multiprocessor
+# they fill this share of the device.
 CLUSTERS_SHARE = 3 / 4
-# Few CTAs have eight warps and a multiprocessor to themselves. Of many with four warps so many
-# share one, the fewer rows the more: registers decide.
+# A few CTAs have eight warps and a multiprocessor each. Many CTAs have four warps, and several
+# share a multiprocessor: how many depends on the registers, so on the row tiles.
 FEW_WARPS, MANY_WARPS = 8, 4
 MANY_CTAS = {1: (4, 3, 2), 2: (2,)}
-# Tiles of a warp's ring, at least: its sums lie there in the end. At most: what is on its way.
+# Tiles of a warp's ring: at least so many by row tiles, because the warp's sums are stored there at
+# the end. MAX_RING_BYTES limits the bytes in flight.
 MIN_DEPTH = {1: 3, 2: 5}
 MAX_RING_BYTES = 20 << 10
-# With CTAs for less than this share of the multiprocessors a request that is longer than so many
-# keys is read faster by Triton's kernel, which splits further.
+# If CTAs fill less than this share of the multiprocessors, requests longer than MAX_SLOW_KEYS are
+# faster in the Triton kernel, which splits further.
 MIN_SHARE, MAX_SLOW_KEYS = 1 / 3, 4096
-# Shared memory of a multiprocessor, and what each CTA takes of it unasked.
+# Shared memory of a multiprocessor, and the part that each CTA always takes.
 PROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 
 
 @dataclass(frozen=True)
-class Windows:
-    """A launch's sizes. max_len: tokens that the block table has room for."""
+class WindowSizes:
+    """Sizes of a launch. max_len: tokens that the block table has room for."""
 
     batch: int
     window: int
@@ -62,7 +62,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled. warps: of a CTA; ctas: of a multiprocessor; depth: tiles of a warp's
+    """Compile-time constants. warps: per CTA; ctas: per multiprocessor; depth: tiles of a warp's
     ring."""
 
     warps: int
@@ -72,7 +72,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Layout:
-    """splits: of a tile; min_keys: a split has more."""
+    """splits: per tile; min_keys: each split has more keys than this."""
 
     program: Program
     splits: int
@@ -81,8 +81,8 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(windows: Windows, processors: int, max_partial_rows: int) -> Layout | None:
-    """max_partial_rows: for which there is room in memory. None: Triton's kernel is for it."""
+def layout_of(windows: WindowSizes, processors: int, max_partial_rows: int) -> Layout | None:
+    """max_partial_rows: room in the workspace for partial results. None: use the Triton kernel."""
     if windows.row_tiles > MAX_ROW_TILES or windows.window > BLOCK_KEYS:
         return None
     few, *many = programs_of(windows)
@@ -95,9 +95,9 @@ def layout_of(windows: Windows, processors: int, max_partial_rows: int) -> Layou
 
 
 @functools.lru_cache(maxsize=4096)
-def programs_of(windows: Windows) -> tuple[Program, ...]:
-    """That for few tiles first, and those for many: all that windows of this kind may need,
-    whatever their number."""
+def programs_of(windows: WindowSizes) -> tuple[Program, ...]:
+    """All programs that windows of these sizes may need, for any batch: first the one for few
+    tiles, then those for many."""
     few = Program(FEW_WARPS, 1, _depth(windows, MAX_SPLITS, FEW_WARPS, 1))
     depths = {ctas: _depth(windows, 1, MANY_WARPS, ctas) for ctas in MANY_CTAS[windows.row_tiles]}
     least = MIN_DEPTH[windows.row_tiles]
@@ -106,8 +106,8 @@ def programs_of(windows: Windows) -> tuple[Program, ...]:
     )
 
 
-def _cluster_size(windows: Windows, processors: int) -> int:
-    """The largest power of two with which all clusters run at once."""
+def _cluster_size(windows: WindowSizes, processors: int) -> int:
+    """The largest power of two with which all clusters run at the same time."""
     size = MAX_SPLITS
     while size > 1:
         room = processors * (CLUSTERS_SHARE if size > 2 else 1)
@@ -118,10 +118,10 @@ def _cluster_size(windows: Windows, processors: int) -> int:
 
 
 def _layout_of_many(
-    windows: Windows, programs: Sequence[Program], processors: int, max_partial_rows: int
+    windows: WindowSizes, programs: Sequence[Program], processors: int, max_partial_rows: int
 ) -> Layout:
-    """The CTAs leave as few places empty as possible, and only what is very long is split, as
-    Triton's kernel does."""
+    """Chooses the program that leaves the fewest CTA slots empty. Only very long requests are
+    split, as in the Triton kernel."""
     tiles = windows.tiles
     room = max_partial_rows // (tiles * windows.window * windows.group)
     splits = max(1, min(MAX_LONG_SPLITS, (windows.max_len - 1) // MIN_KEYS_PER_LONG_SPLIT, room))
@@ -131,14 +131,14 @@ def _layout_of_many(
     return Layout(chosen, splits, splits == 1, MIN_KEYS_PER_LONG_SPLIT)
 
 
-def _depth(windows: Windows, cluster: int, warps: int, ctas: int) -> int:
+def _depth(windows: WindowSizes, cluster: int, warps: int, ctas: int) -> int:
     left = PROCESSOR_BYTES // ctas - RESERVED_BYTES - shared_bytes(windows, cluster, warps, 0)
     return min(MAX_RING_BYTES, left // warps) // (2 * BLOCK_KEYS * windows.head_dim)
 
 
-def shared_bytes(windows: Windows, cluster: int, warps: int, depth: int) -> int:
-    """Rings, queries, the window's keys and values; sums of warps by row, and those that a CTA
-    receives."""
+def shared_bytes(windows: WindowSizes, cluster: int, warps: int, depth: int) -> int:
+    """Rings, queries, the window's keys and values, the warps' sums by row, and the sums received
+    from other CTAs."""
     rows, head_dim = TILE_ROWS * windows.row_tiles, windows.head_dim
     received = rows * (head_dim + 2 * cluster) if cluster > 1 else 0
     halves = warps * depth * BLOCK_KEYS * head_dim + (rows + 2 * windows.window) * head_dim
@@ -146,13 +146,13 @@ def shared_bytes(windows: Windows, cluster: int, warps: int, depth: int) -> int:
 
 
 def serves(
-    qkv: torch.Tensor, turns: torch.Tensor, norm_weight: torch.Tensor | None, layer: torch.Tensor
+    qkv: torch.Tensor, cos_sin: torch.Tensor, norm_weight: torch.Tensor | None, layer: torch.Tensor
 ) -> bool:
-    """Whether device, types and sizes of heads and pages allow it."""
+    """Whether the kernel supports the device, the types, and the sizes of heads and pages."""
     return (
         qkv.is_cuda
         and qkv.dtype in (torch.bfloat16, torch.float16)
-        and turns.dtype == qkv.dtype
+        and cos_sin.dtype == qkv.dtype
         and (norm_weight is None or norm_weight.dtype == qkv.dtype)
         and qkv.shape[3] in HEAD_DIMS
         and layer.shape[2] >= BLOCK_KEYS
@@ -162,11 +162,11 @@ def serves(
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of a launch, in the kernel's order; None: there is none. Partial results are for
-    splits that are no clusters."""
+    """Tensors of a launch in the order of the kernel's argument. Without clusters partial results
+    go to `partials` and `log_sums`."""
 
     qkv: torch.Tensor
-    turns: torch.Tensor
+    cos_sin: torch.Tensor
     norm_weight: torch.Tensor | None
     layer: torch.Tensor
     out: torch.Tensor
@@ -178,8 +178,8 @@ class Operands:
     log_sums: torch.Tensor | None
 
 
-class _Windows(ctypes.Structure):
-    """The kernel's argument, as it has it."""
+class _Arguments(ctypes.Structure):
+    """The kernel's argument: same layout as `Windows` in window_stream.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in Operands.__annotations__),
@@ -193,12 +193,14 @@ class _Windows(ctypes.Structure):
     )
 
 
-def launch(operands: Operands, windows: Windows, layout: Layout, scale: float, eps: float) -> None:
-    """Scores are multiplied by `scale` before the softmax; eps: the norm's."""
+def launch(
+    operands: Operands, windows: WindowSizes, layout: Layout, scale: float, eps: float
+) -> None:
+    """scale: factor of the scores before the softmax; eps: of the norm."""
     device, page_size = operands.qkv.device.index or 0, operands.layer.shape[2]
     addresses = (None if one is None else one.data_ptr() for one in vars(operands).values())
     strides = operands.layer.stride(0), operands.block_tables.stride(0)
-    argument = _Windows(
+    argument = _Arguments(
         *(*addresses, *strides, windows.max_len, windows.window, windows.group, windows.kv_heads),
         *(page_size.bit_length() - 1, windows.tiles, layout.splits, layout.min_keys),
         *(scale * math.log2(math.e), eps),
@@ -213,7 +215,7 @@ def launch(operands: Operands, windows: Windows, layout: Layout, scale: float, e
 
 @dataclass(frozen=True)
 class Source:
-    """What kernels differ in besides their programs."""
+    """Compile-time constants besides those of `Program`."""
 
     dtype: torch.dtype
     head_dim: int
@@ -234,7 +236,7 @@ class Source:
 def _kernels(
     device: int, source: Source, programs: tuple[Program, ...]
 ) -> dict[Program, nvrtc.Kernel]:
-    """All at once: a round of other requests waits for no compiler later."""
+    """Compiles all programs at once, so that no later round waits for the compiler."""
     major, minor = torch.cuda.get_device_capability(device)
 
     def compiled(program: Program) -> bytes:

@@ -1,8 +1,5 @@
-"""Where the rows of generation windows stand: their positions, their places in the KV pool, and the
-pages that attention reads. On CUDA one Triton kernel instead of eleven launches for every forward,
-elsewhere the plain-torch reference.
-
-This file knows slots and a block table; no models.
+"""Row metadata of generation windows: positions, KV slots, and the pages that attention reads. On
+CUDA one Triton kernel instead of eleven launches per forward, elsewhere the plain-torch reference.
 """
 
 from dataclasses import dataclass
@@ -14,8 +11,8 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 @dataclass(frozen=True)
 class WindowRows:
-    """Of B windows of W tokens: positions and kv_slots `[B * W]` int64, kv_lens `[B]` int32 with
-    the window, block_tables `[B, P]` int32."""
+    """For B windows of W tokens: positions and kv_slots `[B * W]` int64, kv_lens `[B]` int32
+    including the window, block_tables `[B, P]` int32."""
 
     positions: torch.Tensor
     kv_slots: torch.Tensor
@@ -31,8 +28,8 @@ def window_rows(
     num_pages: int,
     page_size: int,
 ) -> WindowRows:
-    """table `[S, P_max]` int32, slots and first `[B]` int64: the windows' slots and first
-    positions. The first `num_pages` pages of a row cover its window."""
+    """table `[S, P_max]` int32; slots and first `[B]` int64: the windows' slots and first
+    positions. The first `num_pages` pages of a row must cover its window."""
     if not has_kernels(table.device):
         return window_rows_reference(table, slots, first, width, num_pages, page_size)
     from tllm_spec.kernels.window_rows_triton import window_rows_triton

@@ -1,5 +1,6 @@
-"""`window_rows` as a Triton kernel: a program copies up to 1,024 pages of one request's row, and
-the first of them works out the window's places, too. Importing this file imports Triton."""
+"""`window_rows` as a Triton kernel: a program copies up to 1,024 pages of one request's block table
+row; the first program also computes the window's positions and slots. Importing this file imports
+Triton."""
 
 import torch
 import triton
@@ -25,9 +26,8 @@ def window_rows_triton(
     kv_slots = torch.empty_like(positions)
     kv_lens = torch.empty(batch, dtype=torch.int32, device=device)
     block_tables = torch.empty((batch, num_pages), dtype=torch.int32, device=device)
-    block = min(
-        _BLOCK, triton.next_power_of_2(table.shape[1])
-    )  # not num_pages: each size is a kernel to compile
+    # Not from num_pages, because each block size compiles another kernel.
+    block = min(_BLOCK, triton.next_power_of_2(table.shape[1]))
     _rows[(batch, triton.cdiv(num_pages, block))](
         table,
         table.stride(0),
@@ -62,9 +62,9 @@ def _rows(
     width: tl.constexpr,
     padded_width: tl.constexpr,
     block: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    begin(EARLY)
+    begin(PDL)
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = table + tl.load(slots + request) * table_stride
     index = part * block + tl.arange(0, block)
@@ -75,13 +75,15 @@ def _rows(
         mask=exists,
     )
     if part == 0:
-        place = tl.arange(0, padded_width)
-        is_row = place < width
+        column = tl.arange(0, padded_width)
+        is_row = column < width
         start = tl.load(first + request)
-        position = start + place
+        position = start + column
         page = tl.load(row + position // page_size, mask=is_row, other=0).to(tl.int64)
-        tl.store(positions + request * width + place, position, mask=is_row)
+        tl.store(positions + request * width + column, position, mask=is_row)
         tl.store(
-            kv_slots + request * width + place, page * page_size + position % page_size, mask=is_row
+            kv_slots + request * width + column,
+            page * page_size + position % page_size,
+            mask=is_row,
         )
         tl.store(kv_lens + request, (start + width).to(tl.int32))

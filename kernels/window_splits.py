@@ -1,40 +1,35 @@
-"""How a launch of window_attention_triton.py is laid out: how many programs share the keys of a
-request, and of how many warps each is. Partial results of the splits lie in a workspace, which the
-CUDA kernel's long requests use, too.
-
-It knows sizes only: no queries, keys or pages.
-"""
+"""The layout of a launch of window_attention_triton.py: how many programs share a request's keys,
+and how many warps each has. The workspace for partial results of the splits, which the CUDA kernel
+uses for long requests, too."""
 
 from dataclasses import dataclass
 
 import torch
 
-# Of four warps, which are enough to keep the memory busy; more of them only begin and end more
-# often.
+# Programs of four warps. They keep the memory busy; more of them would only add overhead.
 PROGRAMS_PER_MULTIPROCESSOR = 3
-# Of two warps: on an H200 so many run at once.
+# Programs of two warps: so many run at once on an H200.
 SMALL_PROGRAMS_PER_MULTIPROCESSOR = 4
-# A split has more keys than this, in whole blocks: with fewer its fixed costs (its query rows, its
-# partial result) outweigh reading them.
+# Each split has more keys than this, in whole blocks. With fewer the fixed costs of a split (query
+# rows, partial result) outweigh reading its keys.
 MIN_KEYS_PER_SPLIT, MIN_KEYS_PER_BLOCK = 64, 64
-# Where a program for each tile is more than half of what fills the device, only what is very long
-# is split.
+# If one program per tile fills more than half of the device, only very long requests are split.
 MIN_KEYS_PER_LONG_SPLIT, MAX_LONG_SPLITS = 2048, 4
 MAX_SPLITS = 64
 # 32 query rows for each of 8 programs of 128 multiprocessors.
 MAX_PARTIAL_ROWS = 1 << 15
 MAX_TILE_ROWS = 64
 MAX_TILE_KEYS = 128
-# The keys, and as many values, that are on their way while a program computes on those before.
+# Bytes of keys, and as many of values, in flight while a program computes.
 TILE_BYTES = 16384
-# Of a thread, where a program has 128 threads and three share 65,536.
+# Registers of a thread when three programs of 128 threads share 65,536.
 MAX_REGISTERS = 168
 
 
 @dataclass(frozen=True)
 class WindowWorkspace:
-    """Where splits leave their partial results. One serves all launches of one stream, of any
-    shape; its addresses are part of every captured graph, so it lives as long as they do."""
+    """Partial results of the splits. One workspace serves all launches of a stream, of any shape.
+    Captured graphs contain its addresses, so it must live as long as they do."""
 
     outputs: torch.Tensor
     """[R, D] float32: row ((b * W + w) * Hq + head) * num_splits + split."""
@@ -43,7 +38,7 @@ class WindowWorkspace:
     num_processors: int
     """Multiprocessors of the device."""
     num_programs: int
-    """How many programs of Triton's kernel fill it."""
+    """Programs of the Triton kernel that fill the device."""
 
     @classmethod
     def allocate(cls, head_dim: int, device: torch.device) -> "WindowWorkspace":
@@ -55,8 +50,7 @@ class WindowWorkspace:
         return cls(outputs, log_sums, number, number * PROGRAMS_PER_MULTIPROCESSOR)
 
     def splits(self, num_tiles: int, num_rows: int, max_len: int) -> "Splits":
-        """Of a launch that would have `num_tiles` programs and `num_rows` output rows were nothing
-        split."""
+        """For a launch that has `num_tiles` programs and `num_rows` output rows without splits."""
         wanted, min_keys = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT
         are_rare = wanted <= 1
         if are_rare:
@@ -66,8 +60,8 @@ class WindowWorkspace:
         return Splits(max(1, number), min_keys, are_rare, self._are_small(num_tiles))
 
     def _are_small(self, num_programs: int) -> bool:
-        """Whether so many programs, in as many turns as they need, leave fewer places empty with
-        two warps each than with four."""
+        """Whether waves of two-warp programs leave at most as many slots empty as waves of
+        four-warp programs."""
         small = self.num_programs * SMALL_PROGRAMS_PER_MULTIPROCESSOR // PROGRAMS_PER_MULTIPROCESSOR
         return (
             -(-num_programs // small) * small
@@ -77,8 +71,8 @@ class WindowWorkspace:
 
 @dataclass(frozen=True)
 class Splits:
-    """min_keys: a split has more. are_rare: most requests are not split. small_programs: of two
-    warps, not four."""
+    """min_keys: each split has more keys. are_rare: most requests are not split. small_programs:
+    two warps instead of four."""
 
     number: int
     min_keys: int
@@ -88,8 +82,8 @@ class Splits:
 
 def warps_of(splits: Splits, block_m: int, block_d: int) -> dict[str, int]:
     """Measured on an H200 for 16 rows and heads of 128 in bfloat16: a program of four warps, three
-    of which have room for their registers, ends earlier than one of two; four of these read as fast
-    together."""
+    of which fit a multiprocessor, ends earlier than one of two warps. Four of the latter fit and
+    read as fast together."""
     if block_m > 16 or block_d > 128:
         return {"num_warps": 8 if block_m * block_d > 8192 else 4}
     return {"num_warps": 2} if splits.small_programs else {"num_warps": 4, "maxnreg": MAX_REGISTERS}

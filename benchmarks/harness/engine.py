@@ -84,7 +84,7 @@ class Rounds:
                 target = weights_of.executor.parts.runner.engine.model
                 # The other engine's graphs keep writing to these workspaces.
                 self._held = [
-                    layer.products for layer in target.modules() if isinstance(layer, Linear)
+                    layer.tuned_gemms for layer in target.modules() if isinstance(layer, Linear)
                 ]
                 stack.enter_context(mock.patch.object(engines, "load_target", lambda plan: target))
             self.built = build.build_executor(args, None, lambda responses: None)

@@ -4,7 +4,6 @@ draft length with the measured times of rounds."""
 import logging
 from collections.abc import Sequence
 
-from tllm_spec.executor.building.layer_stack import LayerStack
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.warm_up import WarmUp
 from tllm_spec.executor.draft_lens import EAGER_SIZES, measure_round_times
@@ -33,10 +32,7 @@ def build_controller(
     if not plan.args.deterministic:
         # Rows of all windows, one row per request, full chunks of contexts, and a short prompt.
         row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
-        stack = (
-            LayerStack(runner.engine, keys, plan.slots.dummy_slot, plan.device) if keys else None
-        )
-        tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device, stack)
+        tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device)
     pool = GraphPool(plan.device)
     # First, since the graphs of contexts need the most memory.
     runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)

@@ -1,4 +1,4 @@
-"""What tests of kernels share."""
+"""Fixtures of the kernels' tests."""
 
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ from tests.kernels.interpreter import INTERPRETED
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's CUDA sources are kept compiled, and no other's."""
+    """An empty cache folder for compiled CUDA sources."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "tllm_spec" / "cuda"
 
 
 @pytest.fixture
 def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter leaves `tl.dot` to a BLAS, whose sums depend on a row's place in a tile. In
-    float64 they do too, but not after the rounding to float32. Tensor cores need no such help."""
+    """The interpreter computes `tl.dot` with a BLAS, whose sums depend on a row's position in the
+    tile. Computed in float64 and rounded to float32 they do not. Tensor cores do not need this."""
     if not INTERPRETED:
         return
     from triton.runtime import interpreter

@@ -1,12 +1,14 @@
-"""Where tests of kernels run: on a CUDA device (`-m gpu`), and under Triton's interpreter in a
-process of its own, which runs the same file again (the interpreter must be chosen before Triton is
-imported)."""
+"""Where the tests of Triton kernels run: on a CUDA device (`-m gpu`), and under Triton's
+interpreter in a subprocess that runs the same file again, because the interpreter must be chosen
+before Triton is imported."""
 
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +25,9 @@ if INTERPRETED:
 
     quick_interpreter.install()
 
-only_outside_the_interpreter = pytest.mark.skipif(INTERPRETED, reason="this is that process")
+only_outside_the_interpreter = pytest.mark.skipif(INTERPRETED, reason="runs outside it")
 
-# The largest relative error of one rounding of float32. The interpreter cuts bfloat16 off instead.
+# The largest relative error of rounding float32. The interpreter truncates to bfloat16.
 ROUNDING = {
     torch.float32: 2.0**-24,
     torch.float16: 2.0**-11,
@@ -34,15 +36,14 @@ ROUNDING = {
 
 
 def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a kernel's store makes of float32 `values`."""
+    """float32 `values` as a kernel stores them."""
     if INTERPRETED and dtype == torch.bfloat16:
         values = (values.view(torch.int32) & -0x10000).view(torch.float32)
     return values.to(dtype)
 
 
 def check_like_the_reference(output: torch.Tensor, reference: torch.Tensor) -> None:
-    """But for another order of float32 sums: one rounding apart, and that only in a few
-    elements."""
+    """Equal but for the order of float32 sums: one rounding apart, and only in a few elements."""
     rounding = ROUNDING[output.dtype]
     torch.testing.assert_close(output, reference, rtol=2 * rounding + 4e-6, atol=4e-6)
     if output.dtype == torch.float16 or (output.dtype == torch.bfloat16 and not INTERPRETED):
@@ -50,19 +51,25 @@ def check_like_the_reference(output: torch.Tensor, reference: torch.Tensor) -> N
 
 
 def check_under_the_interpreter(file: str, num_tests: int) -> None:
-    """At least `num_tests` tests of `file` ran on the interpreter, and all of them passed."""
+    """At least `num_tests` tests of `file` ran under the interpreter, and all of them passed."""
+    check_files_under_the_interpreter({file: num_tests})
+
+
+def check_files_under_the_interpreter(files: Mapping[str, int]) -> None:
+    """The same for several files, with each file's least number of tests, in one subprocess."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     version = importlib.metadata.version("triton")
     if tuple(map(int, version.split(".")[:2])) < (3, 7):
-        pytest.skip(
-            f"the interpreter of Triton {version} does not run with today's NumPy; 3.7 does"
-        )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted", file]
+        pytest.skip(f"the interpreter of Triton {version} does not run with NumPy 2; 3.7 does")
+    options = ["-p", "no:cacheprovider", "-n", "0", "-rp", "-k", "interpreted"]
     done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", *options, *files],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
     )
     report = done.stdout + done.stderr
     assert done.returncode == 0, report
-    passed = next((line for line in done.stdout.splitlines() if " passed" in line), "0 passed")
-    assert int(passed.split(" passed")[0].split()[-1]) >= num_tests, report
+    for file, num_tests in files.items():
+        assert done.stdout.count(f"/{Path(file).name}::") >= num_tests, report

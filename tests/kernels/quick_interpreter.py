@@ -1,7 +1,6 @@
-"""Makes Triton's interpreter quick without changing what it computes or checks: its function calls
-do not search `triton.language` again for what is replaced already, its types are looked up once,
-and its search for integers that overflow is two operations of NumPy. It does not know kernels or
-tests."""
+"""Makes Triton's interpreter faster without changing its results or checks: calls of device
+functions do not patch `triton.language` again, types are looked up once, and the check for integer
+overflow is two NumPy operations."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -22,9 +21,8 @@ def install() -> None:
 
 
 def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The interpreter replaces the language's functions by its own when a launch begins, and again
-    in every call of a device function, of which only those of a module that imports the language
-    under another name find any left."""
+    """The interpreter patches the language's functions at every launch, and again in every call of
+    a device function. The latter is only needed for modules that are not patched yet."""
 
     def patch_lang(function: Any) -> Any:
         languages = [own for own in function.__globals__.values() if own in LANGUAGES]
@@ -44,8 +42,7 @@ def _looked_up_once(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _assert_no_overflow(lhs: Any, rhs: Any, operation: Callable[..., Any]) -> None:
-    """What Triton's own does: the operation in 64 bits stays within the type of its operands,
-    integers of less."""
+    """The same check as Triton's: the result in 64 bits must fit the type of the operands."""
     scalar = lhs.type.scalar
     assert scalar == rhs.type.scalar and scalar.is_int()
     if scalar.int_bitwidth >= 64:

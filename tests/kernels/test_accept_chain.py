@@ -1,3 +1,5 @@
+"""`accept_chain` against a loop."""
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 from tllm_spec.kernels.accept_chain import accept_chain
 
 
-def accepted_by_hand(targets: list[int], drafts: list[int], num_drafts: int) -> int:
+def accepted_by_loop(targets: list[int], drafts: list[int], num_drafts: int) -> int:
     count = 0
     while count < num_drafts and targets[count] == drafts[count]:
         count += 1
@@ -13,7 +15,7 @@ def accepted_by_hand(targets: list[int], drafts: list[int], num_drafts: int) -> 
 
 
 @given(st.data(), st.integers(1, 5), st.integers(0, 6))
-def test_a_run_ends_at_the_first_draft_that_is_not_the_targets_token(
+def test_acceptance_ends_at_the_first_draft_that_differs_from_the_target(
     data: st.DataObject, num_rows: int, length: int
 ) -> None:
     def rows(width: int, upper: int) -> st.SearchStrategy[list[list[int]]]:
@@ -24,14 +26,14 @@ def test_a_run_ends_at_the_first_draft_that_is_not_the_targets_token(
     counts = data.draw(st.lists(st.integers(0, length), min_size=num_rows, max_size=num_rows))
     tensors = torch.tensor(targets), torch.tensor(drafts, dtype=torch.int64).view(num_rows, length)
     found = accept_chain(*tensors, torch.tensor(counts)).tolist()
-    assert found == [accepted_by_hand(*row) for row in zip(targets, drafts, counts, strict=True)]
-    everything = accept_chain(*tensors, None).tolist()
-    assert everything == [
-        accepted_by_hand(*row, length) for row in zip(targets, drafts, strict=True)
+    assert found == [accepted_by_loop(*row) for row in zip(targets, drafts, counts, strict=True)]
+    unlimited = accept_chain(*tensors, None).tolist()
+    assert unlimited == [
+        accepted_by_loop(*row, length) for row in zip(targets, drafts, strict=True)
     ]
 
 
-def test_lengths_are_whole_numbers_of_64_bits_and_inputs_stay_as_they_are() -> None:
+def test_lengths_are_int64_and_the_inputs_are_not_changed() -> None:
     targets, drafts = torch.tensor([[5, 6, 7], [5, 6, 7]]), torch.tensor([[5, 6], [6, 6]])
     before = drafts.clone()
     lens = accept_chain(targets, drafts, None)

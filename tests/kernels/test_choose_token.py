@@ -1,5 +1,5 @@
-"""The kernels equal their references bit for bit: under Triton's interpreter by default, on the
-device with `-m gpu`."""
+"""The kernels against their references, bit for bit: under Triton's interpreter by default, on a
+CUDA device with `-m gpu`."""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ POSITIONS = [0, 1, 77, 4095, 2**31 - 1, 2**31, 2**32 - 1, 5]
 NAN, INF = float("nan"), float("inf")
 VOCAB_SIZES = [1, 3, 5, 64, 1000, 2048 + 3]
 
-# TRITON_INTERPRET counts when triton is imported, so the interpreter lives in a process of its own.
+# TRITON_INTERPRET is read when Triton is imported, so the interpreter runs in a subprocess.
 CHILD = """
 import pickle, sys
 from tllm_spec.kernels import choose_token_triton
@@ -37,9 +37,8 @@ while True:
     sys.stdout.buffer.flush()
 """
 
-Run = Callable[
-    ..., torch.Tensor
-]  # (name of a function of choose_token_triton, its arguments on the CPU) -> on the CPU
+# Runs a function of choose_token_triton by name; arguments and result are on the CPU.
+Run = Callable[..., torch.Tensor]
 
 
 @pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -94,8 +93,8 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor
 
 
 def near_ties(num_rows: int) -> tuple[torch.Tensor, ...]:
-    """Arguments of `choose_token` with two tokens, whose sums are equal or a few float32 steps
-    apart."""
+    """Arguments of `choose_token` with two tokens whose sums differ by at most a few float32
+    steps."""
     generator = torch.Generator().manual_seed(3)
     seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
     positions = torch.arange(num_rows)
@@ -110,7 +109,9 @@ def near_ties(num_rows: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("domain", [TARGET_DOMAIN, DRAFT_DOMAIN])
-def test_the_kernels_noise_has_the_references_bits(run: Run, vocab_size: int, domain: int) -> None:
+def test_the_kernels_noise_equals_the_references_bit_for_bit(
+    run: Run, vocab_size: int, domain: int
+) -> None:
     noise = run("gumbel_noise_triton", *keys(), vocab_size, domain)
     expected = gumbel_noise(*keys(), vocab_size, domain)
     assert torch.equal(noise.view(torch.int32), expected.view(torch.int32))
@@ -128,8 +129,8 @@ def test_the_kernel_chooses_the_references_tokens_at_any_temperature(
         assert chosen.tolist() == choose_token_reference(*arguments, domain).tolist()
 
 
-def test_sums_that_differ_in_the_last_bit_are_told_apart(run: Run) -> None:
-    num_rows = 8192 if run is run_on_device else 96  # the interpreter takes 15 ms a row
+def test_sums_that_differ_in_the_last_bit_are_distinguished(run: Run) -> None:
+    num_rows = 8192 if run is run_on_device else 96  # the interpreter takes 15 ms per row
     arguments = near_ties(num_rows)
     expected = choose_token_reference(*arguments)
     assert 0.2 < expected.double().mean() < 0.8  # both tokens win often
@@ -137,7 +138,7 @@ def test_sums_that_differ_in_the_last_bit_are_told_apart(run: Run) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_rows_with_nan_and_infinities_are_what_choose_makes_of_them(
+def test_rows_with_nan_and_infinities_follow_the_documented_rules(
     run: Run, temperature: float
 ) -> None:
     vocab_size = 2048 + 3  # three parts
@@ -197,22 +198,21 @@ def test_arguments_may_be_columns_and_slices_of_tables(run: Run) -> None:
     assert torch.equal(noise, gumbel_noise(*views[2:], 6))
 
 
-def test_no_rows_are_no_tokens(run: Run) -> None:
+def test_no_rows_give_no_tokens(run: Run) -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     assert run("choose_token_triton", torch.zeros(0, 9), torch.zeros(0), empty, empty).shape == (0,)
     assert run("gumbel_noise_triton", empty, empty, 9).shape == (0, 9)
 
 
 def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        sys.modules, "tllm_spec.kernels.choose_token_triton", None
-    )  # its import fails
+    # Makes the import of the module fail.
+    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.choose_token_triton", None)
     arguments = (torch.zeros(8, 50), torch.tensor([0.0, 0.9]).repeat(4), *keys(), DRAFT_DOMAIN)
     assert torch.equal(choose_token(*arguments), choose_token_reference(*arguments))
 
 
-def test_the_references_tokens_are_drawn_from_the_softmax_at_the_rows_temperature() -> None:
-    """Chi-square with 5 degrees of freedom is below 20.5 in 999 of 1000 cases."""
+def test_the_references_tokens_are_distributed_as_the_softmax() -> None:
+    """Chi-square with 5 degrees of freedom is below 20.5 with probability 0.999."""
     num_rows, logits = 50_000, torch.tensor([0.0, 1.0, -1.0, 2.5, 0.3, 0.9])
     for temperature in (0.6, 1.7):
         tokens = choose_token_reference(
@@ -225,7 +225,7 @@ def test_the_references_tokens_are_drawn_from_the_softmax_at_the_rows_temperatur
         assert ((torch.bincount(tokens, minlength=6) - expected) ** 2 / expected).sum() < 20.5
 
 
-def test_greedy_and_sampled_rows_of_one_batch_keep_to_themselves() -> None:
+def test_greedy_and_sampled_rows_can_share_a_batch() -> None:
     logits = random_logits(8, 100)
     temperature = torch.tensor([0.0, 2.0]).repeat(4)
     tokens = choose_token_reference(logits, temperature, *keys())
@@ -236,7 +236,7 @@ def test_greedy_and_sampled_rows_of_one_batch_keep_to_themselves() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_of_sixteen_bits_are_chosen_from_as_their_float32_copies(
+def test_sixteen_bit_logits_give_the_tokens_of_their_float32_copies(
     run: Run, dtype: torch.dtype
 ) -> None:
     logits = random_logits(8, 2051).to(dtype)
@@ -247,7 +247,7 @@ def test_logits_of_sixteen_bits_are_chosen_from_as_their_float32_copies(
 
 
 @pytest.mark.parametrize("num_rows", [8, 19])  # 19 rows take long blocks
-def test_the_best_tokens_are_those_of_temperature_zero(run: Run, num_rows: int) -> None:
+def test_choose_best_equals_temperature_zero(run: Run, num_rows: int) -> None:
     logits = random_logits(num_rows, 4096 + 905).bfloat16()  # many ties
     logits[0, 4500], logits[1], logits[2, 4999] = NAN, -INF, INF
     nothing = torch.zeros(num_rows, dtype=torch.int64)
@@ -257,7 +257,7 @@ def test_the_best_tokens_are_those_of_temperature_zero(run: Run, num_rows: int) 
     assert torch.equal(run("choose_token_triton", logits), expected)
 
 
-def test_what_is_below_a_rows_cut_is_not_chosen(run: Run) -> None:
+def test_tokens_below_the_cut_are_not_chosen(run: Run) -> None:
     logits, temperature = (
         random_logits(8, 2051),
         torch.tensor([0.7, 0.0, 0.9, 1.0, 3.0, 2.0, 5.0, 9.0]),
@@ -268,7 +268,7 @@ def test_what_is_below_a_rows_cut_is_not_chosen(run: Run) -> None:
     expected = choose_token_reference(
         scaled.masked_fill(scaled < cut.unsqueeze(1), -INF), torch.ones(8), *keys()
     )
-    expected[1] = logits[1].argmax()  # greedy rows have none
+    expected[1] = logits[1].argmax()  # greedy rows have no cut
     assert (choose_token_reference(logits, temperature, *keys())[4:] != expected[4:]).any()
     assert torch.equal(
         choose_token_reference(logits, temperature, *keys(), TARGET_DOMAIN, cut), expected
@@ -279,9 +279,7 @@ def test_what_is_below_a_rows_cut_is_not_chosen(run: Run) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 1500])
-def test_drafts_of_a_reduced_vocabulary_are_drawn_with_the_targets_noise(
-    run: Run, width: int
-) -> None:
+def test_drafts_of_a_reduced_vocabulary_use_the_targets_noise(run: Run, width: int) -> None:
     logits = random_logits(8, width).bfloat16()
     token_map = (
         torch.randperm(5003, generator=torch.Generator().manual_seed(4))[:width].sort().values
@@ -308,7 +306,7 @@ def test_drafts_of_a_reduced_vocabulary_are_drawn_with_the_targets_noise(
     assert torch.equal(drawn, expected)
 
 
-def test_a_draft_is_always_a_token(run: Run) -> None:
+def test_a_draft_is_always_a_valid_token(run: Run) -> None:
     logits = random_logits(3, 50)
     logits[0, 7], logits[1] = NAN, -INF
     token_map = torch.arange(50) * 2 + 9
@@ -337,7 +335,7 @@ def test_a_large_vocabulary_has_the_references_noise_and_tokens_on_the_device() 
 
 
 @pytest.mark.gpu
-def test_rows_beyond_two_to_the_31_elements_are_read_on_the_device() -> None:
+def test_rows_may_start_beyond_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 10 << 30:
         pytest.skip("needs 10 GB of free device memory")
     logits = torch.zeros((1 << 31) + 3000, device="cuda").as_strided((3, 3000), (1 << 30, 1))
@@ -348,7 +346,7 @@ def test_rows_beyond_two_to_the_31_elements_are_read_on_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_replays_with_other_arguments() -> None:
+def test_a_captured_graph_can_be_replayed_with_other_arguments() -> None:
     def arguments(round_id: int) -> tuple[torch.Tensor, ...]:
         temperature = torch.tensor([0.0, 0.7, 1.0, 0.3]).roll(round_id).repeat(2)
         seeds, positions = keys()

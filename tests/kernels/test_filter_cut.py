@@ -1,5 +1,5 @@
-"""What top_k, top_p and min_p keep: the reference against exact arithmetic, the kernels against the
-reference, bit for bit."""
+"""The cuts of top_k, top_p and min_p: the reference against exact arithmetic, the kernels against
+the reference bit for bit."""
 
 import sys
 from fractions import Fraction
@@ -10,11 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.interpreter import (
-    check_under_the_interpreter,
-    on_each_kernel_device,
-    only_outside_the_interpreter,
-)
+from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.filter_cut import filter_cut, filter_cut_reference, token_weights
 
 INF, NAN = float("inf"), float("nan")
@@ -34,8 +30,7 @@ def check(logits: torch.Tensor, parameters: Columns, device: str) -> torch.Tenso
 
 
 def kept_by_definition(values: list[float], top_k: int, top_p: float, min_p: float) -> set[float]:
-    """In exact arithmetic on the reference's own weights, without sorting: every value for
-    itself."""
+    """The filters' definition for each value, in exact arithmetic on the reference's weights."""
     best = max(values)
     floor = (
         (torch.tensor(best) + torch.tensor(min_p).double().log().float()).item()
@@ -54,9 +49,8 @@ def kept_by_definition(values: list[float], top_k: int, top_p: float, min_p: flo
 
 PARAMETERS = st.tuples(
     st.integers(1, 40),
-    st.sampled_from(
-        [0.0, 0.125, 0.5, 0.75, 0.875, 0.984375, 1.0]
-    ),  # sums of few bits: floats hold them exactly
+    # Exact in float.
+    st.sampled_from([0.0, 0.125, 0.5, 0.75, 0.875, 0.984375, 1.0]),
     st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
 
@@ -67,7 +61,7 @@ PARAMETERS = st.tuples(
     PARAMETERS,
     st.sampled_from([0.5, 1.0, 7.0]),
 )
-def test_the_reference_keeps_what_the_definition_keeps_with_many_ties(
+def test_the_reference_equals_the_definition_with_many_ties(
     logits: list[int], parameters: tuple[int, float, float], spread: float
 ) -> None:
     values = [spread * logit for logit in logits]
@@ -98,16 +92,15 @@ def test_off_and_greedy_rows_have_no_cut() -> None:
 
 
 def test_a_tensor_on_the_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        sys.modules, "tllm_spec.kernels.filter_cut_triton", None
-    )  # its import fails
+    # Makes the import of the module fail.
+    monkeypatch.setitem(sys.modules, "tllm_spec.kernels.filter_cut_triton", None)
     assert filter_cut(torch.ones(1, 5).bfloat16(), *columns([(1.0, 2, 1.0, 0.0)])).item() == 1.0
 
 
 @on_each_kernel_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 5, 2051])
-def test_the_kernels_cut_where_the_reference_does(
+def test_the_kernels_cuts_equal_the_references(
     device: str, dtype: torch.dtype, vocab_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
@@ -128,7 +121,9 @@ def test_the_kernels_cut_where_the_reference_does(
 
 @on_each_kernel_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernels_cut_rows_of_ties_zeros_and_infinities(device: str, dtype: torch.dtype) -> None:
+def test_the_kernels_cuts_equal_the_references_with_ties_zeros_and_infinities(
+    device: str, dtype: torch.dtype
+) -> None:
     logits = torch.full((10, 1500), -2.0)
     logits[0, ::3] = 1.0  # 500 ties
     logits[1, 7], logits[1, 9] = 0.0, -0.0
@@ -148,7 +143,7 @@ def test_the_kernels_cut_rows_of_ties_zeros_and_infinities(device: str, dtype: t
         (1, 0.0, 1.0),
     ):
         check(logits.to(dtype), columns([(0.8, k, p, m)] * 10), device)
-    # Divided by so little, different logits become the same: zeros, or infinities.
+    # Divided by these, different logits become equal: zeros or infinities.
     for temperature in (1e-38, 1e38):
         for k, p in ((3, 1.0), (1500, 0.5), (800, 0.3)):
             check(logits.to(dtype), columns([(temperature, k, p, 0.0)] * 10), device)
@@ -156,7 +151,7 @@ def test_the_kernels_cut_rows_of_ties_zeros_and_infinities(device: str, dtype: t
 
 @on_each_kernel_device
 def test_a_walk_of_several_steps_counts_every_value_once(device: str) -> None:
-    """Neighbouring values from 8 down to 1e-28, three steps of them."""
+    """Adjacent bfloat16 values from 8 down to 1e-28, which take three steps."""
     logits = (0x4100 - torch.arange(12288)).to(torch.int16).view(torch.bfloat16)
     rows = [(1.0, k, 1.0, 0.0) for k in (4096, 4097, 8192, 8193, 12288)]
     rows += [
@@ -169,9 +164,8 @@ def test_a_walk_of_several_steps_counts_every_value_once(device: str) -> None:
 def test_a_nan_is_never_below_the_cut(device: str) -> None:
     logits = torch.randn(2, 1500).bfloat16()
     logits[0, 3] = NAN
-    logits[1, 1200] = torch.tensor([-64], dtype=torch.int16).view(
-        torch.bfloat16
-    )  # a NaN with a sign
+    # A NaN with its sign bit set.
+    logits[1, 1200] = torch.tensor([-64], dtype=torch.int16).view(torch.bfloat16)
     for row in ((1.0, 5, 0.9, 0.1), (1.0, 1500, 0.9, 0.0), (1.0, 1500, 1.0, 0.3)):
         parameters = columns([row] * 2)
         for cut in (
@@ -197,7 +191,7 @@ def test_arguments_may_be_columns_and_slices_of_tables(device: str) -> None:
     st.sampled_from([0.3, 1.0, 2.5]),
 )
 @on_each_kernel_device
-def test_any_bits_are_cut_as_the_reference_cuts_them(
+def test_the_kernels_cuts_equal_the_references_for_any_bits(
     device: str, bits: list[int], parameters: tuple[int, float, float], temperature: float
 ) -> None:
     logits = torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
@@ -206,7 +200,7 @@ def test_any_bits_are_cut_as_the_reference_cuts_them(
 
 
 @pytest.mark.gpu
-def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_reference_cuts_them() -> None:
+def test_a_captured_graph_gives_the_references_cuts_of_a_large_vocabulary() -> None:
     num_rows, vocab_size = 24, 128256
     rows = [
         (
@@ -230,8 +224,3 @@ def test_large_vocabularies_in_a_captured_graph_are_cut_as_the_reference_cuts_th
         buffer.copy_(logits)
         graph.replay()
         assert torch.equal(cut.cpu(), filter_cut_reference(logits, *columns(rows)))
-
-
-@only_outside_the_interpreter
-def test_the_kernels_run_under_the_interpreter() -> None:
-    check_under_the_interpreter(__file__, 12)

@@ -1,5 +1,4 @@
-"""Memset nodes become kernel nodes: between the same nodes, with the same effect, in a graph and on
-its replays."""
+"""Memset nodes become kernel nodes with the same dependencies and the same effect."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
 class Graph:
-    """A driver's graph: nodes by number, and edges between them."""
+    """A fake of the driver's graph: numbered nodes, and edges between them."""
 
     def __init__(self, kinds: dict[int, str], edges: set[tuple[int, int]], **memset: int) -> None:
         self.kinds, self.edges = dict(kinds), set(edges)
@@ -39,7 +38,7 @@ class Graph:
     def before(self, node: int, number: int = 0) -> tuple[Any, ...]:
         return self.listed(sorted(a for a, b in self.edges if b == node), number)
 
-    def behind(self, node: int, number: int = 0) -> tuple[Any, ...]:
+    def after(self, node: int, number: int = 0) -> tuple[Any, ...]:
         return self.listed(sorted(b for a, b in self.edges if a == node), number)
 
     def kind(self, node: int) -> tuple[Any, ...]:
@@ -70,13 +69,13 @@ class Graph:
 
 @pytest.fixture
 def replace(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is done to a graph of ours, and how many nodes were replaced."""
+    """Runs `memsets_as_kernels` on a fake graph."""
 
     def run(graph: Graph) -> int:
         calls = {
             "cuGraphGetNodes": graph.nodes,
             "cuGraphNodeGetDependencies": graph.before,
-            "cuGraphNodeGetDependentNodes": graph.behind,
+            "cuGraphNodeGetDependentNodes": graph.after,
             "cuGraphNodeGetType": graph.kind,
             "cuGraphMemsetNodeGetParams": lambda node: (SUCCESS, graph.memset),
             "cuGraphAddKernelNode": graph.add,
@@ -94,7 +93,7 @@ def replace(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_a_kernel_stands_between_the_nodes_that_a_memset_stood_between(replace: Any) -> None:
+def test_a_kernel_node_gets_the_dependencies_of_the_memset_that_it_replaces(replace: Any) -> None:
     kinds = {0: KERNEL, 1: KERNEL, 2: MEMSET, 3: KERNEL, 4: KERNEL, 5: MEMSET}
     graph = Graph(kinds, {(0, 2), (1, 2), (2, 3), (2, 4), (3, 4), (4, 5)})
     assert replace(graph) == 2
@@ -103,13 +102,13 @@ def test_a_kernel_stands_between_the_nodes_that_a_memset_stood_between(replace: 
     assert graph.arguments == {6: (4096, 2, 7, 4), 7: (4096, 2, 7, 4)}
 
 
-def test_two_memsets_in_a_row_stay_in_a_row(replace: Any) -> None:
+def test_two_memsets_in_sequence_become_two_kernels_in_sequence(replace: Any) -> None:
     graph = Graph({0: MEMSET, 1: MEMSET}, {(0, 1)})
     assert replace(graph) == 2 and graph.edges == {(2, 3)}
 
 
 @pytest.mark.parametrize("memset", [{"height": 2}, {"width": MAX_ELEMENTS + 1}])
-def test_large_ones_and_rectangles_stay(replace: Any, memset: dict[str, int]) -> None:
+def test_large_and_two_dimensional_memsets_stay(replace: Any, memset: dict[str, int]) -> None:
     graph = Graph({0: KERNEL, 1: MEMSET}, {(0, 1)}, **memset)
     assert replace(graph) == 0 and graph.kinds[1] == MEMSET and graph.edges == {(0, 1)}
 
@@ -139,7 +138,7 @@ def node_kinds(graph: int) -> Counter[str]:
         (torch.int32, driver.cuMemsetD32Async),
     ],
 )
-def test_replays_set_what_captured_memsets_would_set(
+def test_replays_have_the_effect_of_the_captured_memsets(
     size: int, dtype: torch.dtype, memset: Any
 ) -> None:
     values = torch.ones(size + 2, dtype=dtype, device="cuda")
@@ -152,7 +151,7 @@ def test_replays_set_what_captured_memsets_would_set(
 
     def work() -> None:
         set_inner(0)
-        total.add_(values.sum())  # of the two at the ends
+        total.add_(values.sum())  # of the two ends
         set_inner(5)
 
     captured = GraphPool(torch.device("cuda")).capture(work)

@@ -1,3 +1,5 @@
+"""The noise against Philox in Python integers, and its distribution."""
+
 import pytest
 import torch
 
@@ -44,13 +46,13 @@ def bits(seed: int, position: int, num_tokens: int, domain: int = 0) -> list[int
         ),
     ],
 )
-def test_the_reference_of_these_tests_gives_random123s_known_answers(
+def test_the_python_philox_of_these_tests_gives_the_known_answers_of_random123(
     counter: tuple[int, ...], key: tuple[int, int], words: str
 ) -> None:
     assert " ".join(f"{word:08x}" for word in philox(counter, key)) == words
 
 
-def test_the_known_answer_that_can_be_reached_comes_out() -> None:
+def test_philox_bits_gives_the_known_answer() -> None:
     assert (
         " ".join(f"{word:08x}" for word in bits(0, 0, 4)) == "6627e8d5 e169c58d bc57ac4c 9b00dbd8"
     )
@@ -59,7 +61,7 @@ def test_the_known_answer_that_can_be_reached_comes_out() -> None:
 @pytest.mark.parametrize("domain", DOMAINS)
 @pytest.mark.parametrize("seed", [1, 0x299F31D0A4093822, 2**63 - 1, -1, -(2**63), 1 << 32])
 @pytest.mark.parametrize("position", [0, 1, 77, 0x85A308D3, MASK])
-def test_the_words_are_philox_of_quad_position_and_domain(
+def test_the_words_are_philox_of_token_quad_position_and_domain(
     seed: int, position: int, domain: int
 ) -> None:
     key = (seed & MASK, seed >> 32 & MASK)
@@ -78,7 +80,7 @@ def test_a_rows_words_depend_on_its_own_seed_and_position_only() -> None:
     assert torch.equal(together[:, :100], gumbel_noise(seeds, positions, 100))
 
 
-def test_seeds_positions_and_domains_all_give_other_noise() -> None:
+def test_every_seed_position_and_domain_gives_other_noise() -> None:
     rows = {
         tuple(bits(seed, position, 4, domain))
         for seed in (0, 1, 1 << 32, -1)
@@ -88,9 +90,9 @@ def test_seeds_positions_and_domains_all_give_other_noise() -> None:
     assert len(rows) == 4 * 3 * 4
 
 
-def test_the_noise_is_gumbels() -> None:
-    """exp(-exp(-noise)) is uniform; with 2**19 numbers each of 64 cells holds 8192 +- 90, and 5
-    sigma are allowed."""
+def test_the_noise_has_the_gumbel_distribution() -> None:
+    """exp(-exp(-noise)) is uniform. With 2**19 numbers each of 64 cells has 8192 +- 90; 5 sigma are
+    allowed."""
     noise = gumbel_noise(torch.arange(1 << 9), torch.arange(1 << 9) * 3, 1 << 10)
     assert noise.dtype == torch.float32 and bool(noise.isfinite().all())
     cells = torch.bincount(
@@ -99,7 +101,7 @@ def test_the_noise_is_gumbels() -> None:
     assert cells.numel() == 64 and (cells - 8192).abs().max() < 5 * 90
 
 
-def test_the_argmax_of_logits_and_noise_is_drawn_from_their_softmax() -> None:
+def test_the_argmax_of_logits_plus_noise_is_distributed_as_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, 2.5, 0.3])
     num = 200_000
     for seeds, positions in (
@@ -112,7 +114,7 @@ def test_the_argmax_of_logits_and_noise_is_drawn_from_their_softmax() -> None:
         assert ((torch.bincount(drawn, minlength=5) / num - expected).abs() < 5 * deviation).all()
 
 
-def test_neighbouring_positions_and_domains_are_independent() -> None:
+def test_adjacent_positions_and_domains_are_independent() -> None:
     num = 100_000
     seeds, positions = torch.full((num,), 5), torch.arange(num)
     columns = [
@@ -123,7 +125,7 @@ def test_neighbouring_positions_and_domains_are_independent() -> None:
     assert correlations.abs().max() < 5 / num**0.5
 
 
-def test_uniform_numbers_lie_inside_the_unit_interval_and_fill_it() -> None:
+def test_uniform_numbers_fill_the_open_unit_interval() -> None:
     numbers = uniform(torch.arange(100_000), torch.arange(100_000), COIN_DOMAIN)
     assert numbers.dtype == torch.float64 and numbers.min() > 0 and numbers.max() < 1
     cells = torch.bincount((numbers * 50).long(), minlength=50)

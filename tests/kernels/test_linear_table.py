@@ -1,4 +1,4 @@
-"""The table of products: classes of rows, and the file between two starts."""
+"""The table of GEMM algorithms: classes of rows, and the file on disk."""
 
 import logging
 import stat
@@ -7,33 +7,33 @@ from pathlib import Path
 import pytest
 
 from tllm_spec.kernels.linear_table import (
+    GemmKey,
     LinearTable,
-    ProductKey,
     read_table,
     rows_class,
     table_path,
     write_table,
 )
 
-KEY = ProductKey(4096, 6144, "bfloat16", 32)
-SLOW = ProductKey(4096, 6144, "bfloat16", 48)
+KEY = GemmKey(4096, 6144, "bfloat16", 32)
+SLOW = GemmKey(4096, 6144, "bfloat16", 48)
 ALGORITHM = bytes(range(64))
 
 
-def test_a_class_ends_at_a_power_of_two_or_halfway_to_the_next() -> None:
+def test_a_class_of_rows_ends_at_a_power_of_two_or_halfway_to_the_next() -> None:
     ends = sorted({rows_class(rows) for rows in range(1, 8193)})
     assert ends[:8] == [16, 24, 32, 48, 64, 96, 128, 192] and ends[-2:] == [6144, 8192]
     for rows in range(1, 2000):
         assert rows_class(rows) == next(end for end in ends if end >= rows)
 
 
-def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_a_table_is_read_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "table.json"
     write_table(path, LinearTable({str(KEY): ALGORITHM, str(SLOW): None}))
     table = read_table(path, 64)
     assert KEY in table and table[KEY] == table.get(KEY) == ALGORITHM
-    assert SLOW in table and table[SLOW] is None  # measured, and torch's is as fast
-    other = ProductKey(4096, 6144, "float16", 32)
+    assert SLOW in table and table[SLOW] is None  # measured; torch's choice is as fast
+    other = GemmKey(4096, 6144, "float16", 32)
     assert other not in table and table.get(other) is None
     assert [file.name for file in path.parent.iterdir()] == ["table.json"]
 
@@ -42,18 +42,18 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     "content",
     [
         "",
-        '{"format": 1, "choi',
+        '{"format": 2, "choi',
         "[]",
-        '{"format": 1}',
-        '{"format": 2, "choices": {}}',
-        '{"format": 1, "choices": {"a": "zz"}}',
-        '{"format": 1, "choices": {"a": 5}}',
-        '{"format": 1, "choices": {"a": "00ff"}}',
+        '{"format": 2}',
+        '{"format": 1, "choices": {}}',
+        '{"format": 2, "choices": {"a": "zz"}}',
+        '{"format": 2, "choices": {"a": 5}}',
+        '{"format": 2, "choices": {"a": "00ff"}}',
         "\udcff",
     ],
     ids=["empty", "cut", "list", "no choices", "format", "no hex", "number", "length", "no text"],
 )
-def test_a_damaged_file_is_no_table_and_is_written_anew(
+def test_a_damaged_file_is_logged_and_replaced(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "table.json"
@@ -65,7 +65,7 @@ def test_a_damaged_file_is_no_table_and_is_written_anew(
     assert read_table(path, 64)[KEY] == ALGORITHM
 
 
-def test_no_file_is_an_empty_table_and_no_news(
+def test_without_a_file_the_table_is_empty_and_nothing_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert read_table(tmp_path / "table.json", 64).choices == {}
@@ -80,9 +80,7 @@ def test_a_file_that_cannot_be_written_is_only_logged(
     assert "measures again" in caplog.text
 
 
-def test_a_write_that_breaks_off_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
     write_table(path, LinearTable({str(KEY): ALGORITHM}))
 
@@ -101,8 +99,8 @@ def test_the_file_is_named_by_device_and_versions(tmp_path: Path) -> None:
     assert path == tmp_path / "linear-NVIDIA_H200_x-cublasLt130100-torch2.11.0+cu130.json"
 
 
-def test_the_file_is_not_more_private_than_others(tmp_path: Path) -> None:
-    """Users of a machine may share the folder; a temporary file alone would be its owner's."""
+def test_the_file_has_the_default_permissions(tmp_path: Path) -> None:
+    """Users of a machine may share the folder; a temporary file is private to its owner."""
     (tmp_path / "other").touch()
     write_table(tmp_path / "table.json", LinearTable())
     modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}

@@ -1,5 +1,5 @@
-"""The search for the fastest algorithm, with a library and a clock of the test's own: what is
-tried, what wins, for which rows. What it finds on a device is checked in test_tuned_linear.py."""
+"""The search for the fastest algorithm with a fake library and a fake clock: which candidates are
+tried, which one wins, for which rows. test_tuned_linear.py runs it on a device."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from tllm_spec.kernels import linear_tuner
 from tllm_spec.kernels.cublas_lt import Sizes
 from tllm_spec.kernels.linear_table import LinearTable
-from tllm_spec.kernels.linear_tuner import Product, Search, tune_missing
+from tllm_spec.kernels.linear_tuner import GemmGroup, Search, tune_missing
 from tllm_spec.kernels.tuned_linear import key_of
 
 NO_LIBRARY: Any = None
@@ -26,8 +26,7 @@ TIMES = {
 
 
 class FakePlan:
-    """Splitting the sums makes a variant, clusters change nothing. `refused`: only when it is
-    run."""
+    """A split of K makes a variant, clusters do not. Algorithms in `refused` fail when they run."""
 
     refused: frozenset[bytes] = frozenset()
 
@@ -47,7 +46,7 @@ class FakePlan:
 
 
 class Clocked:
-    """What was timed; torch takes `torch_time`."""
+    """Records what is timed; torch takes `torch_time`."""
 
     def __init__(self) -> None:
         self.torch_time = 25.0
@@ -74,7 +73,7 @@ def key(rows: int, *, adds: bool = False) -> Any:
 
 def fastest(rows: int) -> bytes | None:
     table = LinearTable()
-    tune_missing(table, NO_LIBRARY, [Product(WEIGHTS, False)], [rows])
+    tune_missing(table, NO_LIBRARY, [GemmGroup(WEIGHTS, False)], [rows])
     return table[key(rows)]
 
 
@@ -88,14 +87,14 @@ def fastest(rows: int) -> bytes | None:
         (1024, 29.0, None),
     ],
 )
-def test_the_fastest_of_proposals_and_of_few_rows_variants_is_chosen_if_it_beats_torch(
+def test_the_fastest_proposal_or_variant_is_chosen_if_it_beats_torch(
     rows: int, torch_time: float, expected: bytes | None, clocked: Clocked
 ) -> None:
     clocked.torch_time = torch_time
     assert fastest(rows) == expected
 
 
-def test_what_is_refused_when_it_runs_is_not_chosen(
+def test_an_algorithm_that_fails_when_it_runs_is_not_chosen(
     clocked: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakePlan, "refused", frozenset({b"middle+", b"slow"}))
@@ -105,7 +104,7 @@ def test_what_is_refused_when_it_runs_is_not_chosen(
     assert fastest(64) is None
 
 
-def test_variants_are_made_of_the_fastest_proposals_only(
+def test_only_variants_of_the_fastest_proposals_are_tried(
     clocked: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_tuner, "VARIED", 1)
@@ -113,22 +112,24 @@ def test_variants_are_made_of_the_fastest_proposals_only(
     assert b"best+" in clocked.timed and b"middle+" not in clocked.timed
 
 
-def test_finalists_and_torch_take_turns(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finalists_and_torch_are_timed_alternately(
+    clocked: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear_tuner, "FINALISTS", 2)
     fastest(64)
     assert clocked.timed[-15:] == [None, b"middle+", b"best"] * 5
 
 
-def test_each_form_is_measured_once_a_class_of_rows_and_large_classes_first(
+def test_each_form_is_measured_once_per_class_of_rows_largest_first(
     clocked: Clocked,
 ) -> None:
-    products = [Product(WEIGHTS, False), Product(WEIGHTS, True)]
+    groups = [GemmGroup(WEIGHTS, False), GemmGroup(WEIGHTS, True)]
     table = LinearTable()
-    assert tune_missing(table, NO_LIBRARY, products, [1, 8, 12, 9, 40, 36, 300]) == 6
+    assert tune_missing(table, NO_LIBRARY, groups, [1, 8, 12, 9, 40, 36, 300]) == 6
     found = {str(key(rows, adds=adds)) for rows in (16, 48, 384) for adds in (False, True)}
     assert table.choices.keys() == found
     assert [name.split("x")[0] for name in table.choices] == ["384", "384", "48", "48", "16", "16"]
-    assert tune_missing(table, NO_LIBRARY, products, [48, 13, 65]) == 2  # of 65 to 96 rows
+    assert tune_missing(table, NO_LIBRARY, groups, [48, 13, 65]) == 2  # of 65 to 96 rows
 
 
 def test_the_largest_number_of_rows_is_measured_for_its_class(
@@ -138,7 +139,7 @@ def test_the_largest_number_of_rows_is_measured_for_its_class(
     monkeypatch.setattr(
         linear_tuner, "Plan", lambda lt, sizes: (planned.append(sizes), FakePlan(lt, sizes))[1]
     )
-    tune_missing(LinearTable(), NO_LIBRARY, [Product(WEIGHTS, True)], [33, 40, 36])
+    tune_missing(LinearTable(), NO_LIBRARY, [GemmGroup(WEIGHTS, True)], [33, 40, 36])
     assert planned == [Sizes(40, 64, 48, 64, 48, torch.float32, adds=True)]
 
 
@@ -147,13 +148,13 @@ def test_logits_of_a_whole_prompt_are_not_measured(
 ) -> None:
     monkeypatch.setattr(linear_tuner, "MAX_OUTPUT_BYTES", 100 * 48 * 4)
     table = LinearTable()
-    assert tune_missing(table, NO_LIBRARY, [Product(WEIGHTS, False)], [100, 200]) == 1
+    assert tune_missing(table, NO_LIBRARY, [GemmGroup(WEIGHTS, False)], [100, 200]) == 1
     assert key(100) in table and key(200) not in table
 
 
-def test_weights_take_turns(monkeypatch: pytest.MonkeyPatch, clocked: Clocked) -> None:
+def test_weights_are_used_round_robin(monkeypatch: pytest.MonkeyPatch, clocked: Clocked) -> None:
     seen: list[int] = []
-    search = Search(NO_LIBRARY, Product(WEIGHTS, False).sizes(16), WEIGHTS)
+    search = Search(NO_LIBRARY, GemmGroup(WEIGHTS, False).sizes(16), WEIGHTS)
     monkeypatch.setattr(search, "_torch", lambda weight: seen.append(weight.data_ptr()))
     search.heat(0.0)
     search.heat(0.0)

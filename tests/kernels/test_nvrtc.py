@@ -1,4 +1,4 @@
-"""CUDA sources are compiled once on a machine."""
+"""The cache of compiled CUDA sources."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.fixture
 def num_compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what was compiled."""
+    """Records the names of the compiled sources."""
     compiled: list[str] = []
     real = nvrtc._compiled
 
@@ -27,13 +27,15 @@ def num_compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return compiled
 
 
-def test_the_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_is_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cache_folder() == tmp_path / "tllm_spec"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "tllm_spec"
 
 
-def test_a_user_without_a_home_has_no_cache(
+def test_without_a_home_directory_nothing_is_cached(
     monkeypatch: pytest.MonkeyPatch, num_compiled: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def home() -> Path:
@@ -46,7 +48,7 @@ def test_a_user_without_a_home_has_no_cache(
     assert len(num_compiled) == 2 and "was not written" in caplog.text
 
 
-def test_another_compiler_is_another_source(
+def test_another_compiler_version_compiles_again(
     num_compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cuda.bindings import nvrtc as library
@@ -58,7 +60,7 @@ def test_another_compiler_is_another_source(
     assert len(num_compiled) == 2
 
 
-def test_a_source_is_compiled_once_for_each_architecture_and_definition(
+def test_a_source_is_compiled_once_per_architecture_and_definitions(
     num_compiled: list[str],
 ) -> None:
     first = nvrtc.compile_source("fill.cu", "sm_90")
@@ -68,7 +70,7 @@ def test_a_source_is_compiled_once_for_each_architecture_and_definition(
     assert len(num_compiled) == 3
 
 
-def test_other_headers_are_another_source(
+def test_changed_headers_compile_again(
     num_compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvrtc.compile_source("fill.cu", "sm_90")
@@ -80,9 +82,7 @@ def test_other_headers_are_another_source(
     assert len(num_compiled) == 2
 
 
-def test_a_file_that_is_no_machine_code_is_made_anew(
-    own_cache: Path, num_compiled: list[str]
-) -> None:
+def test_a_damaged_cache_file_is_replaced(own_cache: Path, num_compiled: list[str]) -> None:
     whole = nvrtc.compile_source("fill.cu", "sm_90")
     (file,) = own_cache.iterdir()
     file.write_bytes(b"")
@@ -90,7 +90,7 @@ def test_a_file_that_is_no_machine_code_is_made_anew(
     assert len(num_compiled) == 2
 
 
-def test_a_folder_that_cannot_be_written_only_costs_time(
+def test_an_unwritable_cache_folder_is_logged_and_compiles_every_time(
     tmp_path: Path, num_compiled: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tllm_spec").write_text("in the way")
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_only_costs_time(
         (10, 227, True, None),
     ],
 )
-def test_what_keeps_our_kernels_from_running_is_said(
+def test_the_reason_why_cuda_kernels_cannot_run_is_given(
     major: int, shared_kb: int, installed: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(

@@ -1,5 +1,5 @@
-"""Where a chunk's rows and pages are, against a plain loop; the kernels themselves stand in
-tests/attention/test_flashinfer.py."""
+"""Rows and pages of context chunks against a plain loop. tests/attention/test_flashinfer.py tests
+the kernels."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tllm_spec.kernels.paged_prefill import PrefillRows
 BATCHES = {
     "one token": ([1], [1]),
     "a full page": ([4], [4]),
-    "chunks behind prefixes": ([7, 1, 129], [300, 8, 129]),
+    "chunks after prefixes": ([7, 1, 129], [300, 8, 129]),
     "ends at and around page ends": ([1, 2, 3, 4, 5], [15, 16, 17, 32, 33]),
 }
 
@@ -19,7 +19,7 @@ BATCHES = {
 def expected(
     chunk_lens: list[int], kv_lens: list[int], tables: list[list[int]], page_size: int
 ) -> Iterator[list[int]]:
-    """Row starts, page starts, tokens in the last page, pages; token by token."""
+    """Row starts, page starts, tokens in the last page, and pages, counted token by token."""
     rows, starts, last, pages = [0], [0], [], []
     for chunk_len, kv_len, table in zip(chunk_lens, kv_lens, tables, strict=True):
         rows.append(rows[-1] + chunk_len)
@@ -36,11 +36,13 @@ def expected(
 
 @pytest.mark.parametrize("page_size", [1, 4, 32])
 @pytest.mark.parametrize("name", BATCHES)
-def test_rows_and_pages_are_those_that_a_plain_loop_finds(name: str, page_size: int) -> None:
+def test_rows_and_pages_equal_those_of_a_plain_loop(name: str, page_size: int) -> None:
     chunk_lens, kv_lens = BATCHES[name]
-    width = -(-max(kv_lens) // page_size) + 2  # the longest row has slack, too
+    width = -(-max(kv_lens) // page_size) + 2  # the longest row has spare pages, too
     tables = torch.randperm((len(kv_lens) + 1) * width).view(-1, width).to(torch.int32)
-    rows = PrefillRows.build(chunk_lens, kv_lens, tables, page_size)  # the last row is a window's
+    rows = PrefillRows.build(
+        chunk_lens, kv_lens, tables, page_size
+    )  # the last row of the tables is a window's
     found = [rows.query_starts, rows.page_starts, rows.last_page_lens, rows.pages]
     assert all(
         tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in [*found, rows.kv_lens]

@@ -1,6 +1,6 @@
-"""Which kernels of captured rounds may begin before the one in front has ended: ours, which know
-what they may read by then. A library's that were launched so would take that guarantee from every
-kernel behind it."""
+"""Which kernels of captured rounds are launched with programmatic dependent launch (PDL): only
+ours, which wait before they read what the previous kernel writes. A library kernel launched so
+would break this for every later kernel."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.test_programmatic_launch import KERNELS, taking_part
+from tests.kernels.test_programmatic_launch import KERNELS, pdl_kernels
 from tests.lossless.wide_zoo import write_wide
 from tllm_spec.kernels.nvrtc import checked
 from tllm_spec.llm import LLM
@@ -18,22 +18,21 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 
 def ours() -> set[str]:
-    """Kernels that wait for the one in front."""
+    """Kernels whose source waits for the previous kernel."""
     sources = [path.read_text(encoding="utf-8") for path in sorted(KERNELS.glob("*.cu"))]
     waiting = [source for source in sources if "griddepcontrol.wait" in source]
     names = {
         name
         for source in waiting
-        for name in re.findall(r'extern "C".*?(\w+)\(const __grid_constant__', source)
+        for name in re.findall(r'extern "C".*?(\w+)\(const __grid_constant__', source, re.S)
     }
-    return names | {name.split(".")[1] for name in taking_part()}
+    return names | {name.split(".")[1] for name in pdl_kernels()}
 
 
 def programmatic_edges(graph: int) -> Counter[str]:
-    """How many of them end in a kernel of each name."""
-    get_edges = getattr(
-        driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges
-    )  # before CUDA 13, the one with kinds
+    """By the name of the kernel that they lead to."""
+    # Before CUDA 13 the call that reports kinds of edges had another name.
+    get_edges = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)
     handle = driver.CUgraph(graph)
     found = get_edges(handle, get_edges(handle)[-1])
     checked(found)
@@ -53,7 +52,7 @@ def name_of(node: Any) -> str:
     return str(checked(found).decode())
 
 
-def test_the_kernels_that_wait_are_found_in_their_sources() -> None:
+def test_kernels_that_wait_are_found_in_their_sources() -> None:
     assert {
         "small_m_gemm",
         "window_attention",
@@ -65,7 +64,7 @@ def test_the_kernels_that_wait_are_found_in_their_sources() -> None:
 
 
 @pytest.mark.gpu
-def test_only_our_kernels_are_launched_early(tmp_path: Path) -> None:
+def test_only_our_kernels_are_launched_with_pdl(tmp_path: Path) -> None:
     target = write_wide("zoo:llama", tmp_path / "target")
     head = write_wide("zoo:llama-eagle3", tmp_path / "head")
     config = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": str(head)}

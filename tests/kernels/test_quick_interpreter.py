@@ -1,5 +1,4 @@
-"""Triton's interpreter made quick: it still finds integers that overflow, and still runs device
-functions."""
+"""The faster interpreter still detects integer overflow and still runs device functions."""
 
 import importlib.util
 from collections.abc import Callable
@@ -54,10 +53,10 @@ def multiply(x: Any, n: Any) -> None:
         (multiply, 2**30, -2, 2),
     ],
 )
-def test_an_integer_that_overflows_breaks_the_launch_off(
+def test_an_integer_overflow_stops_the_launch(
     kernel: Callable[..., None], start: int, fits: int, too_much: int, quick: None
 ) -> None:
-    for n, dtype in ((fits, torch.int32), (too_much, torch.int64)):  # 64 bits have room
+    for n, dtype in ((fits, torch.int32), (too_much, torch.int64)):  # no overflow in 64 bits
         run(kernel, torch.tensor([start], dtype=dtype), n)
     with pytest.raises(interpreter.InterpreterError, match="overflow"):
         run(kernel, torch.tensor([start], dtype=torch.int32), too_much)
@@ -68,14 +67,14 @@ def half(x: Any) -> Any:
 
 
 def halve(x: Any) -> None:
-    place = tl.program_id(0)
-    tl.store(x + place, device_function(x + place))
+    index = tl.program_id(0)
+    tl.store(x + index, device_function(x + index))
 
 
 device_function = interpreter.InterpretedFunction(half)
 
 
-def test_functions_run_in_every_launch_and_leave_the_language_as_it_was(quick: None) -> None:
+def test_device_functions_run_in_every_launch_and_the_language_is_restored(quick: None) -> None:
     x = torch.tensor([1, 2, 7], dtype=torch.int32)
     for expected in ([0, 1, 3], [0, 0, 1]):
         run(halve, x, programs=3)

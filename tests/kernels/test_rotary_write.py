@@ -1,4 +1,4 @@
-"""Norm, rotation and write of q, k and v: the kernel against its reference and the formulas in
+"""Norm, rotation and KV write: the kernel against its reference, and both against the formulas in
 float64."""
 
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import torch
 from tests.kernels.interpreter import (
     ROUNDING,
     check_like_the_reference,
-    check_under_the_interpreter,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
@@ -23,8 +22,7 @@ EPS, MAX_POSITIONS = 1e-5, 50
 
 @dataclass(frozen=True)
 class Case:
-    """`pages`: of which page 0 is graph padding's; `padding` rows are written there, all to slot
-    0."""
+    """`padding`: rows of graph padding, which are all written to slot 0 of page 0."""
 
     num_rows: int
     heads: int
@@ -39,8 +37,8 @@ class Case:
 CASES = {
     "one row of an 8B Llama": Case(1, 32, 8, 128, 32, dtype=torch.bfloat16),
     "window, norm": Case(5, 16, 4, 128, 16, norm=True, dtype=torch.bfloat16),
-    "ugly": Case(7, 5, 3, 6, 1),
-    "ugly, norm": Case(6, 9, 3, 80, 4, norm=True),
+    "odd": Case(7, 5, 3, 6, 1),
+    "odd, norm": Case(6, 9, 3, 80, 4, norm=True),
     "head of two": Case(3, 1, 1, 2, 8, norm=True),
     "one kv head": Case(4, 7, 1, 24, 4),
     "more heads than a block": Case(2, 20, 20, 192, 2, norm=True),
@@ -85,8 +83,8 @@ class Problem:
         return self.qkv, self.rotary.table, self.rotary.positions, self.kv_slots, *weight
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k after all, and the sizes of their two products together, `[T, Hq + Hkv, D]`
-        float64; pair by pair."""
+        """q and k after norm and rotation, and the sums of the absolute values of their two terms,
+        `[T, Hq + Hkv, D]` float64."""
         case, half = self.case, self.case.head_dim // 2
         heads = self.qkv[:, : case.heads + case.kv_heads].cpu().double()
         if self.norm is not None:
@@ -95,28 +93,28 @@ class Problem:
         rows = self.rotary.table.cpu().double()[self.rotary.positions.cpu(), :, :, :]
         cos, sin = rows[:, 0, :, half:], rows[:, 1, :, half:]
         low, high = heads[..., :half], heads[..., half:]
-        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+        rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
         sizes = torch.cat(
             ((low * cos).abs() + (high * sin).abs(), (high * cos).abs() + (low * sin).abs()), -1
         )
-        return turned, sizes
+        return rotated, sizes
 
     def run_and_check(self, write: Write) -> None:
-        """q and k are the formula's, v is untouched, the pool has the very k and v and nothing
-        else."""
+        """q and k equal the formula, v is not changed, and exactly the slots of the rows have k and
+        v."""
         case, before = self.case, self.qkv.clone()
-        turned, sizes = self.expected()
+        rotated, sizes = self.expected()
         unread = [tensor.clone() for tensor in self.tensors()[1:]]
         self.run(write)
         assert all(torch.equal(*pair) for pair in zip(self.tensors()[1:], unread, strict=True))
-        self.check(turned, sizes)
+        self.check(rotated, sizes)
         assert torch.equal(self.qkv[:, -case.kv_heads :], before[:, -case.kv_heads :])
 
-    def check(self, turned: torch.Tensor, sizes: torch.Tensor) -> None:
+    def check(self, rotated: torch.Tensor, sizes: torch.Tensor) -> None:
         case = self.case
-        error = (self.qkv[:, : -case.kv_heads].cpu().double() - turned).abs()
-        # One rounding of the result, and a little for the float32 arithmetic before it.
-        allowed = ROUNDING[case.dtype] * turned.abs() + 6e-7 * sizes + 1e-7
+        error = (self.qkv[:, : -case.kv_heads].cpu().double() - rotated).abs()
+        # One rounding of the result, plus the error of the float32 arithmetic before it.
+        allowed = ROUNDING[case.dtype] * rotated.abs() + 6e-7 * sizes + 1e-7
         assert (error <= allowed).all(), (error / allowed).max()
         kv = self.qkv[:, case.heads :].view(-1, 2, case.kv_heads, case.head_dim)
         wanted = torch.full_like(self.layer, torch.nan)
@@ -141,7 +139,7 @@ def test_the_kernel_equals_the_formula(name: str, device: str) -> None:
 
 @on_each_kernel_device
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_rows])
-def test_the_kernel_equals_its_reference_but_for_a_rounding(name: str, device: str) -> None:
+def test_the_kernel_equals_its_reference_up_to_one_rounding(name: str, device: str) -> None:
     mine, reference = Problem(CASES[name], device), Problem(CASES[name], device)
     mine.run(rotary_write)
     reference.run(plain_rotary_write)
@@ -150,7 +148,7 @@ def test_the_kernel_equals_its_reference_but_for_a_rounding(name: str, device: s
 
 @on_each_kernel_device
 def test_position_zero_without_a_norm_changes_no_bit(device: str) -> None:
-    problem = Problem(replace(CASES["ugly"], dtype=torch.bfloat16), device)
+    problem = Problem(replace(CASES["odd"], dtype=torch.bfloat16), device)
     rotary = problem.rotary
     rotary.positions.zero_()
     rotary.table[0, 0], rotary.table[0, 1] = 1, 0
@@ -160,8 +158,8 @@ def test_position_zero_without_a_norm_changes_no_bit(device: str) -> None:
 
 
 @on_each_kernel_device
-def test_nan_stays_in_its_head_and_its_row(device: str) -> None:
-    problem = Problem(CASES["ugly, norm"], device)
+def test_a_nan_stays_in_its_head_and_row(device: str) -> None:
+    problem = Problem(CASES["odd, norm"], device)
     problem.qkv[2, 10, 3] = problem.qkv[4, 13, 0] = torch.nan  # a key and a value
     problem.run(rotary_write)
     nan_heads = problem.qkv.isnan().any(-1).nonzero().tolist()
@@ -169,13 +167,8 @@ def test_nan_stays_in_its_head_and_its_row(device: str) -> None:
 
 
 @only_outside_the_interpreter
-def test_the_kernel_passes_its_tests_in_a_process_of_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, 23)
-
-
-@only_outside_the_interpreter
 def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
-    mine, reference = Problem(CASES["ugly, norm"]), Problem(CASES["ugly, norm"])
+    mine, reference = Problem(CASES["odd, norm"]), Problem(CASES["odd, norm"])
     mine.run(rotary_write)
     reference.run(plain_rotary_write)
     assert torch.equal(mine.qkv, reference.qkv) and torch.equal(
@@ -185,7 +178,7 @@ def test_a_tensor_on_the_cpu_runs_the_reference() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["window, norm", "one row of an 8B Llama", "float16"])
-def test_a_captured_launch_is_replayed_with_other_rows_positions_and_slots(name: str) -> None:
+def test_a_captured_launch_can_be_replayed_with_other_rows_positions_and_slots(name: str) -> None:
     captured = Problem(CASES[name], "cuda")
     captured.run(rotary_write)  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -202,7 +195,7 @@ def test_a_captured_launch_is_replayed_with_other_rows_positions_and_slots(name:
 
 
 @pytest.mark.gpu
-def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
+def test_a_pool_may_have_more_than_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 16 << 30:
         pytest.skip("needs 16 GB of free device memory")
     problem = Problem(CASES["window, norm"], "cuda")

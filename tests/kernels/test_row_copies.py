@@ -1,15 +1,11 @@
-"""Rows that are moved: by hand, and the kernels against plain indexing, bit by bit."""
+"""Gathers, copies and ring buffers against plain indexing, bit for bit."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    check_under_the_interpreter,
-    on_each_kernel_device,
-    only_outside_the_interpreter,
-)
+from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.row_copies import (
     Rings,
     copy_rows,
@@ -25,13 +21,13 @@ NUM_SLOTS, LENGTH = 6, 4
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """All different in every row of up to 120 numbers."""
+    """Random integers from -120 to 120."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-120, 121, shape, generator=generator).to(dtype)
 
 
 def rings_of(width: int | None, device: str) -> Rings:
-    """Full of what no test stores."""
+    """Rings filled with 1000, which no test stores."""
     size = NUM_SLOTS * LENGTH
     states = (
         None
@@ -41,7 +37,7 @@ def rings_of(width: int | None, device: str) -> Rings:
     return Rings(LENGTH, torch.full((size,), 1000, device=device), states)
 
 
-def test_a_position_stands_in_its_slots_ring_at_its_rest() -> None:
+def test_a_position_is_stored_modulo_the_length_in_its_slots_ring() -> None:
     rings = rings_of(2, "cpu")
     states = torch.tensor([[1, 2], [3, 4]], dtype=torch.bfloat16)
     store_in_rings(
@@ -54,16 +50,16 @@ def test_a_position_stands_in_its_slots_ring_at_its_rest() -> None:
     assert rings.states[[0, 23]].tolist() == [[3, 4], [1, 2]]
 
 
-def test_places_are_of_one_position_or_of_several_of_each_slot() -> None:
+def test_indices_of_one_or_several_positions_per_slot() -> None:
     rings, slots = rings_of(None, "cpu"), torch.tensor([2, 1])
-    assert rings.places(slots, torch.tensor([4, 3])).tolist() == [8, 7]
-    assert rings.places(slots.unsqueeze(1), torch.tensor([[4, 5], [2, 3]])).tolist() == [
+    assert rings.indices(slots, torch.tensor([4, 3])).tolist() == [8, 7]
+    assert rings.indices(slots.unsqueeze(1), torch.tensor([[4, 5], [2, 3]])).tolist() == [
         [8, 9],
         [6, 7],
     ]
 
 
-def test_rings_with_states_are_not_given_tokens_alone() -> None:
+def test_states_are_required_if_and_only_if_the_rings_have_them() -> None:
     one = torch.tensor([1])
     for rings, states in ((rings_of(2, "cpu"), None), (rings_of(None, "cpu"), torch.zeros(1, 2))):
         with pytest.raises(AssertionError):
@@ -76,7 +72,7 @@ def test_rings_with_states_are_not_given_tokens_alone() -> None:
     "shape", [(9,), (9, 1), (9, 7), (9, 2, 1, 12), (9, 1024), (9, 2500)], ids=str
 )
 @pytest.mark.parametrize("rows", [[8, 0, 3, 3, 1], [4], []], ids=len)
-def test_rows_are_picked_out_of_a_table(
+def test_rows_are_gathered_from_a_table(
     shape: tuple[int, ...], dtype: torch.dtype, rows: list[int], device: str
 ) -> None:
     assert has_kernels(torch.device(device))
@@ -97,7 +93,7 @@ def test_a_table_and_its_row_numbers_may_be_views(device: str) -> None:
 @on_each_kernel_device
 @on_each_dtype
 @pytest.mark.parametrize("shape", [(1, 1), (5, 30), (3, 2049), (0, 8)], ids=str)
-def test_rows_are_copied_beside_others(
+def test_rows_are_copied_into_a_part_of_a_wider_buffer(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     source, (num_rows, size) = numbers(*shape, dtype=dtype), shape
@@ -119,7 +115,7 @@ def test_copied_rows_may_come_from_a_wider_buffer(device: str) -> None:
 
 @on_each_kernel_device
 @pytest.mark.parametrize("width", [None, 1, 30, 1024, 3000], ids=str)
-def test_rings_are_filled_as_the_reference_fills_them(width: int | None, device: str) -> None:
+def test_the_kernel_fills_rings_like_the_reference(width: int | None, device: str) -> None:
     slots, positions = torch.tensor([3, 0, 5]), torch.tensor([4, 3, 123_456_789_011])
     tokens = numbers(3, 2, dtype=torch.int64)[:, 0]
     states = None if width is None else numbers(3, 2 * width, dtype=torch.bfloat16)[:, :width]
@@ -134,13 +130,8 @@ def test_rings_are_filled_as_the_reference_fills_them(width: int | None, device:
         assert torch.equal(rings.states.cpu(), expected.states)
 
 
-@only_outside_the_interpreter
-def test_the_kernels_pass_their_tests_under_the_interpreter() -> None:
-    check_under_the_interpreter(__file__, 90)
-
-
 @pytest.mark.gpu
-def test_a_captured_graph_moves_what_stands_there_at_the_replay() -> None:
+def test_a_captured_graph_reads_its_inputs_at_replay() -> None:
     table, rows = (
         numbers(50, 4096, dtype=torch.bfloat16).cuda(),
         torch.tensor([1, 2, 3], device="cuda"),
@@ -164,5 +155,5 @@ def test_a_captured_graph_moves_what_stands_there_at_the_replay() -> None:
         graph.replay()
         assert torch.equal(found, table[rows]) and torch.equal(wide[:, 4096:], table[rows])
         assert rings.states is not None
-        assert torch.equal(rings.states[rings.places(rows, positions)][-1], wide[-1])
-        assert torch.equal(rings.tokens[rings.places(rows, positions)], rows)
+        assert torch.equal(rings.states[rings.indices(rows, positions)][-1], wide[-1])
+        assert torch.equal(rings.tokens[rings.indices(rows, positions)], rows)

@@ -1,14 +1,10 @@
-"""Results in a ring of host memory: an entry by hand, and the kernel against the reference, the
-whole ring compared."""
+"""The ring of results: the layout of an entry, and the kernel against the reference with the whole
+ring compared."""
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    check_under_the_interpreter,
-    on_each_kernel_device,
-    only_outside_the_interpreter,
-)
+from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.send_results import send_results, send_results_reference
 
 NOTHING = -7
@@ -24,7 +20,7 @@ def results(num_rows: int, width: int, seed: int) -> tuple[torch.Tensor, torch.T
     return torch.randint(1, 1 + width, (num_rows,), generator=generator), tokens
 
 
-def test_an_entry_is_its_number_and_each_requests_length_and_tokens() -> None:
+def test_an_entry_has_its_number_and_each_requests_length_and_tokens() -> None:
     ring, number = empty_ring(2, 7), torch.tensor([8])
     send_results(ring, number, torch.tensor([2, 1]), torch.tensor([[5, 6], [7, -1]]))
     assert ring.tolist() == [[8, 2, 5, 6, 1, 7, -1, NOTHING], [NOTHING] * 8]
@@ -38,10 +34,10 @@ def test_an_entry_is_its_number_and_each_requests_length_and_tokens() -> None:
     ("num_rows", "width"),
     [(1, 1), (1, 9), (3, 4), (64, 4), (85, 2), (86, 2), (128, 1), (129, 1), (300, 9)],
 )
-def test_the_kernel_writes_what_the_reference_writes(
+def test_the_kernel_writes_the_same_entries_as_the_reference(
     device: str, num_rows: int, width: int
 ) -> None:
-    """255, 256 and 258 values are about one block."""
+    """255, 256 and 258 values are just below, at and above one block."""
     capacity = num_rows * (1 + width) + 5
     ring, expected = empty_ring(3, capacity, pinned=device == "cuda"), empty_ring(3, capacity)
     number, expected_number = torch.tensor([4], device=device), torch.tensor([4])
@@ -70,8 +66,3 @@ def test_results_need_not_be_contiguous(device: str) -> None:
 def test_results_that_do_not_fit_an_entry_are_refused() -> None:
     with pytest.raises(AssertionError):
         send_results(empty_ring(2, 5), torch.tensor([0]), *results(3, 1, 0))
-
-
-@only_outside_the_interpreter
-def test_the_kernel_under_the_interpreter() -> None:
-    check_under_the_interpreter(__file__, 10)

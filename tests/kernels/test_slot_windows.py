@@ -1,16 +1,12 @@
-"""Accepting and writing drafts in the slots: by hand, and the kernels against their references,
-every table compared."""
+"""Accepting and writing drafts in slots: small examples, and the kernels against their references
+with every table compared."""
 
 from dataclasses import fields
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    check_under_the_interpreter,
-    on_each_kernel_device,
-    only_outside_the_interpreter,
-)
+from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 from tllm_spec.kernels.slot_windows import (
     accept_windows,
@@ -37,7 +33,7 @@ def random_tables(seed: int) -> SlotTables:
 
 
 def moved(tables: SlotTables, device: str) -> SlotTables:
-    """A copy."""
+    """A copy on the device."""
     return SlotTables(*(getattr(tables, each.name).clone().to(device) for each in fields(tables)))
 
 
@@ -60,11 +56,11 @@ def one_slot(window: list[int], num_drafts: int) -> SlotTables:
         (3, [7, 2, 3, 4], 1, 7, 5),  # 5 is the bonus token
         (1, [1, 2, 3, 4], 2, 2, 1),
         (0, [1, 2, 3, 4], 1, 1, 5),
-        (3, [-1, 2, 3, 4], 1, 0, 5),  # no token at all: the embedding still has the id
-        (3, [1, 2], 2, 2, 1),  # fewer are verified than were drafted
+        (3, [-1, 2, 3, 4], 1, 0, 5),  # no valid token: 0, which the embedding has
+        (3, [1, 2], 2, 2, 1),  # fewer drafts are verified than the slot has
     ],
 )
-def test_a_slot_advances_by_what_was_accepted(
+def test_a_slot_advances_by_the_accepted_tokens(
     num_drafts: int, targets: list[int], num_new: int, window: int, previous: int
 ) -> None:
     tables = one_slot([5, 1, 2, 3], num_drafts)
@@ -77,7 +73,7 @@ def test_a_slot_advances_by_what_was_accepted(
     ]
 
 
-def test_drafts_behind_a_requests_own_limit_do_not_count() -> None:
+def test_drafts_beyond_a_requests_limit_do_not_count() -> None:
     tables = one_slot([5, 0, 0, 0], 0)
     write_drafts(tables, torch.tensor([0]), torch.tensor([[7, 8]]), torch.tensor([1]))
     assert tables.window.tolist() == [[5, 7, 8, 0]] and tables.num_drafts.tolist() == [1]
@@ -86,7 +82,7 @@ def test_drafts_behind_a_requests_own_limit_do_not_count() -> None:
 @on_each_kernel_device
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("synthetic", [False, True])
-def test_the_kernel_accepts_and_advances_as_the_reference_does(
+def test_the_kernel_accepts_and_advances_like_the_reference(
     device: str, width: int, synthetic: bool
 ) -> None:
     for seed in range(4):
@@ -116,7 +112,7 @@ def test_the_kernel_accepts_and_advances_as_the_reference_does(
 
 @on_each_kernel_device
 @pytest.mark.parametrize("length", [1, 3, 6])
-def test_the_kernel_writes_drafts_as_the_reference_does(device: str, length: int) -> None:
+def test_the_kernel_writes_drafts_like_the_reference(device: str, length: int) -> None:
     tables, generator = random_tables(1), torch.Generator().manual_seed(2)
     there = moved(tables, device)
     slots = torch.randperm(NUM_SLOTS, generator=generator)[:9]
@@ -128,7 +124,7 @@ def test_the_kernel_writes_drafts_as_the_reference_does(device: str, length: int
 
 
 @on_each_kernel_device
-def test_padding_that_shares_a_slot_harms_no_other(device: str) -> None:
+def test_duplicate_padding_slots_do_not_change_other_slots(device: str) -> None:
     tables = random_tables(5)
     there = moved(tables, device)
     slots = torch.tensor([3, 22, 22, 22, 8])
@@ -140,8 +136,3 @@ def test_padding_that_shares_a_slot_harms_no_other(device: str) -> None:
         found, expected = getattr(there, each.name).cpu(), getattr(tables, each.name)
         assert torch.equal(found[:22], expected[:22]), each.name
     assert int(kv_lens[1]) < there.kv_lens[22] <= int(kv_lens[1]) + 4
-
-
-@only_outside_the_interpreter
-def test_the_kernels_run_under_the_interpreter() -> None:
-    check_under_the_interpreter(__file__, 12)

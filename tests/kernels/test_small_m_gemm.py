@@ -1,5 +1,5 @@
-"""The linear layer for few rows: its reference against the formula, its source compiled, its kernel
-against both."""
+"""The small-M GEMM: the reference against the formula, layouts and compilation, and on a CUDA
+device (`-m gpu`) the kernel."""
 
 import ctypes
 import re
@@ -15,7 +15,7 @@ from tllm_spec.kernels.small_m_gemm import NormWeight, plain_small_m_gemm, serve
 from tllm_spec.kernels.small_m_plan import MAX_ROWS, Ring
 
 EPS = 1e-5
-# norm, gated, added to a sum, bias
+# norm, gated, adds, bias
 FORMS = [
     pytest.param(*form, id=name)
     for name, form in {
@@ -99,9 +99,9 @@ def test_the_source_compiles(dtype: torch.dtype, ring: Ring, architecture: str) 
     assert nvrtc.compile_source("small_m_gemm.cu", architecture, macros).startswith(b"\x7fELF")
 
 
-def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
+def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda() -> None:
     source = Path(small_m_plan.__file__).with_name("small_m_gemm.cu").read_text(encoding="utf-8")
-    (declared,) = re.findall(r"struct Product {[^\n]*\n(.*?)\n\n", source, re.DOTALL)
+    (declared,) = re.findall(r"struct Gemm {\n(.*?)\n\n", source, re.DOTALL)
     types = {
         "const u16 *": ctypes.c_void_p,
         "u16*": ctypes.c_void_p,
@@ -112,10 +112,10 @@ def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
     for line in declared.replace("const u16 *x", "const u16 * x").splitlines():
         kind, names = re.fullmatch(r" *(const u16 \*|u16\*|int|float) (.*);", line).groups()  # type: ignore[union-attr]
         fields += [(name.strip(" *"), types[kind]) for name in names.split(",")]
-    assert fields == list(module._Product._fields_)
+    assert fields == list(module._Arguments._fields_)
 
 
-def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -> None:
+def test_a_compile_error_contains_the_compilers_log() -> None:
     with pytest.raises(
         RuntimeError, match=r"small_m_gemm\.cu does not compile with .*sm_90.*\n.*STEP_COLUMNS"
     ):
@@ -124,7 +124,7 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -
 
 @pytest.mark.parametrize("in_features", [64, 320, 2048, 4096, 8192, 12288, 14336])
 @pytest.mark.parametrize("rows", [1, 4, MAX_ROWS])
-def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(
+def test_common_widths_fit_into_shared_memory_with_a_deep_enough_ring(
     rows: int, in_features: int
 ) -> None:
     fitting = small_m_plan.splits_that_fit(rows, in_features)
@@ -137,7 +137,7 @@ def test_common_widths_fit_into_shared_memory_with_a_ring_of_some_depth(
         assert in_features % (splits * ring.step_columns) == 0
 
 
-def test_widths_that_do_not_fit_are_left_to_torch() -> None:
+def test_widths_that_do_not_fit_have_no_plan() -> None:
     assert small_m_plan.splits_that_fit(MAX_ROWS, 28672) == ()  # 229 KB of x in each of two CTAs
     assert small_m_plan.splits_that_fit(1, 100) == ()  # no whole steps
 
@@ -147,7 +147,7 @@ def test_widths_that_do_not_fit_are_left_to_torch() -> None:
     ("in_features", "features"),
     [(4096, 6144), (14336, 4096), (4096, 14336), (4096, 128256), (64, 48)],
 )
-def test_tiles_cover_the_output_once_and_no_multiprocessor_has_much_more_than_its_share(
+def test_tiles_cover_the_output_once_and_balance_the_multiprocessors(
     in_features: int, features: int, gated: bool
 ) -> None:
     processors = 132
@@ -167,7 +167,7 @@ def test_tiles_cover_the_output_once_and_no_multiprocessor_has_much_more_than_it
     ("in_features", "out_features"),
     [(4096, 6144), (14336, 4096), (12288, 4096), (64, 48), (192, 1000), (128, 50258), (320, 512)],
 )
-def test_the_kernel_equals_the_formula_as_closely_as_its_reference(
+def test_the_kernel_is_as_accurate_as_its_reference(
     in_features: int,
     out_features: int,
     dtype: torch.dtype,
@@ -189,7 +189,7 @@ def test_the_kernel_equals_the_formula_as_closely_as_its_reference(
 
 
 @pytest.mark.gpu
-def test_nothing_beside_the_running_sum_is_written() -> None:
+def test_only_the_residual_stream_is_written() -> None:
     case = Case((3, 256, 512), (True, False, True, False), torch.bfloat16, "cuda")
     assert case.total is not None
     whole = case.total._base if case.total._base is not None else case.total
@@ -202,7 +202,7 @@ def test_nothing_beside_the_running_sum_is_written() -> None:
 
 
 @pytest.mark.gpu
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_has_the_same_bits_with_any_number_of_rows() -> None:
     case = Case((8, 4096, 4096), (True, False, False, False), torch.bfloat16, "cuda")
     together = case.run()
     for rows in range(1, 8):
@@ -211,9 +211,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_launched_early_wait_for_what_they_read() -> None:
-    """A chain in which each product reads what the one before it wrote, with and without pauses
-    between."""
+def test_pdl_kernels_wait_for_the_previous_kernels_output() -> None:
+    """A chain in which each GEMM reads the previous one's output, with and without pauses."""
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [
         torch.randn(4096, 4096, generator=generator, device="cuda", dtype=torch.bfloat16) / 64

@@ -1,5 +1,5 @@
-"""The product with an algorithm out of the table: when it is asked, its reference against the
-formula, and on a CUDA device (`-m gpu`) the library itself, on ugly sizes and in a graph."""
+"""Linear layers with an algorithm of the table: when it is used, the reference against the formula,
+and on a CUDA device (`-m gpu`) the library itself, on odd sizes and in a graph."""
 
 import ctypes
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from tllm_spec.kernels.cublas_lt import (
     shared_library,
 )
 from tllm_spec.kernels.linear_table import LinearTable
-from tllm_spec.kernels.linear_tuner import Product, tune_missing
-from tllm_spec.kernels.tuned_linear import TunedProducts, key_of, plain_tuned_linear, tuned_linear
+from tllm_spec.kernels.linear_tuner import GemmGroup, tune_missing
+from tllm_spec.kernels.tuned_linear import TunedGemms, key_of, plain_tuned_linear, tuned_linear
 
 BFLOAT16, CUDA = torch.bfloat16, torch.device("cuda")
 ALGORITHM = bytes(range(64))
@@ -28,7 +28,7 @@ on_each_form = pytest.mark.parametrize(("has_bias", "adds"), list(product([False
 
 
 class Case:
-    """Operands whose rows are not one behind another, and the formula."""
+    """Operands with strides between rows, and the formula."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Case:
         for addend in (self.bias, self.total):
             self.expected += 0 if addend is None else addend.double()
 
-    def check(self, products: TunedProducts) -> None:
-        output = tuned_linear(self.x, self.weight, products, bias=self.bias, add_to=self.total)
+    def check(self, tuned: TunedGemms) -> None:
+        output = tuned_linear(self.x, self.weight, tuned, bias=self.bias, add_to=self.total)
         assert self.total is None or output is self.total
         self.check_output(output)
 
     def check_output(self, output: torch.Tensor) -> None:
-        """One rounding apart, or two where torch rounds the product and the sum."""
+        """One rounding, or two where torch rounds the GEMM and the sum."""
         rounding = 2.0**-8 if output.dtype == BFLOAT16 else 2.0**-11
         assert output.dtype == self.x.dtype
         torch.testing.assert_close(
@@ -70,8 +70,7 @@ class Case:
 
 
 class FakePlan:
-    """Stands in for the library: it accepts and notes what is run, and computes as the reference
-    does."""
+    """Replaces the library: records the algorithms, and computes as the reference does."""
 
     made: list[Sizes]
     run_with: list[bytes]
@@ -105,24 +104,24 @@ def sizes_of(
     has_bias: bool = False,
     adds: bool = False,
 ) -> Sizes:
-    """Of operands whose rows are one behind another."""
+    """Sizes of contiguous operands."""
     _, in_features, out_features = sizes
     return Sizes(*sizes, in_features, out_features, dtype, has_bias, adds)
 
 
-def products_for(
+def tuned_for(
     sizes: tuple[int, int, int],
     algorithm: bytes | None = ALGORITHM,
     *,
     dtype: torch.dtype = BFLOAT16,
     lt: CublasLt | None = None,
-) -> TunedProducts:
-    """Both forms with the same algorithm."""
+) -> TunedGemms:
+    """A table with the same algorithm for both forms."""
     table, library = LinearTable(), lt
     for adds in (False, True):
         table[key_of(sizes_of(sizes, dtype=dtype, adds=adds))] = algorithm
     given: Any = library
-    return TunedProducts(given, table)
+    return TunedGemms(given, table)
 
 
 @on_each_form
@@ -136,22 +135,22 @@ def test_every_form_runs_the_tables_algorithm(
     has_bias: bool, adds: bool, plans: type[FakePlan]
 ) -> None:
     case = Case((33, 64, 48), has_bias, adds)
-    case.check(products_for((33, 64, 48)))
+    case.check(tuned_for((33, 64, 48)))
     assert plans.run_with == [ALGORITHM]
     assert plans.made == [Sizes(33, 64, 48, 128, 144 if adds else 48, BFLOAT16, has_bias, adds)]
 
 
 def test_all_rows_of_a_class_run_its_algorithm_and_others_do_not(plans: type[FakePlan]) -> None:
-    products = products_for((48, 64, 48))
+    tuned = tuned_for((48, 64, 48))
     for rows in (32, 33, 40, 48, 49, 33):
-        Case((rows, 64, 48)).check(products)
+        Case((rows, 64, 48)).check(tuned)
     assert len(plans.run_with) == 4
     assert [sizes.rows for sizes in plans.made] == [33, 40, 48]  # a plan is made once
-    Case((33, 64, 56)).check(products)
-    Case((33, 56, 48)).check(products)
-    Case((33, 64, 48), dtype=torch.float16).check(products)
-    products.table[key_of(sizes_of((33, 64, 48), adds=True))] = None
-    Case((33, 64, 48), adds=True).check(products)
+    Case((33, 64, 56)).check(tuned)
+    Case((33, 56, 48)).check(tuned)
+    Case((33, 64, 48), dtype=torch.float16).check(tuned)
+    tuned.table[key_of(sizes_of((33, 64, 48), adds=True))] = None
+    Case((33, 64, 48), adds=True).check(tuned)
     assert len(plans.run_with) == 4
 
 
@@ -159,21 +158,21 @@ def test_torch_computes_what_the_algorithm_refuses(
     plans: type[FakePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans, "accepted", False)
-    Case((33, 64, 48)).check(products_for((33, 64, 48)))
+    Case((33, 64, 48)).check(tuned_for((33, 64, 48)))
     assert plans.made and not plans.run_with
 
 
 def test_torch_computes_where_torchs_is_as_fast(plans: type[FakePlan]) -> None:
-    Case((33, 64, 48)).check(products_for((33, 64, 48), None))
+    Case((33, 64, 48)).check(tuned_for((33, 64, 48), None))
     assert not plans.made
 
 
-def test_torch_computes_what_the_library_cannot_be_asked(plans: type[FakePlan]) -> None:
-    """Rows that begin anywhere, columns, other types, nothing."""
+def test_torch_computes_unsupported_strides_alignments_and_types(plans: type[FakePlan]) -> None:
+    """Unaligned rows, column-major operands, other types, no rows."""
     case = Case((33, 64, 48), adds=True)
     assert case.total is not None
     wide = torch.randn(33, 72).to(BFLOAT16)
-    weight, products = case.weight, products_for((33, 64, 48))
+    weight, tuned = case.weight, tuned_for((33, 64, 48))
     by_columns = wide[:, :64].t().contiguous().t()
     for x in (
         wide[:, 1:65],
@@ -181,24 +180,24 @@ def test_torch_computes_what_the_library_cannot_be_asked(plans: type[FakePlan]) 
         by_columns,
         wide[:0, :64],
     ):
-        assert torch.equal(tuned_linear(x, weight, products), x @ weight.t())
+        assert torch.equal(tuned_linear(x, weight, tuned), x @ weight.t())
     for other in (
         weight.t().contiguous().t(),
         torch.empty(48 * 64 + 1, dtype=BFLOAT16)[1:].view(48, 64),
     ):
         other.copy_(weight)
-        assert torch.equal(tuned_linear(case.x, other, products), case.x @ other.t())
+        assert torch.equal(tuned_linear(case.x, other, tuned), case.x @ other.t())
     total = torch.zeros(33, 49, dtype=BFLOAT16)[:, 1:]
-    tuned_linear(case.x, weight, products, add_to=total)
+    tuned_linear(case.x, weight, tuned, add_to=total)
     assert torch.equal(total, case.x @ weight.t())
     one_row = case.x[:1].expand(33, 64)
-    assert torch.equal(tuned_linear(one_row, weight, products), one_row @ weight.t())
+    assert torch.equal(tuned_linear(one_row, weight, tuned), one_row @ weight.t())
     for sizes, dtype in (((33, 64, 44), BFLOAT16), ((33, 64, 48), torch.float32)):
-        Case(sizes, dtype=dtype).check(products_for(sizes, dtype=dtype))
+        Case(sizes, dtype=dtype).check(tuned_for(sizes, dtype=dtype))
     assert not plans.made
 
 
-def test_structures_have_the_headers_sizes() -> None:
+def test_structures_have_the_sizes_of_the_header() -> None:
     """`cublasLtMatmulAlgo_t` is 8 words of 64 bits, `cublasLtMatmulHeuristicResult_t` 96 bytes."""
     assert ALGORITHM_BYTES == 64 and ctypes.sizeof(cublas_lt._Proposal) == 96
     assert (cublas_lt._Proposal.workspace_bytes.offset, cublas_lt._Proposal.state.offset) == (
@@ -208,7 +207,7 @@ def test_structures_have_the_headers_sizes() -> None:
 
 
 @pytest.mark.parametrize("version", [None, "99.9"])
-def test_there_may_be_no_library(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_may_be_missing(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", version)
     assert shared_library.__wrapped__() is None
 
@@ -242,27 +241,27 @@ def test_every_algorithm_equals_the_formula_in_every_form(
     assert len(algorithms) > len(proposed) > 0
     num_run = 0
     for algorithm in algorithms:
-        products = products_for(sizes, algorithm, dtype=dtype, lt=lt)
+        tuned = tuned_for(sizes, algorithm, dtype=dtype, lt=lt)
         if case.total is not None and total is not None:
             case.total.copy_(total)
-        case.check(products)
-        num_run += any(prepared is not None for prepared in products._prepared.values())
+        case.check(tuned)
+        num_run += any(prepared is not None for prepared in tuned._prepared.values())
     assert num_run >= len(proposed)
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_a_graph_replays_the_product_with_what_its_operands_hold_by_then(lt: CublasLt) -> None:
+def test_a_graph_replays_the_gemm_with_new_operands(lt: CublasLt) -> None:
     sizes = (33, 4096, 4096)
     case = Case(sizes, has_bias=True, device="cuda")
     plan = Plan(lt, sizes_of(sizes, has_bias=True))
     splitting = [plan.variant(one, 2, (2, 1)) for one in plan.algorithms(8)]
     algorithm = next(one for one in splitting if one is not None)
-    products, graph = products_for(sizes, algorithm, lt=lt), torch.cuda.CUDAGraph()
-    case.check(products)
+    tuned, graph = tuned_for(sizes, algorithm, lt=lt), torch.cuda.CUDAGraph()
+    case.check(tuned)
     x = torch.zeros_like(case.x)
     with torch.cuda.graph(graph):
-        output = tuned_linear(x, case.weight, products, bias=case.bias)
+        output = tuned_linear(x, case.weight, tuned, bias=case.bias)
     x.copy_(case.x)
     for _ in range(2):
         output.fill_(float("nan"))
@@ -272,12 +271,12 @@ def test_a_graph_replays_the_product_with_what_its_operands_hold_by_then(lt: Cub
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_what_the_tuner_finds_computes_the_product(lt: CublasLt) -> None:
+def test_the_tuners_choices_compute_the_gemm(lt: CublasLt) -> None:
     weights = [torch.randn(4096, 14336, device="cuda", dtype=BFLOAT16) for _ in range(3)]
     before = [weight.clone() for weight in weights]
-    table, products = LinearTable(), [Product(weights, adds) for adds in (False, True)]
-    assert tune_missing(table, lt, products, [32, 200, 1000]) == 6
+    table, groups = LinearTable(), [GemmGroup(weights, adds) for adds in (False, True)]
+    assert tune_missing(table, lt, groups, [32, 200, 1000]) == 6
     assert all(map(torch.equal, weights, before))
     for rows in (32, 200, 1000):
         for adds in (False, True):
-            Case((rows, 14336, 4096), adds=adds, device="cuda").check(TunedProducts(lt, table))
+            Case((rows, 14336, 4096), adds=adds, device="cuda").check(TunedGemms(lt, table))

@@ -1,6 +1,5 @@
 """Window attention against the formula in float64: the plain-torch reference here, the kernels
-under Triton's interpreter in a process of their own (it must be chosen before Triton is imported),
-and on a CUDA device (`-m gpu`)."""
+under Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`)."""
 
 import math
 from dataclasses import replace
@@ -8,15 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    check_under_the_interpreter,
-    on_each_kernel_device,
-    only_outside_the_interpreter,
-)
+from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels.rotary_write import plain_write_kv
 from tllm_spec.kernels.triton_support import has_kernels
-from tllm_spec.kernels.window_attention import WindowPlaces
+from tllm_spec.kernels.window_attention import WindowTables
 from tllm_spec.kernels.window_splits import (
     MAX_LONG_SPLITS,
     MAX_PARTIAL_ROWS,
@@ -68,7 +63,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(name: str, device: str)
     problem = Problem(CASES[name], device)
     output, tolerance = problem.attend(), TOLERANCE[CASES[name].dtype]
     problem.check(output)
-    real = len(problem.kv)  # rows of padding all write to the same page
+    real = len(problem.kv)  # all padding rows write to the same page
     expected = problem.attend_plainly()[:real]
     torch.testing.assert_close(output[:real], expected, rtol=tolerance, atol=tolerance)
 
@@ -76,49 +71,49 @@ def test_the_kernel_equals_the_formula_and_its_reference(name: str, device: str)
 @on_each_kernel_device
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("name", CASES)
-def test_heads_are_normed_turned_and_written_like_the_references(
+def test_norm_rotation_and_kv_writes_equal_the_reference(
     name: str, normed: bool, device: str
 ) -> None:
     problem, reference = Problem(CASES[name], device), Problem(CASES[name], device)
     for each in (problem, reference):
-        each.turn(normed=normed)
+        each.rotate(normed=normed)
     output, expected = problem.attend(), reference.attend_plainly()
     rounding = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[problem.case.dtype]
     real = len(problem.case.kv_lens)
     torch.testing.assert_close(output[:real], expected[:real], rtol=3 * rounding, atol=3 * rounding)
-    written = problem.places.kv_slots[: real * problem.case.window]
+    written = problem.tables.kv_slots[: real * problem.case.window]
     for mine, its in zip(problem.layer.flatten(1, 2), reference.layer.flatten(1, 2), strict=True):
         torch.testing.assert_close(mine[written], its[written], rtol=rounding, atol=rounding)
 
 
 @on_each_kernel_device
 @pytest.mark.parametrize("num_programs", [1, 64])
-def test_rows_of_nobody_are_not_seen_and_what_the_pool_has_in_their_places_is(
+def test_keys_of_padding_rows_are_masked_and_older_keys_at_their_positions_are_not(
     num_programs: int, device: str
 ) -> None:
     case = Case((5, 6, 140, 300), 5, 3, 32, 16, num_programs=num_programs)
     problem = Problem(case, device)
-    problem.pad([0, 3, 5, 2])  # all of a window, too: its queries see what was there before
-    problem.check_rows_of_somebody(problem.attend())
+    problem.pad([0, 3, 5, 2])  # a window of padding only attends to the pool
+    problem.check_real_rows(problem.attend())
 
 
 @on_each_kernel_device
-def test_nan_of_one_request_does_not_reach_the_others(device: str) -> None:
+def test_nan_in_one_request_does_not_reach_the_others(device: str) -> None:
     case = Case((70, 70, 70), 2, 2, 16, 16, num_programs=12, spare_pages=40)
     problem = Problem(case, device)
     before = problem.attend()
-    problem.layer[:, problem.places.block_tables[1, 1].item()] = torch.nan
+    problem.layer[:, problem.tables.block_tables[1, 1].item()] = torch.nan
     after = problem.attend()
     assert after[1].isnan().all()
     assert torch.equal(after[::2], before[::2])
 
 
 @on_each_kernel_device
-def test_a_split_that_has_no_keys_now_leaves_out_what_an_earlier_launch_wrote_there(
+def test_results_of_an_earlier_launch_are_not_read_for_splits_without_keys(
     device: str,
 ) -> None:
     problem = Problem(CASES["splits"], device)
-    workspace, width = problem.workspace(), problem.places.block_tables.shape[1]
+    workspace, width = problem.workspace(), problem.tables.block_tables.shape[1]
     problem.attend(workspace)
     shorter = Problem(replace(problem.case, kv_lens=(1, 18, 64, 3), spare_pages=width - 4), device)
     shorter.check(shorter.attend(workspace))
@@ -139,11 +134,11 @@ def test_partial_results_are_written_for_real_rows_only(device: str) -> None:
     assert workspace.log_sums[beyond:].isnan().all() and workspace.outputs[beyond:].isnan().all()
 
 
-def test_rows_go_into_their_slots_and_nothing_else_changes() -> None:
+def test_writing_kv_changes_only_the_slots_of_the_rows() -> None:
     for head_dim, dtype in ((16, torch.float32), (80, torch.bfloat16)):
         generator = torch.Generator().manual_seed(1)
         fused = torch.randn(5, 9, head_dim, generator=generator).to(dtype)
-        kv = fused[:, 3:].view(5, 2, 3, head_dim)  # the rows of one projection: queries first
+        kv = fused[:, 3:].view(5, 2, 3, head_dim)  # one projection's rows: queries first
         layer = torch.full((2, 4, 8, 3, head_dim), torch.nan, dtype=dtype)
         expected, slots = layer.clone(), [31, 0, 9, 8, 17]
         for row, slot in enumerate(slots):
@@ -163,7 +158,7 @@ def test_splits_fill_the_device_and_fit_the_workspace() -> None:
     assert workspace.splits(2048, 65536, 8192).number == 1  # unsplit rows need no workspace
 
 
-def test_a_launch_that_fills_the_device_splits_only_what_is_long() -> None:
+def test_a_launch_that_fills_the_device_splits_only_long_requests() -> None:
     workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
     assert workspace.splits(512, 2048, MIN_KEYS_PER_LONG_SPLIT).number == 1
     for num_keys, number in ((3 * MIN_KEYS_PER_LONG_SPLIT, 3), (10**6, MAX_LONG_SPLITS)):
@@ -171,17 +166,17 @@ def test_a_launch_that_fills_the_device_splits_only_what_is_long() -> None:
         assert found == Splits(number, MIN_KEYS_PER_LONG_SPLIT, are_rare=True, small_programs=True)
 
 
-def test_programs_are_small_where_fewer_places_then_stay_empty() -> None:
+def test_programs_are_small_if_that_leaves_fewer_slots_of_the_last_wave_empty() -> None:
     workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
     found = {
         tiles: workspace.splits(tiles, 4 * tiles, 8192).small_programs
         for tiles in (396, 397, 528, 529)
     }
     assert found == {396: False, 397: True, 528: True, 529: False}
-    assert not workspace.splits(792, 3168, 8192).small_programs  # two turns of either
+    assert not workspace.splits(792, 3168, 8192).small_programs  # two waves of either
 
 
-def test_programs_are_told_their_warps_by_names_that_triton_knows() -> None:
+def test_warps_and_registers_are_triton_launch_options() -> None:
     workspace = replace(WindowWorkspace.allocate(16, torch.device("cpu")), num_programs=396)
     found = [
         warps_of(workspace.splits(tiles, 4 * tiles, 8192), block_m, 128)
@@ -197,29 +192,23 @@ def test_programs_are_told_their_warps_by_names_that_triton_knows() -> None:
 
 @on_each_kernel_device
 @pytest.mark.parametrize(("kv_len", "num_written"), [(4097, 0), (4098, 2), (6000, 2)])
-def test_no_share_of_a_long_request_is_shorter_than_it_may_be(
+def test_a_long_request_is_split_only_into_shares_of_the_minimum_length(
     kv_len: int, num_written: int, device: str
 ) -> None:
     problem = Problem(Case((kv_len, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=99), device)
     workspace = problem.workspace()
     problem.check(problem.attend(workspace))
-    num_splits = workspace.splits(2, 4, problem.places.block_tables.shape[1] * 32).number
+    num_splits = workspace.splits(2, 4, problem.tables.block_tables.shape[1] * 32).number
     written = workspace.log_sums[: 2 * 2 * num_splits].view(2, 2, num_splits).isfinite().sum(-1)
-    # What is not split writes no partial results.
+    # Requests that are not split write no partial results.
     assert num_splits == MAX_LONG_SPLITS and written.tolist() == [[num_written] * 2, [0, 0]]
-
-
-@only_outside_the_interpreter
-def test_the_kernels_pass_their_tests_in_a_process_of_tritons_interpreter() -> None:
-    assert not has_kernels(torch.device("cpu"))
-    check_under_the_interpreter(__file__, num_tests=47)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", ["window as long as the request", "splits of windows", "bfloat16, splits"]
 )
-def test_a_captured_launch_is_replayed_with_other_lengths_tables_and_rows(name: str) -> None:
+def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(name: str) -> None:
     case = CASES[name]
     captured, workspace = Problem(case, "cuda"), Problem(case, "cuda").workspace()
     captured.attend(workspace)  # compiles
@@ -237,7 +226,7 @@ def test_a_captured_launch_is_replayed_with_other_lengths_tables_and_rows(name: 
 
 
 @pytest.mark.gpu
-def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
+def test_a_pool_may_have_more_than_2_to_the_31_elements() -> None:
     problem = Problem(CASES["bfloat16"], "cuda")
     shape = problem.layer.shape
     first = 2**31 // math.prod(shape[2:])
@@ -246,8 +235,8 @@ def test_a_pool_may_have_more_than_two_to_the_31_elements() -> None:
     kv_slots = torch.arange(first * shape[2], pool.shape[1] * shape[2], device="cuda")
     plain_write_kv(problem.layer.view(2, -1, *shape[3:]).transpose(0, 1), kv_slots, pool)
     tables, lens, slots = problem.inputs()[2:]
-    problem.layer, problem.places = (
+    problem.layer, problem.tables = (
         pool,
-        WindowPlaces(tables + first, lens, slots + first * shape[2]),
+        WindowTables(tables + first, lens, slots + first * shape[2]),
     )
     problem.check(problem.attend())

@@ -1,6 +1,5 @@
-"""The CUDA kernel of window attention: how launches are laid out and its source compiled, here; on
-a CUDA device (`-m gpu`) what it computes, against the formula in float64 and the plain-torch
-reference."""
+"""The CUDA kernel of window attention: layouts of launches and compilation; on a CUDA device
+(`-m gpu`) its results against the formula in float64 and the plain-torch reference."""
 
 import ctypes
 import itertools
@@ -21,7 +20,7 @@ from tllm_spec.kernels.window_attention_cuda import (
     RESERVED_BYTES,
     Layout,
     Source,
-    Windows,
+    WindowSizes,
     layout_of,
     programs_of,
     serves,
@@ -34,27 +33,27 @@ from tllm_spec.kernels.window_splits import (
 )
 
 PROCESSORS = 132
-OF_8B = Windows(batch=1, window=4, group=4, kv_heads=8, head_dim=128, max_len=2560)
+OF_8B = WindowSizes(batch=1, window=4, group=4, kv_heads=8, head_dim=128, max_len=2560)
 
 
-def layout(windows: Windows, max_partial_rows: int = MAX_PARTIAL_ROWS) -> Layout:
+def layout(windows: WindowSizes, max_partial_rows: int = MAX_PARTIAL_ROWS) -> Layout:
     found = layout_of(windows, PROCESSORS, max_partial_rows)
     assert found is not None
     return found
 
 
-def all_windows() -> list[Windows]:
+def all_windows() -> list[WindowSizes]:
     sizes = itertools.product(
         (1, 3, 8, 17, 64, 200), (1, 4, 8, 16), (1, 2, 4, 7, 8), (1, 2, 8), (64, 128), (64, 4096)
     )
     return [
         windows
-        for windows in itertools.starmap(Windows, sizes)
+        for windows in itertools.starmap(WindowSizes, sizes)
         if windows.window * windows.group <= 32
     ]
 
 
-def test_every_launch_fits_its_multiprocessors_and_its_rings_have_room_for_the_sums() -> None:
+def test_every_layout_fits_a_multiprocessor_and_its_rings_hold_the_sums() -> None:
     for windows in all_windows():
         found = layout(windows)
         cluster = found.splits if found.in_clusters else 1
@@ -69,13 +68,13 @@ def test_every_launch_fits_its_multiprocessors_and_its_rings_have_room_for_the_s
         assert program in programs_of(windows)
 
 
-def test_keys_are_shared_by_as_many_multiprocessors_as_clusters_find_room_on() -> None:
+def test_clusters_are_as_large_as_fit_on_the_device_at_once() -> None:
     splits = {batch: layout(replace(OF_8B, batch=batch)).splits for batch in (1, 2, 3, 4, 8, 9, 16)}
     assert splits == {1: 8, 2: 4, 3: 4, 4: 2, 8: 2, 9: 1, 16: 1}
     assert layout(replace(OF_8B, max_len=200)).splits == 4  # more would have no keys
 
 
-def test_of_many_tiles_as_few_places_stay_empty_as_may_be() -> None:
+def test_many_tiles_leave_as_few_cta_slots_empty_as_possible() -> None:
     ctas = {
         batch: layout(replace(OF_8B, batch=batch)).program.ctas
         for batch in (17, 32, 48, 64, 72, 128)
@@ -84,7 +83,7 @@ def test_of_many_tiles_as_few_places_stay_empty_as_may_be() -> None:
     assert layout(replace(OF_8B, batch=64, window=8)).program.ctas == 2  # twice the registers
 
 
-def test_of_many_tiles_only_long_requests_are_split_and_only_if_partial_results_have_room() -> None:
+def test_with_many_tiles_only_long_requests_are_split_if_the_workspace_has_room() -> None:
     many = replace(OF_8B, batch=64)
     assert layout(replace(many, max_len=2 * MIN_KEYS_PER_LONG_SPLIT)).in_clusters
     longer = layout(replace(many, max_len=2 * MIN_KEYS_PER_LONG_SPLIT + 1))
@@ -95,7 +94,7 @@ def test_of_many_tiles_only_long_requests_are_split_and_only_if_partial_results_
     assert layout(replace(many, max_len=1 << 17), num_rows).in_clusters
 
 
-def test_what_it_cannot_or_should_not_do_is_left_to_triton() -> None:
+def test_unsupported_and_slower_shapes_use_the_triton_kernel() -> None:
     refused = [
         replace(OF_8B, window=17, group=1),
         replace(OF_8B, window=9),  # 36 rows
@@ -107,7 +106,7 @@ def test_what_it_cannot_or_should_not_do_is_left_to_triton() -> None:
         is not None
     )
     problem = Problem(Case((20,), 1, 1, 128, 16, dtype=torch.bfloat16))
-    assert not serves(problem.qkv, problem.turns, None, problem.layer)  # on a CPU
+    assert not serves(problem.qkv, problem.cos_sin, None, problem.layer)  # on a CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -123,9 +122,9 @@ def test_the_source_compiles(
     assert nvrtc.compile_source("window_attention.cu", architecture, macros).startswith(b"\x7fELF")
 
 
-def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
+def test_the_kernels_argument_has_the_same_fields_in_python_and_cuda() -> None:
     source = Path(module.__file__).with_name("window_stream.cuh").read_text(encoding="utf-8")
-    (declared,) = re.findall(r"struct Windows {[^\n]*\n(.*?)\n\n", source, re.DOTALL)
+    (declared,) = re.findall(r"struct Windows {\n(.*?)\n\n", source, re.DOTALL)
     types = {"i64": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
     fields = []
     for line in declared.splitlines():
@@ -134,7 +133,7 @@ def test_the_kernels_argument_has_the_same_fields_in_both_languages() -> None:
         for name in found[2].split(","):
             is_address = "*" in name
             fields.append((name.strip(" *"), ctypes.c_void_p if is_address else types[found[1]]))
-    assert fields == list(module._Windows._fields_)
+    assert fields == list(module._Arguments._fields_)
 
 
 CASES = {
@@ -148,17 +147,17 @@ CASES = {
     "padding": Case((5, 300), 4, 4, 128, 32, padding=(1, 3, 10**9), dtype=torch.bfloat16),
     "float16": Case((3, 64, 257), 3, 4, 64, 128, dtype=torch.float16),
 }
-# For the two heads of a case: clusters of 8, of 2, of 1, and many tiles, by which layouts differ.
+# For the two KV heads of a case: clusters of 8, 2 and 1 CTAs, and the layout for many tiles.
 on_devices_of_all_sizes = pytest.mark.parametrize("num_processors", [132, 30, 14, 1])
 
 
 class CudaProblem(Problem):
-    """As on a device of `num_processors` multiprocessors."""
+    """Laid out as on a device of `num_processors` multiprocessors."""
 
     def __init__(self, case: Case, num_processors: int, seed: int = 0) -> None:
         super().__init__(case, "cuda", seed)
         self.own_workspace = replace(super().workspace(), num_processors=num_processors)
-        assert serves(self.qkv, self.turns, None, self.layer)
+        assert serves(self.qkv, self.cos_sin, None, self.layer)
 
     def attend(self, workspace: object = None) -> torch.Tensor:
         return super().attend(self.own_workspace)
@@ -168,12 +167,12 @@ class CudaProblem(Problem):
 @on_devices_of_all_sizes
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("name", CASES)
-def test_heads_are_normed_turned_written_and_attended_to_like_the_references(
+def test_norm_rotation_kv_writes_and_attention_equal_the_reference(
     name: str, normed: bool, num_processors: int
 ) -> None:
     problem, reference = CudaProblem(CASES[name], num_processors), Problem(CASES[name], "cuda")
     for each in (problem, reference):
-        each.turn(normed=normed)
+        each.rotate(normed=normed)
     output, expected = problem.attend(), reference.attend_plainly()
     real, tolerance = len(problem.kv), TOLERANCE[CASES[name].dtype]
     assert output.isfinite().all()
@@ -193,21 +192,21 @@ def test_the_kernel_equals_the_formula(name: str, num_processors: int) -> None:
 
 
 @pytest.mark.gpu
-def test_tables_and_weights_of_another_type_are_left_to_triton() -> None:
+def test_cos_sin_and_weights_of_another_type_use_the_triton_kernel() -> None:
     problem = CudaProblem(CASES["padding"], 132)
-    wide = problem.turns.float()
+    wide = problem.cos_sin.float()
     assert not serves(problem.qkv, wide, None, problem.layer)
-    assert not serves(problem.qkv, problem.turns, wide, problem.layer)
-    problem.turns = wide
+    assert not serves(problem.qkv, problem.cos_sin, wide, problem.layer)
+    problem.cos_sin = wide
     problem.check(problem.attend())
 
 
 @pytest.mark.gpu
-def test_long_requests_are_split_beside_short_ones() -> None:
+def test_long_requests_are_split_in_a_batch_with_short_ones() -> None:
     case = Case((5000, 2, 300, 4099, 9000), 2, 4, 128, 64, kv_heads=1, dtype=torch.bfloat16)
     problem = CudaProblem(case, num_processors=1)
     windows = replace(
-        OF_8B, batch=5, window=2, kv_heads=1, max_len=problem.places.block_tables.shape[1] * 64
+        OF_8B, batch=5, window=2, kv_heads=1, max_len=problem.tables.block_tables.shape[1] * 64
     )
     found = layout_of(windows, 1, MAX_PARTIAL_ROWS)
     assert found is not None and found.splits == 4 and not found.in_clusters
@@ -216,21 +215,21 @@ def test_long_requests_are_split_beside_short_ones() -> None:
 
 @pytest.mark.gpu
 @on_devices_of_all_sizes
-def test_rows_of_nobody_are_not_seen_and_what_the_pool_has_in_their_places_is(
+def test_keys_of_padding_rows_are_masked_and_older_keys_at_their_positions_are_not(
     num_processors: int,
 ) -> None:
     case = Case((5, 6, 140, 300), 5, 3, 128, 16, dtype=torch.bfloat16)
     problem = CudaProblem(case, num_processors)
-    problem.pad([0, 3, 5, 2])  # all of a window, too: its queries see what was there before
-    problem.check_rows_of_somebody(problem.attend())
+    problem.pad([0, 3, 5, 2])  # a window of padding only attends to the pool
+    problem.check_real_rows(problem.attend())
 
 
 @pytest.mark.gpu
 @on_devices_of_all_sizes
-def test_nan_of_one_request_does_not_reach_the_others(num_processors: int) -> None:
+def test_nan_in_one_request_does_not_reach_the_others(num_processors: int) -> None:
     problem = CudaProblem(Case((70, 70, 270), 2, 2, 128, 16, dtype=torch.bfloat16), num_processors)
     before = problem.attend()
-    problem.layer[:, problem.places.block_tables[1, 1].item()] = torch.nan
+    problem.layer[:, problem.tables.block_tables[1, 1].item()] = torch.nan
     after = problem.attend()
     assert after[1].isnan().all()
     assert torch.equal(after[::2], before[::2])
@@ -239,7 +238,7 @@ def test_nan_of_one_request_does_not_reach_the_others(num_processors: int) -> No
 @pytest.mark.gpu
 @on_devices_of_all_sizes
 @pytest.mark.parametrize("name", ["window as long as the request", "two tiles of rows"])
-def test_a_captured_launch_is_replayed_with_other_lengths_tables_and_rows(
+def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(
     name: str, num_processors: int
 ) -> None:
     case = CASES[name]

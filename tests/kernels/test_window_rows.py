@@ -1,15 +1,11 @@
-"""Where windows stand: by hand, and the kernel against its reference."""
+"""Row metadata of windows: a small example, and the kernel against its reference."""
 
 from dataclasses import fields
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import (
-    check_under_the_interpreter,
-    on_each_kernel_device,
-    only_outside_the_interpreter,
-)
+from tests.kernels.interpreter import on_each_kernel_device
 from tllm_spec.kernels.window_rows import window_rows, window_rows_reference
 
 
@@ -26,7 +22,7 @@ def test_a_window_crosses_into_the_next_page() -> None:
 @pytest.mark.parametrize(
     ("num_pages", "page_size", "width"), [(1, 4, 1), (5, 16, 4), (37, 32, 7), (2100, 8, 3)]
 )
-def test_the_kernel_places_rows_as_the_reference_does(
+def test_the_kernel_computes_the_same_rows_as_the_reference(
     device: str, num_pages: int, page_size: int, width: int
 ) -> None:
     generator = torch.Generator().manual_seed(num_pages)
@@ -41,8 +37,3 @@ def test_the_kernel_places_rows_as_the_reference_does(
     for each in fields(found):
         own, wanted = getattr(found, each.name).cpu(), getattr(expected, each.name)
         assert own.dtype == wanted.dtype and torch.equal(own, wanted), each.name
-
-
-@only_outside_the_interpreter
-def test_the_kernel_runs_under_the_interpreter() -> None:
-    check_under_the_interpreter(__file__, 4)

@@ -1,4 +1,4 @@
-"""Windows of random requests for the tests of their attention, and the formula in float64."""
+"""Random windows for the tests of window attention, and the formula in float64."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ import torch
 
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
 from tllm_spec.kernels.window_attention import (
-    WindowPlaces,
+    WindowTables,
     plain_window_attention,
     window_attention,
 )
@@ -16,9 +16,9 @@ from tllm_spec.kernels.window_splits import WindowWorkspace
 
 @dataclass(frozen=True)
 class Case:
-    """`padding`: lengths that rows of graph padding claim. `num_programs`: what a launch may have;
-    more makes splits.
-    `spare_pages`: columns of the block table beyond the longest request."""
+    """`padding`: kv_lens of the rows of graph padding. `num_programs`: programs that fill the
+    device; with more than there are tiles the keys are split. `spare_pages`: columns of the block
+    table beyond the longest request."""
 
     kv_lens: tuple[int, ...]
     window: int
@@ -36,12 +36,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 class Problem:
-    """Requests with random queries, keys and values. Those before the window lie on shuffled pages
-    of a pool that holds
-    NaN everywhere else: in the window's places, in the rest of each last page, in pages of nobody,
-    in what the block table names beyond a request's pages and in what follows it in memory. Page 0
-    is graph padding's: finite where there is some. Heads are turned by 0, unless `turn` is
-    called."""
+    """Requests with random queries, keys and values. Keys and values before the window are in
+    shuffled pages of a pool. The rest of the pool is NaN: the window's slots, the rest of each last
+    page, unused pages, and pages that the block table names after a request's own. Page 0 is for
+    graph padding and finite if there is any. Heads are not rotated unless `rotate` is called."""
 
     def __init__(self, case: Case, device: str = "cpu", seed: int = 0) -> None:
         self.case, self.scale = case, 1.3 / math.sqrt(case.head_dim)
@@ -50,9 +48,8 @@ class Problem:
         rows, window = len(case.kv_lens) + len(case.padding), case.window
         counts = [-(-length // size) for length in case.kv_lens]
         width = max(counts) + case.spare_pages
-        order = (
-            torch.randperm(sum(counts) + 1, generator=generator) + 1
-        ).tolist()  # the last page is nobody's
+        # The last page belongs to no request.
+        order = (torch.randperm(sum(counts) + 1, generator=generator) + 1).tolist()
         tables = torch.full((rows, width + 2), order.pop())
         shape = (2, len(order) + 2, size, case.kv_heads, case.head_dim)
         layer = torch.full(shape, torch.nan, dtype=case.dtype)
@@ -78,20 +75,20 @@ class Problem:
         tables[len(case.kv_lens) :, :width] = 0
         self.qkv, self.layer = qkv.to(device), layer.to(device)
         self.num_heads = heads
-        self.places = WindowPlaces(
+        self.tables = WindowTables(
             tables.to(device, torch.int32)[:, :width],
             torch.tensor(case.kv_lens + case.padding, dtype=torch.int32, device=device),
             kv_slots.flatten().to(device),
         )
-        self.turns = torch.zeros(
+        self.cos_sin = torch.zeros(
             rows * window, 2, 1, case.head_dim, dtype=case.dtype, device=device
         )
-        self.turns[:, 0] = 1
+        self.cos_sin[:, 0] = 1
         self.norm: HeadWeights | None = None
 
-    def turn(self, *, normed: bool) -> None:
-        """From now on heads are turned, and normed before that."""
-        self.turns.copy_(torch.randn(self.turns.shape, generator=self.generator))
+    def rotate(self, *, normed: bool) -> None:
+        """From now on heads are rotated, and normed before if `normed`."""
+        self.cos_sin.copy_(torch.randn(self.cos_sin.shape, generator=self.generator))
         if normed:
             shape = (self.num_heads + self.case.kv_heads, self.case.head_dim)
             weight = torch.randn(shape, generator=self.generator).to(self.qkv)
@@ -104,24 +101,24 @@ class Problem:
         return replace(own, num_programs=self.case.num_programs)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        places = self.places
-        return self.qkv, self.layer, places.block_tables, places.kv_lens, places.kv_slots
+        tables = self.tables
+        return self.qkv, self.layer, tables.block_tables, tables.kv_lens, tables.kv_slots
 
     def attend(self, workspace: WindowWorkspace | None = None) -> torch.Tensor:
         workspace = workspace or self.workspace()
         return window_attention(
-            self.qkv, self.turns, self.layer, self.places, self.scale, workspace, self.norm
+            self.qkv, self.cos_sin, self.layer, self.tables, self.scale, workspace, self.norm
         )
 
     def attend_plainly(self) -> torch.Tensor:
-        """Writes into the pool, and turns the heads of `qkv` in place."""
-        rotary = Rotary(self.turns, torch.arange(len(self.turns), device=self.qkv.device))
+        """Writes into the pool, and rotates the heads of `qkv` in place."""
+        rotary = Rotary(self.cos_sin, torch.arange(len(self.cos_sin), device=self.qkv.device))
         plain_rotary_write(
-            self.qkv.flatten(0, 1), rotary, self.places.kv_slots, self.layer, self.norm
+            self.qkv.flatten(0, 1), rotary, self.tables.kv_slots, self.layer, self.norm
         )
         q = self.qkv[:, :, : self.num_heads]
         return plain_window_attention(
-            q, self.layer, self.places.block_tables, self.places.kv_lens, self.scale
+            q, self.layer, self.tables.block_tables, self.tables.kv_lens, self.scale
         )
 
     def expected(self) -> torch.Tensor:
@@ -138,7 +135,7 @@ class Problem:
         return torch.stack(results).view(len(self.kv), self.case.window, -1)
 
     def check(self, output: torch.Tensor) -> None:
-        """Real rows are the formula's; rows of padding are numbers, zeros for queries before the
+        """Real rows equal the formula. Padding rows are finite, and zeros for queries before the
         first token."""
         assert output.dtype == self.case.dtype and output.isfinite().all()
         tolerance, real = TOLERANCE[self.case.dtype], output[: len(self.kv)].cpu().double()
@@ -147,25 +144,24 @@ class Problem:
             assert row[: max(0, self.case.window - length)].count_nonzero() == 0
 
     def pad(self, num_padding: list[int]) -> None:
-        """The first rows of each window become nobody's; what they had stands in the pool
-        already."""
+        """The first rows of each window become padding; their keys and values are in the pool."""
         window, flat = self.case.window, self.layer.flatten(1, 2)
         for request, number in enumerate(num_padding):
-            slots = self.places.kv_slots.view(-1, window)[request]
+            slots = self.tables.kv_slots.view(-1, window)[request]
             first = self.case.kv_lens[request] - window
             flat[:, slots[:number]] = self.kv[request][:, first : first + number].to(flat)
             slots[:number] = 0
             self.qkv[request, :number] = torch.nan
         self.layer.copy_(flat.view_as(self.layer))
-        self.places = replace(
-            self.places, num_padding=torch.tensor(num_padding, device=self.qkv.device)
+        self.tables = replace(
+            self.tables, num_padding=torch.tensor(num_padding, device=self.qkv.device)
         )
 
-    def check_rows_of_somebody(self, output: torch.Tensor) -> None:
-        """They see what they would have seen beside whole windows."""
-        assert self.places.num_padding is not None
+    def check_real_rows(self, output: torch.Tensor) -> None:
+        """Rows that are not padding have the results that they have in full windows."""
+        assert self.tables.num_padding is not None
         expected, tolerance = Problem(self.case).expected(), TOLERANCE[self.case.dtype]
-        for request, number in enumerate(self.places.num_padding.tolist()):
+        for request, number in enumerate(self.tables.num_padding.tolist()):
             own = output[request, number:].cpu().double()
             torch.testing.assert_close(
                 own, expected[request, number:], rtol=tolerance, atol=tolerance

@@ -1,4 +1,4 @@
-"""Which layers' products are measured, and that the next start does not measure again."""
+"""Which layers are tuned, and that the next start does not measure again."""
 
 import logging
 from collections.abc import Iterable
@@ -11,10 +11,9 @@ from torch import nn
 
 from tests.models.helpers import CPU
 from tllm_spec.distributed.mapping import SINGLE_RANK
-from tllm_spec.kernels import linear_placing
 from tllm_spec.kernels.linear_table import LinearTable
-from tllm_spec.kernels.linear_tuner import Product
-from tllm_spec.kernels.tuned_linear import TunedProducts, key_of
+from tllm_spec.kernels.linear_tuner import GemmGroup
+from tllm_spec.kernels.tuned_linear import TunedGemms, key_of
 from tllm_spec.models import linear, linear_tuning
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
 from tllm_spec.models.linear_tuning import tune_linears
@@ -42,18 +41,18 @@ class FakeLt:
         assert (library, device) == ("library", CUDA)
 
 
-class Tuned(list[tuple[list[Product], list[int]]]):
-    """Products and numbers of rows of each call; stands in for `tune_missing`."""
+class Tuned(list[tuple[list[GemmGroup], list[int]]]):
+    """Groups and numbers of rows of each call; replaces `tune_missing`."""
 
     def __call__(
-        self, table: LinearTable, lt: FakeLt, products: list[Product], rows: Iterable[int]
+        self, table: LinearTable, lt: FakeLt, groups: list[GemmGroup], rows: Iterable[int]
     ) -> int:
-        self.append((products, list(rows)))
+        self.append((groups, list(rows)))
         missing = [
             key
-            for product in products
+            for group in groups
             for count in rows
-            if (key := key_of(product.sizes(count))) not in table
+            if (key := key_of(group.sizes(count))) not in table
         ]
         for key in missing:
             table[key] = ALGORITHM
@@ -71,21 +70,18 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tuned:
     return tuned
 
 
-def test_layers_of_all_models_are_grouped_by_shape_and_form_and_share_one_table(
+def test_layers_of_all_models_are_grouped_by_shape_and_share_one_table(
     tuned: Tuned,
 ) -> None:
     model = nn.Sequential(layer(1024, 2048), layer(1024, 2048), layer(2048, 1024))
     head = nn.Sequential(layer(2048, 1024), sum_layer(2048, 1024))
     tune_linears([model, head], [32], CUDA)
-    ((products, rows),) = tuned
+    ((groups, rows),) = tuned
     assert rows == [32]
-    groups = [
-        (tuple(product.weights[0].shape), len(product.weights), product.adds)
-        for product in products
-    ]
-    assert groups == [((2048, 1024), 2, False), ((1024, 2048), 2, False), ((1024, 2048), 1, True)]
-    (table,) = {id(found.products) for part in (model, head) for found in part}
-    assert table is not None and isinstance(head[0].products, TunedProducts)
+    found = [(tuple(each.weights[0].shape), len(each.weights), each.adds) for each in groups]
+    assert found == [((2048, 1024), 2, False), ((1024, 2048), 2, False), ((1024, 2048), 1, True)]
+    (table,) = {id(layer.tuned_gemms) for part in (model, head) for layer in part}
+    assert table is not None and isinstance(head[0].tuned_gemms, TunedGemms)
 
 
 def test_the_second_start_does_not_measure_and_a_new_size_is_added(
@@ -96,78 +92,29 @@ def test_the_second_start_does_not_measure_and_a_new_size_is_added(
         model = nn.Sequential(layer(1024, 2048))
         with caplog.at_level(logging.INFO):
             tune_linears([model], rows, CUDA)
-        assert isinstance(model[0].products, TunedProducts)
-        return model[0].products.table
+        assert isinstance(model[0].tuned_gemms, TunedGemms)
+        return model[0].tuned_gemms.table
 
     first = start(32, 64)
-    assert "measured 2 products" in caplog.text
+    assert "tuned 2 GEMMs" in caplog.text
     (file,) = (tmp_path / "tllm_spec").iterdir()
     assert "a_device-cublasLt130100" in file.name
     assert start(32, 64) == first and not caplog.records
-    assert len(start(32, 128).choices) == 3 and "measured 1 products" in caplog.text
+    assert len(start(32, 128).choices) == 3 and "tuned 1 GEMMs" in caplog.text
     file.write_text("{")
-    assert len(start(32).choices) == 1 and "made anew" in caplog.text
+    assert len(start(32).choices) == 1 and "measured again" in caplog.text
     assert start(32).choices and not caplog.records
 
 
-class FakeStack:
-    """A model with two equal layers, rounds of 32 and 4 rows, and always the same time."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        self.model: Any = nn.Module()
-        self.model.model = nn.Module()
-        self.model.model.layers = nn.ModuleList(layers)
-        self.row_counts = [32, 4]
-        self.measured: list[int] = []
-
-    def seconds(self, rows: int) -> float:
-        self.measured.append(rows)
-        return 1.0
-
-
-def test_the_layers_of_a_stack_run_what_is_best_among_each_other_and_the_others_what_is_best_alone(
-    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Search:
-        finalists = (bytes(range(64)),)
-
-        def __init__(self, *about: Any) -> None: ...
-        def load(self) -> None: ...
-        def fastest(self) -> None: ...
-
-    monkeypatch.setattr(linear_placing, "Search", Search)
-
-    def start() -> tuple[FakeStack, Any]:
-        stack = FakeStack(
-            *(nn.Sequential(layer(1024, 2048), sum_layer(2048, 1024)) for _ in range(2))
-        )
-        head = nn.Sequential(layer(1024, 2048))
-        tune_linears([stack.model, head], [32], CUDA, stack)
-        assert len(tuned[-1][0]) == 2 and len(tuned[-1][0][0].weights) == 3
-        return stack, head[0]
-
-    stack, other = start()
-    (products,) = {
-        id(found.products): found.products
-        for found in stack.model.modules()
-        if isinstance(found, Linear)
-    }.values()
-    assert products.place == "1024x2048+2048x1024" and other.products.place == ""
-    assert products.table is other.products.table and len(products.table.choices) == 4
-    assert set(stack.measured) == {32}
-    again, _ = start()
-    assert not again.measured, "the next start finds it in the table"
-
-
-def test_layers_that_would_not_gain_are_left_alone(tuned: Tuned) -> None:
+def test_small_float32_and_batch_invariant_layers_are_not_tuned(tuned: Tuned) -> None:
     small, exact = layer(64, 64), layer(1024, 2048, batch_invariant=True)
     single = layer(1024, 2048, dtype=torch.float32)
     tune_linears([nn.Sequential(small, exact, single)], [32], CUDA)
     assert not tuned
-    assert all(found.products is None for found in (small, exact, single))
+    assert all(found.tuned_gemms is None for found in (small, exact, single))
 
 
-def test_nothing_happens_on_a_cpu_nor_without_the_library(
+def test_nothing_is_tuned_on_a_cpu_or_without_cublaslt(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Sequential(layer(1024, 2048))
@@ -175,21 +122,19 @@ def test_nothing_happens_on_a_cpu_nor_without_the_library(
     monkeypatch.setattr(linear_tuning, "shared_library", lambda: None)
     with caplog.at_level(logging.INFO):
         tune_linears([model], [32], CUDA)
-    assert not tuned and "no libcublasLt" in caplog.text
-    assert isinstance(model[0], Linear) and model[0].products is None
+    assert not tuned and "libcublasLt was not found" in caplog.text
+    assert isinstance(model[0], Linear) and model[0].tuned_gemms is None
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_a_layer_with_products_asks_them_for_every_form(
+def test_a_tuned_layer_uses_tuned_linear_for_every_form(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[TunedProducts] = []
+    asked: list[TunedGemms] = []
 
-    def spy(
-        x: torch.Tensor, weight: torch.Tensor, products: TunedProducts, **forms: Any
-    ) -> torch.Tensor:
-        asked.append(products)
+    def spy(x: torch.Tensor, weight: torch.Tensor, tuned: TunedGemms, **forms: Any) -> torch.Tensor:
+        asked.append(tuned)
         output = torch.nn.functional.linear(x, weight, forms["bias"])
         return output if forms.get("add_to") is None else forms["add_to"].add_(output)
 
@@ -202,8 +147,8 @@ def test_a_layer_with_products_asks_them_for_every_form(
     found.add_to(expected, x)
     assert not asked
     no_library: Any = None
-    found.products = TunedProducts(no_library, LinearTable())
+    found.tuned_gemms = TunedGemms(no_library, LinearTable())
     torch.testing.assert_close(found.forward(x), plain)
     found.add_to(total, x)
     torch.testing.assert_close(total, expected)
-    assert asked == [found.products] * 2
+    assert asked == [found.tuned_gemms] * 2

@@ -13,7 +13,7 @@ from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention, VanillaPlan
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
-from tllm_spec.kernels.window_attention import WindowPlaces, window_attention
+from tllm_spec.kernels.window_attention import WindowTables, window_attention
 from tllm_spec.kernels.window_splits import MAX_PARTIAL_ROWS, WindowWorkspace
 
 
@@ -24,7 +24,7 @@ class WindowPlan:
     first: int
     batch: int
     window: int
-    places: WindowPlaces
+    tables: WindowTables
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class TritonAttention(VanillaAttention):
         if not batch:
             return None
         first = sum(metadata.context_lens)
-        places = WindowPlaces(
+        tables = WindowTables(
             metadata.block_tables[-batch:],
             metadata.kv_lens[-batch:],
             metadata.kv_slots[first:],
             metadata.num_padding,
         )
-        return WindowPlan(first, batch, metadata.window, places)
+        return WindowPlan(first, batch, metadata.window, tables)
 
     def _run_windows(
         self,
@@ -96,9 +96,9 @@ class TritonAttention(VanillaAttention):
     ) -> torch.Tensor:
         output = window_attention(
             qkv[plan.first :].view(plan.batch, plan.window, *qkv.shape[1:]),
-            rotary.gathered[plan.first :],
+            rotary.cos_sin[plan.first :],
             self._layers[layer],
-            plan.places,
+            plan.tables,
             self.geometry.scale,
             self._workspace,
             norm,

@@ -2,11 +2,8 @@
 rows to logits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.config import ModelConfig
@@ -44,22 +41,3 @@ class CausalLM(Module, ABC):
         rotary frequencies and a tied output layer, which old checkpoints store."""
         is_tied_output = self.config.tie_word_embeddings and name == "lm_head.weight"
         return is_tied_output or name.endswith("rotary_emb.inv_freq")
-
-
-def layers_of(model: CausalLM) -> nn.ModuleList:
-    """The decoder layers."""
-    layers = model.get_submodule("model.layers")
-    assert isinstance(layers, nn.ModuleList)
-    return layers
-
-
-@contextmanager
-def first_layers(model: CausalLM, number: int) -> Iterator[None]:
-    """In this context the model runs only its first `number` layers, to measure their time; its
-    outputs are meaningless."""
-    decoder, layers = model.get_submodule("model"), layers_of(model)
-    decoder.layers = layers[:number]
-    try:
-        yield
-    finally:
-        decoder.layers = layers

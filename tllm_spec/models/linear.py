@@ -12,7 +12,7 @@ from torch import nn
 from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.small_m_gemm import serves, small_m_gemm
-from tllm_spec.kernels.tuned_linear import TunedProducts, tuned_linear
+from tllm_spec.kernels.tuned_linear import TunedGemms, tuned_linear
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
@@ -53,7 +53,7 @@ class Linear(Module):
         self.matrix = self.weight.t()
         self.packed: torch.Tensor | None = None
         # On CUDA, the GEMM algorithms that are faster than torch's choice (linear_tuning.py).
-        self.products: TunedProducts | None = None
+        self.tuned_gemms: TunedGemms | None = None
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """`[T, K]` to `[T, N]`, of `norm(x)` if there is a norm."""
@@ -73,8 +73,8 @@ class Linear(Module):
         """Add the outputs for x `[T, K]` to `total` `[T, N]` in place, rounded once on CUDA."""
         if self._is_fused(x):
             small_m_gemm(x, self.weight, bias=self.bias, add_to=total)
-        elif self.products is not None:
-            tuned_linear(x, self.weight, self.products, bias=self.bias, add_to=total)
+        elif self.tuned_gemms is not None:
+            tuned_linear(x, self.weight, self.tuned_gemms, bias=self.bias, add_to=total)
         elif total.is_cuda and self.bias is None and not self.batch_invariant:
             total.addmm_(x, self.matrix)
         else:
@@ -86,8 +86,8 @@ class Linear(Module):
     def _gemm(self, x: torch.Tensor) -> torch.Tensor:
         if self.batch_invariant:
             return batch_invariant_linear(x, self.weight, self.bias)
-        if self.products is not None:
-            return tuned_linear(x, self.weight, self.products, bias=self.bias)
+        if self.tuned_gemms is not None:
+            return tuned_linear(x, self.weight, self.tuned_gemms, bias=self.bias)
         if self.packed is not None and x.shape[0] > 1:
             output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.packed, self.bias, "none", [], ""

@@ -156,7 +156,7 @@ class DraftBacklog:
         net, rings = self._layers.net, self._rings
         ends = self._slots.kv_lens.index_select(0, slot_ids)
         rows = torch.arange(-self.length, 0, device=ends.device)
-        entries = rings.places(slot_ids.unsqueeze(1), ends.unsqueeze(1) + rows)
+        entries = rings.indices(slot_ids.unsqueeze(1), ends.unsqueeze(1) + rows)
         state = None
         if rings.states is not None:
             state = net.fuse(gather_rows(rings.states, entries.flatten()))

@@ -1,0 +1,25 @@
+"""Runs the tests of the Triton kernels under Triton's interpreter, in subprocesses. Several files
+share a subprocess, because to import torch and Triton takes longer than most of their tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import check_files_under_the_interpreter
+from tllm_spec.kernels.triton_support import has_kernels
+
+# By subprocess, of about equal time: each file's least number of tests.
+GROUPS: tuple[dict[str, int], ...] = (
+    {"batch_invariant_attention": 15, "rms_norm": 30, "silu_and_mul": 23, "row_copies": 90},
+    {"window_attention": 47, "window_rows": 4, "draft_input": 28, "slot_windows": 12},
+    {"filter_cut": 12, "batch_invariant_linear": 13, "rotary_write": 23, "send_results": 10},
+)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: next(iter(group)))
+def test_the_kernels_pass_under_tritons_interpreter(group: dict[str, int]) -> None:
+    assert not has_kernels(torch.device("cpu")), "only the subprocess runs the interpreter"
+    folder = Path(__file__).parent
+    files = {str(folder / f"test_{name}.py"): number for name, number in group.items()}
+    check_files_under_the_interpreter(files)
