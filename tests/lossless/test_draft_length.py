@@ -71,7 +71,7 @@ def windows_by_batch_size(harness: Harness) -> dict[int, set[int]]:
     [
         ({}, {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 4}),
         ({"draft_len_schedule": {1: 4, 3: 2, 5: 0}}, {1: 4, 2: 4, 3: 2, 4: 2, 5: 0, 6: 0}),
-        ({"draft_len_schedule": {2: 1, 4: 3}}, {1: 4, 2: 1, 3: 1, 4: 3, 5: 3, 6: 3}),
+        ({"draft_len_schedule": {1: 4, 2: 1, 4: 3}}, {1: 4, 2: 1, 3: 1, 4: 3, 5: 3, 6: 3}),
         ({"max_concurrency": 3}, {1: 4, 2: 4, 3: 4, 4: 0, 5: 0, 6: 0}),
     ],
 )
