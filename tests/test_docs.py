@@ -1,0 +1,54 @@
+"""The documents: links lead somewhere, named files exist, lines and pages stay short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").glob("*.md")])
+MAX_COLUMNS = 100
+MAX_LINES = {"README.md": 150, "architecture.md": 120, "performance.md": 150, "adaptive.md": 120}
+FOLDERS = (
+    "tllm_spec/",
+    "executor/",
+    "kernels/",
+    "benchmarks/",
+    "tests/",
+    "docs/",
+    "yaml_examples/",
+)
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_relative_links_lead_to_files(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_named_files_exist(document: Path) -> None:
+    quoted = re.findall(r"`([\w/.]+)`", document.read_text(encoding="utf-8"))
+    paths = [path for path in quoted if path.startswith(FOLDERS)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_lines_are_short_except_in_tables(document: Path) -> None:
+    lines = document.read_text(encoding="utf-8").splitlines()
+    long = [
+        number
+        for number, line in enumerate(lines, start=1)
+        if len(line) > MAX_COLUMNS and not line.startswith("|") and "`python -m" not in line
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize("name", MAX_LINES)
+def test_pages_are_short(name: str) -> None:
+    (document,) = [path for path in DOCUMENTS if path.name == name]
+    assert len(document.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name]
