@@ -57,7 +57,7 @@ def speculation(request: pytest.FixtureRequest, tiny_draft: Path, head: Path) ->
 
 def waits_long(harness: Harness) -> bool:
     """A draft model, which reads nothing but tokens."""
-    return backlog_of(harness).most_waiting == inf
+    return backlog_of(harness).max_unread == inf
 
 
 def backlog_of(harness: Harness) -> DraftBacklog:
@@ -123,7 +123,7 @@ def test_the_draft_cache_lacks_only_the_positions_of_the_backlog(
         assert_cached_pages_are_whole(harness)
         running = generating(harness)
         for request in running:
-            assert request.draft_backlog <= backlog_of(harness).most_waiting
+            assert request.draft_backlog <= backlog_of(harness).max_unread
             if request.num_output_tokens and number % 2 == 0:
                 assert_nothing_is_missing(harness, request)
         waiting = {request.draft_backlog for request in running}

@@ -33,38 +33,23 @@ _backlog_of = attrgetter("draft_backlog")
 
 
 class DraftBacklog:
-    """A ring of `length` positions per slot. `max_requests` are read in one forward. `most_waiting`
-    positions of a request may be unread without drafts: `inf` for a network that reads tokens
-    only."""
+    """A ring of `BACKLOG_LEN` positions per slot. `max_requests` are read in one forward. A request
+    has at most `max_unread` unread positions: `inf` for a network that reads tokens only."""
 
-    def __init__(
-        self,
-        layers: DraftLayers,
-        slots: SlotState,
-        max_num_tokens: int,
-        length: int = BACKLOG_LEN,
-        most_waiting: float | None = None,
-    ) -> None:
-        if most_waiting is None:
-            most_waiting = inf if layers.net.reads_tokens_only else length
-        assert layers.net.reads_tokens_only or most_waiting <= length, (
-            "rings lose states that are needed"
-        )
-        self.length, self.most_waiting = length, most_waiting
-        self.max_requests = max(1, max_num_tokens // length)
+    def __init__(self, layers: DraftLayers, slots: SlotState, max_num_tokens: int) -> None:
+        self.max_unread = inf if layers.net.reads_tokens_only else BACKLOG_LEN
+        self.max_requests = max(1, max_num_tokens // BACKLOG_LEN)
         self._max_num_tokens = max_num_tokens
         self._layers = layers
         self._slots = slots
         self._graphs: SlotGraphs[None] | None = None
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         self._num_due = torch.zeros(len(slots.kv_lens), dtype=torch.int64, device=slots.device)
-        size = len(slots.kv_lens) * length
+        size = len(slots.kv_lens) * BACKLOG_LEN
         captured = layers.net.captured(1)
         self._rings = Rings(
-            length,
-            tokens=torch.zeros(
-                size, dtype=torch.int64, device=slots.device
-            ),  # of the next position
+            BACKLOG_LEN,  # of each position: the target's states, and the token after it
+            tokens=torch.zeros(size, dtype=torch.int64, device=slots.device),
             states=None if captured is None else captured.new_zeros((size, captured.shape[1])),
         )
 
@@ -93,8 +78,8 @@ class DraftBacklog:
         """Before the batch runs: its generating requests catch up if it drafts, or if one of them
         has as many positions waiting as there may be."""
         longest = max(map(_backlog_of, batch.generation_requests), default=0)
-        if longest > (0 if batch.num_new_drafts else self.most_waiting - 1):
-            batch.catches_up = longest > self.length
+        if longest > (0 if batch.num_new_drafts else self.max_unread - 1):
+            batch.catches_up = longest > BACKLOG_LEN
             self.read(batch.generation_requests)
 
     def read(self, requests: Sequence[LlmRequest]) -> None:
@@ -120,17 +105,17 @@ class DraftBacklog:
 
         `num_tokens_bound` is exact for a request with a backlog, since plain rounds add one token
         each. The ring has the last positions, those of rounds in flight included."""
-        late = [request for request in requests if request.draft_backlog > self.length]
+        late = [request for request in requests if request.draft_backlog > BACKLOG_LEN]
         if late:
             ends = [request.num_tokens_bound for request in late]
             self._read_tokens(
                 [
-                    Missed(r, end - r.draft_backlog, end - self.length)
+                    Missed(r, end - r.draft_backlog, end - BACKLOG_LEN)
                     for r, end in zip(late, ends, strict=True)
                 ]
             )
             for request in late:
-                request.draft_backlog = self.length
+                request.draft_backlog = BACKLOG_LEN
 
     def _read_tokens(self, missed: Iterable[Missed]) -> None:
         for chunks in forwards_of(missed, self._max_num_tokens):
@@ -155,16 +140,16 @@ class DraftBacklog:
         of the slots' lengths plus one."""
         net, rings = self._layers.net, self._rings
         ends = self._slots.kv_lens.index_select(0, slot_ids)
-        rows = torch.arange(-self.length, 0, device=ends.device)
+        rows = torch.arange(-BACKLOG_LEN, 0, device=ends.device)
         entries = rings.indices(slot_ids.unsqueeze(1), ends.unsqueeze(1) + rows)
         state = None
         if rings.states is not None:
             state = net.fuse(gather_rows(rings.states, entries.flatten()))
         windows = Windows(
             slots=slot_ids,
-            first=ends - (self.length - net.shift),
+            first=ends - (BACKLOG_LEN - net.shift),
             token_ids=rings.tokens[entries].clamp_min_(0),
             max_kv_len=max_kv_len,
-            num_padding=self.length - self._num_due.index_select(0, slot_ids),
+            num_padding=BACKLOG_LEN - self._num_due.index_select(0, slot_ids),
         )
         self._layers.forward([], windows, state, wanted=self._no_rows)
