@@ -236,9 +236,9 @@ def with_no_token_at(position: int, **params: Any) -> tuple[Any, dict[str, Any]]
     return propose, {"logits_processor": force, **params}
 
 
-@pytest.mark.parametrize("place", range(1, 6))
+@pytest.mark.parametrize("position", range(1, 6))
 def test_where_no_token_can_be_chosen_the_request_fails_after_its_good_tokens(
-    tiny: Path, place: int
+    tiny: Path, position: int
 ) -> None:
     propose, params = with_no_token_at(position)
     results = []
