@@ -9,7 +9,7 @@ Bytes: the weight once per `rows` rows and x once per `outputs` outputs."""
 import triton
 import triton.language as tl
 
-# Adjacent programs take tiles of so many row tiles, to share weights and rows in the L2 cache.
+# Adjacent programs take tiles of 8 row tiles, to share weights and rows in the L2 cache.
 ROW_TILES_TOGETHER = tl.constexpr(8)
 
 

@@ -14,7 +14,7 @@ ROW_GROUPS = (4, 2, 1)
 # CTAs that split the columns of a tile. More would leave multiprocessors idle, because clusters of
 # 4 do not fit everywhere.
 SPLITS = (2, 1)
-# Larger tiles read faster: they are chosen if the busiest multiprocessor then has at most so many
+# Larger tiles read faster: they are chosen if the busiest multiprocessor then has at most TOLERANCE
 # times the least possible work.
 TOLERANCE = 1.05
 # Columns of a step of a warp's ring: 256 bytes of a row if the width allows it.

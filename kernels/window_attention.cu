@@ -21,7 +21,7 @@
 // are read together use different banks.
 //
 // Compiler options define BFLOAT16 (otherwise float16), HEAD_DIM (64 or 128), ROW_TILES (of 16 rows
-// each), WARPS, DEPTH (tiles of a warp's ring) and CTAS (at least so many per multiprocessor).
+// each), WARPS, DEPTH (tiles of a warp's ring) and CTAS (least number per multiprocessor).
 
 #include "tensor_core.cuh"
 #include "window_stage.cuh"

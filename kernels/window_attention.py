@@ -51,7 +51,7 @@ class WindowTables:
     """`[B * W]` int64: page * page_size + offset of each token of the windows, as in the block
     table."""
     num_padding: torch.Tensor | None = None
-    """`[B]` int64: the first so many rows of each window are padding. Their keys are masked; the
+    """`[B]` int64: number of padding rows at the start of each window. Their keys are masked; the
     keys that the pool has at their positions are attended to. Their kv_slots point to the dummy
     page."""
 

@@ -29,8 +29,8 @@ CLUSTERS_SHARE = 3 / 4
 # share a multiprocessor: how many depends on the registers, so on the row tiles.
 FEW_WARPS, MANY_WARPS = 8, 4
 MANY_CTAS = {1: (4, 3, 2), 2: (2,)}
-# Tiles of a warp's ring: at least so many by row tiles, because the warp's sums are stored there at
-# the end. MAX_RING_BYTES limits the bytes in flight.
+# Least tiles of a warp's ring, by row tiles: the warp's sums are stored there at the end.
+# MAX_RING_BYTES limits the bytes in flight.
 MIN_DEPTH = {1: 3, 2: 5}
 MAX_RING_BYTES = 20 << 10
 # If CTAs fill less than this share of the multiprocessors, requests longer than MAX_SLOW_KEYS are

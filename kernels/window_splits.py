@@ -8,7 +8,7 @@ import torch
 
 # Programs of four warps. They keep the memory busy; more of them would only add overhead.
 PROGRAMS_PER_MULTIPROCESSOR = 3
-# Programs of two warps: so many run at once on an H200.
+# Programs of two warps that run at once on a multiprocessor of an H200.
 SMALL_PROGRAMS_PER_MULTIPROCESSOR = 4
 # Each split has more keys than this, in whole blocks. With fewer the fixed costs of a split (query
 # rows, partial result) outweigh reading its keys.

@@ -29,7 +29,9 @@ def test_tiles_hold_every_row_once_at_its_position() -> None:
         QueryTiles.of_windows(7, kv_lens, 5, 1, 3),
     ]
     tiles = QueryTiles.joined(parts)
-    assert tiles.max_tokens == 3 and tiles.table.is_contiguous() and tiles.table.dtype == torch.int32
+    assert (
+        tiles.max_tokens == 3 and tiles.table.is_contiguous() and tiles.table.dtype == torch.int32
+    )
     assert tiles.table.t().tolist() == [
         [0, 100, 3, 0],
         [3, 103, 3, 0],
