@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
+from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 NO_TOKEN = -1  # in the place of a token that could not be chosen
@@ -126,7 +126,7 @@ class LlmRequest:
     py_rewind_len: int = 0  # KV slots taken for this round and not kept
 
     counters: DraftCounters = field(default_factory=DraftCounters)
-    draft_mark: RequestMark = field(default_factory=RequestMark)
+    draft_pause: RequestPause = field(default_factory=RequestPause)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     num_responded: int = 0  # output tokens that the front end has
@@ -138,7 +138,6 @@ class LlmRequest:
     # Of what does not change, since every round asks:
     watched_ids: frozenset[int] = frozenset()  # tokens that are not appended without a closer look
     graph_samples: bool | None = None
-    is_sampled: bool = False
     needs_host_edits: bool = False
     may_pause: bool = False
 
@@ -146,9 +145,8 @@ class LlmRequest:
         self.prompt_len = len(self.tokens)
         self.watched_ids = _watched_ids(self.rules.end_ids, self.rules.stop_token_ids)
         self.graph_samples = self.rules.graph_samples
-        self.is_sampled = not self.rules.is_greedy
         self.needs_host_edits = self.rules.needs_host_edits
-        self.may_pause = self.draft_mark.patience is not None
+        self.may_pause = self.draft_pause.patience is not None
 
     # TensorRT-LLM's names, for drafters that were written for it.
 
@@ -222,7 +220,7 @@ class LlmRequest:
         """Drafts worth proposing in this round: as placeholders say, as the request allows, and no
         more than can be emitted (one token of every round is the target's own); none while its
         drafts keep being rejected."""
-        if self.draft_mark.is_on:
+        if self.draft_pause.is_on:
             return 0
         useful = self.max_tokens - self.num_output_tokens - 1
         return max(0, min(len(self.py_draft_tokens), self.draft_limit, useful))
