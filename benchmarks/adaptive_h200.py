@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.adaptive_h200_tables import (
+from benchmarks.harness.adaptive_tables import (
     COST_MODEL,
     LADDER,
     Cell,
@@ -46,9 +46,9 @@ from benchmarks.adaptive_h200_tables import (
     times_table,
     traffic_table,
 )
-from benchmarks.adaptive_simulator import Traffic, bursts, phases
 from benchmarks.harness.forced_rounds import Block, ForcedRounds
 from benchmarks.harness.models import Models, open_models
+from benchmarks.harness.simulator import Traffic, bursts, phases
 from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.report import machine_section
 from tllm_spec.executor.graphs.slot_graphs import GraphKey

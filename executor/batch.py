@@ -1,16 +1,12 @@
 """What one round of the executor works on, and what comes out of it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 
 import torch
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.transfer import ToHost
-
-_is_sampled = attrgetter("is_sampled")
 
 
 @dataclass
@@ -50,11 +46,6 @@ class ScheduledBatch:
         )
 
     @property
-    def is_sampled(self) -> bool:
-        """Not all windows are of greedy requests."""
-        return has_sampled(self.generation_requests)
-
-    @property
     def window(self) -> int:
         return 1 + self.draft_len
 
@@ -69,11 +60,6 @@ class ScheduledBatch:
 
     def requests(self) -> list[LlmRequest]:
         return self.context_requests + self.generation_requests
-
-
-def has_sampled(requests: Iterable[LlmRequest]) -> bool:
-    """Whether not all of them are greedy."""
-    return any(map(_is_sampled, requests))
 
 
 @dataclass(frozen=True)

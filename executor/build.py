@@ -6,6 +6,7 @@ rest. The larger steps have a module each in `building/`."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,6 @@ from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_threads
-from tllm_spec.executor.draft_lens import watch_unverified
 from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.request import LlmRequest
@@ -27,7 +27,7 @@ from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
-from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
+from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.models.config import ModelConfig
@@ -45,7 +45,7 @@ class BuiltExecutor:
     model_config: ModelConfig
     max_seq_len: int
     max_draft_len: int
-    new_mark: Callable[[], RequestMark]
+    new_pause: Callable[[], RequestPause]
 
 
 def build_executor(
@@ -63,7 +63,6 @@ def build_executor(
     num_threads = cpu_threads(engines.target.model)
     with torch.inference_mode(), on_threads(num_threads):
         controller = build_controller(plan, runner, speculation, engines.models)
-    watch_unverified(controller, plan.spec, speculation)
 
     def blame() -> list[LlmRequest] | None:
         culprits = sampler.host_edits.blame()
@@ -96,7 +95,7 @@ def build_executor(
         plan.config,
         plan.max_seq_len,
         plan.max_draft_len,
-        controller.new_mark,
+        partial(RequestPause, plan.pause_patience),
     )
 
 

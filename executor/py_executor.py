@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.executor.batch import ScheduledBatch, has_sampled
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -57,7 +57,7 @@ class ExecutorParts:
     controller: AdaptiveController  # of the draft length
     # The controller's draft length for a number of generating requests, and whether some of them
     # are sampled.
-    draft_len_for: Callable[[int, bool], int]
+    draft_len_for: Callable[[int], int]
     # The requests whose code or drafts caused the latest exception; None: not known.
     blame: Callable[[], list[LlmRequest] | None]
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
@@ -155,7 +155,7 @@ class PyExecutor:
     def _draft_len(self, generating: list[LlmRequest]) -> int:
         """The controller's draft length for the next round."""
         if self._speculating and any(request.draft_limit for request in generating):
-            return self.parts.draft_len_for(len(generating), has_sampled(generating))
+            return self.parts.draft_len_for(len(generating))
         return 0
 
     def _prepare_draft_requests(self, generating: list[LlmRequest], draft_len: int) -> None:
@@ -175,7 +175,7 @@ class PyExecutor:
             if request.first_scheduled_time is None:
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
         if ending := batch.last_chunk_requests:
-            batch.num_new_drafts = self.parts.draft_len_for(len(ending), has_sampled(ending))
+            batch.num_new_drafts = self.parts.draft_len_for(len(ending))
         if batch.generation_requests:
             batch.draft_len = batch.num_new_drafts = len(
                 batch.generation_requests[0].py_draft_tokens

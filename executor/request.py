@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.speculative.draft_length.request_mark import RequestMark
+from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 NO_TOKEN = -1  # stands for a token that could not be chosen
@@ -113,7 +113,7 @@ class LlmRequest:
     num_drafts_ready: int = 0  # drafts that the latest launched round made for the next one
 
     counters: DraftCounters = field(default_factory=DraftCounters)
-    draft_mark: RequestMark = field(default_factory=RequestMark)
+    draft_pause: RequestPause = field(default_factory=RequestPause)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     num_responded: int = 0  # output tokens that the front end has
@@ -125,7 +125,6 @@ class LlmRequest:
     # Derived once from the rules, since every round asks for them:
     watched_ids: frozenset[int] = frozenset()  # tokens that may finish the request
     graph_samples: bool | None = None
-    is_sampled: bool = False
     needs_host_edits: bool = False
     may_pause: bool = False
 
@@ -133,9 +132,8 @@ class LlmRequest:
         self.prompt_len = len(self.tokens)
         self.watched_ids = _watched_ids(self.rules.end_ids, self.rules.stop_token_ids)
         self.graph_samples = self.rules.graph_samples
-        self.is_sampled = not self.rules.is_greedy
         self.needs_host_edits = self.rules.needs_host_edits
-        self.may_pause = self.draft_mark.patience is not None
+        self.may_pause = self.draft_pause.patience is not None
 
     # TensorRT-LLM's names, for drafters that were written for it.
 
@@ -203,7 +201,7 @@ class LlmRequest:
         """Drafts worth proposing in this round: at most the placeholders, the request's limit and
         what can be emitted next to the target's own token. 0 while speculation is paused for the
         request, because its drafts keep being rejected."""
-        if self.draft_mark.is_on:
+        if self.draft_pause.is_on:
             return 0
         useful = self.max_tokens - self.num_output_tokens - 1
         return max(0, min(len(self.py_draft_tokens), self.draft_limit, useful))

@@ -53,73 +53,22 @@ class EmaOptions(ConfigModel):
 
 
 class CostModelOptions(ConfigModel):
-    """A slot of `strategy: cost_model`. Trials are drafts whose acceptance was seen, at one
-    position of the window."""
+    """A slot of `strategy: cost_model`."""
 
     candidate_steps: Ladder
-    prior_acceptance: Probability = 0.6  # of every draft before anything was seen
-    prior_weight: Positive = (
-        8.0  # trials that the prior counts for; also what a stale estimate counts for
-    )
-    ratio_weight: Positive = (
-        64.0  # trials that a position's ratio to the others counts for beyond that
-    )
-    window_trials: Positive = 256.0  # memory of an estimate, in trials ...
-    window_rounds: PositiveInt = 8  # ... and in rounds, whichever is longer
-    change_excess: Positive = (
-        5.0  # accepted drafts more or fewer than expected that mean another text ...
-    )
-    change_slack: NotNegative = 0.15  # ... where so many of each trial's mean nothing
-    switch_margin: NotNegative = (
-        0.01  # a length must promise so much more tokens per second to replace another
-    )
-    # In plain rounds' time; less where a batch has more requests than probe_trials, in proportion:
-    plain_after_loss: NotNegative = (
-        3.0  # what drafts may lose before they are given up altogether ...
-    )
-    plain_after_win: NotNegative = (
-        30.0  # ... and beyond that what they have won before, up to so much
-    )
-    probe_round_share: Probability = 0.01  # rounds that may be probes
-    probe_time_share: Probability = 0.005  # time that probes may add
-    probe_pause: PositiveInt = (
-        8  # rounds from a probe in vain to the next, at first; then each time twice as many
-    )
-    probe_trials: PositiveInt = 8  # requests that a probe should see, over its rounds ...
-    probe_rounds: PositiveInt = 4  # ... of which there are at most so many that count
+    prior_acceptance: Probability = 0.6
+    """Acceptance of each draft that is assumed before anything was seen."""
+    window_trials: Positive = 256.0
+    """Memory of the acceptance estimate, in drafts seen at a position."""
+    switch_margin: NotNegative = 0.01
+    """A draft length must promise so much more tokens per second to replace another."""
+    probe_time_share: Probability = 0.005
+    """Share of the time that trying longer draft lengths may add."""
 
 
 EMA_ONLY = EmaOptions.model_fields.keys() - CostModelOptions.model_fields.keys()
+FOR_ALL_SLOTS = frozenset({"strategy", "compat"})
 SlotOptions = EmaOptions | CostModelOptions
-
-
-class RoundTimeOptions(ConfigModel):
-    """How measured round times are corrected while serving, and what else may cost time (`strategy:
-    cost_model`)."""
-
-    assumed_draft_cost: NotNegative = (
-        0.06  # plain rounds that a draft costs, if no times were measured
-    )
-    time_smoothing: Smoothing = (
-        0.05  # share of a new time in what all draft lengths of a batch size have in common
-    )
-    time_cell_smoothing: Smoothing = 0.01  # and in what is one draft length's own
-    # time for drafts that are not verified: at draft length 0, of drafters on the host
-    unverified_time_share: Probability = 0.005
-
-
-class MarkOptions(ConfigModel):
-    """When a single request is not worth drafting for."""
-
-    mark_below: Probability = (
-        0.1  # share of its rounds with an accepted draft below which a request pauses
-    )
-    mark_patience: PositiveInt | None = (
-        8  # rejected rounds that lead there from full acceptance; null: never
-    )
-    mark_max_pause: PositiveInt = (
-        64  # rounds; the first pause has mark_patience, each next one twice as many
-    )
 
 
 @dataclass(frozen=True)
@@ -128,8 +77,6 @@ class AdaptiveConfig:
 
     slots: tuple[tuple[int, SlotOptions], ...]
     compat: bool  # `ema` ignores which draft length produced an observation, as SGLang does
-    times: RoundTimeOptions
-    marks: MarkOptions
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
@@ -137,11 +84,8 @@ class AdaptiveConfig:
         return tuple(sorted({steps for _, slot in self.slots for steps in slot.candidate_steps}))
 
     @property
-    def launch_steps(self) -> int | None:
-        """What to begin with when the user names none: the ladders' middle; None: what the cost
-        model expects."""
-        if not isinstance(self.slots[0][1], EmaOptions):
-            return None
+    def middle_steps(self) -> int:
+        """Of all ladders: what `strategy: ema` begins with unless it is told otherwise."""
         return self.draft_lens[len(self.draft_lens) // 2]
 
     @classmethod
@@ -186,14 +130,11 @@ class AdaptiveConfig:
         options: type[SlotOptions] = (
             EmaOptions if _strategy(root, slots) == "ema" else CostModelOptions
         )
-        for_all = _keys_for_all(options)
-        _refuse_unknown(root, for_all | options.model_fields.keys())
+        _refuse_unknown(root, FOR_ALL_SLOTS | options.model_fields.keys())
         compat = root.pop("compat", False)
         if type(compat) is not bool or (compat and options is not EmaOptions):
             accepted = "true or false" if options is EmaOptions else "false, unless strategy: ema"
             raise ConfigError([f"compat = {shown(compat)} is refused; accepted: {accepted}"])
-        marks = MarkOptions(**_taken_from(root, MarkOptions))
-        times = RoundTimeOptions(**_taken_from(root, RoundTimeOptions))
         ladder = root.pop("candidate_steps", None)
         if ladder is not None and slots:
             raise ConfigError(
@@ -208,8 +149,8 @@ class AdaptiveConfig:
                 'it has no batch-size slot; needed: e.g. "1": {"candidate_steps": [1, 3, 7]}'
             )
         options(**{**root, "candidate_steps": [0]})  # global keys are at fault without a slot
-        checked = [(low, _slot(options, root, low, slots[low], for_all)) for low in sorted(slots)]
-        return cls(tuple(checked), compat, times, marks)
+        checked = [(low, _slot(options, root, low, slots[low])) for low in sorted(slots)]
+        return cls(tuple(checked), compat)
 
 
 def _default_ladder(max_draft_len: int | None) -> tuple[int, ...]:
@@ -252,12 +193,6 @@ def _strategy(root: dict[str, Any], slots: Mapping[int, Any]) -> str:
     return str(strategy)
 
 
-def _keys_for_all(options: type[SlotOptions]) -> frozenset[str]:
-    """Keys that no slot can say otherwise."""
-    times = RoundTimeOptions.model_fields if options is CostModelOptions else ()
-    return frozenset({"strategy", "compat", *MarkOptions.model_fields, *times})
-
-
 def _refuse_unknown(root: Mapping[str, Any], known: Set[str]) -> None:
     """Before the keys are dealt out to their models, each of which knows its own only."""
     if lines := [
@@ -266,13 +201,8 @@ def _refuse_unknown(root: Mapping[str, Any], known: Set[str]) -> None:
         raise ConfigError(lines)
 
 
-def _taken_from(root: dict[str, Any], kind: type[ConfigModel]) -> dict[str, Any]:
-    """Takes out of `root` what belongs to `kind`."""
-    return {key: root.pop(key) for key in kind.model_fields if key in root}
-
-
 def _slot(
-    options: type[SlotOptions], root: Mapping[str, Any], low: int, slot: object, for_all: Set[str]
+    options: type[SlotOptions], root: Mapping[str, Any], low: int, slot: object
 ) -> SlotOptions:
     """A slot's keys laid over the global ones."""
     where = f"slot {low}"
@@ -285,8 +215,8 @@ def _slot(
             [f"{where}.candidate_steps is missing: every slot has its own list of draft lengths"]
         )
     named = {str(key): value for key, value in slot.items()}
-    if misplaced := [key for key in named if key in for_all]:
-        belongs = "is refused in a slot: this key holds for all slots and belongs beside them"
+    if misplaced := [key for key in named if key in FOR_ALL_SLOTS]:
+        belongs = "is refused in a slot: this key holds for all slots and belongs next to them"
         raise ConfigError([f"{where}.{key} = {shown(named[key])} {belongs}" for key in misplaced])
     try:
         return options(**{**root, **named})

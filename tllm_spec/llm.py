@@ -55,7 +55,7 @@ class LLM:
         self.model_config = built.model_config
         self.max_seq_len = built.max_seq_len
         self._max_draft_len = built.max_draft_len
-        self._new_mark = built.new_mark
+        self._new_pause = built.new_pause
         self._queue = built.queue
         self._executor = built.executor
         self._check_can_run: Callable[[LlmRequest], None] = (
@@ -214,7 +214,9 @@ class LLM:
         self._is_shut_down = True
         self._end()
         del self._executor
-        self._check_can_run = self._new_mark = _refuse  # methods that would keep the executor alive
+        self._check_can_run = self._new_pause = (
+            _refuse  # methods that would keep the executor alive
+        )
 
     def __enter__(self) -> "LLM":
         return self
@@ -264,7 +266,7 @@ class LLM:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             draft_limit=limit if wanted.enabled else 0,
             counters=DraftCounters(self._max_draft_len),
-            draft_mark=self._new_mark(),
+            draft_pause=self._new_pause(),
             stop_checker=self._stop_checker(params),
         )
 

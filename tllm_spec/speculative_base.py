@@ -193,11 +193,6 @@ class DecodingBaseConfig(ConfigModel):
                 f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
                 "round cost the same for a request that pauses; accepted: null"
             )
-        if self.adaptive:
-            raise ValueError(
-                f"max_rejected_rounds = {rounds} and adaptive are exclusive; use "
-                "adaptive.mark_patience"
-            )
         return self
 
     @model_validator(mode="after")

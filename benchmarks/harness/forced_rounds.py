@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from benchmarks.harness.engine import Rounds
-from benchmarks.scripted_acceptance import script_acceptance
+from benchmarks.harness.scripted_acceptance import script_acceptance
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 CHECKED_ROUNDS = 8  # rounds between two checks of the requests' room

@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
 from tllm_spec.executor.device_choice import pick_device, pick_dtype
-from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
 from tllm_spec.executor.graphs.context_graphs import context_rows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.scheduler import SchedulerLimits
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import rows_with_contexts
 from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
 from tllm_spec.executor.speculative.modes import draft_model_of
@@ -96,6 +97,13 @@ class BuildPlan:
             max_num_tokens=self.args.max_num_tokens,
             max_batch_size=self.slots.max_batch_size,
         )
+
+    @property
+    def pause_patience(self) -> int | None:
+        """Rejected rounds after which a request pauses drafting; None where drafts are made inside
+        the target's round, which costs the same for a request that pauses."""
+        spec = self.spec
+        return None if spec is None or spec.overlaps else spec.max_rejected_rounds
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ draft length with the measured times of rounds."""
 import logging
 from collections.abc import Sequence
 
+from tllm_spec.executor.building.draft_lens import EAGER_SIZES, RoundTimer
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.warm_up import WarmUp
-from tllm_spec.executor.draft_lens import EAGER_SIZES, measure_round_times
 from tllm_spec.executor.engine.memory_plan import ServedModel
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.graph_pool import GraphPool
@@ -97,12 +97,11 @@ def _round_times(
 ) -> RoundTimes:
     room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // (1 + plan.max_draft_len))
     timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
-    return measure_round_times(
+    timer = RoundTimer(
         runner,
-        controller,
-        timed,
+        speculation.graph_drafter,
         plan.slots.dummy_slot,
         plan.device,
-        speculation.graph_drafter,
         ContextLimits(plan.max_seq_len, 1 + plan.overshoot),
     )
+    return timer.measure(controller, timed)

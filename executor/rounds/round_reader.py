@@ -92,11 +92,11 @@ class RoundReader:
                 counters.rounds_by_outcome[num_drafts * counters.width + num_accepted] += 1
                 if num_emitted < num_new:
                     counters.num_unfinished += 1
-                if request.draft_limit and not (request.may_pause and request.draft_mark.is_on):
+                if request.draft_limit and not (request.may_pause and request.draft_pause.is_on):
                     seen.num_accepted.append(num_new - 1)
                     seen.num_drafted += num_drafts
                 if request.may_pause:
-                    request.draft_mark.observe(num_drafts, num_accepted)
+                    request.draft_pause.observe(num_drafts, num_accepted)
         seen.num_requests, seen.num_tokens = num_requests, num_tokens
         return responding
 

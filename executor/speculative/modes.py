@@ -15,7 +15,6 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
-from tllm_spec.executor.speculative.draft_length.unverified_drafts import UnverifiedDrafts
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, OneModelDrafter
@@ -63,15 +62,13 @@ class Speculation:
     """What a mode adds to the executor.
 
     `round_end`: the drafter's part of the target's rounds. `graph_drafter`: the drafter, if it has
-    graphs of its own. `watch`: lets a controller see proposals in rounds without drafts; None:
-    making them would cost device time."""
+    graphs of its own."""
 
     drafter: Drafter
     resources: list[ResourceManager] = field(default_factory=list)
     blame: Callable[[], list[LlmRequest] | None] = lambda: None
     round_end: RoundEnd = field(default_factory=RoundEnd)
     graph_drafter: GraphDrafter | None = None
-    watch: Callable[[UnverifiedDrafts], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ def _on_host(
     drafter: Drafter, manager: ResourceManager | None, around: Surroundings
 ) -> Speculation:
     host = HostDrafter(drafter, manager, around.slots, around.sampler.state.vocab_size)
-    return Speculation(host, [] if manager is None else [manager], host.blame, watch=host.watch)
+    return Speculation(host, [] if manager is None else [manager], host.blame)
 
 
 def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Speculation:

@@ -7,8 +7,8 @@ A trace is JSON lines, one a round, in order:
 
 `num_accepted`: accepted drafts of each request that was drafted for. `num_steps`: the draft length
 that was verified; without it, the round counts as one of the length that the controller asked for.
-`seconds`: the round's time, if it is known. `sampled`: true where not all requests were greedy. The
-trace is what happened, so decisions do not change what comes after them.
+`seconds`: the round's time, if it is known. The trace is what happened: decisions do not change the
+rounds after them.
 
 A file of LLM arguments gives the controller that an engine with these arguments has, limits
 included; one of the `adaptive` keys alone gives that policy without any limit."""
@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from tllm_spec.adaptive_config import AdaptiveConfig
+from tllm_spec.adaptive_config import AdaptiveConfig, EmaOptions
 from tllm_spec.config import LlmArgs
 from tllm_spec.config_base import ConfigModel
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -34,7 +34,6 @@ class TraceRound(ConfigModel):
     num_accepted: list[NonNegativeInt]
     num_steps: NonNegativeInt | None = None
     seconds: PositiveFloat | None = None
-    sampled: bool = False
 
     @model_validator(mode="after")
     def _check_together(self) -> "TraceRound":
@@ -55,12 +54,11 @@ class TraceRound(ConfigModel):
 class ReplayedRound:
     line: int
     batch_size: int
-    sampled: bool
     steps: int  # what the controller asked for
     changed: bool  # whether it will ask for another length at this batch size next time
 
     def __str__(self) -> str:
-        return f"round {self.line}: batch {self.batch_size}{' sampled' * self.sampled}, draft length {self.steps}"
+        return f"round {self.line}: batch {self.batch_size}, draft length {self.steps}"
 
 
 def read_controller(
@@ -87,7 +85,7 @@ def read_controller(
             round_times=round_times,
         )
     # Imported here as it loads torch, which the keys alone can do without.
-    from tllm_spec.executor.draft_lens import controller_for
+    from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 
     args, config = _llm_args(tree, path)
     _check_initial_steps(initial_steps, config)
@@ -97,9 +95,8 @@ def read_controller(
         initial_steps=initial_steps,
         round_times=round_times,
         max_num_tokens=args.max_num_tokens,
-        max_batch_size=min(
-            args.max_batch_size, args.max_num_tokens
-        ),  # an engine has no more slots than rows
+        # An engine has no more slots than rows.
+        max_batch_size=min(args.max_batch_size, args.max_num_tokens),
     )
 
 
@@ -130,7 +127,14 @@ def _llm_args(tree: dict[Any, Any], path: Path) -> tuple[LlmArgs, AdaptiveConfig
 
 
 def _check_initial_steps(steps: int | None, config: AdaptiveConfig) -> None:
-    if steps is not None and steps not in config.draft_lens:
+    if steps is None:
+        return
+    if not isinstance(config.slots[0][1], EmaOptions):
+        raise ValueError(
+            f"initial_steps = {steps} is for strategy: ema; cost_model begins with the length that "
+            "its prior expects to be the fastest"
+        )
+    if steps not in config.draft_lens:
         ladder = ", ".join(map(str, config.draft_lens))
         raise ValueError(
             f"initial_steps = {steps} is in no ladder of candidate_steps; accepted: {ladder}"
@@ -158,8 +162,8 @@ def read_trace(lines: Iterable[str]) -> Iterator[TraceRound]:
 
 def replay(controller: AdaptiveController, rounds: Iterable[TraceRound]) -> Iterator[ReplayedRound]:
     for number, each in enumerate(rounds, start=1):
-        steps = controller.steps_for(each.batch_size, each.sampled)
+        steps = controller.steps_for(each.batch_size)
         changed = controller.observe(
-            each.batch_size, each.num_accepted, each.num_steps, each.seconds, sampled=each.sampled
+            each.batch_size, each.num_accepted, each.num_steps, each.seconds
         )
-        yield ReplayedRound(number, each.batch_size, each.sampled, steps, changed)
+        yield ReplayedRound(number, each.batch_size, steps, changed)

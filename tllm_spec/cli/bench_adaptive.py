@@ -36,7 +36,9 @@ def sizes(context: click.Context, option: click.Parameter, value: str | None) ->
     callback=sizes,
     help="Batch sizes that batches are padded to, such as 1,2,4,8.",
 )
-@click.option("--initial_steps", type=NOT_NEGATIVE, help="Draft length of the first round.")
+@click.option(
+    "--initial_steps", type=NOT_NEGATIVE, help="Draft length of the first round, for strategy: ema."
+)
 @click.option(
     "--every_round", is_flag=True, help="Print every round, not only those that change it."
 )
@@ -51,9 +53,9 @@ def adaptive_replay(
     """Print the draft lengths that would have been chosen for the rounds in TRACE.
 
     TRACE has one JSON object a line: batch_size, num_accepted (a list with a number for each
-    request), and optionally num_steps (the draft length that was verified), seconds (the round's
-    time) and sampled (true unless all requests were greedy). When --config holds LLM arguments,
-    their limits on the draft length apply as in an engine."""
+    request), and optionally num_steps (the draft length that was verified) and seconds (the
+    round's time). When --config holds LLM arguments, their limits on the draft length apply as in
+    an engine."""
     from tllm_spec.bench import adaptive_replay as replays
     from tllm_spec.bench.dataset import read_lines
 
@@ -65,6 +67,6 @@ def adaptive_replay(
     )
     for each in replays.replay(controller, replays.read_trace(read_lines(trace))):
         if every_round or each.changed:
-            now = controller.steps_for(each.batch_size, each.sampled)
+            now = controller.steps_for(each.batch_size)
             click.echo(f"{each}{f' -> {now}' if each.changed else ''}")
     click.echo(json.dumps(controller.state(), indent=2))

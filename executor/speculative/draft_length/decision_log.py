@@ -1,5 +1,4 @@
-"""Switches of the draft length, with their reasons: one log line each, and the last ones for
-whoever asks."""
+"""Switches of the draft length with their reasons: one log line each, and the last ones kept."""
 
 import logging
 from collections import deque
@@ -18,7 +17,6 @@ class Switch:
     old_steps: int
     new_steps: int
     reason: str
-    sampled: bool = False  # for rounds in which not all requests are greedy
 
 
 class DecisionLog:
@@ -30,11 +28,10 @@ class DecisionLog:
         self.num_switches += 1
         self._last.append(switch)
         logger.info(
-            "draft length %d -> %d from batch size %d%s (slot %d): %s",
+            "draft length %d -> %d from batch size %d (slot %d): %s",
             switch.old_steps,
             switch.new_steps,
             switch.batch_size,
-            " sampled" * switch.sampled,
             switch.slot,
             switch.reason,
         )

@@ -1,4 +1,4 @@
-"""What a policy for the draft length is asked, and what it is told. It knows no policy."""
+"""What a policy for the draft length is asked, and what it is told."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -8,17 +8,12 @@ class ObservedRound(NamedTuple):
     """What came of a round in which every request had the same draft length."""
 
     num_requests: int  # whose results count
-    batch_size: int  # padded to a graph: what the round's time depends on
+    batch_size: int  # padded to a CUDA graph: the round's time depends on it
     num_accepted: Sequence[int]  # of every request that was drafted for
-    num_steps: int | None  # drafts that were really verified; None: as many as the policy says now
-    seconds: float | None
-    max_steps: int  # what limits allow at this batch size
-    num_asked: int | None = (
-        None  # drafts that the drafter was asked for, if it may have had no more
-    )
-    return_seconds: float | None = (
-        None  # of a round that began with reading what a draft model had missed
-    )
+    num_steps: int | None  # drafts that were verified; None: as many as the policy says now
+    seconds: float | None  # None: the round's time says nothing, e.g. it had context chunks
+    max_steps: int  # what the limits allow at this batch size
+    num_asked: int | None = None  # drafts that the drafter was asked for, if it had fewer
 
 
 class DraftLenPolicy(Protocol):

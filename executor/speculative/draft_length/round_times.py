@@ -1,69 +1,45 @@
-"""How long a round takes, by batch size and draft length: measured at start-up, corrected while
-serving.
-
-It knows nothing of tokens, nor how long contexts are. Seconds are those of rounds that only
-generate; a context chunk in a round makes its time meaningless here."""
+"""How long a round takes, by batch size and draft length: measured at start-up, and on a GPU
+corrected while serving by what the present contexts add."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import fmean, linear_regression
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from tllm_spec.adaptive_config import RoundTimeOptions
 from tllm_spec.option_checks import shown
 
-LEAST_SHARE = 0.25
-MAX_SURPRISE = 2.0  # a time further from its expectation than this factor counts as that far
+ASSUMED_DRAFT_COST = 0.06  # plain rounds that a draft takes, where nothing was measured
+SMOOTHING = 0.05  # weight of a round's time in the correction
+MAX_CORRECTION = 0.5  # of the measured time: further off is a hiccup of the machine
 
 
 class RoundTimes(Protocol):
-    of_empty_contexts: bool
-    """Whether no keys were read in these rounds."""
+    has_contexts: bool
+    """Whether contexts were read in these rounds, so that other contexts take another time."""
 
     def round_time(self, batch_size: int, draft_len: int) -> float:
         """Seconds of a round with `draft_len` drafts a request; 0 = plain decoding."""
 
-    def sampling_time(self, batch_size: int, draft_len: int) -> float:
-        """Seconds that a round takes longer where not all requests are greedy."""
-        return 0.0
 
-    def context_time(self, batch_size: int, draft_len: int) -> float:
-        """What contexts add to it, in any unit; wide windows take longer over them."""
-        return 1.0
-
-
-@dataclass(frozen=True)
 class AssumedRoundTimes(RoundTimes):
-    """Where nothing was measured: every draft costs the same share of a plain round, at any batch
-    size."""
+    """Where nothing was measured: a draft takes the same share of a plain round everywhere."""
 
-    draft_cost: float
-    of_empty_contexts = False
+    has_contexts = False
 
     def round_time(self, batch_size: int, draft_len: int) -> float:
-        return 1 + self.draft_cost * draft_len
+        return 1 + ASSUMED_DRAFT_COST * draft_len
 
 
 class MeasuredRoundTimes(RoundTimes):
-    """Times at some batch sizes and draft lengths; between them, and beyond the last, straight
-    lines. `contexts`: what the same contexts added to each; None: not known, so the same to all.
-    `sampling`: what it adds to greedy rounds, by size and length, perhaps of fewer sizes; None:
-    nothing."""
+    """Times at some batch sizes and draft lengths; straight lines between them and beyond."""
 
     def __init__(
-        self,
-        seconds: Mapping[int, Mapping[int, float]],
-        *,
-        of_empty_contexts: bool = False,
-        contexts: Mapping[int, Mapping[int, float]] | None = None,
-        sampling: Mapping[int, Mapping[int, float]] | None = None,
+        self, seconds: Mapping[int, Mapping[int, float]], *, has_contexts: bool = False
     ) -> None:
-        self.of_empty_contexts = of_empty_contexts
-        self._contexts, self._sampling = _sorted(contexts or {}), _sorted(sampling or {})
+        """Raises ValueError for an empty table or times that are not above 0."""
         if not seconds or not all(row and min(row.values()) > 0 for row in seconds.values()):
             raise ValueError("round times need at least one batch size, each with times above 0")
-        self._rows = _sorted(seconds)
+        self.has_contexts = has_contexts
+        self._rows = {size: sorted(row.items()) for size, row in sorted(seconds.items())}
 
     @classmethod
     def from_json(cls, tree: Any) -> "MeasuredRoundTimes":
@@ -82,29 +58,14 @@ class MeasuredRoundTimes(RoundTimes):
         return cls(rows)
 
     def round_time(self, batch_size: int, draft_len: int) -> float:
-        return _at(self._rows, batch_size, draft_len)
-
-    def sampling_time(self, batch_size: int, draft_len: int) -> float:
-        return max(0.0, _at(self._sampling, batch_size, draft_len)) if self._sampling else 0.0
-
-    def context_time(self, batch_size: int, draft_len: int) -> float:
-        return _at(self._contexts, batch_size, draft_len) if self._contexts else 1.0
+        by_size = [(size, _interpolated(row, draft_len)) for size, row in self._rows.items()]
+        return _interpolated(by_size, batch_size)
 
 
-def _sorted(rows: Mapping[int, Mapping[int, float]]) -> dict[int, list[tuple[int, float]]]:
-    return {size: sorted(row.items()) for size, row in sorted(rows.items())}
-
-
-def _at(rows: Mapping[int, list[tuple[int, float]]], batch_size: int, draft_len: int) -> float:
-    return _on_line([(size, _on_line(row, draft_len)) for size, row in rows.items()], batch_size)
-
-
-def _on_line(points: list[tuple[int, float]], at: int) -> float:
-    """Linear between neighbours; the last two points' line beyond them; the first value before
-    them."""
-    places = [place for place, _ in points]
-    right = bisect_left(places, at)
-    if right == 0 or (right < len(points) and places[right] == at):
+def _interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
+    """Linear between neighbours and beyond the last two; the first value before the first."""
+    right = bisect_left([x for x, _ in points], at)
+    if right == 0 or (right < len(points) and points[right][0] == at):
         return points[right][1]
     if len(points) == 1:
         return points[0][1]
@@ -113,157 +74,41 @@ def _on_line(points: list[tuple[int, float]], at: int) -> float:
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
-class _Scale:
-    """A slower clock, or other work on the machine, stretches rounds of all lengths."""
-
-    value = 1.0
-
-    def of(self, own: float, share: float) -> float:
-        return own * self.value
-
-    def compared(self, own: dict[int, float], shares: dict[int, float]) -> dict[int, float]:
-        """What all are stretched by does not matter to a comparison."""
-        return own
-
-    def found(self, seconds: float, own: float, share: float) -> float:
-        return seconds / own
-
-
-class _Extra:
-    """Reading the contexts adds to rounds of every length, to each its share."""
-
-    value = 0.0
-
-    def of(self, own: float, share: float) -> float:
-        return max(own + self.value * share, own / MAX_SURPRISE)
-
-    def compared(self, own: dict[int, float], shares: dict[int, float]) -> dict[int, float]:
-        value = self.value
-        if value < 0:
-            return {steps: self.of(time, shares[steps]) for steps, time in own.items()}
-        return {steps: time + value * shares[steps] for steps, time in own.items()}
-
-    def found(self, seconds: float, own: float, share: float) -> float:
-        return (seconds - own) / share
-
-
-class _Row:
-    """Rounds of one batch size, sampled or greedy: measured times, what all of them were off by,
-    and what each was off by itself."""
-
-    def __init__(
-        self, measured: dict[int, float], contexts: dict[int, float], common: "_Scale | _Extra"
-    ) -> None:
-        line = _context_line(contexts)
-        self.measured, self.common = _measured_twice(measured, contexts, line), common
-        mean = fmean(line.values())
-        self.shares = {steps: added / mean for steps, added in line.items()}  # of what contexts add
-        self.factors = dict.fromkeys(measured, 1.0)
-        self.own = dict(self.measured)  # times their factors
-        self.seconds = self.own  # what decisions compare
-        self.num_observed = 0
-
-    def expected(self, steps: int) -> float:
-        return self.common.of(self.own[steps], self.shares[steps])
-
-
-def _context_line(contexts: Mapping[int, float]) -> dict[int, float]:
-    """What contexts add, by draft length, in seconds; 1 each where that is not known. It was
-    measured as differences of long times, so a single one is not believed but the line through all,
-    unless it falls: a wider window never takes less; nor what is far below the average."""
-    mean = fmean(contexts.values())
-    if mean <= 0:
-        return dict.fromkeys(contexts, 1.0)
-    if len(contexts) < 2:
-        return dict(contexts)
-    slope = max(linear_regression(list(contexts), list(contexts.values())).slope, 0.0)
-    middle = fmean(contexts)
-    return {steps: max(mean + slope * (steps - middle), LEAST_SHARE * mean) for steps in contexts}
-
-
-def _measured_twice(
-    measured: Mapping[int, float], contexts: Mapping[int, float], line: Mapping[int, float]
-) -> dict[int, float]:
-    """Rounds with contexts, less what the line says that contexts add, are a second measurement of
-    the same times. The mean of both is off by less than either; but never far from the first,
-    should the second be nonsense."""
-    if fmean(contexts.values()) <= 0:
-        return dict(measured)
-    both = {steps: time + (contexts[steps] - line[steps]) / 2 for steps, time in measured.items()}
-    return {
-        steps: min(max(both[steps], time / MAX_SURPRISE), time * MAX_SURPRISE)
-        for steps, time in measured.items()
-    }
-
-
 class CorrectedRoundTimes:
-    """What all lengths of a batch size are off by is learned fast: what contexts add where the
-    measured rounds had empty ones, a factor elsewhere. A length's own factor is learned slowly, and
-    fades where it cannot be told from the common one because no other length is played."""
+    """Contexts that differ from the measured ones add the same time to all draft lengths of a batch
+    size. It is learned from the rounds that are played. Without contexts in the measured times
+    there is no correction: a slower clock stretches all lengths alike, and comparisons are
+    between ratios."""
 
-    def __init__(
-        self, source: RoundTimes, draft_lens: tuple[int, ...], options: RoundTimeOptions
-    ) -> None:
+    def __init__(self, source: RoundTimes, draft_lens: Sequence[int]) -> None:
         self._source, self._draft_lens = source, draft_lens
-        self._smoothing, self._cell_smoothing = options.time_smoothing, options.time_cell_smoothing
-        self._rows: dict[tuple[int, bool], _Row] = {}
+        self._measured: dict[int, dict[int, float]] = {}
+        self._rows: dict[int, dict[int, float]] = {}
+        self._added: dict[int, float] = {}  # seconds, by batch size
 
-    def row(self, batch_size: int, sampled: bool = False) -> dict[int, float]:
-        """Seconds by draft length, up to a factor that all of them share."""
-        return (self._rows.get((batch_size, sampled)) or self._new_row(batch_size, sampled)).seconds
-
-    def _new_row(self, batch_size: int, sampled: bool) -> _Row:
-        times = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
-        if sampled:
-            times = {
-                s: time + self._source.sampling_time(batch_size, s) for s, time in times.items()
-            }
-        contexts = {
-            steps: self._source.context_time(batch_size, steps) for steps in self._draft_lens
-        }
-        common = _Extra() if self._source.of_empty_contexts else _Scale()
-        row = self._rows[batch_size, sampled] = _Row(times, contexts, common)
+    def row(self, batch_size: int) -> dict[int, float]:
+        """Seconds by draft length."""
+        row = self._rows.get(batch_size)
+        if row is None:
+            row = {steps: self._source.round_time(batch_size, steps) for steps in self._draft_lens}
+            self._measured[batch_size] = self._rows[batch_size] = row
         return row
 
-    def observe(
-        self, batch_size: int, draft_len: int, seconds: float, sampled: bool = False
-    ) -> None:
-        row = self._rows.get((batch_size, sampled)) or self._new_row(batch_size, sampled)
-        smoothing = self._smoothing
-        if draft_len not in row.measured:
-            return  # a limit's length, which no decision compares
-        row.num_observed += 1
-        common, own, share = row.common, row.own[draft_len], row.shares[draft_len]
-        is_settled = row.num_observed * smoothing > 1
-        if is_settled:
-            expected = common.of(own, share)
-            if seconds < expected / MAX_SURPRISE:
-                seconds = expected / MAX_SURPRISE
-            elif seconds > expected * MAX_SURPRISE:
-                seconds = expected * MAX_SURPRISE
-        rate = smoothing if is_settled else 1 / row.num_observed
-        common.value += rate * (common.found(seconds, own, share) - common.value)
-        if is_settled:
-            factor = row.factors[draft_len]
-            surprise = seconds / common.of(own, share) - 1
-            factor += self._cell_smoothing * (factor * surprise - (factor - 1) / 20)
-            row.factors[draft_len], row.own[draft_len] = factor, row.measured[draft_len] * factor
-        row.seconds = common.compared(row.own, row.shares)
-
-    def beyond(
-        self, batch_size: int, draft_len: int, seconds: float, sampled: bool = False
-    ) -> float:
-        """By how many of such rounds one took longer than expected."""
-        row = self._rows.get((batch_size, sampled)) or self._new_row(batch_size, sampled)
-        return max(0.0, seconds / row.expected(draft_len) - 1)
+    def observe(self, batch_size: int, draft_len: int, seconds: float) -> None:
+        expected = self.row(batch_size).get(draft_len)
+        if expected is None or not self._source.has_contexts:
+            return
+        measured = self._measured[batch_size]
+        most = MAX_CORRECTION * measured[draft_len]
+        error = max(-most, min(seconds - expected, most))
+        added = self._added.get(batch_size, 0.0) + SMOOTHING * error
+        least = -MAX_CORRECTION * min(measured.values())
+        added = self._added[batch_size] = max(added, least)
+        self._rows[batch_size] = {steps: time + added for steps, time in measured.items()}
 
     def state(self) -> dict[str, Any]:
-        """Milliseconds as now expected, by batch size, way of sampling and draft length."""
+        """Milliseconds as now expected, by batch size and draft length."""
         return {
-            row_name(*key): {str(steps): row.expected(steps) * 1e3 for steps in row.measured}
-            for key, row in sorted(self._rows.items())
+            str(size): {str(steps): seconds * 1e3 for steps, seconds in row.items()}
+            for size, row in sorted(self._rows.items())
         }
-
-
-def row_name(batch_size: int, sampled: bool) -> str:
-    return f"{batch_size} sampled" if sampled else str(batch_size)

@@ -3,12 +3,11 @@ sends them to the slots."""
 
 from operator import index
 
-from tllm_spec.executor.batch import ScheduledBatch, has_sampled
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.transfer import to_device
-from tllm_spec.executor.speculative.draft_length.unverified_drafts import Proposal, UnverifiedDrafts
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.option_checks import shown
 
@@ -33,20 +32,11 @@ class HostDrafter(Drafter):
         self._vocab_size = vocab_size
         self._one_at_a_time = False
         self.culprits: list[LlmRequest] = []
-        self._unverified: UnverifiedDrafts | None = None
-
-    def watch(self, unverified: UnverifiedDrafts) -> None:
-        """From now on, rounds without drafts measure what drafts would have been worth."""
-        self._unverified = unverified
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
     ) -> None:
         batch = scheduled_requests
-        if self._unverified is not None:
-            self._unverified.compare()
-            if self._unverified.is_due() and not batch.draft_len and batch.generation_requests:
-                self._propose_unverified(batch.generation_requests, self._unverified)
         if not batch.draft_len or not batch.generation_requests:
             return
         placeholders = [request.py_draft_tokens for request in batch.generation_requests]
@@ -58,22 +48,6 @@ class HostDrafter(Drafter):
         ):
             self._check(request, limit, untouched)
         self._pad(batch)
-
-    def _propose_unverified(self, running: list[LlmRequest], unverified: UnverifiedDrafts) -> None:
-        """Makes drafts of some requests for comparison only; the round does not use them."""
-        requests = [running[index] for index in unverified.places(len(running))]
-        draft_len = self._slots.max_draft_len
-        placeholders = [[0] * draft_len for _ in requests]
-        for request, untouched in zip(requests, placeholders, strict=True):
-            request.py_draft_tokens = untouched
-        wanted = [request.num_drafts_wanted for request in requests]
-        self._propose(ScheduledBatch(generation_requests=requests, draft_len=draft_len))
-        proposals = []
-        for request, limit, untouched in zip(requests, wanted, placeholders, strict=True):
-            self._check(request, limit, untouched)
-            drafts, request.py_draft_tokens = request.py_draft_tokens, []
-            proposals.append(Proposal(request, len(request.tokens), drafts, limit > 0))
-        unverified.add(len(running), proposals, has_sampled(running))
 
     def blame(self) -> list[LlmRequest] | None:
         """After an exception: the requests that caused it; None if it was not raised here. Empty if

@@ -19,7 +19,7 @@ import numpy as np
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
 
-EXAMPLE_TABLE = Path(__file__).parent / "example_round_times.json"
+EXAMPLE_TABLE = Path(__file__).with_name("example_round_times.json")
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_STEPS = 7
 PHASE_ACCEPTANCES = (0.9, 0.3, 0.7, 0.15)

@@ -1,0 +1,80 @@
+"""Draft lengths at start-up: which of them need CUDA graphs, and how long rounds of each take."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.rounds.round_runner import RoundRunner
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.round_times import MeasuredRoundTimes
+from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
+from tllm_spec.executor.speculative.modes import DraftModel
+from tllm_spec.speculative_config import DecodingBaseConfig
+
+# Batch sizes whose rounds are timed where there are no graphs; others are interpolated.
+EAGER_SIZES = (1, 2, 4, 8, 16)
+
+
+def draft_lens_of_rounds(
+    controller: AdaptiveController, spec: DecodingBaseConfig | None, draft: DraftModel | None
+) -> Callable[[int], set[int]]:
+    """Draft lengths that rounds of a batch size can have: 0 where no request wants drafts, and any
+    shorter one where a drafter may propose fewer than it was asked for."""
+    if spec is None or (draft is not None and draft.shares_pages):
+        return lambda batch_size: {0} | controller.draft_lens_at(batch_size)
+    return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
+
+
+class RoundTimer:
+    """Times rounds of dummy requests, with what a two-model `drafter` drafts for them. limits: of
+    the contexts that these requests have, on a GPU and where there is room for them."""
+
+    def __init__(
+        self,
+        runner: RoundRunner,
+        drafter: GraphDrafter | None,
+        dummy_slot: int,
+        device: torch.device,
+        limits: ContextLimits,
+    ) -> None:
+        self._runner, self._drafter, self._limits = runner, drafter, limits
+        self._place = dummy_slot, device
+
+    def measure(self, controller: AdaptiveController, sizes: Sequence[int]) -> MeasuredRoundTimes:
+        """By batch size and draft length. With graphs, the lengths that the controller may ask for
+        at a size; without, all of them, since the sizes between are interpolated."""
+        has_graphs = self._runner.graphs is not None
+        seconds = {
+            size: self._row(
+                size, controller.draft_lens_at(size) if has_graphs else controller.draft_lens
+            )
+            for size in sizes
+        }
+        return MeasuredRoundTimes(seconds, has_contexts=has_graphs)
+
+    def _row(self, size: int, draft_lens: Sequence[int] | set[int]) -> dict[int, float]:
+        """Every length twice, in mirrored order, so that a drifting clock favours none."""
+        keys = [GraphKey(size, steps, False) for steps in sorted(draft_lens)]
+        first = {key.draft_len: self._seconds(key) for key in keys}
+        second = {key.draft_len: self._seconds(key) for key in reversed(keys)}
+        row = {steps: (time + second[steps]) / 2 for steps, time in first.items()}
+        return row if self._runner.graphs is not None else without_outliers(row)
+
+    def _seconds(self, key: GraphKey) -> float:
+        runner, drafter = self._runner, self._drafter
+        seconds = runner.seconds_with_contexts(key, self._limits)
+        if seconds is None:
+            seconds = runner.seconds(key, *self._place)
+        return seconds + (drafter.seconds(key, *self._place) if drafter is not None else 0.0)
+
+
+def without_outliers(row: Mapping[int, float]) -> dict[int, float]:
+    """Host-timed rounds by draft length. Other work on the machine only adds time, and fewer drafts
+    never take longer than more: a time above that of a longer length is replaced by it."""
+    lengths = sorted(row)
+    return {
+        length: min(row[longer] for longer in lengths[index:])
+        for index, length in enumerate(lengths)
+    }

@@ -1,0 +1,45 @@
+"""The draft-length controller that a speculative configuration asks for."""
+
+from collections.abc import Iterable
+
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
+    NO_LIMIT,
+    AcceptanceGate,
+    DraftLenLimits,
+)
+from tllm_spec.executor.speculative.draft_length.round_times import RoundTimes
+from tllm_spec.speculative_config import DecodingBaseConfig
+
+
+def controller_for(
+    spec: DecodingBaseConfig | None,
+    *,
+    graph_batch_sizes: Iterable[int] | None = None,
+    round_times: RoundTimes | None = None,
+    max_num_tokens: int = NO_LIMIT,
+    max_batch_size: int = 0,
+    initial_steps: int | None = None,
+) -> AdaptiveController:
+    """None: plain decoding. initial_steps: as `AdaptiveController.from_config`."""
+    if spec is None:
+        return AdaptiveController.fixed(0)
+    gate = None
+    if spec.acceptance_rate_threshold is not None and spec.acceptance_rate_window_size is not None:
+        gate = AcceptanceGate(spec.acceptance_rate_threshold, spec.acceptance_rate_window_size)
+    limits = DraftLenLimits(
+        max_concurrency=spec.max_concurrency,
+        schedule=spec.draft_len_schedule,
+        gate=gate,
+        max_num_tokens=max_num_tokens,
+        max_batch_size=max_batch_size,
+    )
+    if spec.adaptive is None:
+        return AdaptiveController.fixed(spec.max_draft_len, limits=limits)
+    return AdaptiveController.from_config(
+        spec.adaptive,
+        graph_batch_sizes=graph_batch_sizes,
+        initial_steps=initial_steps,
+        round_times=round_times,
+        limits=limits,
+    )
