@@ -16,8 +16,8 @@ from tllm_spec.adaptive_config import (
     EmaOptions,
 )
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.draft_lens import controller_for
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.speculative_config import DecodingBaseConfig, NGramDecodingConfig
 
 OTHERS: list[dict[str, Any]] = [
@@ -49,7 +49,10 @@ def ladders(config: DecodingBaseConfig) -> dict[int, tuple[int, ...]]:
 
 
 def test_yaml_takes_slots_by_integers_and_by_strings_of_digits(tmp_path: Path) -> None:
-    text = "  adaptive:\n    strategy: ema\n    1: {candidate_steps: [1, 3, 7]}\n    '8': {candidate_steps: [0, 1]}\n"
+    text = (
+        "  adaptive:\n    strategy: ema\n    1: {candidate_steps: [1, 3, 7]}\n"
+        "    '8': {candidate_steps: [0, 1]}\n"
+    )
     config = speculation(text, tmp_path)
     assert ladders(config) == {1: (1, 3, 7), 8: (0, 1)}
     controller = controller_for(config)
@@ -74,9 +77,7 @@ def test_yaml_takes_the_path_of_sglang_s_file(tmp_path: Path) -> None:
     ("longest", "ladder"),
     [(7, DEFAULT_STEPS), (4, (0, 1, 2, 3, 4)), (1, (0, 1)), (9, (*DEFAULT_STEPS, 9))],
 )
-def test_the_ladder_that_nobody_wrote_ends_at_max_draft_len(
-    longest: int, ladder: tuple[int, ...]
-) -> None:
+def test_the_default_ladder_ends_at_max_draft_len(longest: int, ladder: tuple[int, ...]) -> None:
     config = NGramDecodingConfig(max_draft_len=longest, adaptive={})
     assert ladders(config) == {1: ladder}
     assert config.adaptive is not None and isinstance(config.adaptive.slots[0][1], CostModelOptions)
@@ -89,22 +90,12 @@ def test_every_decoding_type_takes_it(own: dict[str, Any]) -> None:
     assert args.speculative_config is not None
     controller = controller_for(args.speculative_config)
     assert controller.compares_times and controller.draft_lens == (0, 1, 2, 3)
-    # Where rounds overlap, a pause of one request would save nothing.
-    mark = controller.new_mark()
-    for _ in range(20):
-        mark.observe(3, 0)
-    assert mark.is_on != args.speculative_config.overlaps
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"adaptive": {1: {"candidate_steps": [1, 9]}}}, ["9", "max_draft_len = 7"]),
     ({"adaptive": {"candidate_steps": [0, 8]}}, ["8", "max_draft_len = 7"]),
     ({"adaptive": "conservative", "max_draft_len": 3}, ["7", "max_draft_len = 3"]),
-    (
-        {"adaptive": {}, "max_rejected_rounds": 4},
-        ["max_rejected_rounds = 4", "adaptive", "exclusive", "mark_patience"],
-    ),
-    ({"adaptive": {}, "max_rejected_rounds": None}, ["max_rejected_rounds = None", "exclusive"]),
     ({"adaptive": {"8": {"candidate_steps": [1, True]}}}, ["adaptive.slot 8.candidate_steps"]),
     ({"adaptive": [1, 3]}, ["adaptive = [1, 3]"]),
     ({"adaptive": "quick"}, ["'quick'", "conservative"]),
@@ -145,16 +136,16 @@ def test_what_is_refused_is_named_with_its_key_and_its_numbers(
     ("adaptive", "sentence"),
     [
         (
-            {"mark_patiance": 3},
-            "adaptive.mark_patiance = 3 is not a known option; did you mean mark_patience?",
+            {"window_trails": 3},
+            "adaptive.window_trails = 3 is not a known option; did you mean window_trials?",
         ),
-        ({"mark_patience": 0}, "adaptive.mark_patience = 0: "),
-        ({"probe_rounds": 0}, "adaptive.probe_rounds = 0: "),
+        ({"window_trials": 0}, "adaptive.window_trials = 0: "),
+        ({"probe_time_share": 2}, "adaptive.probe_time_share = 2: "),
         ({"strategy": "best"}, "adaptive.strategy = 'best' is refused"),
         ({"compat": True}, "adaptive.compat = True is refused"),
         (
-            {8: {"candidate_steps": [1], "mark_below": 0.2}},
-            "adaptive.slot 8.mark_below = 0.2 is refused in a slot",
+            {8: {"candidate_steps": [1], "strategy": "cost_model"}},
+            "adaptive.slot 8.strategy = 'cost_model' is refused in a slot",
         ),
         ({8: [1]}, "adaptive.slot 8 = [1] is no mapping"),
         ("quick", "adaptive = 'quick': it is no preset"),
@@ -200,12 +191,12 @@ def test_keywords_take_a_mapping_an_object_and_a_preset() -> None:
 
 def test_the_yaml_file_is_laid_over_keywords_inside_adaptive_too(tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
-    path.write_text("speculative_config: {adaptive: {probe_rounds: 2}}\n")
+    path.write_text("speculative_config: {adaptive: {window_trials: 64}}\n")
     own = {"decoding_type": "NGram", "max_draft_len": 5, "adaptive": {"candidate_steps": [0, 5]}}
     config = LlmArgs.from_yaml(path, model="m", speculative_config=own).speculative_config
     assert config is not None and config.adaptive is not None
     assert dict(config.adaptive.slots) == {
-        1: CostModelOptions(candidate_steps=(0, 5), probe_rounds=2)
+        1: CostModelOptions(candidate_steps=(0, 5), window_trials=64)
     }
     path.write_text("max_batch_size: 4\n")
     kept = LlmArgs.from_yaml(path, model="m", speculative_config=own).speculative_config

@@ -36,7 +36,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.py_executor",),
     ("tllm_spec.executor.rounds.round_reader", "tllm_spec.executor.iteration_stats"),
     (
-        "tllm_spec.executor.draft_lens",
         "tllm_spec.executor.rounds.seen_round",
         "tllm_spec.executor.device_choice",
     ),
@@ -74,7 +73,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.rounds.transfer",
     ),
     (
-        "tllm_spec.executor.speculative.draft_length.request_mark",
+        "tllm_spec.executor.speculative.draft_length.request_pause",
         "tllm_spec.executor.rounds.device_span",
     ),
     ("tllm_spec.models",),
@@ -159,7 +158,10 @@ def test_a_linked_folder_is_real_has_no_init_and_is_reached_by_a_relative_link(n
 def test_the_bare_name_is_not_our_package_when_python_starts_in_the_root(name: str) -> None:
     # A folder without __init__.py has no origin and loses against any installed package of that
     # name.
-    code = f"import importlib.util as u; s = u.find_spec({name!r}); print(s.origin if s and s.origin else '')"
+    code = (
+        f"import importlib.util as u; s = u.find_spec({name!r}); "
+        "print(s.origin if s and s.origin else '')"
+    )
     origin = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

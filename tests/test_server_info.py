@@ -17,7 +17,6 @@ from tllm_spec.server_info import internal_state, plain
 EMA = {
     "strategy": "ema",
     "warmup_batches": 0,
-    "mark_patience": None,
     "update_interval": 2,
     "1": {"candidate_steps": [1, 4], "down_hysteresis": 0.0},
 }

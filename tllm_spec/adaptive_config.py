@@ -58,8 +58,8 @@ class CostModelOptions(ConfigModel):
     candidate_steps: Ladder
     prior_acceptance: Probability = 0.6
     """Acceptance of each draft that is assumed before anything was seen."""
-    window_trials: Positive = 256.0
-    """Memory of the acceptance estimate, in drafts seen at a position."""
+    window_trials: Annotated[float, Field(ge=32, allow_inf_nan=False)] = 256.0
+    """Memory of the acceptance estimate, in drafts seen at a position; at least 32."""
     switch_margin: NotNegative = 0.01
     """A draft length must promise so much more tokens per second to replace another."""
     probe_time_share: Probability = 0.005

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import adaptive_h200, adaptive_h200_tables
+from benchmarks import adaptive_h200
 from benchmarks.adaptive_h200 import ZOO
-from benchmarks.adaptive_h200_tables import (
+from benchmarks.harness import adaptive_tables, forced_rounds
+from benchmarks.harness import engine as driven_rounds
+from benchmarks.harness.adaptive_tables import (
     LADDER,
     Cell,
     Found,
@@ -20,8 +22,6 @@ from benchmarks.adaptive_h200_tables import (
     misses,
     over_best_static,
 )
-from benchmarks.harness import engine as driven_rounds
-from benchmarks.harness import forced_rounds
 from benchmarks.harness.forced_rounds import Block, ForcedRounds
 from benchmarks.harness.models import Models
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -97,7 +97,7 @@ def test_a_run_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "ZOO",
         replace(ZOO, batch_sizes=(2,), acceptances=(0.5,), settling_rounds=2, adaptive_rounds=4),
     )
-    for module in (adaptive_h200, adaptive_h200_tables):
+    for module in (adaptive_h200, adaptive_tables):
         monkeypatch.setattr(module, "LADDER", ladder)
     monkeypatch.setattr(driven_rounds, "WARM_UP_ROUNDS", 1)
     monkeypatch.setattr(forced_rounds, "CHECKED_ROUNDS", 2)

@@ -1,5 +1,4 @@
-"""Rounds played through a controller of the cost model, with round times that are easy to reckon
-with."""
+"""Rounds played through a controller of the cost model, with simple round times."""
 
 from typing import Any
 
@@ -13,8 +12,8 @@ LADDER = (0, 1, 2, 3)
 class LinearTimes(RoundTimes):
     """A plain round takes 10 ms, each draft `draft_ms` more."""
 
-    def __init__(self, draft_ms: float, *, of_empty_contexts: bool = False) -> None:
-        self.draft_ms, self.of_empty_contexts = draft_ms, of_empty_contexts
+    def __init__(self, draft_ms: float, *, has_contexts: bool = False) -> None:
+        self.draft_ms, self.has_contexts = draft_ms, has_contexts
 
     def round_time(self, batch_size: int, draft_len: int) -> float:
         return (10 + self.draft_ms * draft_len) / 1e3
@@ -28,20 +27,15 @@ def controller(
 
 
 def play(
-    controls: AdaptiveController,
-    rounds: int,
-    num_accepted: int,
-    batch_size: int = 1,
-    *,
-    sampled: bool = False,
+    controls: AdaptiveController, rounds: int, num_accepted: int, batch_size: int = 1
 ) -> list[int]:
-    """Every request's drafts are accepted up to `num_accepted`. The lengths that were asked for."""
+    """Every request's drafts are accepted up to `num_accepted`. Returns the lengths asked for."""
     asked = []
     for _ in range(rounds):
-        steps = controls.steps_for(batch_size, sampled)
+        steps = controls.steps_for(batch_size)
         asked.append(steps)
         accepted = [min(steps, num_accepted)] * batch_size if steps else []
-        controls.observe(batch_size, accepted, steps, sampled=sampled)
+        controls.observe(batch_size, accepted, steps)
     return asked
 
 

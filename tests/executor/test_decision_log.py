@@ -24,10 +24,9 @@ def play(controller: AdaptiveController, rounds: int, num_accepted: int) -> list
         {
             "strategy": "cost_model",
             "candidate_steps": [0, 1, 2, 3],
-            "window_trials": 8,
-            "prior_weight": 1,
-        }
-        | dict.fromkeys(("probe_round_share", "probe_time_share"), 0.2),
+            "window_trials": 32,
+            "probe_time_share": 0.2,
+        },
         {"strategy": "ema", "1": {"candidate_steps": [1, 3]}},
     ],
 )

@@ -21,12 +21,13 @@ from tests.executor.graph_rounds import KeyRecorder
 from tests.executor.harness import Harness
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import LlmArgs
+from tllm_spec.executor.building.draft_lens import RoundTimer
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
-from tllm_spec.executor.draft_lens import measure_round_times
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
+from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable, SlotGraphs
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
@@ -71,7 +72,7 @@ def test_drafting_graphs_cover_the_draft_lengths_that_may_be_asked_for(
     assert lengths == {(1, 3), (2, 3), (4, 3), (5, 3), (8, 1)} and set(drafting) < set(rounds)
     assert {key.sampled for key in drafting} == {False, True}
     ladder = {"adaptive": {"candidate_steps": [0, 1, 3]}}
-    monkeypatch.setattr("tllm_spec.executor.building.rounds.measure_round_times", lambda *_: None)
+    monkeypatch.setattr(RoundTimer, "measure", lambda *_: None)
     _, drafting = build_keys(tiny, monkeypatch, **two_model(drafts, "draft_target", **ladder))
     assert {key.draft_len for key in drafting} == {1, 3}
     rounds, drafting = build_keys(
@@ -127,14 +128,15 @@ def test_drafts_are_timed_with_graphs_and_without(
     monkeypatch.setattr(CudaGraphs, "replay", seen)
     for kind in (CudaGraphs, SlotGraphs):
         monkeypatch.setattr(kind, "seconds", seconds)
-    times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, watched.drafter)
+    timer = RoundTimer(runner, watched.drafter, DUMMY, CPU, ContextLimits(10, 10))
+    times = timer.measure(controller, (1, 4))
     catch_up = mode == "eagle3"  # a head reads what was emitted even if it is to draft nothing
     expected = [1 + 0.01 * (catch_up + steps) for steps in (0, 1, 3)]
     assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx(expected)
     watched.drafter.graphs = None
     eager = "tllm_spec.executor.speculative.drafting.graph_drafter.eager_seconds"
     monkeypatch.setattr(eager, lambda draft: 0.5 + 0 * draft()[0])
-    times = measure_round_times(runner, controller, (1, 4), DUMMY, CPU, watched.drafter)
+    times = timer.measure(controller, (1, 4))
     assert [times.round_time(4, steps) for steps in (0, 1, 3)] == pytest.approx([1.5, 1.5, 1.5])
 
 

@@ -1,5 +1,4 @@
-"""Draft lengths put together from a configuration: which rounds are timed and captured, what limits
-leave of them."""
+"""Draft lengths at start-up: which rounds are timed and captured, and what limits leave."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from tests.executor.conftest import Clock
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness, output_of
 from tests.lossless.engines import tiny_engine
-from tllm_spec.executor.draft_lens import controller_for, without_outliers
+from tllm_spec.executor.building.draft_lens import without_outliers
 from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.speculative_config import NGramDecodingConfig
 
@@ -28,8 +28,7 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
     timed: list[tuple[int, int]] = []
 
     def seconds(_: Any, key: Any, *__: Any) -> float:
-        if not key.sampled:
-            timed.append((key.batch_size, key.draft_len))
+        timed.append((key.batch_size, key.draft_len))
         return 1.0 + 0.01 * key.draft_len
 
     monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
@@ -38,7 +37,7 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
         lambda _, key, *__: 0.5 * key.draft_len,
     )
     harness = Harness(tiny, **tiny_engine(mode, drafts, 4, adaptive=LADDER))
-    assert timed == [(size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 4)]
+    assert timed == [(size, steps) for size in (1, 2, 4, 8) for steps in (0, 1, 4, 4, 1, 0)]
     controller = harness.parts.controller
     controller.observe(1, [], 0)
     charged = 0.0 if mode in ("draft_target_one_model", "ngram") else 0.5
@@ -47,15 +46,14 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
 
 
 @pytest.mark.parametrize("mode", ["draft_target", "eagle3_two_model"])
-def test_without_graphs_a_separate_drafter_is_timed_by_what_it_runs_for_nobody(
+def test_without_graphs_a_separate_drafter_is_timed_with_dummy_requests(
     monkeypatch: pytest.MonkeyPatch,
     clock: Clock,
     tiny: Path,
     drafts: tuple[Path, Path],
     mode: str,
 ) -> None:
-    """Each forward of its network takes 10 ms. A request that comes then finds nothing of the
-    dummies."""
+    """Each forward of its network takes 10 ms. The dummy requests leave nothing behind."""
     network: Any = {"draft_target": ModelEngine, "eagle3_two_model": DraftLayers}[mode]
     forward = network.forward
 
@@ -104,7 +102,7 @@ def test_drafts_are_not_free_next_to_batches_that_have_none(
 def test_start_up_times_rounds_on_as_many_threads_as_they_will_run_on(
     monkeypatch: pytest.MonkeyPatch, tiny: Path
 ) -> None:
-    """A small model has one; that of whoever builds it has two, before and after."""
+    """A small model runs on one thread; the caller's thread has two, before and after."""
     seen: set[int] = set()
 
     def seconds(_: Any, key: Any, *__: Any) -> float:
@@ -123,7 +121,7 @@ def test_start_up_times_rounds_on_as_many_threads_as_they_will_run_on(
 
 
 def test_without_adaptive_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
-    monkeypatch.setattr("tllm_spec.executor.building.rounds.measure_round_times", None)
+    monkeypatch.setattr("tllm_spec.executor.building.rounds.RoundTimer", None)
     for own in ({}, {"adaptive": "conservative"}):
         config = {"decoding_type": "NGram", "max_draft_len": 7, **own}
         assert Harness(tiny, speculative_config=config).parts.controller.steps_for(1) in (3, 7)
@@ -164,7 +162,7 @@ def test_graphs_of_an_adaptive_draft_length_end_where_a_limit_begins(
         return {(key.batch_size, key.draft_len) for key in keys}
 
     short = {(size, steps) for size in (1, 2, 4, 5) for steps in (1, 3)}
-    plain = {(size, 0) for size in (1, 2, 4, 8)}  # where nobody wants drafts
+    plain = {(size, 0) for size in (1, 2, 4, 8)}  # where no request wants drafts
     assert pairs(ladder | {"max_concurrency": 5}) == short | plain | {(5, 0)}
     small = {
         (size, steps) for size in (1, 2, 3) for steps in (1, 3)
@@ -186,7 +184,7 @@ def test_times_without_graphs_are_taken_without_outliers(
     assert controls.state()["round_ms"]["1"] == pytest.approx({"0": 1000, "1": 1500, "4": 1500})
 
 
-def test_a_time_above_that_of_more_drafts_is_none_of_this_length() -> None:
+def test_a_time_above_that_of_more_drafts_is_replaced_by_it() -> None:
     assert without_outliers({0: 9.0, 1: 19.0, 3: 12.0, 5: 14.0}) == {
         0: 9.0,
         1: 12.0,

@@ -10,7 +10,7 @@ import torch
 from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.executor.draft_lens import measure_round_times
+from tllm_spec.executor.building.draft_lens import RoundTimer
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
@@ -87,19 +87,17 @@ def test_contexts_are_as_long_as_there_is_place_for_them(harness: Harness) -> No
 
 
 @torch.inference_mode()
-def test_what_contexts_add_is_measured_for_every_length_or_for_none(
+def test_start_up_times_rounds_with_contexts_where_there_is_room_for_them(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, controller = harness.parts.runner, harness.parts.controller
 
     def seconds(graphs: CudaGraphs, key: GraphKey, slots: Any = None, renew: Any = None) -> float:
-        own = 1.0 + 0.1 * key.draft_len
-        return own if slots is None else own + 0.2 + 0.1 * (key.draft_len == 3)
+        return 1.0 + 0.1 * key.draft_len + (0.2 if slots is not None else 0.0)
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
-    times = measure_round_times(runner, controller, (2, 4), DUMMY, CPU, None, LIMITS)
-    assert [times.round_time(3, steps) for steps in (0, 1, 3)] == pytest.approx([1.0, 1.1, 1.3])
-    assert [times.context_time(3, steps) for steps in (0, 1, 3)] == pytest.approx([0.2, 0.2, 0.3])
-    for limits in (None, ContextLimits(200, 10)):  # not asked for; too short
-        times = measure_round_times(runner, controller, (2, 4), DUMMY, CPU, None, limits)
-        assert [times.context_time(3, steps) for steps in (0, 1, 3)] == [1.0, 1.0, 1.0]
+    for limits, added in ((LIMITS, 0.2), (ContextLimits(200, 10), 0.0)):  # the second: too short
+        times = RoundTimer(runner, None, DUMMY, CPU, limits).measure(controller, (2, 4))
+        found = [times.round_time(3, steps) for steps in (0, 1, 3)]
+        assert found == pytest.approx([1.0 + added, 1.1 + added, 1.3 + added])
+        assert times.has_contexts

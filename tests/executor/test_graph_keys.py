@@ -11,8 +11,9 @@ from tests.executor.graph_rounds import (
 )
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import CudaGraphConfig
-from tllm_spec.executor.draft_lens import controller_for, draft_lens_of_rounds
+from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
 from tllm_spec.executor.graphs.slot_graphs import graph_keys
+from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.speculative_config import NGramDecodingConfig
 
 
@@ -31,7 +32,7 @@ def config(**options: Any) -> NGramDecodingConfig:
         {},
         {"max_concurrency": 5},
         {"draft_len_schedule": {1: 4, 3: 2, 7: 0}},
-        {"draft_len_schedule": {4: 1}},
+        {"draft_len_schedule": {1: 4, 4: 1}},
     ],
 )
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (3, 8), (8,), (1, 2, 3, 4, 5, 6, 7, 8)])

@@ -14,7 +14,6 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
-from tllm_spec.executor.speculative.draft_length.unverified_drafts import UnverifiedDrafts
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.sampling_params import SamplingParams
@@ -101,19 +100,6 @@ def test_in_a_round_of_draft_length_0_the_drafter_is_not_called() -> None:
     bench = Bench(lambda request: pytest.fail("asked"))
     bench.drafter.prepare_draft_tokens(
         ScheduledBatch(generation_requests=bench.requests, draft_len=0)
-    )
-
-
-def test_drafts_that_are_only_compared_leave_the_round_as_it_was() -> None:
-    bench = Bench(lambda request: [7, 8])
-    window, num_drafts = bench.slots.window.clone(), bench.slots.num_drafts.clone()
-    unverified = UnverifiedDrafts(lambda *told: None, 1.0)
-    bench.drafter.watch(unverified)
-    batch = bench.round(draft_len=0)
-    assert unverified._proposals and batch.draft_len == 0
-    assert all(request.py_draft_tokens == [] for request in bench.requests)
-    assert torch.equal(bench.slots.window, window) and torch.equal(
-        bench.slots.num_drafts, num_drafts
     )
 
 

@@ -1,5 +1,4 @@
-"""Whoever chooses the draft length, and however often: every drafter produces plain decoding's
-tokens."""
+"""Draft lengths that change at any time: every drafter gives the tokens of plain decoding."""
 
 from collections.abc import Callable
 from itertools import cycle, pairwise
@@ -20,8 +19,7 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 
 MAX_DRAFT_LEN = 4
-# Seconds by batch size and draft length, not corrected while serving: long drafts are cheap for
-# small batches.
+# Seconds by batch size and draft length: long drafts are cheap for small batches.
 ROUND_TIMES = MeasuredRoundTimes({1: {0: 1, 1: 1.2, 4: 0.9}, 7: {0: 1, 1: 1.5, 4: 3}})
 DRAFTING = ("user_provided", *(mode for mode in MODES if mode != "plain"))
 # On the two-model path rounds of draft length 0 overlap; a user's objects see each round end.
@@ -36,13 +34,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "cost_model": {
         "adaptive": {
             "candidate_steps": [0, 1, 4],
-            "time_cell_smoothing": 1e-9,
-            "probe_round_share": 0.5,
+            "window_trials": 32.0,
             "probe_time_share": 1.0,
-            "probe_rounds": 1,
         }
     },
-    "cost_model_without_0": {"adaptive": {"candidate_steps": [1, 3], "time_cell_smoothing": 1e-9}},
+    "cost_model_without_0": {"adaptive": {"candidate_steps": [1, 3], "window_trials": 32.0}},
     "ema": {
         "adaptive": {
             "strategy": "ema",
@@ -80,8 +76,7 @@ def tiny_plain(tiny: Path) -> list[list[int]]:
 
 
 def half_right(plain: list[list[int]]) -> ScriptedDrafter:
-    """Right tokens in rounds that begin at an even place; in others wrong ones, or none at every
-    third."""
+    """Right tokens at even output positions; at odd ones wrong tokens, or none at every third."""
 
     def propose(request: LlmRequest) -> list[int]:
         place, wanted = request.num_output_tokens, request.num_drafts_wanted
@@ -105,13 +100,13 @@ def options_of(
     return options | {"disable_overlap_scheduler": not overlap}
 
 
-def chosen_lengths(harness: Harness, choose: Callable[[int, bool], int] | None = None) -> list[int]:
+def chosen_lengths(harness: Harness, choose: Callable[[int], int] | None = None) -> list[int]:
     """The draft lengths of the rounds to come, as `choose` or the controller chooses them."""
     lengths: list[int] = []
     choose = choose or harness.parts.controller.steps_for
 
-    def chosen(batch_size: int, sampled: bool) -> int:
-        lengths.append(choose(batch_size, sampled))
+    def chosen(batch_size: int) -> int:
+        lengths.append(choose(batch_size))
         return lengths[-1]
 
     harness.parts.draft_len_for = chosen
@@ -119,10 +114,10 @@ def chosen_lengths(harness: Harness, choose: Callable[[int, bool], int] | None =
 
 
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
-def test_a_tier_that_is_new_in_every_round_changes_no_text_and_the_controller_bears_the_news(
+def test_another_tier_in_every_round_changes_no_text(
     tiny: Path, drafts: tuple[Path, Path], tiny_plain: list[list[int]], mode: str, overlap: bool
 ) -> None:
-    """It has chosen none of these lengths, and some are not in its ladder."""
+    """The controller has chosen none of these lengths, and some are not in its ladder."""
     ladder = {"candidate_steps": [0, 1, 4]}
     harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, adaptive=ladder))
     assert harness.parts.max_in_flight == overlap
@@ -147,7 +142,7 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
     overlap: bool,
     strategy: str,
 ) -> None:
-    monkeypatch.setattr(rounds, "measure_round_times", lambda *_: ROUND_TIMES)
+    monkeypatch.setattr(rounds.RoundTimer, "measure", lambda *_: ROUND_TIMES)
     harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, **STRATEGIES[strategy]))
     lengths = chosen_lengths(harness)
     requests = submit_all(harness)
@@ -170,7 +165,7 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
         ("eagle3_two_model", True),
     ],
 )
-def test_every_way_of_sampling_is_plain_decodings_while_tiers_change(
+def test_sampled_texts_are_those_of_plain_decoding_while_tiers_change(
     cases: list[Case],
     plain: list[RequestOutput],
     known_texts: dict[tuple[int, ...], list[int]],

@@ -11,6 +11,7 @@ PRIOR_TRIALS = 4.0  # drafts that the prior counts for, and that an old estimate
 PRIOR_ROUNDS = 64.0  # after which the prior is about what was seen, even if that is old by now
 SHARED_TRIALS = 8.0  # drafts that the average of all positions counts for at each of them
 MIN_ROUNDS = 8  # memory in rounds, where few rounds fill the window
+UNSEEN_SHARE = 0.25  # of the window, that positions beyond the present draft length fade to
 IDLE_REQUESTS = 8  # a round without drafts ages an estimate as so many requests do
 
 
@@ -31,16 +32,19 @@ class AcceptanceEstimate:
     def observe(self, num_requests: int, num_accepted: Sequence[int], num_steps: int) -> None:
         """num_accepted: of every request that was drafted for, with `num_steps` drafts each."""
         has_drafts = num_steps > 0 and len(num_accepted) > 0
-        self._age(num_requests if has_drafts else max(num_requests, IDLE_REQUESTS))
+        if has_drafts:
+            self._age(num_requests, max(PRIOR_TRIALS, UNSEEN_SHARE * self._window))
+        else:
+            self._age(max(num_requests, IDLE_REQUESTS), PRIOR_TRIALS)
         if has_drafts and self.rates:
             self._count(num_accepted, min(num_steps, len(self.rates)))
             self._combine()
 
-    def _age(self, num_requests: int) -> None:
+    def _age(self, num_requests: int, least: float) -> None:
         keep = 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
         for position, reached in enumerate(self._reached):
-            if reached > PRIOR_TRIALS:
-                factor = max(keep, PRIOR_TRIALS / reached)
+            if reached > least:
+                factor = max(keep, least / reached)
                 self._reached[position] *= factor
                 self._accepted[position] *= factor
 

@@ -1,0 +1,92 @@
+"""Acceptance by position: what a round shows, what is inferred, how estimates age."""
+
+import pytest
+
+from tllm_spec.executor.speculative.draft_length import acceptance_estimate
+from tllm_spec.executor.speculative.draft_length.acceptance_estimate import AcceptanceEstimate
+
+
+def estimate_of(num_positions: int, prior: float = 0.6) -> AcceptanceEstimate:
+    return AcceptanceEstimate(num_positions, prior, window=256.0)
+
+
+def test_before_anything_is_seen_every_position_has_the_prior() -> None:
+    estimate = estimate_of(3, prior=0.5)
+    assert estimate.rates == [0.5] * 3
+    assert estimate.expected_accepted == [0, 0.5, 0.75, 0.875]
+
+
+def test_a_round_shows_one_position_more_than_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance_estimate, "PRIOR_TRIALS", 1e-9)
+    monkeypatch.setattr(acceptance_estimate, "SHARED_TRIALS", 1e-9)
+    estimate = estimate_of(3)
+    estimate.observe(4, [0, 1, 1, 3], 3)
+    assert estimate.rates == pytest.approx([3 / 4, 1 / 3, 0.999], abs=1e-3)
+    assert estimate.expected_accepted == pytest.approx([0, 0.75, 1.0, 1.25], abs=2e-3)
+
+
+def test_windows_longer_than_255_drafts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance_estimate, "SHARED_TRIALS", 1e-9)
+    estimate = estimate_of(300)
+    estimate.observe(2, [280, 300], 300)
+    assert estimate.rates[279:282] == pytest.approx([0.999, 1 / 2, 0.999], abs=1e-3)
+
+
+def test_drafts_of_a_longer_round_than_the_ladder_count_as_far_as_it_goes() -> None:
+    estimate = estimate_of(2)
+    for _ in range(300):
+        estimate.observe(1, [4], 4)
+    assert min(estimate.rates) > 0.95
+
+
+def test_positions_without_evidence_follow_the_others() -> None:
+    estimate = estimate_of(3)
+    for _ in range(500):
+        estimate.observe(1, [1], 1)
+    assert estimate.rates[2] > 0.95
+    for _ in range(1000):
+        estimate.observe(1, [0], 1)
+    assert estimate.rates[2] < 0.1
+
+
+def test_a_position_that_was_seen_keeps_its_own_rate() -> None:
+    estimate = estimate_of(2)
+    for _ in range(500):
+        estimate.observe(1, [1], 2)  # the second draft is always wrong
+    assert estimate.rates[0] > 0.9 and estimate.rates[1] < 0.1
+
+
+def test_rounds_without_drafts_keep_an_estimate_and_make_it_easy_to_change() -> None:
+    def rate_after_one_acceptance(idle_rounds: int) -> tuple[float, float]:
+        estimate = estimate_of(1)
+        for _ in range(500):
+            estimate.observe(1, [0], 1)
+        for _ in range(idle_rounds):
+            estimate.observe(1, [], 0)
+        before = estimate.rates[0]
+        estimate.observe(1, [1], 1)
+        return before, estimate.rates[0] - before
+
+    (recent, small), (old, large) = rate_after_one_acceptance(0), rate_after_one_acceptance(2000)
+    assert old == pytest.approx(recent, abs=0.02) and large > 3 * small
+
+
+def test_an_estimate_never_becomes_certain() -> None:
+    for accepted, bound in ((0, acceptance_estimate.MIN_RATE), (1, acceptance_estimate.MAX_RATE)):
+        estimate = estimate_of(1)
+        for _ in range(20_000):
+            estimate.observe(1, [accepted], 1)
+        assert 0.001 <= estimate.rates[0] <= 0.999
+        assert estimate.rates[0] == pytest.approx(bound, abs=2e-3)
+
+
+def test_more_requests_fill_the_memory_in_fewer_rounds() -> None:
+    def rate(batch_size: int, rounds: int) -> float:
+        estimate = estimate_of(1)
+        for _ in range(2000):
+            estimate.observe(batch_size, [1] * batch_size, 1)
+        for _ in range(rounds):
+            estimate.observe(batch_size, [0] * batch_size, 1)
+        return estimate.rates[0]
+
+    assert rate(32, 8) < 0.5 < rate(1, 8)
