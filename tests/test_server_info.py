@@ -26,7 +26,7 @@ EMA = {
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Its drafts are always wrong, so that the draft length falls from 4 to 1."""
     options = user_provided(lambda request: [63] * len(request.py_draft_tokens))
-    options["speculative_config"]["adaptive"] = EMA
+    options["speculative_config"] |= {"adaptive": EMA, "max_rejected_rounds": None}
     tiny = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
     with LLM(tiny, skip_tokenizer_init=True, max_batch_size=4, max_seq_len=128, **options) as llm:
         yield llm

@@ -34,7 +34,6 @@ def _ladder(steps: object) -> tuple[int, ...]:
 
 Ladder = Annotated[tuple[int, ...], BeforeValidator(_ladder)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Smoothing = Annotated[float, Field(gt=0, le=1)]
