@@ -2,7 +2,7 @@
 
 import pytest
 
-from tllm_spec.executor.draft_lens import controller_for
+from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.speculative_config import NGramDecodingConfig
 
 

@@ -91,7 +91,7 @@ def test_drafts_of_a_round_that_broke_off_are_not_accepted_later(tiny: Path) -> 
     fuse["lit"] = True
     harness.round()
     assert culprit.error == "LookupError: lit" and request.num_output_tokens == 1
-    request.draft_mark.rounds_left = 1
+    request.draft_pause.rounds_left = 1
     harness.run()
     assert output_of(request) == output_of(undisturbed)
 

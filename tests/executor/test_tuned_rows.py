@@ -44,11 +44,8 @@ def test_gemms_are_tuned_for_all_row_counts_before_graphs_are_captured(
     events: list[Any] = []
     drafter = Harness(tiny).parts.drafter
 
-    def tune(models: Any, rows: Any, device: torch.device, stack: Any) -> None:
+    def tune(models: Any, rows: Any, device: torch.device) -> None:
         events.append(set(rows))
-        assert (set(stack.row_counts) if stack else set()) == events[0] - {300, 37}, (
-            "the rows of its graphs"
-        )
 
     monkeypatch.setattr(rounds, "tune_linears", tune)
     monkeypatch.setattr(plan, "has_kernels", lambda device: True)

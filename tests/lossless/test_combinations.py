@@ -129,7 +129,7 @@ def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
     round."""
     coming: list[int] = []
 
-    def draft_len_for(batch_size: int, sampled: bool) -> int:
+    def draft_len_for(batch_size: int) -> int:
         if not coming:
             coming.extend([random.randrange(draft_len + 1)] * random.choice((1, 1, 3)))
             coming.extend([0] * random.choice((0, 0, 2, 17)))

@@ -97,7 +97,7 @@ def test_a_draft_length_that_is_new_in_every_round_changes_no_text(
     harness = Harness(tiny, **tiny_engine(mode, drafts, MAX_DRAFT_LEN))
     random, chosen = Random(0), []
 
-    def draft_len_for(batch_size: int, sampled: bool) -> int:
+    def draft_len_for(batch_size: int) -> int:
         chosen.append(random.randrange(MAX_DRAFT_LEN + 1))
         return chosen[-1]
 

@@ -26,6 +26,7 @@ OPTIONS = {
     "speculative_config": {
         "decoding_type": "Draft_Target",
         "max_draft_len": 3,
+        "max_rejected_rounds": None,
         "speculative_model": "zoo:llama-draft",
         "load_format": "dummy",
         # Draft length 3 is left unless nearly all drafts are accepted, and tried again at once: a
@@ -33,7 +34,6 @@ OPTIONS = {
         "adaptive": {
             "strategy": "ema",
             "warmup_batches": 0,
-            "mark_patience": 100_000,
             "update_interval": 3,
             "1": {"candidate_steps": [0, 3], "down_hysteresis": 2.0},
         },
