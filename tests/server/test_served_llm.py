@@ -26,7 +26,7 @@ OPTIONS = {
     "speculative_config": {
         "decoding_type": "Draft_Target",
         "max_draft_len": 3,
-        "max_rejected_rounds": None,
+        "max_rejected_rounds": 100_000,
         "speculative_model": "zoo:llama-draft",
         "load_format": "dummy",
         # Draft length 3 is left unless nearly all drafts are accepted, and tried again at once: a
