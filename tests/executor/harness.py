@@ -136,7 +136,7 @@ def output_of(request: LlmRequest) -> list[int]:
 
 
 def all_pages_are_back(executor: PyExecutor) -> bool:
-    """Nobody holds a page or a slot, of the target or a draft model: every page is free or
+    """No request holds a page or a slot, of the target or a draft model: every page is free or
     cached."""
     managers = executor.resources
     caches = [executor.parts.kv] + [

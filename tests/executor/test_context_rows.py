@@ -36,7 +36,7 @@ CHUNKS = [(0, 0, 20), (1, 5, 3), (2, 3, 30), (1, 0, 1), (DUMMY, 0, 9), (DUMMY, 0
 def rows() -> RowBuilder:
     table = BlockTable(SeqSlotManager(DUMMY), 10, CPU)
     for slot, pages in TABLES.items():
-        if slot != DUMMY:  # it has page 0 though nobody writes that
+        if slot != DUMMY:  # it has page 0 though no window writes there
             table.write(slot, pages, 0)
     table.flush()
     return RowBuilder(table, NUM_PAGES, PAGE_SIZE, CPU)

@@ -232,7 +232,7 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
             harness.round()
         harness.submit(
             [number + 1, 3], max_tokens=20
-        )  # its prompt is read beside the other's windows
+        )  # its prompt is read with the other's windows
         harness.run()
         clock.now += 0.1
     assert [seconds is not None for _, _, _, seconds, _ in told.rounds] == is_pure
