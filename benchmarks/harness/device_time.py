@@ -13,6 +13,7 @@ TURNS, TURN_US = 5, 20e3
 
 
 def graph_of(calls: Calls) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()  # the inputs are made on another stream
     with torch.cuda.stream(torch.cuda.Stream()):
         for call in calls:
             call()  # compiles
