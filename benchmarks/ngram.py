@@ -6,8 +6,9 @@
 lookup, checks, padding and the copy to the slots (of the CPU).
 
 `text` is source code of the standard library, split into words, spaces and signs; `random` are ids
-of a vocabulary of 128,000, where nearly every n-gram is new. Medians. `max_draft_len` is 4, other
-options have their defaults."""
+of a vocabulary of 128,000, where nearly every n-gram is new. Rounds: medians. Prompts: the mean of
+all requests', which includes Python's garbage collection. `max_draft_len` is 4, other options have
+their defaults."""
 
 import random
 import re
