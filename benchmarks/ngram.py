@@ -1,11 +1,14 @@
-"""How long NGram's pool keeps the host busy in a round: 64 requests of 8,000 tokens, 1 to 5 of them
-new.
+"""What NGram costs the host in a round, of requests with 8,000 tokens, 1 to 5 of them new.
 
-    python -m benchmarks.ngram [--quick] [--output result.json]
+    python -m benchmarks.ngram [host_time] [step] [--quick] [--output result.json]
+
+`host_time`: the pool alone, 64 requests. `step`: all that the round's forward waits for, which is
+lookup, checks, padding and the copy to the slots (of the CPU).
 
 `text` is source code of the standard library, split into words, spaces and signs; `random` are ids
-of a vocabulary of 128,000, where nearly every n-gram is new. The pool is asked once per request and
-round; medians. `max_draft_len` is 4, other options have their defaults."""
+of a vocabulary of 128,000, where nearly every n-gram is new. Rounds: medians. Prompts: the mean of
+all requests', which includes Python's garbage collection. `max_draft_len` is 4, other options have
+their defaults."""
 
 import random
 import re
@@ -14,14 +17,24 @@ import sys
 import sysconfig
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from benchmarks.harness.report import Options, Row, Subject, main, table
-from tllm_spec.executor.resources.ngram_pool import NGramPool
+import torch
 
-DRAFT_LEN, MAX_NEW_TOKENS = 4, 5
+from benchmarks.harness.report import Options, Row, Subject, main, table
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.ngram_pool import NGramPool
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
+from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter
+from tllm_spec.sampling_params import SamplingParams
+
+DRAFT_LEN, MAX_NEW_TOKENS, VOCAB_SIZE = 4, 5, 128_000
 
 
 def text_stream() -> list[int]:
@@ -32,26 +45,45 @@ def text_stream() -> list[int]:
 
 
 def random_stream() -> list[int]:
-    return random.Random(0).choices(range(128_000), k=1_000_000)
+    return random.Random(0).choices(range(VOCAB_SIZE), k=1_000_000)
 
 
-def measure(
-    pool: NGramPool, stream: list[int], num_requests: int, prompt_len: int, num_rounds: int
-) -> float:
-    """Median microseconds of a round."""
-    length = prompt_len + MAX_NEW_TOKENS * num_rounds
-    assert num_requests * length <= len(stream), "fewer rounds: the stream is too short"
-    starts = range(0, num_requests * length, length)
-    # Integer objects of their own, as they come from a device.
-    pieces = [array("q", stream[start : start + length]).tolist() for start in starts]
-    texts = [piece[:prompt_len] for piece in pieces]
-    propose(pool, texts)
-    rng, seconds = random.Random(2), []
+class Texts:
+    """Pieces of a stream, each of which grows by 1 to 5 tokens a round."""
+
+    def __init__(
+        self, stream: list[int], num_requests: int, prompt_len: int, num_rounds: int
+    ) -> None:
+        length = prompt_len + MAX_NEW_TOKENS * num_rounds
+        assert num_requests * length <= len(stream), "fewer rounds: the stream is too short"
+        starts = range(0, num_requests * length, length)
+        # Integer objects of their own, as they come from a device.
+        self.pieces = [array("q", stream[start : start + length]).tolist() for start in starts]
+        self.texts = [piece[:prompt_len] for piece in self.pieces]
+        self.rng = random.Random(2)
+
+    def grow(self) -> None:
+        for text, piece in zip(self.texts, self.pieces, strict=True):
+            text += piece[len(text) : len(text) + self.rng.randint(1, MAX_NEW_TOKENS)]
+
+
+def make_pool(ngram_size: int, is_public: bool) -> NGramPool:
+    return NGramPool(
+        max_draft_len=DRAFT_LEN,
+        max_matching_ngram_size=ngram_size,
+        is_keep_all=True,
+        is_use_oldest=True,
+        is_public_pool=is_public,
+        max_pool_entries=2_000_000,
+    )
+
+
+def median_seconds(texts: Texts, num_rounds: int, run: Callable[[], float]) -> float:
+    seconds = []
     for _ in range(num_rounds):
-        for text, piece in zip(texts, pieces, strict=True):
-            text += piece[len(text) : len(text) + rng.randint(1, MAX_NEW_TOKENS)]
-        seconds.append(propose(pool, texts))
-    return statistics.median(seconds) * 1e6
+        texts.grow()
+        seconds.append(run())
+    return statistics.median(seconds)
 
 
 def propose(pool: NGramPool, texts: list[list[int]]) -> float:
@@ -63,21 +95,18 @@ def propose(pool: NGramPool, texts: list[list[int]]) -> float:
 
 def host_time(options: Options) -> Iterator[Row]:
     streams = {"text": text_stream(), "random": random_stream()}
-    sizes = (4, 500, 5) if options.quick else (64, 8000, 60)
-    for stream, is_public, ngram_size in product(streams, (False, True), (2, 3, 4)):
-        pool = NGramPool(
-            max_draft_len=DRAFT_LEN,
-            max_matching_ngram_size=ngram_size,
-            is_keep_all=True,
-            is_use_oldest=True,
-            is_public_pool=is_public,
-            max_pool_entries=2_000_000,
-        )
+    num_requests, prompt_len, num_rounds = (4, 500, 5) if options.quick else (64, 8000, 60)
+    for stream, is_public, ngram_size in product(streams, (False, True), (1, 2, 3, 4)):
+        pool = make_pool(ngram_size, is_public)
+        texts = Texts(streams[stream], num_requests, prompt_len, num_rounds)
+        prompts = propose(pool, texts.texts)
+        rounds = median_seconds(texts, num_rounds, lambda p=pool, t=texts: propose(p, t.texts))
         yield {
             "stream": stream,
             "pool": "public" if is_public else "private",
             "ngram_size": ngram_size,
-            "round_us": measure(pool, streams[stream], *sizes),
+            "round_us": rounds * 1e6,
+            "prompt_ms": prompts / num_requests * 1e3,
         }
 
 
@@ -86,11 +115,65 @@ def host_time_table(rows: Sequence[Row]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for row in rows:
         name = f"{row['stream']}, {row['pool']} pool"
-        lines.setdefault(name, [name]).append(f"{row['round_us']:.0f}")
-    return table(("µs of a round, by n-gram size", *map(str, sizes)), lines.values())
+        cell = f"{row['round_us']:.0f} / {row['prompt_ms']:.1f}"
+        lines.setdefault(name, [name]).append(cell)
+    return table(
+        ("µs of a round / ms of a prompt, by n-gram size", *map(str, sizes)), lines.values()
+    )
 
 
-SUBJECTS = (Subject("host_time", "NGram, 64 requests of 8k tokens", host_time, host_time_table),)
+class Step:
+    """A host drafter and requests in slots, as a round has them."""
+
+    def __init__(self, texts: list[list[int]], ngram_size: int) -> None:
+        manager = SeqSlotManager(len(texts))
+        slots = SlotState(manager, DRAFT_LEN, torch.device("cpu"))
+        inner = NGramDrafter(make_pool(ngram_size, is_public=False))
+        self.drafter = HostDrafter(inner, None, slots, VOCAB_SIZE)
+        rules = DecodingRules.from_params(
+            SamplingParams(), vocab_size=VOCAB_SIZE, end_ids=(), encode=None
+        )
+        self.requests = [
+            LlmRequest(number, text, rules, seed=0, max_tokens=10_000, draft_limit=DRAFT_LEN)
+            for number, text in enumerate(texts)
+        ]
+        for request in self.requests:
+            manager.acquire(request)
+
+    def run(self) -> float:
+        for request in self.requests:
+            request.py_draft_tokens = [0] * DRAFT_LEN
+        batch = ScheduledBatch(generation_requests=self.requests, draft_len=DRAFT_LEN)
+        start = time.perf_counter()
+        self.drafter.prepare_draft_tokens(batch)
+        return time.perf_counter() - start
+
+
+def step(options: Options) -> Iterator[Row]:
+    stream = text_stream()
+    prompt_len, num_rounds = (500, 5) if options.quick else (8000, 60)
+    for num_requests, ngram_size in product((1, 8) if options.quick else (1, 8, 64), (2, 4)):
+        texts = Texts(stream, num_requests, prompt_len, num_rounds)
+        whole = Step(texts.texts, ngram_size)
+        whole.run()
+        seconds = median_seconds(texts, num_rounds, whole.run)
+        yield {"requests": num_requests, "ngram_size": ngram_size, "step_us": seconds * 1e6}
+
+
+def step_table(rows: Sequence[Row]) -> list[str]:
+    sizes = sorted({row["ngram_size"] for row in rows})
+    lines: dict[int, list[str]] = {}
+    for row in rows:
+        number = row["requests"]
+        lines.setdefault(number, [str(number)]).append(f"{row['step_us']:.0f}")
+    head = ("requests; µs of a round, by n-gram size", *map(str, sizes))
+    return table(head, lines.values())
+
+
+SUBJECTS = (
+    Subject("host_time", "NGram's pool, 64 requests of 8k tokens", host_time, host_time_table),
+    Subject("step", "NGram's host drafter, text, private pool", step, step_table),
+)
 
 if __name__ == "__main__":
     sys.exit(main(SUBJECTS, __doc__))

@@ -203,8 +203,13 @@ class LlmRequest:
         request, because its drafts keep being rejected."""
         if self.draft_pause.is_on:
             return 0
-        useful = self.max_tokens - self.num_output_tokens - 1
-        return max(0, min(len(self.py_draft_tokens), self.draft_limit, useful))
+        wanted = self.max_tokens - self.num_output_tokens - 1
+        # Every round asks it of every request, and `min` and `max` take longer than comparing.
+        if wanted > self.draft_limit:
+            wanted = self.draft_limit
+        if wanted > len(self.py_draft_tokens):
+            wanted = len(self.py_draft_tokens)
+        return wanted if wanted > 0 else 0
 
     def append_run(self, run: list[int]) -> None:
         """Appends the tokens of one round, up to the one that finishes the request."""

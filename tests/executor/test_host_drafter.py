@@ -110,6 +110,22 @@ def test_anything_that_holds_integers_is_a_draft(drafts: object) -> None:
     assert [request.py_draft_tokens for request in bench.requests] == [[5, 6]] * 3
 
 
+def test_a_list_that_the_drafter_keeps_is_neither_padded_nor_cut() -> None:
+    kept = {1: [7], 2: [7, 8], 3: [7, 8, 9]}
+    bench = Bench(lambda request: kept[request.request_id])
+    bench.requests[2].draft_limit = 2
+    assert bench.round().draft_len == 2
+    assert kept == {1: [7], 2: [7, 8], 3: [7, 8, 9]}
+
+
+def test_lists_and_other_sequences_in_one_round_give_the_same_drafts() -> None:
+    proposed = {1: [5, 6], 2: numpy.array([5, 6]), 3: (5, 6)}
+    bench = Bench(lambda request: proposed[request.request_id])
+    bench.round()
+    assert [request.py_draft_tokens for request in bench.requests] == [[5, 6]] * 3
+    assert bench.slots.window[:3, 1:3].tolist() == [[5, 6]] * 3
+
+
 @pytest.mark.parametrize(
     ("drafts", "error", "message"),
     [

@@ -1,7 +1,10 @@
 """Runs drafters that work on the host (NGram, user-provided): checks their drafts, pads them, and
 sends them to the slots."""
 
+from array import array
+from itertools import chain
 from operator import index
+from typing import Any
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
@@ -39,15 +42,18 @@ class HostDrafter(Drafter):
         batch = scheduled_requests
         if not batch.draft_len or not batch.generation_requests:
             return
-        placeholders = [request.py_draft_tokens for request in batch.generation_requests]
-        wanted = [request.num_drafts_wanted for request in batch.generation_requests]
+        requests = batch.generation_requests
+        placeholders = [request.py_draft_tokens for request in requests]
+        wanted = [request.num_drafts_wanted for request in requests]
         batch.num_asked = max(wanted)
         self._propose(batch)
-        for request, limit, untouched in zip(
-            batch.generation_requests, wanted, placeholders, strict=True
-        ):
-            self._check(request, limit, untouched)
-        self._pad(batch)
+        for request, untouched in zip(requests, placeholders, strict=True):
+            if request.py_draft_tokens is untouched and not any(untouched):
+                request.py_draft_tokens = []  # the drafter left the placeholders: it has no drafts
+        if not self._are_valid([request.py_draft_tokens for request in requests]):
+            for request in requests:
+                self._check(request)
+        self._pad(batch, wanted)
 
     def blame(self) -> list[LlmRequest] | None:
         """After an exception: the requests that caused it; None if it was not raised here. Empty if
@@ -69,10 +75,22 @@ class HostDrafter(Drafter):
             self._inner.prepare_draft_tokens(part, self._resource_manager)
         self.culprits, self._one_at_a_time = [], False
 
-    def _check(self, request: LlmRequest, limit: int, untouched: list[int]) -> None:
+    def _are_valid(self, drafts: list[Any]) -> bool:
+        """Whether all drafts of a round are lists of token ids and none is too long.
+
+        `_check` says what is wrong, and accepts other sequences. One request at a time it takes
+        several times as long."""
+        if set(map(type, drafts)) != {list}:
+            return False
+        tokens = list(chain.from_iterable(drafts))
+        return not tokens or (
+            set(map(type, tokens)) == {int}
+            and 0 <= min(tokens) <= max(tokens) < self._vocab_size
+            and max(map(len, drafts)) <= self._slots.max_draft_len
+        )
+
+    def _check(self, request: LlmRequest) -> None:
         self.culprits = [request]
-        if request.py_draft_tokens is untouched and not any(untouched):
-            request.py_draft_tokens = []  # the drafter left the placeholders: it has no drafts
         try:
             drafts = list(map(index, request.py_draft_tokens))
         except TypeError as error:
@@ -91,28 +109,31 @@ class HostDrafter(Drafter):
                 f"the drafter proposed {drafts}; the model has token ids 0 to "
                 f"{self._vocab_size - 1}"
             )
-        del drafts[limit:]  # the round may be shorter, or the request near its end
         self.culprits = []
 
-    def _pad(self, batch: ScheduledBatch) -> None:
-        """Pads all drafts to the longest one, since all windows of a round have one length.
+    def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
+        """Cuts drafts to what their request wants (the round may be shorter, or the request near
+        its end), and pads them to the longest one, since all windows of a round have one length.
 
         Padding is never accepted. It is the request's own last token: the forward reads it, and
         another token's embedding might be NaN."""
         requests = batch.generation_requests
-        for request in requests:
-            request.py_num_draft_tokens = len(request.py_draft_tokens)
-        batch.draft_len = max(request.py_num_draft_tokens for request in requests)
-        batch.num_steps = batch.draft_len
-        if not batch.draft_len:
+        # Copies: a list that a drafter keeps must not be padded.
+        drafts = [
+            request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
+        ]
+        draft_len = batch.draft_len = batch.num_steps = max(map(len, drafts))
+        rows: list[int] = []  # of slot, number of drafts, padded drafts
+        for request, draft in zip(requests, drafts, strict=True):
+            num_drafts = len(draft)
+            if num_drafts < draft_len:
+                draft += request.tokens[-1:] * (draft_len - num_drafts)
+            request.py_draft_tokens, request.py_num_draft_tokens = draft, num_drafts
+            rows += (request.slot, num_drafts)
+            rows += draft
+        if not draft_len:
             return
-        for request in requests:
-            num_padding = batch.draft_len - request.py_num_draft_tokens
-            request.py_draft_tokens += request.tokens[-1:] * num_padding
-        device = self._slots.device
-        slot_ids = to_device([request.slot for request in requests], device)
-        self._slots.window[slot_ids, 1 : 1 + batch.draft_len] = to_device(
-            [request.py_draft_tokens for request in requests], device
-        )
-        num_drafts = [request.py_num_draft_tokens for request in requests]
-        self._slots.num_drafts[slot_ids] = to_device(num_drafts, device)
+        table = to_device(array("q", rows), self._slots.device).view(len(requests), -1)
+        slot_ids = table[:, 0]
+        self._slots.window[slot_ids, 1 : 1 + draft_len] = table[:, 2:]
+        self._slots.num_drafts[slot_ids] = table[:, 1]
