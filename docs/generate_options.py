@@ -15,7 +15,7 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tllm_spec.adaptive_config import AdaptiveConfig
+from tllm_spec.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.cli import bench, serve
 from tllm_spec.config import CudaGraphConfig, KvCacheConfig, LlmArgs, SchedulerConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
@@ -59,6 +59,12 @@ def page() -> str:
         name = decoding.model_fields["decoding_type"].default
         parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]
         parts.append(table(model_rows(decoding, own=True)))
+    for strategy, options in (("cost_model", CostModelOptions), ("ema", EmaOptions)):
+        parts += [
+            f"#### `adaptive` with `strategy: {strategy}`\n",
+            f"{one_line(options.__doc__)}\n",
+        ]
+        parts.append(table(model_rows(options)))
     parts += ["## `SamplingParams`\n", f"{inspect.getdoc(SamplingParams)}\n"]
     parts += [table(sampling_rows(SamplingParams)), "### `speculation`\n"]
     parts.append(table(sampling_rows(SpeculationParams)))

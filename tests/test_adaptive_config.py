@@ -120,7 +120,6 @@ BAD: list[tuple[Any, str]] = [
         {"window_trails": 3},
         "adaptive.window_trails = 3 is not a known option; did you mean window_trials?",
     ),
-    ({"mark_patience": 3}, "adaptive.mark_patience = 3 is not a known option"),
     ({"strateggy": "ema"}, "did you mean strategy?"),
     ({"compatt": True, "strategy": "ema", "8": SLOT}, "did you mean compat?"),
     ({"strategy": "ema"}, "no batch-size slot"),

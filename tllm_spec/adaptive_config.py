@@ -2,8 +2,7 @@
 
 A mapping, the name of a preset, or the path of a JSON file as SGLang takes it. Keys that are whole
 numbers are batch-size slots, by their smallest batch size. Any other key holds for all slots; of
-these a slot may say those of its strategy otherwise. It knows nothing of how the strategies decide;
-`docs/adaptive.md` shows every key with its meaning."""
+these, a slot may override those of its strategy. How the strategies decide is not known here."""
 
 from __future__ import annotations
 
@@ -40,29 +39,43 @@ Smoothing = Annotated[float, Field(gt=0, le=1)]
 
 
 class EmaOptions(ConfigModel):
-    """A slot of `strategy: ema`, with SGLang's names and defaults."""
+    """SGLang's rule, with its names and defaults. The average number of accepted drafts of a
+    request and round is smoothed, and the draft length moves along the ladder until it is about one
+    above that. Any key that only this strategy has selects it."""
 
     candidate_steps: Ladder
+    """Draft lengths to choose from; 0 is plain decoding. Every slot has its own list."""
     ema_alpha: Smoothing = 0.2
+    """Weight of a round in the smoothed average; above 0 and at most 1."""
     update_interval: PositiveInt = 5
+    """Rounds between two decisions."""
     warmup_batches: NonNegativeInt = 10
+    """Rounds before the first interval begins."""
     down_hysteresis: Finite = -0.25
+    """Added to the threshold below which the length falls: the next shorter length - 0.5, or 0.5
+    where that is 0. A lower value makes the length fall later."""
     up_hysteresis: Finite = 0.0
+    """Added to the threshold above which the length rises: the present length - 0.5. A higher value
+    makes the length rise later."""
     ceiling_coeff: NotNegative = 0.0
+    """A length that does not rise is at most this times the smoothed average, rounded up and at
+    least 1. 0: no such limit."""
 
 
 class CostModelOptions(ConfigModel):
-    """A slot of `strategy: cost_model`."""
+    """The default: the draft length with the most expected tokens per second."""
 
     candidate_steps: Ladder
+    """Draft lengths to choose from; 0 is plain decoding. Without slots it may be left out and is
+    0, 1, 2, 3, 5, 7 up to `max_draft_len`."""
     prior_acceptance: Probability = 0.6
-    """Acceptance of each draft that is assumed before anything was seen."""
+    """Probability that a draft is accepted, as assumed before any draft was verified."""
     window_trials: Annotated[float, Field(ge=32, allow_inf_nan=False)] = 256.0
     """Memory of the acceptance estimate, in drafts seen at a position; at least 32."""
     switch_margin: NotNegative = 0.01
-    """A draft length must promise so much more tokens per second to replace another."""
+    """Relative gain in tokens per second that a draft length must promise to replace another."""
     probe_time_share: Probability = 0.005
-    """Share of the time that trying longer draft lengths may add."""
+    """Share of the time that probes of longer draft lengths may add."""
 
 
 EMA_ONLY = EmaOptions.model_fields.keys() - CostModelOptions.model_fields.keys()
@@ -89,10 +102,9 @@ class AdaptiveConfig:
 
     @classmethod
     def parse(cls, adaptive: object, max_draft_len: int | None = None) -> AdaptiveConfig:
-        """`max_draft_len`: the longest draft that a ladder may have; a ladder that the user did not
-        write ends there. Raises ValueError, in sentences that name slot and key, for what cannot be
-        meant. With `max_draft_len` this is a field of the configuration that has it, which names
-        the field in front of them."""
+        """`max_draft_len`: the longest draft length that a ladder may have; the default ladder ends
+        there. Raises ValueError, which names slot and key, for a mistake. With `max_draft_len` the
+        enclosing configuration puts the name of the field before each line of the message."""
         if isinstance(adaptive, AdaptiveConfig):
             config = adaptive
         elif max_draft_len is None:
@@ -109,7 +121,7 @@ class AdaptiveConfig:
 
     @classmethod
     def _parse_alone(cls, adaptive: object) -> AdaptiveConfig:
-        """Names `adaptive` in front of every mistake, as pydantic does for a field."""
+        """Puts `adaptive` before every line of an error, as pydantic does for a field."""
         try:
             return cls._parse(adaptive, None)
         except ConfigError as error:
@@ -180,8 +192,8 @@ def _split(adaptive: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[int, Any]]
 
 
 def _strategy(root: dict[str, Any], slots: Mapping[int, Any]) -> str:
-    """Takes `strategy` out of `root`. Without it, SGLang's keys mean SGLang's strategy; else ours
-    decides."""
+    """Removes `strategy` from `root`. Where it is missing, any key that only `ema` has selects
+    `ema`; otherwise the strategy is `cost_model`."""
     levels = [root, *(slot for slot in slots.values() if isinstance(slot, Mapping))]
     is_sglang = any(EMA_ONLY & level.keys() for level in levels)
     strategy = root.pop("strategy", "ema" if is_sglang else "cost_model")
@@ -193,7 +205,7 @@ def _strategy(root: dict[str, Any], slots: Mapping[int, Any]) -> str:
 
 
 def _refuse_unknown(root: Mapping[str, Any], known: Set[str]) -> None:
-    """Before the keys are dealt out to their models, each of which knows its own only."""
+    """Checked here because a slot's model only reports the keys of that slot."""
     if lines := [
         unknown_option(key, value, known) for key, value in root.items() if key not in known
     ]:
@@ -203,7 +215,7 @@ def _refuse_unknown(root: Mapping[str, Any], known: Set[str]) -> None:
 def _slot(
     options: type[SlotOptions], root: Mapping[str, Any], low: int, slot: object
 ) -> SlotOptions:
-    """A slot's keys laid over the global ones."""
+    """A slot's keys override the global ones."""
     where = f"slot {low}"
     if not isinstance(slot, Mapping):
         raise ConfigError(
@@ -224,7 +236,7 @@ def _slot(
 
 
 def _read_sglang_file(path: str) -> dict[str, Any]:
-    """SGLang's JSON file. It means `strategy: ema` where it does not say otherwise."""
+    """SGLang's JSON file. Without `strategy` it is `strategy: ema`."""
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

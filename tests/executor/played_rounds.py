@@ -20,10 +20,15 @@ class LinearTimes(RoundTimes):
 
 
 def controller(
-    draft_ms: float = 1.0, limits: DraftLenLimits | None = None, **keys: Any
+    draft_ms: float = 1.0,
+    limits: DraftLenLimits | None = None,
+    *,
+    has_contexts: bool = False,
+    **keys: Any,
 ) -> AdaptiveController:
     config = {"strategy": "cost_model", "candidate_steps": list(LADDER), **keys}
-    return AdaptiveController.from_config(config, round_times=LinearTimes(draft_ms), limits=limits)
+    times = LinearTimes(draft_ms, has_contexts=has_contexts)
+    return AdaptiveController.from_config(config, round_times=times, limits=limits)
 
 
 def play(

@@ -49,6 +49,40 @@ def test_positions_without_evidence_follow_the_others() -> None:
     assert estimate.rates[2] < 0.1
 
 
+def test_positions_without_evidence_follow_the_others_within_a_few_rounds() -> None:
+    estimate = estimate_of(3)
+    for _ in range(4):
+        estimate.observe(8, [1] * 8, 1)
+    assert min(estimate.rates) > 0.9
+
+
+def test_the_prior_follows_what_was_seen_and_outlives_it() -> None:
+    """After thousands of idle rounds a position that was never reached still expects little."""
+    estimate = estimate_of(2)
+    for _ in range(500):
+        estimate.observe(1, [0], 1)
+    for _ in range(5000):
+        estimate.observe(1, [], 0)
+    estimate.observe(1, [0], 1)
+    assert estimate.rates[1] < 0.1
+
+
+def test_positions_beyond_the_present_length_keep_a_quarter_of_the_window() -> None:
+    """An accepted draft there then moves the estimate less than after plain decoding."""
+
+    def moved_by_one_acceptance(idle_steps: int) -> float:
+        estimate = estimate_of(2)
+        for _ in range(500):
+            estimate.observe(1, [1], 2)  # the second draft is always wrong
+        for _ in range(5000):
+            estimate.observe(1, [1] if idle_steps else [], idle_steps)
+        before = estimate.rates[1]
+        estimate.observe(1, [2], 2)
+        return estimate.rates[1] - before
+
+    assert 0 < moved_by_one_acceptance(1) < moved_by_one_acceptance(0) / 3
+
+
 def test_a_position_that_was_seen_keeps_its_own_rate() -> None:
     estimate = estimate_of(2)
     for _ in range(500):
@@ -69,6 +103,20 @@ def test_rounds_without_drafts_keep_an_estimate_and_make_it_easy_to_change() -> 
 
     (recent, small), (old, large) = rate_after_one_acceptance(0), rate_after_one_acceptance(2000)
     assert old == pytest.approx(recent, abs=0.02) and large > 3 * small
+
+
+def test_a_round_without_drafts_ages_an_estimate_as_eight_requests_do() -> None:
+    def rate_after_idle_rounds_of(num_requests: int) -> float:
+        estimate = estimate_of(1)
+        for _ in range(500):
+            estimate.observe(1, [0], 1)
+        for _ in range(30):
+            estimate.observe(num_requests, [], 0)
+        estimate.observe(1, [1], 1)
+        return estimate.rates[0]
+
+    one, eight, many = map(rate_after_idle_rounds_of, (1, 8, 32))
+    assert one == eight < many
 
 
 def test_an_estimate_never_becomes_certain() -> None:

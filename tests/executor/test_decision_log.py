@@ -1,10 +1,15 @@
 """Log lines of the draft length: one a switch, none for probes."""
 
 import logging
+from itertools import pairwise
 
 import pytest
 
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+from tllm_spec.executor.speculative.draft_length.draft_len_limits import (
+    AcceptanceGate,
+    DraftLenLimits,
+)
 
 ROUNDS = 4000
 
@@ -56,3 +61,18 @@ def test_probes_write_no_lines(caplog: pytest.LogCaptureFixture) -> None:
         asked = play(controller, ROUNDS, 0)
     assert sum(steps > 0 for steps in asked) > 10, "there were probes"
     assert not caplog.records
+
+
+def test_a_limit_that_no_length_of_the_ladder_meets_is_a_switch_there_and_back() -> None:
+    limits = DraftLenLimits(gate=AcceptanceGate(1.0, 5))
+    controller = AdaptiveController.from_config({"candidate_steps": [1, 3]}, limits=limits)
+    play(controller, 600, 0)
+    switches = controller.state()["decisions"]["last"]
+    steps = [(switch["old_steps"], switch["new_steps"]) for switch in switches]
+    assert steps == list(pairwise([steps[0][0], *(new for _, new in steps)]))
+    assert (1, 0) in steps and (0, 1) in steps
+    assert all(
+        switch["reason"].startswith("a limit")
+        for switch in switches
+        if 0 in (switch["old_steps"], switch["new_steps"])
+    )

@@ -104,8 +104,8 @@ def test_a_gate_that_closes_or_opens_says_so_once(caplog: pytest.LogCaptureFixtu
     assert lines == [1, 1 + 2 * CLOSED_WINDOWS] and not gate.is_closed
 
 
-def test_the_line_has_the_rate_and_what_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_line_has_the_rate_and_the_threshold(caplog: pytest.LogCaptureFixture) -> None:
     gate = AcceptanceGate(0.5, 1)
     with caplog.at_level("INFO", logger="tllm_spec"):
         gate.observe([0, 1], 4)
-    assert "closes" in caplog.text and "0.250" in caplog.text and "less than 0.5" in caplog.text
+    assert "closes" in caplog.text and "0.250" in caplog.text and "below 0.5" in caplog.text

@@ -1,5 +1,6 @@
 """Draft lengths at start-up: which rounds are timed and captured, and what limits leave."""
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,33 @@ def test_start_up_times_every_length_of_the_ladder_and_charges_separate_drafters
     charged = 0.0 if mode in ("draft_target_one_model", "ngram") else 0.5
     row = controller.state()["round_ms"]["1"]
     assert row["4"] - row["0"] == pytest.approx(1e3 * 4 * (0.01 + charged))
+
+
+def test_a_drifting_clock_favours_no_length(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    """Each round takes 1 ms more than the one before. The order of timing is mirrored."""
+    calls = count()
+
+    def seconds(_: Any, key: Any, *__: Any) -> float:
+        return 1.0 + 0.01 * key.draft_len + 0.001 * next(calls)
+
+    monkeypatch.setattr("tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", seconds)
+    config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
+    controller = Harness(tiny, speculative_config=config).parts.controller
+    controller.observe(1, [], 0)
+    row = controller.state()["round_ms"]["1"]
+    assert [row[steps] - row["0"] for steps in ("1", "4")] == pytest.approx([10, 40])
+
+
+def test_times_without_graphs_have_no_contexts_and_are_not_corrected(
+    monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    monkeypatch.setattr(
+        "tllm_spec.executor.rounds.round_runner.RoundRunner.seconds", lambda _, key, *__: 1.0
+    )
+    config = {"decoding_type": "NGram", "max_draft_len": 4, "adaptive": LADDER}
+    controller = Harness(tiny, speculative_config=config).parts.controller
+    controller.observe(1, [], 0, seconds=3.0)
+    assert controller.state()["round_ms"]["1"]["0"] == pytest.approx(1000)
 
 
 @pytest.mark.parametrize("mode", ["draft_target", "eagle3_two_model"])

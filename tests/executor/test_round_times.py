@@ -60,6 +60,12 @@ def test_one_round_that_took_a_second_changes_the_times_little() -> None:
     assert times.row(1)[0] < 0.0103
 
 
+def test_one_round_that_took_no_time_changes_the_times_little() -> None:
+    times = corrected()
+    times.observe(1, 0, 1e-9)
+    assert times.row(1)[0] > 0.0097
+
+
 def test_times_without_contexts_are_not_corrected() -> None:
     """A slower machine stretches all lengths alike, which decides nothing."""
     times = corrected(has_contexts=False)

@@ -97,7 +97,7 @@ class CostModelSlot:
         if max_steps < allowed[-1]:
             allowed = tuple(steps for steps in allowed if steps <= max_steps)
         if not allowed:
-            return 0
+            return self._switched(batch_size, 0, "a limit")
         row = self._times.row(batch_size)
         share, expected = self._drafted_share, self._estimate.expected_accepted
         # Tokens per second of a request, up to a common factor.
@@ -112,9 +112,16 @@ class CostModelSlot:
             if best_rate <= rate * self._margin:
                 return present
             gain = f"{best_rate / rate - 1:+.1%} tokens per second"
-        reason = f"{gain}; {self._rates_text()}"
-        self._log.record(Switch(self.lower_bound, batch_size, present, best, reason))
-        return best
+        return self._switched(batch_size, best, gain)
+
+    def _switched(self, batch_size: int, steps: int, why: str) -> int:
+        """Logs a change of the batch size's draft length to `steps`, and returns it."""
+        present = self._tiers.get(batch_size)
+        if present not in (None, steps):
+            rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
+            reason = f"{why}; acceptance by position {rates}"
+            self._log.record(Switch(self.lower_bound, batch_size, present, steps, reason))
+        return steps
 
     def _pay(self, probe: _Probe, extra_seconds: float, steps: int) -> None:
         self._saved_seconds -= extra_seconds
@@ -142,9 +149,6 @@ class CostModelSlot:
         at_best = 1 + expected[tier] + reach * (longer - tier)
         now = 1 + self._drafted_share * expected[tier]
         return bool(at_best / row[longer] > now / row[tier] * self._margin)
-
-    def _rates_text(self) -> str:
-        return "acceptance by position " + " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -1,8 +1,5 @@
-"""What the user forbids: drafts for many requests, more drafts than a schedule has, drafts that are
-not accepted.
-
-A limit says how many drafts a round may have at most. Which length within it is best, it does not
-know."""
+"""Upper limits of a round's draft length: `max_concurrency`, `draft_len_schedule`, the acceptance
+gate, and the token budget of a forward. A policy chooses within them."""
 
 import logging
 import sys
@@ -14,18 +11,16 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 NO_LIMIT = sys.maxsize
-# Where others may join, windows leave contexts one row in so many: else drafts could keep every
-# prompt waiting.
+# While more requests may join, windows leave one row in so many to contexts. Otherwise drafts could
+# keep every prompt waiting.
 CONTEXT_SHARE = 4
-CLOSED_WINDOWS = (
-    99  # closed for so many windows of rounds, then open for one: drafts in 1% of the rounds
-)
+# A gate stays closed for so many windows of rounds, then opens for one: drafts in 1% of the rounds.
+CLOSED_WINDOWS = 99
 
 
 class AcceptanceGate:
-    """`acceptance_rate_threshold` over `acceptance_rate_window_size`: closes when fewer of the
-    drafts in the last `window_size` drafted rounds were accepted. TensorRT-LLM never opens it
-    again; here one window in 100 tries."""
+    """Closes when the share of accepted drafts over the last `window_size` rounds with drafts is
+    below `threshold`. TensorRT-LLM never opens it again; here it opens for one window in 100."""
 
     def __init__(self, threshold: float, window_size: int) -> None:
         self._threshold, self._window_size = threshold, window_size
@@ -37,18 +32,17 @@ class AcceptanceGate:
         return self._closed_rounds > 0
 
     def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
-        """A round of `num_drafted` drafts in all. Those without say nothing, but a closed gate
-        counts them."""
+        """num_drafted: drafts of the whole round. Rounds without drafts count only while the gate
+        is closed."""
         if self._closed_rounds:
-            self._closed_rounds -= 1  # one that was still in flight when the gate closed counts too
+            self._closed_rounds -= 1  # includes rounds that were in flight when the gate closed
             if not self._closed_rounds:
-                logger.info("acceptance gate: opens, to see %d rounds of drafts", self._window_size)
+                logger.info("acceptance gate: opens for %d rounds of drafts", self._window_size)
         elif num_drafted:
             self._window.append((sum(num_accepted), num_drafted))
             if len(self._window) == self._window_size and self.rate < self._threshold:
                 logger.info(
-                    "acceptance gate: closes, as %.3f of the drafts of the last %d rounds were "
-                    "accepted, less than %g",
+                    "acceptance gate: closes; acceptance rate %.3f of the last %d rounds is below %g",
                     self.rate,
                     self._window_size,
                     self._threshold,
@@ -65,10 +59,10 @@ class AcceptanceGate:
 
 
 class DraftLenLimits:
-    """`schedule` maps batch sizes to draft lengths: the entry of the largest key not above the
-    batch size holds, and below all keys nothing is limited. `max_concurrency`: no drafts with more
-    requests than that. `max_num_tokens`: all windows of a round together, and contexts with them
-    where requests are fewer than `max_batch_size`."""
+    """schedule: draft lengths by batch size. The entry of the largest key not above the batch size
+    holds; below all keys there is no limit. max_concurrency: largest batch size with drafts.
+    max_num_tokens: rows of a forward. All windows of a round fit into it; in batches below
+    `max_batch_size` they leave room for contexts."""
 
     def __init__(
         self,
@@ -82,14 +76,9 @@ class DraftLenLimits:
         self._max_concurrency = NO_LIMIT if max_concurrency is None else max_concurrency
         self._sizes = sorted(schedule or {})
         self._schedule = dict(schedule or {})
-        self._gate, self._max_num_tokens, self._max_batch_size = (
-            gate,
-            max_num_tokens,
-            max_batch_size,
-        )
-        self._most: dict[
-            int, int
-        ] = {}  # batch size, of those that were asked about: `max_steps_open`
+        self._gate = gate
+        self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
+        self._most: dict[int, int] = {}  # by batch size: results of `max_steps_open`
 
     def max_steps(self, batch_size: int) -> int:
         """The most drafts of a round with `batch_size` generating requests."""
@@ -109,12 +98,9 @@ class DraftLenLimits:
             return 0
         room = NO_LIMIT
         if self._max_num_tokens != NO_LIMIT:
-            others_may_join = batch_size < self._max_batch_size
-            rows = (
-                rows_with_contexts(self._max_num_tokens)
-                if others_may_join
-                else self._max_num_tokens
-            )
+            rows = self._max_num_tokens
+            if batch_size < self._max_batch_size:
+                rows = rows_with_contexts(rows)
             room = max(0, rows // batch_size - 1)
         place = bisect_right(self._sizes, batch_size)
         return min(room, self._schedule[self._sizes[place - 1]]) if place else room
@@ -129,7 +115,7 @@ class DraftLenLimits:
 
     @property
     def reachable(self) -> tuple[int, ...]:
-        """Lengths that a limit may ask for although no ladder has them."""
+        """Draft lengths that a limit may impose, whether or not a ladder has them."""
         may_be_off = self._gate is not None or self._max_concurrency != NO_LIMIT
         return tuple(sorted({*self._schedule.values(), *([0] if may_be_off else [])}))
 
@@ -146,5 +132,5 @@ class DraftLenLimits:
 
 
 def rows_with_contexts(max_num_tokens: int) -> int:
-    """Of a round: what windows may have of them where others may join."""
+    """Rows that windows may use in a round with fewer requests than the largest batch."""
     return max_num_tokens - max_num_tokens // CONTEXT_SHARE

@@ -1,7 +1,7 @@
-"""`strategy: ema`: SGLang's rule for one batch-size slot, to the digit.
+"""`strategy: ema`: SGLang's rule for one batch-size slot, bit for bit.
 
-The mean number of accepted drafts of a round is smoothed; every few rounds the draft length moves
-along the ladder until it is about one above that mean. It knows no costs and no batch sizes."""
+The mean number of accepted drafts of a round is smoothed. Every few rounds the draft length moves
+along the ladder until it is about one above that mean. Round times and batch sizes play no part."""
 
 from math import ceil
 from typing import Any
@@ -12,13 +12,13 @@ from tllm_spec.executor.speculative.draft_length.draft_len_policy import Observe
 
 
 class AdaptiveSpeculativeParams:
-    """The name is SGLang's. `ema` starts at `steps - 1`; neither it nor the count of rounds is
-    reset by a switch.
+    """The class name is SGLang's. `ema` starts at `steps - 1`. A switch resets neither `ema` nor
+    the count of rounds.
 
-    `compat`: an observation counts as if the present length had produced it, as in SGLang.
-    Otherwise one from a longer length is cut to what the present one would have shown, and one from
-    a shorter length, which cannot say that, does not count; where the drafter was asked for more
-    and had no more, that counts as rejected."""
+    compat: every observation counts as if the present length had produced it, as in SGLang.
+    Otherwise the length that produced it matters. Results of a longer one are clipped to the
+    present length. Results of a shorter one do not count, unless the drafter was asked for the
+    present length and had fewer drafts: the missing ones then count as rejected."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class AdaptiveSpeculativeParams:
         return self._ladder[self._rung]
 
     def steps_for(self, batch_size: int, max_steps: int) -> int:
-        """The present length, or the longest of the ladder within `max_steps`; 0 if none is."""
+        """The present length, or the longest of the ladder within `max_steps`; 0 if there is
+        none."""
         if self.steps <= max_steps:
             return self.steps
         return max((steps for steps in self._ladder if steps <= max_steps), default=0)
@@ -82,8 +83,7 @@ class AdaptiveSpeculativeParams:
         return self._below_ceiling(rung)
 
     def _up_from_zero(self) -> int:
-        """Without drafts nothing is learned, so the next rung is tried whatever the average
-        says."""
+        """Plain decoding shows no acceptance, so the next rung is tried at every decision."""
         rung = min(1, len(self._ladder) - 1)
         if self._ladder[rung] > 0 and self.ema < 0:
             self.ema = float(self._ladder[rung] - 1)
@@ -99,7 +99,7 @@ class AdaptiveSpeculativeParams:
         return rung
 
     def _after_rises(self, rung: int) -> int:
-        """Compares with the rung that is left, not with the one that is entered."""
+        """The threshold is that of the rung that is left, not of the one that is entered."""
         while rung < len(self._ladder) - 1:
             if self.ema <= self._ladder[rung] - 0.5 + self._options.up_hysteresis:
                 break
@@ -107,7 +107,7 @@ class AdaptiveSpeculativeParams:
         return rung
 
     def _below_ceiling(self, rung: int) -> int:
-        """A rise is never capped."""
+        """Applies `ceiling_coeff`, except to a rise."""
         if not self._options.ceiling_coeff or rung > self._rung:
             return rung
         cap = max(1, ceil(self.ema * self._options.ceiling_coeff))
