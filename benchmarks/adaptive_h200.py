@@ -1,25 +1,23 @@
-"""Adaptive draft lengths on one GPU: round times, steady cells, and traffic that moves, in one
-engine.
+"""Adaptive draft lengths on one GPU: round times, steady cells and moving traffic, in one engine.
 
-    python -m benchmarks.adaptive_h200 [--quick] [--time-limit 200] [--phase-seconds 1] [--output
-    result.json] python -m benchmarks.adaptive_h200 [--quick] --batch-sizes 4,16,32  # only these,
-    and no traffic that moves python -m benchmarks.adaptive_h200 --shape zoo --device cpu --quick  #
-    shows that it runs; its figures mean nothing
+    python -m benchmarks.adaptive_h200 [--quick] [--time-limit 440] [--output result.json]
+    python -m benchmarks.adaptive_h200 --batch-sizes 4,16,32          # steady cells of these only
+    python -m benchmarks.adaptive_h200 --shape zoo --device cpu --quick    # shows that it runs
 
-An 8B Llama's shape in bf16 with random weights and a one-model EAGLE-3 head, greedy, prompts of 512
-random tokens.
-Acceptance is scripted: every draft is accepted with the same probability, given those before it. A
-static draft length is the same engine with the same graphs, held to that length. Tokens are counted
-by their expectation at the true acceptance from the drafts that each round really verified; times
-are measured.
+The model has the shape of an 8B Llama in bf16 with random weights and a one-model EAGLE-3 head.
+Decoding is greedy after prompts of 512 random tokens. Acceptance is scripted: every draft is
+accepted with the same probability, given that those before it were. A static draft length is the
+same engine with the same graphs, held to that length. Times are measured; tokens are counted by
+their expectation from the drafts that each round verified.
 
-Each steady cell begins with a controller that knows nothing but the round times measured at
-start-up. Static lengths play before and behind it, in mirrored order, so that growing contexts
-weigh on both alike; large batches are timed once the device has slowed down to what it can keep up.
-In moving traffic (the simulator's) every policy and every static length plays each phase for the
-same time, with new requests, in an order that turns from phase to phase; a policy keeps its
-controller. Prompts are in no time. The presets' draft lengths end at the longest here. When the
-time is over, what is left out is named, and the exit status is 1, as it is where a bar is missed.
+- Steady cells, batch size x acceptance: each begins with a controller that knows only the round
+  times of start-up. Static lengths play before and after it in mirrored order, so that growing
+  contexts affect both alike. Untimed rounds come first, because a busy GPU lowers its clock.
+- Moving traffic (the simulator's): every policy and every static length plays each phase for the
+  same time with new requests, in rotating order. A policy keeps its controller. Prompts are not
+  timed. The presets' draft lengths are clipped to the longest one here.
+
+The exit status is 1 if a bar is missed or the time limit left parts out; both are named.
 """
 
 import argparse
@@ -55,31 +53,27 @@ from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
 ACCEPTANCES = (0.2, 0.4, 0.6, 0.8, 0.9)
-SLOW_BELOW = (
-    0.5  # drafts of a lower acceptance may be given up, which takes longer than any other decision
-)
-STEADY_SHARE = 0.6  # of the time limit: no steady cell begins later
+# Below this acceptance the best length is often 0, the decision that takes longest.
+SLOW_BELOW = 0.5
+STEADY_SHARE = 0.6  # of the time limit, after which no steady cell begins
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rounds of one block, tokens of a prompt and of what follows it. Batch sizes in the order in
-    which they are measured."""
+    """Numbers of rounds are per block. `batch_sizes` are measured in this order."""
 
     batch_sizes: tuple[int, ...] = (1, 8, 64, 128, 4, 16, 32)
     acceptances: tuple[float, ...] = ACCEPTANCES
     prompt_len: int = 512
     traffic_prompt_len: int = 256
-    room: int = 2304
-    plain_rounds: int = 32  # of each of four blocks, of plain decoding and of draft length 0
-    table_rounds: int = 12  # of each of two
-    settling_rounds: int = 60  # twice as many below SLOW_BELOW
+    room: int = 2304  # tokens that a request may have after its prompt
+    plain_rounds: int = 32  # four blocks each of plain decoding and of draft length 0
+    table_rounds: int = 12  # two blocks of each draft length
+    settling_rounds: int = 60  # before the adaptive block; doubled below SLOW_BELOW
     adaptive_rounds: int = 80
     traffic_moves: bool = True
-    # Of each of two, before and behind the adaptive ones: a long row, since those are one, in which
-    # a busy device may come to clock lower.
-    static_rounds: int = 24
-    untimed_rounds: int = 8  # before each of them
+    static_rounds: int = 24  # one block before and one after the adaptive block
+    untimed_rounds: int = 8  # before each static block
 
     def quick(self) -> "Sizes":
         return replace(self, batch_sizes=self.batch_sizes[:4], settling_rounds=40, plain_rounds=16)
@@ -101,7 +95,8 @@ ZOO = Sizes(
 
 
 class Measurement:
-    """Both engines at once, on the same weights: plain decoding takes turns with draft length 0."""
+    """Holds two engines on the same weights, so that plain decoding and draft length 0 take
+    turns."""
 
     def __init__(
         self, setup: Models, sizes: Sizes, time_limit_s: float, phase_seconds: float
@@ -140,7 +135,7 @@ class Measurement:
             self._traffic(name, traffic, number)
 
     def _round_times(self, batch_size: int) -> RoundTimes:
-        """Nothing is accepted, so contexts grow alike in all rounds."""
+        """No draft is accepted, so contexts grow by one token in every round."""
         rounds, sizes = self._rounds, self._sizes
         rounds.set_acceptance(0.0)
         self._plain.start(batch_size, sizes.prompt_len)
@@ -157,16 +152,16 @@ class Measurement:
             batch_size, plain.round_ms, zero.round_ms, by_draft_len, self._of_dummies(batch_size)
         )
         self._say(
-            f"batch {batch_size}: plain {row.plain:.3f} ms, {_spelled(by_draft_len, '.3f')} ms"
+            f"batch {batch_size}: plain {row.plain:.3f} ms, {_listed(by_draft_len, '.3f')} ms"
         )
         return row
 
     @torch.inference_mode()
     def _of_dummies(self, batch_size: int) -> dict[int, float]:
+        """Milliseconds by draft length, with dummy requests as at start-up."""
         parts = self._rounds.executor.parts
-        self._rounds.executor._complete_rounds(
-            0
-        )  # replays would overwrite the results of a round in flight
+        # Replays would overwrite the results of a round in flight.
+        self._rounds.executor._complete_rounds(0)
         place = len(parts.slots.kv_lens) - 1, parts.slots.device
         keys = {length: GraphKey(batch_size, length, False) for length in LADDER}
         return {length: parts.runner.seconds(key, *place) * 1e3 for length, key in keys.items()}
@@ -184,19 +179,15 @@ class Measurement:
         settling_rounds = sizes.settling_rounds * (1 + (acceptance < SLOW_BELOW))
         static_rounds = sizes.untimed_rounds + sizes.static_rounds
         num_rounds = settling_rounds + sizes.adaptive_rounds + 2 * len(LADDER) * static_rounds
-        if not rounds.has_room(
-            num_rounds * (0.3 + 0.7 * acceptance)
-        ):  # enough on average; play looks again
+        # An average; `play` checks again.
+        if not rounds.has_room(num_rounds * (0.3 + 0.7 * acceptance)):
             rounds.refill()
         adaptive = copy.deepcopy(self._fresh)
         settling = rounds.play(adaptive, rounds=settling_rounds)
         static = {length: Block() for length in LADDER}
         played = Block()
-        for length in (
-            *LADDER,
-            None,
-            *reversed(LADDER),
-        ):  # in the middle contexts are as long as on average
+        # In the middle, contexts have their average length.
+        for length in (*LADDER, None, *reversed(LADDER)):
             if length is None:
                 played += rounds.play(adaptive, rounds=sizes.adaptive_rounds)
             else:
@@ -210,11 +201,11 @@ class Measurement:
             played.counted / played.seconds,
             settling.rate,
             dict(played.rounds_by_draft_len),
-            *_what_it_thinks(adaptive, batch_size),
+            *_controller_view(adaptive, batch_size),
         )
         self._say(
             f"batch {batch_size}, acceptance {acceptance}: {cell.over_best:.3f} of K={cell.best}; "
-            f"{_spelled(cell.static)} tok/s; played {cell.rounds_by_draft_len}"
+            f"{_listed(cell.static)} tok/s; played {cell.rounds_by_draft_len}"
         )
         return cell
 
@@ -246,7 +237,7 @@ class Measurement:
         policies = {policy: played[policy].rate for policy in (COST_MODEL, *PRESETS)}
         lengths = dict(played[COST_MODEL].rounds_by_draft_len)
         self._say(
-            f"{name}: batch {batch_size}, acceptance {acceptance}: {_spelled(static)}; {policies}; "
+            f"{name}: batch {batch_size}, acceptance {acceptance}: {_listed(static)}; {policies}; "
             f"{lengths}"
         )
         return Phase(name, batch_size, acceptance, static, policies, lengths)
@@ -270,7 +261,7 @@ def _engine(setup: Models, sizes: Sizes, room: int, **options: Any) -> ForcedRou
 
 
 def _preset(name: str, batch_sizes: tuple[int, ...]) -> AdaptiveController:
-    """No draft length beyond the longest that there are graphs for."""
+    """Its draft lengths are clipped to the longest one that has graphs."""
 
     def shortened(slot: Any) -> Any:
         if not isinstance(slot, Mapping):
@@ -284,10 +275,10 @@ def _preset(name: str, batch_sizes: tuple[int, ...]) -> AdaptiveController:
     return AdaptiveController.from_config(config, graph_batch_sizes=batch_sizes)
 
 
-def _what_it_thinks(
+def _controller_view(
     controller: AdaptiveController, batch_size: int
 ) -> tuple[dict[str, float], list[str]]:
-    """Its round times of the batch size, and its switches."""
+    """The controller's expected milliseconds by draft length at a batch size, and its switches."""
     state = controller.state()
     switches = state["decisions"]["last"]
     return state["round_ms"].get(str(batch_size), {}), [
@@ -295,7 +286,7 @@ def _what_it_thinks(
     ]
 
 
-def _spelled(by_draft_len: Mapping[int, float], how: str = ".0f") -> str:
+def _listed(by_draft_len: Mapping[int, float], how: str = ".0f") -> str:
     return " ".join(f"{length}: {value:{how}}" for length, value in by_draft_len.items())
 
 

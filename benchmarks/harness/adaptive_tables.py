@@ -1,5 +1,4 @@
-"""What `adaptive_h200.py` finds, against its bars, as tables. Knows no engine and measures
-nothing."""
+"""The results of `adaptive_h200.py`: their data classes, bars and tables. Measures nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ COST_MODEL = "cost_model"
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Milliseconds. `plain` and `zero` took turns; `by_draft_len` likewise, a little later;
-    `of_dummies` as a start-up measures them, with empty contexts."""
+    """Milliseconds of a round. `zero` is draft length 0, measured in turns with `plain`.
+    `by_draft_len` was measured after them. `of_dummies`: dummy requests with empty contexts."""
 
     batch_size: int
     plain: float
@@ -29,19 +28,17 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class Cell:
-    """Tokens per second. `rounds_by_draft_len`: of the adaptive engine once it had settled."""
+    """Tokens per second of a steady batch size and acceptance."""
 
     batch_size: int
     acceptance: float
     static: Mapping[int, float]
     adaptive: float
-    counted: float  # the adaptive one's by what came out
-    settling: float
-    rounds_by_draft_len: Mapping[int, int]
-    expected_ms: Mapping[
-        str, float
-    ]  # of a round by draft length, as the controller has it in the end
-    switches: Sequence[str]  # the last ones, from which length to which, and why
+    counted: float  # as `adaptive`, from the tokens that came out
+    settling: float  # of the adaptive engine before it had settled
+    rounds_by_draft_len: Mapping[int, int]  # of the adaptive engine after it had settled
+    expected_ms: Mapping[str, float]  # of a round by draft length, in the controller at the end
+    switches: Sequence[str]  # the last ones: old and new length, and the reason
 
     @property
     def best(self) -> int:
@@ -71,8 +68,8 @@ class Found:
 
 
 def over_best_static(phases: list[Phase]) -> tuple[int, dict[str, float]]:
-    """The one draft length that is best over all the phases, each of the same time; every policy's
-    tokens over its."""
+    """The single draft length with the most tokens over all phases, which are equally long, and
+    each policy's tokens over its tokens."""
     totals = {length: sum(phase.static[length] for phase in phases) for length in LADDER}
     best = max(totals, key=totals.__getitem__)
     return best, {
@@ -126,7 +123,7 @@ def traffic_table(phases: list[Phase]) -> list[str]:
 
 
 def misses(found: Found) -> list[str]:
-    """Every bar that is missed, and what was not measured."""
+    """One line for each missed bar and for each part that was not measured."""
     missed = [f"not measured: {what}" for what in found.left_out]
     for row in found.times:
         if row.zero_over_plain > MAX_ZERO:

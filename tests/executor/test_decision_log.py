@@ -47,7 +47,7 @@ def test_every_switch_is_one_line_with_its_reason(
     assert len(lines) == decisions["num_switches"] >= 3
     last = decisions["last"][-1]
     assert lines[-1].startswith(
-        f"draft length {last['old_steps']} -> {last['new_steps']} from batch size 1"
+        f"draft length {last['old_steps']} -> {last['new_steps']} at batch size 1"
     )
     assert lines[-1].endswith(last["reason"])
 

@@ -66,7 +66,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.returncode == 0, rest
         assert "Traceback" not in rest
         lines = re.findall(
-            r"INFO \S+decision_log: draft length \d -> \d from batch size", "".join(log) + rest
+            r"INFO \S+decision_log: draft length \d -> \d at batch size", "".join(log) + rest
         )
         assert len(lines) == num_switches, "one log line a switch"
 

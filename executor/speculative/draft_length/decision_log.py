@@ -28,7 +28,7 @@ class DecisionLog:
         self.num_switches += 1
         self._last.append(switch)
         logger.info(
-            "draft length %d -> %d from batch size %d (slot %d): %s",
+            "draft length %d -> %d at batch size %d (slot %d): %s",
             switch.old_steps,
             switch.new_steps,
             switch.batch_size,

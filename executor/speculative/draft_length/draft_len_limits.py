@@ -42,7 +42,7 @@ class AcceptanceGate:
             self._window.append((sum(num_accepted), num_drafted))
             if len(self._window) == self._window_size and self.rate < self._threshold:
                 logger.info(
-                    "acceptance gate: closes; acceptance rate %.3f of the last %d rounds is below %g",
+                    "acceptance gate: closes; acceptance rate %.3f of %d rounds is below %g",
                     self.rate,
                     self._window_size,
                     self._threshold,
