@@ -35,7 +35,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 def speculation(text: str, tmp_path: Path) -> DecodingBaseConfig:
-    """From the YAML of speculative_config's keys behind decoding_type and max_draft_len."""
+    """text: YAML of the keys of speculative_config after decoding_type and max_draft_len."""
     path = tmp_path / "options.yaml"
     path.write_text("speculative_config:\n  decoding_type: NGram\n  max_draft_len: 7\n" + text)
     config = LlmArgs.from_yaml(path, model="m").speculative_config

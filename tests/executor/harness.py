@@ -16,6 +16,7 @@ from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.response import Response
+from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.sampling_params import SamplingParams
@@ -46,10 +47,12 @@ class Harness:
         max_tokens: int = 16,
         *,
         draft_limit: int | None = None,
+        patience: int | None = None,
         streaming: bool = False,
         **params: Any,
     ) -> LlmRequest:
-        """A request in the executor's inbox. Keywords are SamplingParams'."""
+        """A request in the executor's inbox. patience: rejected rounds after which it pauses.
+        Other keywords are SamplingParams'."""
         rules = DecodingRules.from_params(
             SamplingParams(max_tokens=max_tokens, **params),
             vocab_size=self.vocab_size,
@@ -67,6 +70,7 @@ class Harness:
             draft_limit=self.max_draft_len if draft_limit is None else draft_limit,
             streaming=streaming,
             counters=DraftCounters(self.max_draft_len),
+            draft_pause=RequestPause(patience),
         )
         self.queue.put([request])
         return request

@@ -34,7 +34,7 @@ class Told:
             self.rounds.append((size, list(accepted), steps, seconds, more))
             return observe(size, accepted, steps, seconds, **more)
 
-        harness.parts.controller.observe = listen  # type: ignore[method-assign,assignment] # the test looks on
+        harness.parts.controller.observe = listen  # type: ignore[method-assign,assignment] # the test listens
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +66,17 @@ def test_every_observation_carries_the_draft_length_that_produced_it(
     told = Told(harness)
     lengths = [4, 4, 1, 1, 0, 0, 4, 1, 4, 0, 1, 2, 4, 4, 3]
     asked = force(harness, cycle(lengths))
-    behind = []
+    lags = []
     update = harness.executor._update_requests
 
     def watched(launched: Any) -> list[LlmRequest]:
-        behind.append(len(asked) - 1 - len(told.rounds))
+        lags.append(len(asked) - 1 - len(told.rounds))
         return update(launched)
 
-    harness.executor._update_requests = watched  # type: ignore[method-assign] # the test looks on
+    harness.executor._update_requests = watched  # type: ignore[method-assign] # the test listens
     requests = [harness.submit([i + 1, 2], max_tokens=90) for i in range(3)]
     harness.run()
-    assert max(behind) == 1 + overlap  # one is the context's
+    assert max(lags) == 1 + overlap  # one is the context's
     # A round verifies what the round before made, as far as its own window goes.
     expected = [min(before, now) for before, now in pairwise(asked)]
     found = [steps for _, _, steps, _, _ in told.rounds]
@@ -88,14 +88,15 @@ def test_every_observation_carries_the_draft_length_that_produced_it(
     assert stats.rounds == len(seen)
     for place in range(MAX_DRAFT_LEN):
         assert stats.per_position_drafted[place] == sum(steps > place for steps, _ in seen)
-    lost = sum(num for _, num in seen) - stats.num_accepted_tokens  # drafts behind a request's end
+    lost = sum(num for _, num in seen) - stats.num_accepted_tokens  # drafts after a request's end
     assert 0 <= lost <= MAX_DRAFT_LEN * len(requests)
 
 
-def test_who_ended_before_the_round_was_read_is_no_request_that_pauses(
+def test_requests_that_ended_before_a_round_was_read_do_not_count_as_pausing(
     tiny: Path, itself: tuple[Path, Path]
 ) -> None:
-    """With overlap it has taken part in a round too many; one that is cancelled in flight, too."""
+    """With overlap a request takes part in one round after its last token, or after it was
+    cancelled."""
     options = tiny_engine(
         "draft_target_one_model", itself, MAX_DRAFT_LEN, adaptive={"candidate_steps": [4]}
     )
@@ -112,6 +113,31 @@ def test_who_ended_before_the_round_was_read_is_no_request_that_pauses(
     for _, accepted, _, _, more in told.rounds:
         assert len(accepted) == more["num_requests"]
     assert harness.parts.controller.state()["slots"]["1"]["drafted_share"] == 1.0
+
+
+def test_requests_that_pause_lower_the_drafted_share(tiny: Path) -> None:
+    """The drafts of the first request are right, those of the second never are."""
+    plain = Harness(tiny, disable_overlap_scheduler=True)
+    texts = [plain.submit([number + 1, 2], max_tokens=40) for number in range(2)]
+    plain.run()
+
+    def propose(request: LlmRequest) -> list[int]:
+        text = output_of(texts[request.tokens[0] - 1])
+        right = text[request.num_output_tokens :][: request.num_drafts_wanted]
+        return right if request.tokens[0] == 1 else [63 - token for token in right]
+
+    options = user_provided(propose)
+    options["speculative_config"] |= {"adaptive": {"candidate_steps": [1]}}
+    harness = Harness(tiny, **options)
+    told = Told(harness)
+    requests = [harness.submit([number + 1, 2], max_tokens=40, patience=2) for number in range(2)]
+    shares = []
+    while not all(request.is_finished for request in requests):
+        harness.round()
+        shares.append(harness.parts.controller.state()["slots"]["1"]["drafted_share"])
+    shared = [accepted for size, accepted, steps, _, _ in told.rounds if size == 2 and steps]
+    assert shared[:6] == [[1, 0], [1, 0], [1], [1], [1, 0], [1]] and min(shares) < 0.7
+    assert list(map(output_of, requests)) == list(map(output_of, texts))
 
 
 def test_a_preempted_request_still_shows_what_it_had_in_flight(
@@ -132,9 +158,7 @@ def test_a_preempted_request_still_shows_what_it_had_in_flight(
     assert all(set(accepted) <= {steps} for _, accepted, steps, _, _ in told.rounds)
 
 
-def test_a_drafter_with_nothing_to_propose_is_no_rejection_to_the_gate_and_no_stale_news_to_ema(
-    tiny: Path,
-) -> None:
+def test_missing_drafts_are_no_rejections_for_the_gate_but_count_for_ema(tiny: Path) -> None:
     plain = Harness(tiny, disable_overlap_scheduler=True)
     texts = [plain.submit([i + 1, 2], max_tokens=40) for i in range(4)]
     plain.run()
@@ -171,11 +195,11 @@ def test_a_drafter_with_nothing_to_propose_is_no_rejection_to_the_gate_and_no_st
 
 
 @pytest.mark.parametrize("mode", DRAFTED)
-def test_a_limit_of_a_request_s_own_counts_as_what_it_costs(
+def test_padding_after_a_requests_own_limit_counts_as_rejected(
     tiny: Path, itself: tuple[Path, Path], mode: str
 ) -> None:
-    """Where its window is padding behind its limit, the controller sees the padding rejected; a
-    request that never speculates is one that drafts are not wanted for."""
+    """A request with limit 0 is not drafted for, so it does not count. That with limit 1 has a
+    window of 4 drafts, unless no request of the round wants so many."""
     harness = Harness(tiny, **tiny_engine(mode, itself, MAX_DRAFT_LEN, adaptive=LADDER))
     told = Told(harness)
     harness.parts.draft_len_for = lambda *_: 4
@@ -218,10 +242,10 @@ def test_a_time_belongs_to_the_round_that_took_it_and_to_one_draft_length(
 
     def watched(launched: Any) -> list[LlmRequest]:
         batch, before = launched.batch, len(told.rounds)
-        with_news = update(launched)
+        with_tokens = update(launched)
         if len(told.rounds) > before:
             is_pure.append(not batch.context_requests and batch.draft_len == told.rounds[-1][2])
-        return with_news
+        return with_tokens
 
     monkeypatch.setattr(harness.executor, "_update_requests", watched)
     lengths = cycle([4, 4, 4, 0, 0, 0])
@@ -322,12 +346,12 @@ def test_a_round_in_which_a_draft_model_catches_up_has_no_time(
 
     def watched(launched: Any) -> list[LlmRequest]:
         before = len(told.rounds)
-        with_news = update(launched)
+        with_tokens = update(launched)
         if len(told.rounds) > before:
             catches_up.append(launched.batch.catches_up)
-        return with_news
+        return with_tokens
 
-    harness.executor._update_requests = watched  # type: ignore[method-assign] # the test looks on
+    harness.executor._update_requests = watched  # type: ignore[method-assign] # the test listens
     for number in range(2):
         harness.submit([number + 1, 2], max_tokens=300)
     harness.run()

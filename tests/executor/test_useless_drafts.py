@@ -1,5 +1,9 @@
 """The back-off on rejected drafts, through the engine."""
 
+from typing import Any
+
+import pytest
+
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -14,7 +18,10 @@ class NeverRight(Drafter):
             request.py_draft_tokens = [0] * request.num_drafts_wanted
 
 
-def test_useless_drafts_are_tried_in_few_rounds_and_the_text_is_the_plain_one() -> None:
+@pytest.mark.parametrize("adaptive", [None, {"candidate_steps": [4]}])
+def test_useless_drafts_are_tried_in_few_rounds_and_the_text_is_the_plain_one(
+    adaptive: dict[str, Any] | None,
+) -> None:
     params, prompt = (
         SamplingParams(max_tokens=100, ignore_eos=True),
         "import os\n\n\ndef walk(top):\n",
@@ -23,6 +30,7 @@ def test_useless_drafts_are_tried_in_few_rounds_and_the_text_is_the_plain_one() 
     with LLM("zoo:llama", **options) as plain:
         expected = plain.generate_async(prompt, params).result().outputs[0].token_ids
     config = {"decoding_type": "User_Provided", "max_draft_len": 4, "drafter": NeverRight()}
+    config["adaptive"] = adaptive
     with LLM("zoo:llama", speculative_config=config, **options) as llm:
         output = llm.generate_async(prompt, params).result()
     assert output.outputs[0].token_ids == expected

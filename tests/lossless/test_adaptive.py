@@ -121,8 +121,8 @@ def test_another_tier_in_every_round_changes_no_text(
     ladder = {"candidate_steps": [0, 1, 4]}
     harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, adaptive=ladder))
     assert harness.parts.max_in_flight == overlap
-    news = cycle((4, 0, 3, 1, 4, 2, 0))
-    lengths = chosen_lengths(harness, lambda *_: next(news))
+    coming = cycle((4, 0, 3, 1, 4, 2, 0))
+    lengths = chosen_lengths(harness, lambda *_: next(coming))
     requests = submit_all(harness)
     harness.run()
     assert list(map(output_of, requests)) == tiny_plain
