@@ -62,7 +62,7 @@ def page() -> str:
     for strategy, options in (("cost_model", CostModelOptions), ("ema", EmaOptions)):
         parts += [
             f"#### `adaptive` with `strategy: {strategy}`\n",
-            f"{one_line(options.__doc__)}\n",
+            f"{inspect.getdoc(options)}\n",
         ]
         parts.append(table(model_rows(options)))
     parts += ["## `SamplingParams`\n", f"{inspect.getdoc(SamplingParams)}\n"]
