@@ -2,13 +2,15 @@
 
 The choice at a position is a function of its logits, the request's parameters and noise keyed by
 (seed, position, token). It does not depend on drafts. A draft is accepted when it equals the
-choice. Nothing here waits for the device, except for a request's logits processors."""
+choice. Nothing here waits for the device, except for
+a request's logits processors and drafts under a grammar."""
 
 import torch
 
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.host_edits import HostEdits
 from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
 from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
@@ -49,6 +51,7 @@ class Sampler:
         self.groups = groups
         self.rejection = rejection
         self.host_edits = HostEdits()
+        self.grammar_masks = GrammarMasks(slots, state.vocab_size)
 
     def start(self, request: LlmRequest) -> None:
         """The request got a slot."""
@@ -127,6 +130,7 @@ class Sampler:
         """`_sample` of as many requests as one part may have."""
         raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
         logits = self._edit(group, logits, kv_lens, ahead)
+        self.grammar_masks.apply(group, logits)
         if self.rejection:
             tokens, lens = self._reject(group, logits, kv_lens, ahead, draft_probs)
             if ahead:
