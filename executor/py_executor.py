@@ -131,8 +131,8 @@ class PyExecutor:
         return worked
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
-        """Whether a drafter, a user's logits processor or a grammar must see the requests' tokens before the
-        next round is launched."""
+        """Whether a drafter, a user's logits processor or a grammar must see the requests' tokens
+        before the next round is launched."""
         is_drafting = draft_len > 0 and not self.parts.drafts_in_flight
         return is_drafting or any(map(_needs_host_tokens, self.scheduler.running))
 

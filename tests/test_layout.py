@@ -20,6 +20,7 @@ BORDERS = {
     "executor/worker.py",
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
     "tllm_spec/server/app.py",
+    "tllm_spec/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }
 
 # Top floor first; the longest entry that fits a module is its own. A module may import from its own

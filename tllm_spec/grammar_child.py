@@ -10,21 +10,22 @@ import re
 import resource
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 MAX_MESSAGE_BYTES = 64 << 20  # of a compiled grammar, too
 MAX_EXTRA_BYTES = 2 << 30  # of address space, on top of what the libraries have taken
 MAX_WHITESPACE = 32  # between two tokens of JSON: a small model might write nothing else
 MAX_ERROR_CHARS = 500
+NO_MEMORY = "it needs too much memory to compile"
 
 
-def write_message(stream: BinaryIO, message: Any) -> None:
+def write_message(stream: IO[bytes], message: Any) -> None:
     data = json.dumps(message).encode()
     stream.write(struct.pack("<I", len(data)) + data)
     stream.flush()
 
 
-def read_message(stream: BinaryIO) -> Any:
+def read_message(stream: IO[bytes]) -> Any:
     """None at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:
@@ -49,8 +50,8 @@ def _answer(compiler: Any, message: dict[str, str]) -> dict[str, str]:
     try:
         compiled = compile_text(compiler, message["kind"], message["text"]).serialize_json()
     except MemoryError:
-        return {"error": "it needs too much memory"}
-    except Exception as error:  # a process border: xgrammar raises RuntimeError and its own types
+        return {"error": NO_MEMORY}
+    except Exception as error:  # noqa: BLE001 # a process border: any error is an answer
         return {"error": _reason(error)}
     if len(compiled) > MAX_MESSAGE_BYTES:
         return {"error": f"compiled it has {len(compiled) >> 20} MiB"}
@@ -59,6 +60,8 @@ def _answer(compiler: Any, message: dict[str, str]) -> dict[str, str]:
 
 def _reason(error: Exception) -> str:
     """xgrammar's message without its time and source line."""
+    if "bad_alloc" in str(error):
+        return NO_MEMORY
     text = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())
     return text[:MAX_ERROR_CHARS] or type(error).__name__
 

@@ -1,5 +1,4 @@
-"""Compiles grammars for a tokenizer with xgrammar, in a process of its own, and keeps the results.
-"""
+"""Compiles grammars for a tokenizer with xgrammar, in a process of its own, and keeps them."""
 
 from __future__ import annotations
 
@@ -9,6 +8,8 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from tllm_spec.grammar_child import read_message, write_message
@@ -38,7 +39,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[GrammarSource, Any] = OrderedDict()
         self._lock = threading.Lock()  # of the process
         self._child: subprocess.Popen[bytes] | None = None
-        self._end = weakref.finalize(self, lambda: None)
+        self._end: Callable[[], object] = lambda: None  # ends the process
 
     def compile(self, source: GrammarSource) -> Any:
         """xgrammar's compiled grammar. Raises ValueError for a grammar with mistakes, and for one
@@ -96,7 +97,7 @@ def _receive(child: subprocess.Popen[bytes], seconds: float) -> Any:
     assert child.stdout is not None
     if not select.select([child.stdout], [], [], seconds)[0]:
         raise TimeoutError
-    return read_message(child.stdout)  # type: ignore[arg-type] # a buffered reader is one
+    return read_message(child.stdout)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -104,7 +105,5 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
     for pipe in (child.stdin, child.stdout):
         assert pipe is not None
-        try:
+        with suppress(BrokenPipeError):  # of a message that the process has not read
             pipe.close()
-        except BrokenPipeError:
-            pass  # a message that the process has not read

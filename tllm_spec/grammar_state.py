@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 class GrammarState:
-    """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's. After
-    the grammar's end (a stop token that did not end the text) every token is allowed."""
+    """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's.
+    After the grammar's end (a stop token that did not end the text) every token is allowed."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -41,8 +41,8 @@ class GrammarState:
 
 
 class DraftNodes:
-    """A window's tokens as a tree, on the host: tokens `[W]` (the root's is not read), and the first
-    child and next sibling of each node, -1 for none; all int64."""
+    """A window's tokens as a tree, on the host: tokens `[W]` (the root's is not read), and the
+    first child and next sibling of each node, -1 for none; all int64."""
 
     def __init__(self, tokens: Tensor, first_child: Tensor, next_sibling: Tensor) -> None:
         self.tokens = tokens

@@ -40,12 +40,12 @@ class GuidedDecodingParams:
     """One of these strings."""
 
     def __post_init__(self) -> None:
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        names = [each.name for each in fields(self)]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            names = ", ".join(each.name for each in fields(self))
             raise ValueError(
-                f"guided_decoding has {', '.join(given) or 'nothing'}; exactly one of {names} is "
-                "needed"
+                f"guided_decoding has {', '.join(given) or 'nothing'}; exactly one of "
+                f"{', '.join(names)} is needed"
             )
         length = len(self.source.text)
         if length > MAX_GRAMMAR_CHARS:
@@ -75,7 +75,9 @@ class GuidedDecodingParams:
         if self.choice is not None:
             return GrammarSource("grammar", _choice_grammar(self.choice))
         if self.structural_tag is not None:
-            return GrammarSource("structural_tag", _json_text("structural_tag", self.structural_tag))
+            return GrammarSource(
+                "structural_tag", _json_text("structural_tag", self.structural_tag)
+            )
         if self.regex is not None:
             return GrammarSource("regex", _text("regex", self.regex))
         return GrammarSource("grammar", _text("grammar", self.grammar))

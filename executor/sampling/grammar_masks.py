@@ -5,6 +5,7 @@ where plain decoding would choose it. The drafts come to the host before the rou
 launched, and the masks are filled while it runs."""
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 
@@ -16,6 +17,9 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.grammar_state import DraftNodes
 from tllm_spec.kernels.token_mask import mask_tokens
 
+# All requests wait meanwhile, so a request whose grammar takes longer fails.
+MAX_FILL_SECONDS = 1.0
+
 
 class GrammarMasks:
     """Costs nothing in a round without such requests."""
@@ -26,6 +30,7 @@ class GrammarMasks:
         self._buffers = PinnedBuffers()
         self._windows: ToHost | None = None
         self._index: dict[int, int] = {}  # of the round's windows, by request id
+        self._culprit: LlmRequest | None = None
 
     def begin(self, batch: ScheduledBatch) -> None:
         """Before the forward of a round is launched, whose drafts are in the slots."""
@@ -43,14 +48,25 @@ class GrammarMasks:
         if rows is None:
             return
         masks = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
+        sizes = [group.window] * (len(rows) // group.window)
         guided = [request for request in group.requests if request.grammar is not None]
         for request, nodes, own in zip(
-            guided, self._nodes(guided, group.window), masks.split(group.window), strict=True
+            guided, self._nodes(guided, group.window), masks.split_with_sizes(sizes), strict=True
         ):
+            self._culprit, start = request, perf_counter()
             assert request.grammar is not None
             request.grammar.read(request.tokens, request.prompt_len)
             request.grammar.fill(nodes, own)
+            if perf_counter() - start > MAX_FILL_SECONDS:
+                raise ValueError(f"its grammar takes more than {MAX_FILL_SECONDS} seconds a token")
+        self._culprit = None
         mask_tokens(logits, rows, to_device(masks, logits.device))
+
+    def blame(self) -> list[LlmRequest] | None:
+        """After an exception: the request whose grammar caused it; None if it was not raised
+        here."""
+        culprit, self._culprit = self._culprit, None
+        return None if culprit is None else [culprit]
 
     def _nodes(self, requests: Sequence[LlmRequest], window: int) -> list[DraftNodes]:
         """The windows of the requests, without padding after the proposed drafts."""
