@@ -49,6 +49,7 @@ from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.simulator import Traffic, bursts, phases
 from tllm_spec.adaptive_config import PRESETS
 from tllm_spec.bench.report import machine_section
+from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 
@@ -163,7 +164,7 @@ class Measurement:
         # Replays would overwrite the results of a round in flight.
         self._rounds.executor._complete_rounds(0)
         place = len(parts.slots.kv_lens) - 1, parts.slots.device
-        keys = {length: GraphKey(batch_size, length, False) for length in LADDER}
+        keys = {length: GraphKey(batch_size, chain_of(length), False) for length in LADDER}
         return {length: parts.runner.seconds(key, *place) * 1e3 for length, key in keys.items()}
 
     def _blocks(self, number: int) -> dict[int, Block]:

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.report import Options, Row, Subject, main, table
+from tllm_spec.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
@@ -127,7 +128,7 @@ class Step:
 
     def __init__(self, texts: list[list[int]], ngram_size: int) -> None:
         manager = SeqSlotManager(len(texts))
-        slots = SlotState(manager, DRAFT_LEN, torch.device("cpu"))
+        slots = SlotState(manager, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
         inner = NGramDrafter(make_pool(ngram_size, is_public=False))
         self.drafter = HostDrafter(inner, None, slots, VOCAB_SIZE)
         rules = DecodingRules.from_params(
@@ -143,7 +144,7 @@ class Step:
     def run(self) -> float:
         for request in self.requests:
             request.py_draft_tokens = [0] * DRAFT_LEN
-        batch = ScheduledBatch(generation_requests=self.requests, draft_len=DRAFT_LEN)
+        batch = ScheduledBatch(generation_requests=self.requests, shape=chain_of(DRAFT_LEN))
         start = time.perf_counter()
         self.drafter.prepare_draft_tokens(batch)
         return time.perf_counter() - start

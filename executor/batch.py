@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.transfer import ToHost
 
@@ -18,8 +19,8 @@ class ScheduledBatch:
     generation_requests: list[LlmRequest] = field(default_factory=list)
     # Those of the context requests that were given a slot in this round.
     joining: list[LlmRequest] = field(default_factory=list)
-    # Drafts in every generation window of this round, padding included.
-    draft_len: int = 0
+    # Of the drafts in every generation window of this round, padding included.
+    shape: DraftShape = NO_DRAFTS
     # The longest draft that was made for these windows; the rest of every window is padding.
     num_steps: int = 0
     # The longest draft that the drafter was asked for; it may have made fewer.
@@ -46,14 +47,15 @@ class ScheduledBatch:
         )
 
     @property
-    def window(self) -> int:
-        return 1 + self.draft_len
+    def draft_len(self) -> int:
+        """Drafts that may be accepted in one window, padding included."""
+        return self.shape.depth
 
     @property
     def max_kv_len(self) -> int:
         """Upper bound of the KV lengths after the round's windows, of which there is one."""
         longest = max(request.num_tokens_bound for request in self.generation_requests)
-        return longest + self.draft_len
+        return longest + self.shape.num_nodes
 
     def __bool__(self) -> bool:
         return bool(self.context_requests or self.generation_requests)
@@ -66,14 +68,15 @@ class ScheduledBatch:
 class SampledTokens:
     """Device results of N requests.
 
-    `new_tokens` `[N, K+1]` int64 holds the emitted run at the front of each row; `new_lens` `[N]`
-    int64 is how many are valid (accepted drafts + 1). A token of -1 says that the logits of that
-    position were not numbers. `to_host`: their `table`, if it is on its way already."""
+    `new_tokens` `[N, D+1]` int64, for drafts of depth D, holds the emitted run at the front of each
+    row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1
+    says that the logits of that position were not numbers. `to_host`: their `table`, if it is on
+    its way already."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
     to_host: ToHost | None = None
 
     def table(self) -> torch.Tensor:
-        """`[N, K+2]`: lengths, then tokens."""
+        """`[N, D+2]`: lengths, then tokens."""
         return torch.cat((self.new_lens.unsqueeze(1), self.new_tokens), dim=1)

@@ -56,7 +56,7 @@ def build_executor(
     plan = BuildPlan(args)
     check_draft(plan.draft_plan, tokenizer)
     engines = build_engines(plan)
-    slots = SlotState(plan.slots, plan.max_draft_len, plan.device)
+    slots = SlotState(plan.slots, plan.shapes, plan.device)
     sampler = _sampler(plan, slots)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
     runner = RoundRunner(engines.target, sampler, speculation.round_end)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.iteration_stats import IterationStats
@@ -101,7 +102,7 @@ class PyExecutor:
             generating = self.scheduler.generating()
             draft_len = self._draft_len(generating)
         self._prepare_draft_requests(generating, draft_len)
-        batch = self._schedule(generating)
+        batch = self._schedule(generating, self.parts.slots.shapes.of(draft_len))
         if batch:
             self._launch(batch)
         may_overlap = self.parts.drafts_in_flight or (bool(generating) and not draft_len)
@@ -167,8 +168,8 @@ class PyExecutor:
                 request.py_draft_tokens = placeholders.copy()
             request.py_num_draft_tokens = 0
 
-    def _schedule(self, generating: list[LlmRequest]) -> ScheduledBatch:
-        batch, admitted = self.scheduler.schedule(generating)
+    def _schedule(self, generating: list[LlmRequest], shape: DraftShape) -> ScheduledBatch:
+        batch, admitted = self.scheduler.schedule(generating, shape)
         self._batch = batch
         batch.joining = admitted
         for request in admitted:
@@ -177,9 +178,7 @@ class PyExecutor:
         if ending := batch.last_chunk_requests:
             batch.num_new_drafts = self.parts.draft_len_for(len(ending))
         if batch.generation_requests:
-            batch.draft_len = batch.num_new_drafts = len(
-                batch.generation_requests[0].py_draft_tokens
-            )
+            batch.shape, batch.num_new_drafts = shape, shape.depth
         return batch
 
     def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:
@@ -193,9 +192,9 @@ class PyExecutor:
             request.state = RequestState.GENERATION
             request.tokens_in_flight += 1
             request.num_drafts_ready = num_after_contexts
-        window, num_drafts_ready = batch.window, batch.num_new_drafts
+        path, num_drafts_ready = batch.shape.path, batch.num_new_drafts
         for request in batch.generation_requests:
-            request.tokens_in_flight += window
+            request.tokens_in_flight += path
             request.num_drafts_ready = num_drafts_ready
 
     def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -84,30 +85,31 @@ class Scheduler:
         may_join = self.waiting and self._slots.num_free
         return not may_join and all(map(_may_have_ended, self.running))
 
-    def schedule(self, generating: list[LlmRequest]) -> tuple[ScheduledBatch, list[LlmRequest]]:
+    def schedule(
+        self, generating: list[LlmRequest], shape: DraftShape
+    ) -> tuple[ScheduledBatch, list[LlmRequest]]:
         """The batch, and those of its requests that joined in this round.
 
-        generating: the result of `generating`, each with equally many placeholder drafts."""
+        generating: the result of `generating`, each with placeholder drafts of this shape."""
         batch = ScheduledBatch(generation_requests=generating)
-        num_drafts = len(generating[0].py_draft_tokens) if generating else 0
-        short = self._kv.without_room(generating, num_drafts + self.limits.extra_kv_tokens)
+        num_more = self._kv.num_after(shape)
+        short = self._kv.without_room(generating, num_more)
         for request in short:
-            self._make_room(request, request.num_tokens_bound + num_drafts, batch)
+            self._make_room(request, request.num_tokens_bound + num_more, batch)
         if short and not self.limits.may_preempt:
-            self._take_ahead(generating, num_drafts)
-        budget = self.limits.max_num_tokens - len(batch.generation_requests) * (1 + num_drafts)
+            self._take_ahead(generating, num_more + ROUNDS_AHEAD * shape.path)
+        budget = self.limits.max_num_tokens - len(batch.generation_requests) * shape.window
         context = RequestState.CONTEXT
         for request in [request for request in self.running if request.state is context]:
             if request.state is context and budget > 0:  # it may have been preempted meanwhile
                 budget -= self._schedule_context(request, budget, batch)
         return batch, self._admit_waiting(budget, batch)
 
-    def _take_ahead(self, generating: list[LlmRequest], num_drafts: int) -> None:
-        """Takes the pages of the next rounds for all requests at once.
+    def _take_ahead(self, generating: list[LlmRequest], num_more: int) -> None:
+        """Takes the pages of the next rounds for all requests at once: of `num_more` tokens.
 
         These pages were reserved at admission. When one request needs a page, all of them get
         theirs, so that most rounds take none and send no page numbers to the device."""
-        num_more = num_drafts + self.limits.extra_kv_tokens + ROUNDS_AHEAD * (1 + num_drafts)
         for request in self._kv.without_room(generating, num_more):
             if request.tokens_in_flight:  # without, they would be given back after this round
                 end = min(request.num_tokens_bound + num_more, self._last_token(request))
@@ -115,7 +117,8 @@ class Scheduler:
 
     def _schedule_context(self, request: LlmRequest, budget: int, batch: ScheduledBatch) -> int:
         chunk = self._chunk_len(request, request.kv_len, budget)
-        if not chunk or not self._make_room(request, request.kv_len + chunk, batch):
+        end = request.kv_len + chunk + self.limits.extra_kv_tokens
+        if not chunk or not self._make_room(request, end, batch):
             return 0
         request.context_chunk = chunk
         batch.context_requests.append(request)
@@ -136,7 +139,6 @@ class Scheduler:
 
         Under MAX_UTILIZATION it preempts the last running requests for them, at the end `request`
         itself: then False."""
-        num_tokens += self.limits.extra_kv_tokens
         while request.state is not RequestState.WAITING:
             if self._kv.extend(request, num_tokens):
                 return True

@@ -17,6 +17,7 @@ import torch
 
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
+from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention_cuda import (
     BLOCK_KEYS,
@@ -54,6 +55,9 @@ class WindowTables:
     """`[B]` int64: number of padding rows at the start of each window. Their keys are masked; the
     keys that the pool has at their positions are attended to. Their kv_slots point to the dummy
     page."""
+    tree: TreeMask | None = None
+    """Which keys the rows see, if the windows are rows of trees; then there is no padding. None:
+    the windows are chains."""
 
 
 def window_attention(
@@ -65,7 +69,8 @@ def window_attention(
     workspace: WindowWorkspace,
     norm: HeadWeights | None = None,
 ) -> torch.Tensor:
-    """Query w of request b has position kv_lens[b] - W + w and attends to the keys up to there.
+    """Query w of request b is token kv_lens[b] - W + w and attends to the keys up to there, or to
+    those that `tables.tree` names.
 
     Lengths, tables, and the keys and values of earlier tokens must have been written before the
     projection that made qkv began (programmatic_launch.py). Keys beyond a request's length or its
@@ -89,17 +94,19 @@ def window_attention(
         rotary = Rotary(cos_sin, torch.arange(len(cos_sin), device=cos_sin.device))
         plain_rotary_write(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
         q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
-        return plain_window_attention(q, layer, tables.block_tables, tables.kv_lens, scale)
+        lengths = tables.block_tables, tables.kv_lens
+        return plain_window_attention(q, layer, *lengths, scale, tables.tree)
     assert qkv.is_contiguous() and layer.is_contiguous() and qkv.dtype == layer.dtype
     assert cos_sin.is_contiguous() and tables.kv_slots.is_contiguous()
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
     assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
     assert tables.kv_slots.dtype == torch.int64
     assert tables.num_padding is None or tables.num_padding.dtype == torch.int64
+    assert tables.num_padding is None or tables.tree is None
     assert norm is None or norm.weight.is_contiguous()
     call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm)
     windows, layout = call.windows(), None
-    if serves(qkv, cos_sin, call.weights[0], layer):
+    if tables.tree is None and serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -154,6 +161,7 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     from tllm_spec.kernels.window_attention_triton import attention_kernel
 
     qkv, layer, tables, workspace = call.qkv, call.layer, call.tables, call.workspace
+    tree = tables.tree
     output, log2_scale = call.output(windows), call.scale * math.log2(math.e)
     rows, block_d = windows.window * windows.group, power_of_two(windows.head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, power_of_two(rows)))
@@ -165,7 +173,10 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     attention_kernel[(num_tiles, windows.batch, splits.number)](
         *(qkv, call.cos_sin, *call.weights, layer, layer.stride(0), tables.kv_slots, *lengths),
         *(log2_scale, output, *partials, splits.number, splits.min_keys, tables.num_padding),
+        *((None, 0) if tree is None else (tree.bits, tree.offset)),
         **programmatic_launch(qkv.device),
+        TREE=tree is not None,
+        HAS_OFFSET=tree is not None and tree.offset > 0,
         PADDED=tables.num_padding is not None,
         HAS_NORM=call.norm is not None,
         SPLITS=splits.number > 1,
@@ -194,11 +205,13 @@ def _reduce(
     from tllm_spec.kernels.window_attention_triton import reduction_kernel
 
     heads, workspace, tables = windows.kv_heads * windows.group, call.workspace, call.tables
+    offset = 0 if tables.tree is None else tables.tree.offset
     rows = 8 if splits.are_rare and heads % 8 == 0 else 1
     reduction_kernel[(windows.batch * windows.window * heads // rows,)](
         *(workspace.outputs, workspace.log_sums, tables.kv_lens, output, windows.max_len),
-        *(splits.number, splits.min_keys, tables.num_padding),
+        *(splits.number, splits.min_keys, tables.num_padding, offset),
         **programmatic_launch(output.device),
+        HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
         HEADS=heads,
         ROWS=rows,
@@ -218,6 +231,7 @@ def plain_window_attention(
     block_tables: torch.Tensor,
     kv_lens: torch.Tensor,
     scale: float,
+    tree: TreeMask | None = None,
 ) -> torch.Tensor:
     """Reference of the attention in `window_attention`, in float32. q: `[B, W, Hq, D]`, after norm
     and rotation; the pool holds the window's keys and values already."""
@@ -231,6 +245,8 @@ def plain_window_attention(
     cached = cached.permute(0, 1, 3, 2, 4)  # [2, B, Hkv, L, D]
     positions = kv_lens[:, None] + torch.arange(-window, 0, device=q.device)
     hidden = (keys > positions[:, :, None]) | absent[:, None]
+    if tree is not None:
+        hidden = ~tree.visible(kv_lens, keys)
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]
     queries = q.float().view(batch, window, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
     scores = (queries @ cached[0].mT * scale).masked_fill(hidden, -torch.inf)

@@ -7,17 +7,18 @@ powers of two. Splits are joined by their log-sums (as in Dao et al., "Flash-Dec
 long-context inference", 2023).
 
 The splits share the keys that were in the pool before. The last one adds the window's own keys from
-registers, so no program reads what another program of the launch writes."""
+registers, so no program reads what another program of the launch writes. Rows of a tree see by
+their bits: the splits share the keys before the tree's region, and the last one adds the region."""
 
 import triton
 import triton.language as tl
 
 from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
 
-_LENGTHS = ["max_len", "num_splits", "min_keys"]
+_LENGTHS = ["max_len", "num_splits", "min_keys", "offset"]
 # In a mixed batch these start after the rows of the contexts, at any alignment. Specializing on the
 # alignment would compile more kernels.
-_OFFSETS = ["kv_slots", "block_tables", "kv_lens", "num_padding"]
+_OFFSETS = ["kv_slots", "block_tables", "kv_lens", "num_padding", "tree_bits"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -69,8 +70,18 @@ def _add_keys(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _is_set(bits: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """Bits `index` `[N]` of `bits` `[R]`, `[R, N]`. An index above 63 reads bit 63."""
+    return ((bits[:, None] >> tl.minimum(index, 63).to(tl.int64)[None, :]) & 1) != 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
+    top: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
     queries: tl.tensor,
+    bits: tl.tensor,
     layer: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
@@ -81,16 +92,14 @@ def _attend(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    IN_TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of `_add_keys` after the keys at positions `first` to `end`, which all rows see.
-    table: the request's block table row."""
+    """The state of `_add_keys` after the keys at positions `first` to `end`. All rows see them,
+    or, if `IN_TREE`, those whose bit is set; bit 0 is key `first`. table: the request's block
+    table row."""
     dims = tl.arange(0, BLOCK_D)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in tl.range(first, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         own = positions < end
@@ -102,7 +111,10 @@ def _attend(
         present = own[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(pointers, mask=present, other=0.0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
-        scores = tl.where(own[None, :], scores, float("-inf"))
+        seen = own[None, :]
+        if IN_TREE:
+            seen = seen & _is_set(bits, positions - first)
+        scores = tl.where(seen, scores, float("-inf"))
         values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
         top, total, mixed = _add_keys(top, total, mixed, scores, values)
     return top, total, mixed
@@ -127,10 +139,15 @@ def _shares(
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
+    offset: tl.tensor,
+    HAS_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Number of keys that were in the pool before, a split's share of them in whole blocks, and the
-    number of splits that have a share. The last of these also has the window."""
+    """Number of keys that were in the pool before (without `offset` keys of a tree's region), a
+    split's share of them in whole blocks, and the number of splits that have a share. The last of
+    these also has the region and the window."""
+    if HAS_OFFSET:
+        num_own += offset
     num_old = tl.minimum(tl.maximum(kv_len - num_own, 0), max_len)
     number = tl.minimum(tl.maximum((num_old - 1) // min_keys, 1), num_splits)
     share = tl.cdiv(tl.maximum(tl.cdiv(num_old, number), 1), BLOCK_N) * BLOCK_N
@@ -196,7 +213,8 @@ def attention_kernel(
     value_offset: tl.tensor, kv_slots: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor,
     kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor, output: tl.tensor,
     partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
-    num_padding: tl.tensor, PADDED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
+    num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, TREE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
@@ -208,7 +226,9 @@ def attention_kernel(
     # Lengths are older than the projection (programmatic_launch.py); L1 may hold stale ones.
     kv_len = tl.load(kv_lens + request, cache_modifier=".cg")
     num_own = _num_own(num_padding, request, WINDOW, PADDED)
-    num_old, share, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
+    num_old, share, num_used = _shares(
+        kv_len, num_own, max_len, num_splits, min_keys, offset, HAS_OFFSET, BLOCK_N
+    )
     if split >= num_used:  # the reduction skips it; the first split never returns here
         return
     wait_for_previous(PDL)
@@ -224,21 +244,36 @@ def attention_kernel(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
         HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D,
     ).to(dot_type)
+    bits = tree_bits
+    if TREE:
+        bits = tl.load(tree_bits + request * WINDOW + rows // GROUP, mask=real_rows, other=0)
     first = split * share
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top, total, mixed = _attend(
-        queries, layer, block_tables + request * table_stride, kv_head, first,
-        tl.minimum(first + share, num_old), log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+        top, total, mixed, queries, bits, layer, block_tables + request * table_stride, kv_head,
+        first, tl.minimum(first + share, num_old), log2_scale, value_offset,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, False, BLOCK_N, BLOCK_D,
     )
     if split == num_used - 1:
+        if HAS_OFFSET:
+            top, total, mixed = _attend(
+                top, total, mixed, queries, bits, layer, block_tables + request * table_stride,
+                kv_head, num_old, tl.minimum(num_old + offset, max_len), log2_scale, value_offset,
+                KV_HEADS, HEAD_DIM, PAGE_SIZE, True, BLOCK_N, BLOCK_D,
+            )
         keys, values = _window_keys(
             qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, request,
             kv_head, HAS_NORM, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
         )
         scores = tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale
         new = tl.arange(0, BLOCK_W)[None, :]
-        first_seen = WINDOW - tl.minimum(num_own, kv_len)  # padding may have positions below 0
-        seen = (new <= (rows // GROUP)[:, None]) & (new < WINDOW) & (new >= first_seen)
+        if TREE:
+            seen = (new < WINDOW) & _is_set(bits, offset + tl.arange(0, BLOCK_W))
+        else:
+            first_seen = WINDOW - tl.minimum(num_own, kv_len)  # padding may be before position 0
+            seen = (new <= (rows // GROUP)[:, None]) & (new < WINDOW) & (new >= first_seen)
         scores = tl.where(seen, scores, float("-inf"))
         top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -264,6 +299,8 @@ def reduction_kernel(
     num_splits: tl.tensor,
     min_keys: tl.tensor,
     num_padding: tl.tensor,
+    offset: tl.tensor,
+    HAS_OFFSET: tl.constexpr,
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -283,7 +320,9 @@ def reduction_kernel(
         tl.load(kv_lens + request, cache_modifier=".cg"),
         _num_own(num_padding, request, WINDOW, PADDED),
     )
-    _, _, num_used = _shares(kv_len, num_own, max_len, num_splits, min_keys, BLOCK_N)
+    _, _, num_used = _shares(
+        kv_len, num_own, max_len, num_splits, min_keys, offset, HAS_OFFSET, BLOCK_N
+    )
     wait_for_previous(PDL)
     if num_used == 1:  # the attention kernel wrote the output
         return

@@ -12,7 +12,8 @@ from tllm_spec.kernels.triton_support import has_kernels
 @dataclass(frozen=True)
 class WindowRows:
     """For B windows of W tokens: positions and kv_slots `[B * W]` int64, kv_lens `[B]` int32
-    including the window, block_tables `[B, P]` int32."""
+    including the window, block_tables `[B, P]` int32. With a tree the positions are not those of
+    the slots."""
 
     positions: torch.Tensor
     kv_slots: torch.Tensor
@@ -27,14 +28,21 @@ def window_rows(
     width: int,
     num_pages: int,
     page_size: int,
+    depths: torch.Tensor | None = None,
+    offset: int = 0,
 ) -> WindowRows:
     """table `[S, P_max]` int32; slots and first `[B]` int64: the windows' slots and first
-    positions. The first `num_pages` pages of a row must cover its window."""
+    positions. The first `num_pages` pages of a row must cover its window.
+
+    With `depths` `[B, W]` int64, contiguous, the rows are of a tree that starts at `first`: their
+    positions are first + depths, and their KV comes after the tree's first `offset` keys."""
+    assert depths is None or depths.is_contiguous()
+    sizes = width, num_pages, page_size
     if not has_kernels(table.device):
-        return window_rows_reference(table, slots, first, width, num_pages, page_size)
+        return window_rows_reference(table, slots, first, *sizes, depths, offset)
     from tllm_spec.kernels.window_rows_triton import window_rows_triton
 
-    return WindowRows(*window_rows_triton(table, slots, first, width, num_pages, page_size))
+    return WindowRows(*window_rows_triton(table, slots, first, *sizes, depths, offset))
 
 
 def window_rows_reference(
@@ -44,12 +52,14 @@ def window_rows_reference(
     width: int,
     num_pages: int,
     page_size: int,
+    depths: torch.Tensor | None = None,
+    offset: int = 0,
 ) -> WindowRows:
     """Arguments and result of `window_rows`."""
-    positions = first.unsqueeze(1) + torch.arange(width, device=first.device)
+    keys = first.unsqueeze(1) + torch.arange(offset, offset + width, device=first.device)
+    positions = keys if depths is None else first.unsqueeze(1) + depths
     block_tables = table[:, :num_pages].index_select(0, slots)
-    pages = block_tables.gather(1, positions // page_size).to(torch.int64)
-    kv_slots = pages * page_size + positions % page_size
-    return WindowRows(
-        positions.flatten(), kv_slots.flatten(), (first + width).to(torch.int32), block_tables
-    )
+    pages = block_tables.gather(1, keys // page_size).to(torch.int64)
+    kv_slots = pages * page_size + keys % page_size
+    kv_lens = (first + (offset + width)).to(torch.int32)
+    return WindowRows(positions.flatten(), kv_slots.flatten(), kv_lens, block_tables)

@@ -19,6 +19,8 @@ def window_rows_triton(
     width: int,
     num_pages: int,
     page_size: int,
+    depths: torch.Tensor | None,
+    offset: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `window_rows`."""
     batch, device = len(slots), table.device
@@ -38,6 +40,9 @@ def window_rows_triton(
         kv_lens,
         block_tables,
         num_pages,
+        depths,
+        offset,
+        depths is not None,
         page_size,
         width,
         triton.next_power_of_2(width),
@@ -47,7 +52,10 @@ def window_rows_triton(
     return positions, kv_slots, kv_lens, block_tables
 
 
-@triton.jit(do_not_specialize=["num_pages"], do_not_specialize_on_alignment=["slots", "first"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
+    do_not_specialize=["num_pages", "offset"],
+    do_not_specialize_on_alignment=["slots", "first", "depths"],
+)
 def _rows(
     table: tl.tensor,
     table_stride: tl.tensor,
@@ -58,6 +66,9 @@ def _rows(
     kv_lens: tl.tensor,
     block_tables: tl.tensor,
     num_pages: tl.tensor,
+    depths: tl.tensor,
+    offset: tl.tensor,
+    in_tree: tl.constexpr,
     page_size: tl.constexpr,
     width: tl.constexpr,
     padded_width: tl.constexpr,
@@ -78,12 +89,16 @@ def _rows(
         column = tl.arange(0, padded_width)
         is_row = column < width
         start = tl.load(first + request)
-        position = start + column
-        page = tl.load(row + position // page_size, mask=is_row, other=0).to(tl.int64)
+        key = start + column
+        position = key
+        if in_tree:
+            depth = tl.load(depths + request * width + column, mask=is_row, other=0)
+            position = start + depth
+            start += offset
+            key = start + column
+        page = tl.load(row + key // page_size, mask=is_row, other=0).to(tl.int64)
         tl.store(positions + request * width + column, position, mask=is_row)
         tl.store(
-            kv_slots + request * width + column,
-            page * page_size + position % page_size,
-            mask=is_row,
+            kv_slots + request * width + column, page * page_size + key % page_size, mask=is_row
         )
         tl.store(kv_lens + request, (start + width).to(tl.int32))

@@ -100,6 +100,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "tllm_spec.option_checks",
         "tllm_spec.draft_len_schedule",
+        "tllm_spec.draft_shape",
         "tllm_spec.logits_processor",
         "tllm_spec.import_path",
         "tllm_spec.request_errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,6 +19,7 @@ from pydantic import (
 from tllm_spec.adaptive_config import AdaptiveConfig, Probability
 from tllm_spec.config_base import ConfigError, ConfigModel
 from tllm_spec.draft_len_schedule import checked, with_lower_bounds
+from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.option_checks import NotServed, shown
 
 PathText = Annotated[
@@ -225,6 +227,11 @@ class DecodingBaseConfig(ConfigModel):
     def max_total_draft_tokens(self) -> int:
         """TensorRT-LLM's name for the nodes of a draft tree. A chain has `max_draft_len`."""
         return self.max_draft_len
+
+    @cached_property
+    def shapes(self) -> DraftShapes:
+        """What a round's drafts look like, by draft length."""
+        return DraftShapes.chains(self.max_draft_len)
 
     @property
     def why_no_overlap(self) -> str | None:

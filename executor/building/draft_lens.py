@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.rounds.round_runner import RoundRunner
@@ -34,12 +35,14 @@ class RoundTimer:
     def __init__(
         self,
         runner: RoundRunner,
+        shapes: DraftShapes,
         drafter: GraphDrafter | None,
         dummy_slot: int,
         device: torch.device,
         limits: ContextLimits,
     ) -> None:
         self._runner, self._drafter, self._limits = runner, drafter, limits
+        self._shapes = shapes
         self._place = dummy_slot, device
 
     def measure(self, controller: AdaptiveController, sizes: Sequence[int]) -> MeasuredRoundTimes:
@@ -56,7 +59,7 @@ class RoundTimer:
 
     def _row(self, size: int, draft_lens: Sequence[int] | set[int]) -> dict[int, float]:
         """Every length twice, in mirrored order, so that a drifting clock favours none."""
-        keys = [GraphKey(size, steps, False) for steps in sorted(draft_lens)]
+        keys = [GraphKey(size, self._shapes.of(steps), False) for steps in sorted(draft_lens)]
         first = {key.draft_len: self._seconds(key) for key in keys}
         second = {key.draft_len: self._seconds(key) for key in reversed(keys)}
         row = {steps: (time + second[steps]) / 2 for steps, time in first.items()}

@@ -42,7 +42,7 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     """Graphs of rounds, greedy and sampled; of their forwards alone, with their hidden states; of
     drafting in a launch of its own; of reading a backlog."""
     keys = plan.round_keys(plan.graph_sizes)
-    num_graphs = len(keys) + len({(key.batch_size, key.draft_len) for key in keys})
+    num_graphs = len(keys) + len({(key.batch_size, key.shape) for key in keys})
     if draft is not None and not draft.plan.in_target_forward:
         asked = {0} if draft.plan.shares_pages else set[int]()
         asked |= {length for length in plan.controller().draft_lens if length}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
 from tllm_spec.executor.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
@@ -48,6 +49,7 @@ class BuildPlan:
                 f"max_draft_len = {self.max_draft_len} must be less than max_seq_len = "
                 f"{self.max_seq_len}"
             )
+        self.shapes = self.spec.shapes if self.spec else DraftShapes.chains(0)
         self.draft_plan = draft_model_of(self.spec)
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.attention = choose_backend(args.attn_backend, self.device, self.dtype)
@@ -118,13 +120,15 @@ class BuildPlan:
         # The largest batches that fit, with contexts and alone.
         max_num_tokens = self.args.max_num_tokens
         rows = rows_with_contexts(max_num_tokens), max_num_tokens
-        also += [number // (1 + self.max_draft_len) for number in rows]
+        also += [number // self.shapes.longest.window for number in rows]
         return graphs.sizes(self.slots.max_batch_size, also)
 
     def round_keys(self, sizes: Iterable[int]) -> list[GraphKey]:
         """Graphs of these batch sizes for every round that there can be."""
         keys = graph_keys(
-            sizes, draft_lens_of_rounds(self.controller(), self.spec, self.draft_plan)
+            sizes,
+            draft_lens_of_rounds(self.controller(), self.spec, self.draft_plan),
+            self.shapes.of,
         )
         return [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
 
@@ -142,8 +146,9 @@ class BuildPlan:
         """How far after its last token a request may write: drafts, and with overlap one more whole
         round. Where only rounds without drafts overlap, two of these write no further than one with
         drafts."""
-        rounds = 1 if self.why_no_overlap else 2
-        return rounds * (self.max_draft_len + 1) - 1 + self.extra_kv_tokens
+        longest = self.shapes.longest
+        in_flight = 0 if self.why_no_overlap else longest.path
+        return in_flight + max(longest.num_nodes, longest.depth + self.extra_kv_tokens)
 
     @property
     def max_len(self) -> int:

@@ -37,7 +37,8 @@ def build_controller(
     # First, since the graphs of contexts need the most memory.
     runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)
     if sizes:
-        _capture(plan, runner, speculation, keys, graph_keys(sizes, controller.draft_lens_at), pool)
+        asked = graph_keys(sizes, controller.draft_lens_at, plan.shapes.of)
+        _capture(plan, runner, speculation, keys, asked, pool)
     if plan.device.type == "cuda":
         dummy_slot, max_len = plan.slots.dummy_slot, plan.max_seq_len
         WarmUp(runner, dummy_slot, max_num_tokens=max_num_tokens, max_len=max_len).run(keys)
@@ -95,10 +96,12 @@ def _round_times(
     controller: AdaptiveController,
     sizes: tuple[int, ...],
 ) -> RoundTimes:
-    room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // (1 + plan.max_draft_len))
+    longest = plan.shapes.longest
+    room = min(plan.slots.max_batch_size, plan.args.max_num_tokens // longest.window)
     timed = [size for size in sizes or EAGER_SIZES if size <= max(room, 1)]
     timer = RoundTimer(
         runner,
+        plan.shapes,
         speculation.graph_drafter,
         plan.slots.dummy_slot,
         plan.device,

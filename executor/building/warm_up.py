@@ -10,6 +10,7 @@ from time import monotonic
 
 import torch
 
+from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
@@ -42,7 +43,7 @@ class WarmUp:
     def run(self, keys: Iterable[GraphKey]) -> None:
         """The longest round of contexts, and contexts together with some of the keys' windows."""
         start, chosen = monotonic(), some_of(keys)
-        longest = max((key.draft_len for key in chosen), default=0)
+        longest = max((key.shape for key in chosen), default=NO_DRAFTS)
         for is_sampled in (False, True):
             self._round(self._max_num_tokens, GraphKey(0, longest, is_sampled))
         for key, length in product(chosen, WINDOW_LENS):
@@ -59,7 +60,7 @@ class WarmUp:
         batch = ScheduledBatch(
             [self._context(length, key) for length in chunks if length],
             [self._generating(min(window_len, self._max_len), key) for _ in range(key.batch_size)],
-            draft_len=key.draft_len if key.batch_size else 0,
+            shape=key.shape if key.batch_size else NO_DRAFTS,
             num_new_drafts=key.draft_len,
         )
         try:
@@ -98,9 +99,9 @@ def some_of(keys: Iterable[GraphKey]) -> list[GraphKey]:
     there can be. What is compiled for windows does not depend on their exact number."""
     chosen: set[GraphKey] = set()
     wanted = sorted(keys)
-    lengths = [key.draft_len for key in wanted]
-    for draft_len in {min(lengths), max(lengths)} if wanted else ():
-        own = [key for key in wanted if key.draft_len == draft_len]
+    shapes = [key.shape for key in wanted]
+    for shape in {min(shapes), max(shapes)} if wanted else ():
+        own = [key for key in wanted if key.shape == shape]
         greedy = [key for key in own if not key.sampled]
         chosen |= {own[-1], greedy[0], greedy[len(greedy) // 2], greedy[-1]}
     return sorted(chosen)

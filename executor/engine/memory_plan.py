@@ -12,6 +12,7 @@ import torch
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
@@ -92,8 +93,8 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     * With rejection sampling, the distributions that drafts are drawn from, and those of all
       drafts in float32, gathered and then spread over the target's vocabulary."""
     spec, num_requests = args.speculative_config, min(args.max_batch_size, args.max_num_tokens)
-    max_draft_len = spec.max_draft_len if spec else 0
-    num_rows = min(args.max_num_tokens, num_requests * (1 + max_draft_len))
+    longest = spec.shapes.longest if spec else NO_DRAFTS
+    num_rows = min(args.max_num_tokens, num_requests * longest.window)
     target, vocab_size = models[0], models[0].config.vocab_size
     num_bytes = max(_activation_bytes(args.max_num_tokens, model) for model in models)
     num_bytes += 2 * num_rows * vocab_size * target.dtype.itemsize
@@ -104,7 +105,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
         num_bytes += 2 * num_logits * draft.dtype.itemsize
         if spec is not None and spec.use_rejection_sampling:
             num_bytes += num_logits * BYTES_PER_LOGIT
-            num_bytes += 2 * num_requests * max_draft_len * vocab_size * torch.float32.itemsize
+            num_bytes += 2 * num_requests * longest.depth * vocab_size * torch.float32.itemsize
     return num_bytes
 
 

@@ -13,6 +13,7 @@ import torch
 from tllm_spec.attention.interface import AttentionMetadata
 from tllm_spec.executor.resources.slot_state import BlockTable
 from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.window_rows import WindowRows, window_rows
 
 # In numbers. Triton compiles a kernel again for addresses that are not multiples of 16 bytes.
@@ -33,17 +34,36 @@ class ContextChunk:
 
 
 @dataclass(frozen=True)
+class TreeRows:
+    """The windows' rows are R nodes of a tree whose KV region starts at index `first`. Row r has
+    rotary position first + depths[b, r]; its KV goes to index first + offset + r. Verification of a
+    whole tree has offset 0; draft step s of K beams has offset s * K, so that beams attend to their
+    own ancestors in the earlier steps."""
+
+    depths: torch.Tensor
+    """`[B, R]` int64, contiguous, on the device."""
+    mask: TreeMask
+    """Of offset + R keys."""
+    offset: int
+
+    def __post_init__(self) -> None:
+        assert self.mask.offset == self.offset and self.mask.bits.shape == self.depths.shape
+
+
+@dataclass(frozen=True)
 class Windows:
     """B generation windows: slots `[B]`, first positions `[B]`, token_ids `[B, W]`, all on the
     device. `max_kv_len` is the host's upper bound of first position + W. The first `num_padding`
     `[B]` rows of each window are padding, perhaps before position 0; their KV goes to the dummy
-    page."""
+    page. With `tree` the rows are nodes of a tree, never padding, and `max_kv_len` is the bound of
+    first + offset + W."""
 
     slots: torch.Tensor
     first: torch.Tensor
     token_ids: torch.Tensor
     max_kv_len: int
     num_padding: torch.Tensor | None = None
+    tree: TreeRows | None = None
 
 
 class RowBuilder:
@@ -80,7 +100,9 @@ class RowBuilder:
     def _window_metadata(self, windows: Windows) -> tuple[AttentionMetadata, torch.Tensor]:
         width = windows.token_ids.shape[1]
         num_pages = -(-windows.max_kv_len // self.page_size)
+        tree = windows.tree
         if windows.num_padding is not None:
+            assert tree is None
             rows = self._padded_rows(windows, windows.num_padding, num_pages)
         else:
             rows = window_rows(
@@ -90,6 +112,7 @@ class RowBuilder:
                 width,
                 num_pages,
                 self.page_size,
+                *((None, 0) if tree is None else (tree.depths, tree.offset)),
             )
         metadata = AttentionMetadata(
             context_lens=(),
@@ -102,6 +125,7 @@ class RowBuilder:
             kv_slots=rows.kv_slots,
             max_kv_len=windows.max_kv_len,
             num_padding=windows.num_padding,
+            tree=None if tree is None else tree.mask,
         )
         return metadata, windows.token_ids.flatten()
 
@@ -171,6 +195,7 @@ class RowBuilder:
         tail = self.table.rows(windows.slots, num_pages)
         metadata.num_generations, metadata.window = own.num_generations, own.window
         metadata.max_kv_len, metadata.num_padding = own.max_kv_len, own.num_padding
+        metadata.tree = own.tree
         metadata.block_tables = torch.cat((tables, tail))
         metadata.kv_lens = torch.cat((kv_lens, own.kv_lens))
         metadata.positions = torch.cat((positions, own.positions))

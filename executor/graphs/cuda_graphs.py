@@ -3,6 +3,7 @@ round to round. The last kernel of a graph sends the results to the host."""
 
 from collections.abc import Callable, Iterable
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
 from tllm_spec.executor.rounds.result_ring import ResultRing
@@ -21,17 +22,17 @@ class CudaGraphs(GraphTable[SampledTokens]):
         super().capture(wanted, before)
         self._count_results()
 
-    def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
+    def replay(self, slots: list[int], shape: DraftShape, sampled: bool) -> SampledTokens | None:
         """The round of these slots, or None when no graph fits. The next replay of these graphs
         overwrites the result."""
-        captured = self._replay(slots, draft_len, sampled)
+        captured = self._replay(slots, shape, sampled)
         if captured is None:
             return None
         result, number = captured.result, len(slots)
         tokens, lens = result.new_tokens, result.new_lens
         if number < len(lens):
             tokens, lens = tokens[:number], lens[:number]
-        to_host = None if self._ring is None else self._ring.sent(number, 1 + draft_len)
+        to_host = None if self._ring is None else self._ring.sent(number, shape.path)
         return SampledTokens(tokens, lens, to_host)
 
     def result(self, key: GraphKey) -> SampledTokens:
@@ -58,7 +59,7 @@ class CudaGraphs(GraphTable[SampledTokens]):
     def _make_ring(self, keys: list[GraphKey]) -> ResultRing | None:
         if not keys or not ResultRing.serves(self._device):
             return None
-        return ResultRing(max(key.batch_size + key.num_tokens for key in keys), self._device)
+        return ResultRing(max(key.batch_size * (1 + key.shape.path) for key in keys), self._device)
 
     def _count_results(self) -> None:
         """After replays whose results are not read."""

@@ -1,4 +1,4 @@
-"""Work on slots as CUDA graphs: one for each padded batch size, draft length and way of sampling.
+"""Work on slots as CUDA graphs: one for each padded batch size, draft shape and way of sampling.
 
 A graph reads the numbers of its slots from one buffer and everything else from the slot state."""
 
@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from tqdm import tqdm
 
+from tllm_spec.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.graphs.graph_pool import Captured, GraphPool, replay_seconds
 from tllm_spec.executor.rounds.transfer import to_device
 
@@ -27,30 +28,35 @@ class GraphKey:
     """`sampled`: some request has a temperature; otherwise the graph takes the best tokens only."""
 
     batch_size: int
-    draft_len: int
+    shape: DraftShape
     sampled: bool
 
     @property
+    def draft_len(self) -> int:
+        return self.shape.depth
+
+    @property
     def num_tokens(self) -> int:
-        return self.batch_size * (1 + self.draft_len)
+        """Rows of the windows."""
+        return self.batch_size * self.shape.window
 
 
 @dataclass(frozen=True)
 class SpecRuntimeState(Generic[Result]):
-    """A tier: the graphs of one draft length. All other buffers belong to the slots and serve every
+    """A tier: the graphs of one draft shape. All other buffers belong to the slots and serve every
     tier, so switching tiers between two rounds is one look-up."""
 
-    draft_len: int
+    shape: DraftShape
     graphs: dict[tuple[int, bool], Captured[Result]]  # by padded batch size and way of sampling
 
 
 class GraphTable(Generic[Result]):
-    """`work(slot_ids, draft_len, sampled)` takes slot numbers `[B]` on the device. Without `pads` a
+    """`work(slot_ids, shape, sampled)` takes slot numbers `[B]` on the device. Without `pads` a
     batch between two captured sizes has no graph."""
 
     def __init__(
         self,
-        work: Callable[[torch.Tensor, int, bool], Result],
+        work: Callable[[torch.Tensor, DraftShape, bool], Result],
         dummy_slot: int,
         device: torch.device,
         *,
@@ -61,14 +67,14 @@ class GraphTable(Generic[Result]):
         self._pads = pads
         self._dummy_slot = dummy_slot
         self._device = device
-        self.tiers: dict[int, SpecRuntimeState[Result]] = {}
+        self.tiers: dict[DraftShape, SpecRuntimeState[Result]] = {}
         self._sizes: tuple[int, ...] = ()
         self._slot_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._sent: list[int] = []  # what the first of them hold
         self._pool = pool or GraphPool(device)
 
     def for_same_slots(
-        self, work: Callable[[torch.Tensor, int, bool], Other]
+        self, work: Callable[[torch.Tensor, DraftShape, bool], Other]
     ) -> "SlotGraphs[Other]":
         """Graphs of other work with the same dummy slot, padding and memory, to be captured
         next."""
@@ -93,14 +99,14 @@ class GraphTable(Generic[Result]):
             try:
                 if before is not None:
                     before(key)
-                tier = self.tiers.setdefault(key.draft_len, SpecRuntimeState(key.draft_len, {}))
+                tier = self.tiers.setdefault(key.shape, SpecRuntimeState(key.shape, {}))
                 tier.graphs[key.batch_size, key.sampled] = self._pool.capture(
                     partial(self._run_work, key)
                 )
             except torch.cuda.OutOfMemoryError as error:
                 raise ValueError(
                     f"out of memory while the CUDA graph of {key.batch_size} requests with "
-                    f"{key.draft_len} drafts was "
+                    f"{key.shape.num_nodes} drafts was "
                     "captured; lower cuda_graph_config.max_batch_size, max_draft_len or "
                     "kv_cache_config.free_gpu_memory_fraction, or set cuda_graph_config to null"
                 ) from error
@@ -124,10 +130,12 @@ class GraphTable(Generic[Result]):
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
         return replay_seconds(captured.graph, TIMED_SECONDS, renew)
 
-    def _replay(self, slots: list[int], draft_len: int, sampled: bool) -> Captured[Result] | None:
+    def _replay(
+        self, slots: list[int], shape: DraftShape, sampled: bool
+    ) -> Captured[Result] | None:
         """The work for these slots, or None when no graph fits."""
         size = next((size for size in self._sizes if size >= len(slots)), 0)
-        captured = self._find(GraphKey(size, draft_len, sampled))
+        captured = self._find(GraphKey(size, shape, sampled))
         if captured is None or not (self._pads or size == len(slots)):
             return None
         self._send(slots + [self._dummy_slot] * (size - len(slots)))
@@ -142,24 +150,28 @@ class GraphTable(Generic[Result]):
             self._sent = padded
 
     def _find(self, key: GraphKey) -> Captured[Result] | None:
-        tier = self.tiers.get(key.draft_len)
+        tier = self.tiers.get(key.shape)
         return tier.graphs.get((key.batch_size, key.sampled)) if tier is not None else None
 
     def _run_work(self, key: GraphKey) -> Result:
         """What is captured."""
-        return self._work(self._slot_ids[: key.batch_size], key.draft_len, key.sampled)
+        return self._work(self._slot_ids[: key.batch_size], key.shape, key.sampled)
 
 
 class SlotGraphs(GraphTable[Result]):
     """Graphs whose results the caller reads from the device."""
 
-    def run(self, slots: list[int], draft_len: int, sampled: bool) -> Captured[Result] | None:
+    def run(self, slots: list[int], shape: DraftShape, sampled: bool) -> Captured[Result] | None:
         """Replays the work for these slots, or None when no graph fits. Its result, of the padded
         batch, may be overwritten by any other replay."""
-        return self._replay(slots, draft_len, sampled)
+        return self._replay(slots, shape, sampled)
 
 
-def graph_keys(sizes: Iterable[int], draft_lens: Callable[[int], set[int]]) -> list[GraphKey]:
+def graph_keys(
+    sizes: Iterable[int],
+    draft_lens: Callable[[int], set[int]],
+    shape_of: Callable[[int], DraftShape] = chain_of,
+) -> list[GraphKey]:
     """Every combination that can occur: a graph of n requests serves all batches above the next
     smaller size."""
     keys: list[GraphKey] = []
@@ -169,7 +181,7 @@ def graph_keys(sizes: Iterable[int], draft_lens: Callable[[int], set[int]]) -> l
             *(draft_lens(batch_size) for batch_size in range(below + 1, size + 1))
         )
         keys += [
-            GraphKey(size, length, sampled)
+            GraphKey(size, shape_of(length), sampled)
             for length in sorted(lengths)
             for sampled in (False, True)
         ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -38,8 +39,8 @@ class KVCacheManager(ResourceManager):
         *,
         extra_kv_tokens: int = 0,
     ) -> None:
-        """extra_kv_tokens: positions after a round's own tokens that a drafter on the same pages
-        writes to."""
+        """extra_kv_tokens: KV entries after those of a round's tokens that a drafter on the same
+        pages writes."""
         self.cache = cache
         self.extra_kv_tokens = extra_kv_tokens
         self.pool = pool
@@ -51,7 +52,7 @@ class KVCacheManager(ResourceManager):
         # known), and the window and requests whose surplus pages were freed.
         self._roomy: Sequence[LlmRequest] = ()
         self._room = -1
-        self._settled: tuple[int, Sequence[LlmRequest]] = (0, ())
+        self._settled: tuple[DraftShape, Sequence[LlmRequest]] = (NO_DRAFTS, ())
 
     @property
     def num_available(self) -> int:
@@ -60,6 +61,12 @@ class KVCacheManager(ResourceManager):
     @property
     def num_usable(self) -> int:
         return self.cache.num_pages - 1
+
+    def num_after(self, shape: DraftShape) -> int:
+        """KV entries that a round with such drafts may write after those of the tokens that the
+        request may have before it: all nodes of a tree, or an accepted path and then what the
+        drafter adds."""
+        return max(shape.num_nodes, shape.depth + self.extra_kv_tokens)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
@@ -142,7 +149,7 @@ class KVCacheManager(ResourceManager):
         self.table.flush()
 
     def update_resources(self, batch: ScheduledBatch) -> None:
-        if self._settled != (batch.window, batch.generation_requests):
+        if self._settled != (batch.shape, batch.generation_requests):
             self._give_back(batch)
         for request in batch.context_requests:
             if self.holds(request) and not request.is_finished:
@@ -150,7 +157,8 @@ class KVCacheManager(ResourceManager):
 
     def _give_back(self, batch: ScheduledBatch) -> None:
         rows, page_size, finished = self._rows, self._page_size, RequestState.FINISHED
-        extra, next_rounds = self.extra_kv_tokens, (1 + ROUNDS_AHEAD) * batch.window
+        extra = self.extra_kv_tokens
+        next_rounds = batch.shape.window + ROUNDS_AHEAD * batch.shape.path
         for request in batch.generation_requests:
             row = rows.get(request.request_id)  # None: it was preempted meanwhile
             if row is None or request.state is finished:
@@ -161,7 +169,7 @@ class KVCacheManager(ResourceManager):
             kept = request.kv_len + extra + (in_flight + next_rounds if in_flight else 0)
             if kept <= (len(row.pages) - 1) * page_size:
                 self.rewind(request, kept)
-        self._settled = batch.window, batch.generation_requests
+        self._settled = batch.shape, batch.generation_requests
 
     def free_resources(self, request: LlmRequest) -> None:
         self.release(request, request.kv_len)
@@ -182,7 +190,7 @@ class KVCacheManager(ResourceManager):
         row, version = self._rows[request.request_id], self.cache.version(request.request_id)
         if row.version == version and row.num_pages == len(row.pages):
             return
-        self._settled = 0, ()
+        self._settled = NO_DRAFTS, ()
         first_changed = row.num_pages if row.version == version else 0
         self.table.write(request.slot, row.pages, first_changed)
         row.num_pages, row.version = len(row.pages), version

@@ -8,6 +8,7 @@ from array import array
 
 import torch
 
+from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.rounds.transfer import to_device
@@ -19,17 +20,20 @@ from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 class SlotState:
     """The tensors of S slots.
 
-    `kv_lens` `[S]`: tokens in the KV cache. `window` `[S, K+1]`: the next round's input, the bonus
+    `kv_lens` `[S]`: tokens in the KV cache. `window` `[S, W]`: the next round's input, the bonus
     token and then drafts. `num_drafts` `[S]`: how many of these drafts were proposed, the rest is
     padding. `previous_token` `[S]`: the token before the bonus token, which a draft model reads
     again after a full acceptance."""
 
-    def __init__(self, slots: SeqSlotManager, max_draft_len: int, device: torch.device) -> None:
-        num_rows = slots.dummy_slot + 1
+    def __init__(self, slots: SeqSlotManager, shapes: DraftShapes, device: torch.device) -> None:
+        num_rows, max_draft_len = slots.dummy_slot + 1, shapes.longest.depth
         self.device = device
+        self.shapes = shapes
         self.max_draft_len = max_draft_len
         self.kv_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.window = torch.zeros((num_rows, max_draft_len + 1), dtype=torch.int64, device=device)
+        self.window = torch.zeros(
+            (num_rows, shapes.longest.window), dtype=torch.int64, device=device
+        )
         self.num_drafts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.previous_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._draft_limits = torch.zeros(num_rows, dtype=torch.int64, device=device)

@@ -66,7 +66,7 @@ class ContextRounds:
         first_tokens = _first_tokens(batch, parts)
         self._round_end.after_contexts(batch, chunks, first_tokens, None, is_timed=False)
         parts.append(self._decode.run(batch, logprobs))
-        sampled = joined(parts, batch.window, hidden.device)
+        sampled = joined(parts, batch.shape.path, hidden.device)
         return SentResults(self._sender.send(sampled, logprobs))
 
     def _launch_together(
@@ -113,7 +113,7 @@ class ContextRounds:
     ) -> SentResults:
         """In this order, so that first tokens do not wait for drafts. windows: of the chunks'
         forward."""
-        sampled = joined(parts, batch.window, self._slots.device)
+        sampled = joined(parts, batch.shape.path, self._slots.device)
         to_host = self._sender.send(sampled, logprobs)
         first_tokens = _first_tokens(batch, parts)
         post_send = self._round_end.after_contexts(
@@ -155,7 +155,7 @@ def _sampled_rows(batch: ScheduledBatch, device: torch.device) -> torch.Tensor:
     for request in batch.context_requests:
         end += request.context_chunk
         rows += [end - 1] if request.is_last_context_chunk else []
-    rows += range(end, end + len(batch.generation_requests) * batch.window)
+    rows += range(end, end + len(batch.generation_requests) * batch.shape.window)
     if not rows:  # pieces of prompts only
         return torch.empty(0, dtype=torch.int64, device=device)
     return to_device(rows, device)

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool
@@ -53,11 +54,11 @@ class DecodeRounds:
         self.graphs, self.forward_graphs = graphs, forwards
         return graphs
 
-    def _round(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> SampledTokens:
-        return self._step.from_slots(slot_ids, draft_len, is_sampled, self._step.max_len)
+    def _round(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
+        return self._step.from_slots(slot_ids, shape, is_sampled, self._step.max_len)
 
-    def _forward(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> torch.Tensor:
-        hidden = self._step.forward_from_slots(slot_ids, draft_len)
+    def _forward(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> torch.Tensor:
+        hidden = self._step.forward_from_slots(slot_ids, shape)
         return self._hidden[: len(hidden)].copy_(hidden)
 
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
@@ -66,17 +67,17 @@ class DecodeRounds:
         needed = set(map(_graph_samples, requests))
         if self.graphs is None or None in needed:
             return None
-        slots, draft_len, is_sampled = list(map(_slot, requests)), batch.draft_len, True in needed
-        sampled = self.graphs.replay(slots, draft_len, is_sampled)
+        slots, is_sampled = list(map(_slot, requests)), True in needed
+        sampled = self.graphs.replay(slots, batch.shape, is_sampled)
         if sampled is not None:
-            self._step.round_end.after_replay(slots, draft_len, is_sampled)
+            self._step.round_end.after_replay(slots, batch.shape, is_sampled)
         return sampled
 
     def _replay_forward(self, batch: ScheduledBatch) -> torch.Tensor | None:
-        """Hidden states of the windows, `[B * (K+1), H]`, which the next replay of any graph
+        """Hidden states of the windows, `[B * W, H]`, which the next replay of any graph
         overwrites; None where no graph fits."""
         if self.forward_graphs is None:
             return None
         slots = list(map(_slot, batch.generation_requests))
-        captured = self.forward_graphs.run(slots, batch.draft_len, False)
-        return None if captured is None else captured.result[: len(slots) * batch.window]
+        captured = self.forward_graphs.run(slots, batch.shape, False)
+        return None if captured is None else captured.result[: len(slots) * batch.shape.window]

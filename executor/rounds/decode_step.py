@@ -5,6 +5,7 @@ which is what a CUDA graph captures."""
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import Windows
@@ -28,7 +29,7 @@ class DecodeStep:
     def run(
         self, batch: ScheduledBatch, logprobs: LogprobRows, hidden: torch.Tensor | None = None
     ) -> SampledTokens:
-        """The batch's windows. hidden `[B * (K+1), H]`: of a forward that ran already; None: it
+        """The batch's windows. hidden `[B * W, H]`: of a forward that ran already; None: it
         runs here."""
         group = self.group(batch)
         windows = self.windows(group, batch.max_kv_len)
@@ -40,22 +41,21 @@ class DecodeStep:
         return result.sampled
 
     def from_slots(
-        self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool, max_kv_len: int
+        self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool, max_kv_len: int
     ) -> SampledTokens:
         """The windows of the slots `[B]`, whose KV lengths are `max_kv_len` at most."""
         self._slots.reset_dummy()
-        group = self._groups.of_slots(slot_ids, 1 + draft_len, sampled=is_sampled)
+        group = self._groups.of_slots(slot_ids, shape.window, sampled=is_sampled)
         windows = self.windows(group, max_kv_len)
         logits = self.engine.compute_logits(self.engine.forward([], windows))
         result = self.sample(group, windows, logits, None, LogprobRows())
-        self.round_end.in_graph(group, result, draft_len)
+        self.round_end.in_graph(group, result, shape)
         return result.sampled
 
-    def forward_from_slots(self, slot_ids: torch.Tensor, draft_len: int) -> torch.Tensor:
-        """Hidden states of the slots' windows, `[B * (K+1), H]`: the same for every way of
-        sampling."""
+    def forward_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
+        """Hidden states of the slots' windows, `[B * W, H]`: the same for every way of sampling."""
         self._slots.reset_dummy()
-        windows = self._windows(slot_ids, 1 + draft_len, self.max_len)
+        windows = self._windows(slot_ids, shape.window, self.max_len)
         return self.engine.forward([], windows)
 
     @property
@@ -64,7 +64,7 @@ class DecodeStep:
         return self.engine.rows.max_len
 
     def group(self, batch: ScheduledBatch) -> RowGroup:
-        return self._groups.get(batch.generation_requests, batch.window)
+        return self._groups.get(batch.generation_requests, batch.shape.window)
 
     def windows(self, group: RowGroup, max_kv_len: int) -> Windows:
         return self._windows(group.slots, group.window, max_kv_len)
@@ -77,7 +77,7 @@ class DecodeStep:
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> WindowResult:
-        """Accepts drafts and advances the slots. logits `[B * (K+1), V]`."""
+        """Accepts drafts and advances the slots. logits `[B * W, V]`."""
         probs = self.round_end.draft_probs(group, draft_probs)
         sampled = self.sampler.sample_windows(group, logits, windows.first, probs, logprobs)
         return WindowResult(windows, sampled)

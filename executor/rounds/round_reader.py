@@ -34,7 +34,7 @@ class RoundReader:
 
         The round's tokens are no longer in flight afterwards, even where reading raises: a request
         that was preempted meanwhile would wait for them forever."""
-        window, num_contexts = launched.batch.window, len(launched.ended_contexts)
+        path, num_contexts = launched.batch.shape.path, len(launched.ended_contexts)
         contexts, generating = (
             iter(launched.ended_contexts),
             iter(launched.batch.generation_requests),
@@ -42,17 +42,17 @@ class RoundReader:
         try:
             responding = _read_contexts(contexts, table, found)
             rows = zip(generating, launched.num_drafts, table[num_contexts:], strict=True)
-            return responding + self._read_windows(rows, window, found, seen)
+            return responding + self._read_windows(rows, path, found, seen)
         finally:
             for request in contexts:
                 request.tokens_in_flight -= 1
             for request in generating:
-                request.tokens_in_flight -= window
+                request.tokens_in_flight -= path
 
     def _read_windows(
         self,
         rows: Iterable[tuple[LlmRequest, int, list[int]]],
-        window: int,
+        path: int,
         found: Found,
         seen: SeenRound,
     ) -> list[LlmRequest]:
@@ -62,7 +62,7 @@ class RoundReader:
         generation, finished = RequestState.GENERATION, RequestState.FINISHED
         speculating, num_requests, num_tokens = self._speculating, 0, 0
         for request, num_drafts, row in rows:
-            request.tokens_in_flight -= window
+            request.tokens_in_flight -= path
             num_new = num_emitted = row[0]
             if request.state is generation:
                 request.kv_len += num_new

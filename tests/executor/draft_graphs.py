@@ -96,8 +96,8 @@ class Watched:
         graphs = graphs or self.drafter.graphs
         assert graphs is not None
         dummies: dict[GraphKey, Any] = {
-            GraphKey(size, draft_len, sampled): captured.graph
-            for draft_len, tier in graphs.tiers.items()
+            GraphKey(size, shape, sampled): captured.graph
+            for shape, tier in graphs.tiers.items()
             for (size, sampled), captured in tier.graphs.items()
         }
         return {key: stand_in.replays for key, stand_in in dummies.items() if stand_in.replays}

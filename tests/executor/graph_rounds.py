@@ -57,8 +57,8 @@ def num_replays(harness: Harness) -> dict[GraphKey, int]:
     graphs = harness.parts.runner.graphs
     assert graphs is not None
     dummies: dict[GraphKey, Any] = {
-        GraphKey(size, draft_len, is_sampled): captured.graph
-        for draft_len, tier in graphs.tiers.items()
+        GraphKey(size, shape, is_sampled): captured.graph
+        for shape, tier in graphs.tiers.items()
         for (size, is_sampled), captured in tier.graphs.items()
     }
     return {key: stand_in.replays for key, stand_in in dummies.items() if stand_in.replays}

@@ -14,6 +14,7 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
@@ -53,9 +54,9 @@ class Script:
         self._tables: dict[tuple[int, int], list[tuple[SampledTokens, torch.Tensor]]] = {}
         self._round = count()
 
-    def replay(self, slots: list[int], draft_len: int, sampled: bool) -> SampledTokens:
-        """In the place of `CudaGraphs.replay`."""
-        sampled, table = self._result(len(slots), draft_len)
+    def replay(self, slots: list[int], shape: DraftShape, is_sampled: bool) -> SampledTokens:
+        """Instead of `CudaGraphs.replay`."""
+        sampled, table = self._result(len(slots), shape.depth)
         return replace(sampled, to_host=ToHost([table]))
 
     def tokens(self, num_rows: int, draft_len: int) -> SampledTokens:
@@ -136,7 +137,10 @@ class ScriptedEngine:
         )
         cache = PagedCache(num_pages, page_size, copy_page=pool.copy_page)
         kv = KVCacheManager(cache, pool, BlockTable(managed, max_pages, CPU), extra_kv_tokens=extra)
-        slots, state = SlotState(managed, draft_len, CPU), SamplingState(managed, VOCAB_SIZE, CPU)
+        slots, state = (
+            SlotState(managed, DraftShapes.chains(draft_len), CPU),
+            SamplingState(managed, VOCAB_SIZE, CPU),
+        )
         sampler = Sampler(slots, state, RowGroups(state), rejection=False)
         self.parts = ExecutorParts(
             queue=RequestQueue(),

@@ -18,6 +18,7 @@ from tests.executor.graph_rounds import (
 )
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.graph_pool import GraphPool
@@ -35,7 +36,7 @@ def test_slot_ids_are_sent_only_when_they_change(
     sent: list[list[int]] = []
     seen: list[list[int]] = []
 
-    def generate(slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> SampledTokens:
+    def generate(slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> SampledTokens:
         seen.append(slot_ids.tolist())
         return SampledTokens(slot_ids.unsqueeze(1).clone(), slot_ids.clone())
 
@@ -60,7 +61,7 @@ def test_slot_ids_are_sent_only_when_they_change(
     ]
     for slots in rounds:
         for draft_len in (0, 1):
-            graphs.replay(slots, draft_len, False)
+            graphs.replay(slots, chain_of(draft_len), False)
     padded = [slots + [DUMMY] * (2 + 2 * (len(slots) > 2) - len(slots)) for slots in rounds]
     assert seen == [slots for slots in padded for _ in (0, 1)]
     assert sent == [
@@ -136,7 +137,7 @@ def test_a_round_that_fits_no_graph_runs_eagerly(tiny: Path, eager_graphs: None)
     simple = [each.submit([1, 2], max_tokens=10) for each in (harness, eager)]
     harness.run()
     eager.run()
-    assert num_replays(harness) == {GraphKey(1, 0, False): 9}
+    assert num_replays(harness) == {GraphKey(1, chain_of(0), False): 9}
     assert output_of(simple[0]) == output_of(simple[1])
 
 
@@ -146,7 +147,10 @@ def test_without_padding_only_batches_of_a_captured_size_are_replayed(
     harness = with_graphs(tiny, (1, 4, 8), {0}, pads=False)
     submit_mixture(harness, 7, is_sampled=False)  # they end one by one
     harness.run()
-    assert num_replays(harness).keys() == {GraphKey(1, 0, False), GraphKey(4, 0, False)}
+    assert num_replays(harness).keys() == {
+        GraphKey(1, chain_of(0), False),
+        GraphKey(4, chain_of(0), False),
+    }
 
 
 def test_running_out_of_memory_while_capturing_says_which_options_to_lower(

@@ -15,6 +15,7 @@ from tests.executor.graph_rounds import (
 )
 from tests.executor.harness import all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.batch import SampledTokens
 
 
@@ -89,7 +90,7 @@ def test_on_a_gpu_the_dummy_slot_of_padded_batches_does_not_grow(
 def test_on_a_gpu_a_batch_above_the_largest_graph_runs_without(tiny: Path) -> None:
     harness, eager = on_cuda(tiny, [2]), on_cuda(tiny, None)
     graphs = harness.parts.runner.graphs
-    assert graphs is not None and graphs.replay([0, 1, 2], 0, False) is None
+    assert graphs is not None and graphs.replay([0, 1, 2], NO_DRAFTS, False) is None
     ours, theirs = (submit_mixture(each, 5, False) for each in (harness, eager))
     harness.run()
     eager.run()

@@ -297,7 +297,7 @@ def test_with_a_fixed_draft_length_rounds_are_plain_while_no_request_wants_draft
     launch = harness.parts.runner.launch
 
     def watched(batch: Any) -> Any:
-        widths.append(batch.window if batch.generation_requests else 0)
+        widths.append(batch.shape.window if batch.generation_requests else 0)
         return launch(batch)
 
     harness.parts.runner.launch = watched  # type: ignore[method-assign] # the test looks on

@@ -9,6 +9,7 @@ from tests.executor.draft_caches import HOT, one_model, worker_of
 from tests.executor.graph_rounds import capture_rounds
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.graphs.graph_pool import Captured
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs, graph_keys
 from tllm_spec.executor.request import LlmRequest
@@ -101,7 +102,7 @@ def test_no_catch_up_has_more_rows_than_a_round_may_have(
     assert_alike(*run_in_step([harness, eager], sampled=False))
     odd = set() if mode == "draft_target" else {(1, True)}
     assert set(seen) == odd | {(2, True)}
-    assert {size for size, _ in catch_ups_of(harness).tiers[0].graphs} == {1, 2}
+    assert {size for size, _ in catch_ups_of(harness).tiers[NO_DRAFTS].graphs} == {1, 2}
 
 
 def test_a_catch_up_that_fits_no_graph_runs_without(

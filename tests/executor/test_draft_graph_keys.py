@@ -21,6 +21,7 @@ from tests.executor.graph_rounds import KeyRecorder
 from tests.executor.harness import Harness
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import LlmArgs
+from tllm_spec.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.building.draft_lens import RoundTimer
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
@@ -89,14 +90,16 @@ def test_drafting_graphs_cover_the_draft_lengths_that_may_be_asked_for(
 
 def test_drafts_are_captured_into_the_memory_of_the_rounds(depth: list[int]) -> None:
     rounds = SlotGraphs(lambda *_: None, DUMMY, CPU, pads=False)
-    rounds.capture([GraphKey(1, 0, False)])
+    rounds.capture([GraphKey(1, chain_of(0), False)])
     drafting = rounds.for_same_slots(lambda *_: None)
     assert drafting._pool is rounds._pool
-    drafting.capture([GraphKey(2, 3, False)])
-    assert drafting.run([1, 2], 3, False) and not drafting.run(
-        [1], 3, False
+    drafting.capture([GraphKey(2, chain_of(3), False)])
+    assert drafting.run([1, 2], chain_of(3), False) and not drafting.run(
+        [1], chain_of(3), False
     )  # no padding here either
-    assert GraphKey(2, 3, False) not in rounds and not rounds.run([1, 2], 3, False)
+    assert GraphKey(2, chain_of(3), False) not in rounds and not rounds.run(
+        [1, 2], chain_of(3), False
+    )
 
 
 @torch.inference_mode()
@@ -114,10 +117,10 @@ def test_drafts_are_timed_with_graphs_and_without(
     rounds: list[GraphKey] = []
     replay = CudaGraphs.replay
 
-    def seen(graphs: CudaGraphs, slots: list[int], draft_len: int, sampled: bool) -> Any:
+    def seen(graphs: CudaGraphs, slots: list[int], shape: DraftShape, sampled: bool) -> Any:
         assert slots == [DUMMY] * len(slots)
-        rounds.append(GraphKey(len(slots), draft_len, sampled))
-        return replay(graphs, slots, draft_len, sampled)
+        rounds.append(GraphKey(len(slots), shape, sampled))
+        return replay(graphs, slots, shape, sampled)
 
     def seconds(graphs: GraphTable[Any], key: GraphKey) -> float:
         if graphs is not watched.drafter.graphs:
@@ -128,7 +131,9 @@ def test_drafts_are_timed_with_graphs_and_without(
     monkeypatch.setattr(CudaGraphs, "replay", seen)
     for kind in (CudaGraphs, SlotGraphs):
         monkeypatch.setattr(kind, "seconds", seconds)
-    timer = RoundTimer(runner, watched.drafter, DUMMY, CPU, ContextLimits(10, 10))
+    timer = RoundTimer(
+        runner, DraftShapes.chains(3), watched.drafter, DUMMY, CPU, ContextLimits(10, 10)
+    )
     times = timer.measure(controller, (1, 4))
     catch_up = mode == "eagle3"  # a head reads what was emitted even if it is to draft nothing
     expected = [1 + 0.01 * (catch_up + steps) for steps in (0, 1, 3)]

@@ -23,6 +23,7 @@ from tests.executor.graph_rounds import on_cuda, submit_mixture
 from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.executor.test_head_drafter import watch_windows
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.graphs.graph_pool import Captured
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import RequestState
@@ -125,7 +126,7 @@ def test_a_steady_round_is_two_launches_and_nothing_else(
     with OpCounter(depth) as ops:
         for _ in range(6):
             harness.round()
-    key = GraphKey(4, 3, False)
+    key = GraphKey(4, chain_of(3), False)
     assert watched.replays() == {key: before[key] + 6}
     assert watched.replays(targets)[key] == rounds_before[key] + 6
     assert not ops.names
@@ -188,7 +189,10 @@ def test_a_draft_model_takes_a_longer_graph_for_fewer_drafts_but_none_that_outgr
     windows = watch_windows(harness, monkeypatch)
     harness.submit([7, 8, 9], max_tokens=4)  # the first of its rounds wants two drafts
     harness.run()
-    assert len(next(iter(windows.values()))) == 3 and watched.replays()[GraphKey(1, 3, False)] >= 1
+    assert (
+        len(next(iter(windows.values()))) == 3
+        and watched.replays()[GraphKey(1, chain_of(3), False)] >= 1
+    )
     assert watched.eager == []
     before = watched.replays()
     harness.parts.draft_len_for = lambda *_: 2

@@ -10,6 +10,7 @@ import torch
 from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.building.draft_lens import RoundTimer
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits, DummyContexts
@@ -43,11 +44,11 @@ def test_each_round_reads_its_own_pages_at_the_same_lengths(
             renew()
             tables = parts.kv.table.device_rows[: key.batch_size]
             seen.append((slots, parts.slots.kv_lens[:5].tolist(), set(tables[tables > 0].tolist())))
-            graphs.replay(slots, key.draft_len, key.sampled)
+            graphs.replay(slots, key.shape, key.sampled)
         return 2.0
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
-    assert parts.runner.seconds_with_contexts(GraphKey(4, 3, False), LIMITS) == 2.0
+    assert parts.runner.seconds_with_contexts(GraphKey(4, chain_of(3), False), LIMITS) == 2.0
     assert seen == [([0, 1, 2, 3], [300] * 4 + [0], set(range(1, 1 + 4 * 10)))] * 3
     assert not parts.slots.kv_lens[:DUMMY].any() and not parts.kv.table.device_rows.any()
 
@@ -58,7 +59,7 @@ def test_texts_after_timing_are_those_of_an_engine_that_was_not_timed(
 ) -> None:
     def seconds(graphs: CudaGraphs, key: GraphKey, slots: list[int], renew: Any) -> float:
         renew()
-        graphs.replay(slots, key.draft_len, key.sampled)
+        graphs.replay(slots, key.shape, key.sampled)
         return 1.0
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
@@ -97,7 +98,9 @@ def test_start_up_times_rounds_with_contexts_where_there_is_room_for_them(
 
     monkeypatch.setattr(CudaGraphs, "seconds", seconds)
     for limits, added in ((LIMITS, 0.2), (ContextLimits(200, 10), 0.0)):  # the second: too short
-        times = RoundTimer(runner, None, DUMMY, CPU, limits).measure(controller, (2, 4))
+        times = RoundTimer(runner, DraftShapes.chains(3), None, DUMMY, CPU, limits).measure(
+            controller, (2, 4)
+        )
         found = [times.round_time(3, steps) for steps in (0, 1, 3)]
         assert found == pytest.approx([1.0 + added, 1.1 + added, 1.3 + added])
         assert times.has_contexts

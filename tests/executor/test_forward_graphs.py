@@ -12,6 +12,7 @@ from tests.executor.draft_graphs import DUMMY, assert_same, captures_without_a_d
 from tests.executor.graph_rounds import MODES, on_cuda, speculate, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.request import LlmRequest
 
 SIZES = (1, 4, 8)
@@ -53,7 +54,7 @@ def forwards_of(harness: Harness) -> dict[tuple[int, int], int]:
     graphs = harness.parts.runner.decode.forward_graphs
     assert graphs is not None
     found: dict[tuple[int, int], Any] = {
-        (size, tier.draft_len): captured.graph
+        (size, tier.shape.depth): captured.graph
         for tier in graphs.tiers.values()
         for (size, _), captured in tier.graphs.items()
     }
@@ -120,7 +121,8 @@ def test_all_forward_graphs_write_their_hidden_states_to_one_buffer(
 ) -> None:
     runner = with_graphs(tiny, SIZES, {0}).parts.runner
     left = [
-        runner.decode._forward(torch.tensor(slots), 0, False) for slots in ([DUMMY], [DUMMY, DUMMY])
+        runner.decode._forward(torch.tensor(slots), NO_DRAFTS, False)
+        for slots in ([DUMMY], [DUMMY, DUMMY])
     ]
     assert left[0].data_ptr() == left[1].data_ptr() and list(map(len, left)) == [1, 2]
 

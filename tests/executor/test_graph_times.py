@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
 
 CPU = torch.device("cpu")
@@ -34,10 +35,10 @@ def test_a_replay_is_timed_among_others_when_the_device_has_slowed_down(
             return end.time - self.time
 
     graphs = SlotGraphs(generate, DUMMY, CPU)
-    graphs.capture([GraphKey(2, 1, False)])
+    graphs.capture([GraphKey(2, chain_of(1), False)])
     now = 0.0
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert graphs.seconds(GraphKey(2, 1, False)) == pytest.approx(0.003)
+    assert graphs.seconds(GraphKey(2, chain_of(1), False)) == pytest.approx(0.003)
 
 
 def test_a_round_is_renewed_before_every_replay_and_runs_for_the_slots_that_were_given(
@@ -56,14 +57,16 @@ def test_a_round_is_renewed_before_every_replay_and_runs_for_the_slots_that_were
             return 6.0
 
     graphs = SlotGraphs(generate, DUMMY, CPU)
-    graphs.capture([GraphKey(3, 0, False)])
+    graphs.capture([GraphKey(3, chain_of(0), False)])
     happened.clear()
     monkeypatch.setattr(torch.cuda, "Event", Event)
     assert (
-        graphs.seconds(GraphKey(3, 0, False), [4, 0, 2], lambda: happened.append("renewed"))
+        graphs.seconds(
+            GraphKey(3, chain_of(0), False), [4, 0, 2], lambda: happened.append("renewed")
+        )
         == 0.006 / 5
     )
     assert happened == ["renewed", [4, 0, 2]] * (1 + 5 + 5)
     happened.clear()
-    graphs.seconds(GraphKey(3, 0, False))
+    graphs.seconds(GraphKey(3, chain_of(0), False))
     assert happened == [[DUMMY] * 3] * (1 + 5 + 5)

@@ -12,6 +12,7 @@ from tests.executor.draft_caches import SMALL_POOL, count_forwards, eagle3, subm
 from tests.executor.graph_rounds import DUMMY, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.slot_graphs import SlotGraphs
@@ -121,9 +122,9 @@ def test_the_targets_graph_holds_no_forward_of_the_head(
     graphs, rows = harness.parts.runner.graphs, count_forwards(harness)
     assert graphs is not None
     with torch.inference_mode():
-        graphs.replay([DUMMY, DUMMY], 3, False)
+        graphs.replay([DUMMY, DUMMY], chain_of(3), False)
         assert rows == []
-        harness.parts.runner.round_end.after_replay([DUMMY, DUMMY], 3, False)
+        harness.parts.runner.round_end.after_replay([DUMMY, DUMMY], chain_of(3), False)
     assert rows == [2 * 4, 2, 2]  # what the target has read, then two more drafts
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.executor.harness import Harness, ScriptedDrafter, user_provided
 from tests.executor.tiny_llama import write_tiny_llama
+from tllm_spec.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
@@ -27,7 +28,7 @@ class Bench:
 
     def __init__(self, propose: Callable[[LlmRequest], Any]) -> None:
         slots = SeqSlotManager(3)
-        self.slots = SlotState(slots, DRAFT_LEN, torch.device("cpu"))
+        self.slots = SlotState(slots, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
         self.drafter = HostDrafter(ScriptedDrafter(propose), None, self.slots, vocab_size=64)
         self.requests = [
             LlmRequest(number, [number] * 5, RULES, seed=0, max_tokens=99, draft_limit=DRAFT_LEN)
@@ -39,7 +40,7 @@ class Bench:
     def round(self, draft_len: int = DRAFT_LEN) -> ScheduledBatch:
         for request in self.requests:
             request.py_draft_tokens, request.py_num_draft_tokens = [0] * draft_len, 0
-        batch = ScheduledBatch(generation_requests=list(self.requests), draft_len=draft_len)
+        batch = ScheduledBatch(generation_requests=list(self.requests), shape=chain_of(draft_len))
         self.drafter.prepare_draft_tokens(batch)
         return batch
 
@@ -99,7 +100,7 @@ def test_padding_puts_no_token_into_a_window_after_which_there_are_no_numbers(
 def test_in_a_round_of_draft_length_0_the_drafter_is_not_called() -> None:
     bench = Bench(lambda request: pytest.fail("asked"))
     bench.drafter.prepare_draft_tokens(
-        ScheduledBatch(generation_requests=bench.requests, draft_len=0)
+        ScheduledBatch(generation_requests=bench.requests, shape=chain_of(0))
     )
 
 

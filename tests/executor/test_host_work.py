@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.executor.scripted_rounds import ScriptedEngine
+from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
@@ -70,7 +71,7 @@ class Watched:
         if request in batch.context_requests:
             end = self._kv_lens[request] = request.kv_len + request.context_chunk
         else:
-            end = self._kv_lens[request] + batch.window
+            end = self._kv_lens[request] + batch.shape.window
             assert request.kv_len <= self._kv_lens[request] < request.num_tokens_bound
         room = len(pages) * 4 - end - kv.extra_kv_tokens
         assert room >= 0, "a window would be written after the request's pages"
@@ -311,7 +312,7 @@ def test_ready_drafts_are_limited_by_the_round_and_by_the_request() -> None:
     for request, (ready, limit) in zip(requests, numbers, strict=True):
         request.num_drafts_ready, request.draft_limit = ready, limit
     OneModelDrafter().prepare_draft_tokens(
-        ScheduledBatch(generation_requests=requests, draft_len=3)
+        ScheduledBatch(generation_requests=requests, shape=chain_of(3))
     )
     assert [request.py_num_draft_tokens for request in requests] == [
         min(3, *each) for each in numbers

@@ -97,7 +97,7 @@ def test_rounds_in_flight_write_only_to_private_pages_that_their_requests_hold(
             assert kv.table.device_rows[request.slot, : len(pages)].tolist() == pages
             if request in batch.generation_requests:
                 assert request.kv_len <= slots.kv_lens[request.slot] < request.num_tokens_bound
-                end = int(slots.kv_lens[request.slot]) + batch.window
+                end = int(slots.kv_lens[request.slot]) + batch.shape.window
             assert end + kv.extra_kv_tokens <= len(pages) * 4
         written.clear()
         launched = launch(batch)

@@ -4,6 +4,7 @@ is noticed."""
 import pytest
 import torch
 
+from tllm_spec.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
@@ -84,16 +85,18 @@ def test_graphs_that_were_captured_and_timed_answer_with_their_own_results(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
-    def generate(slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> SampledTokens:
-        tokens = slot_ids.unsqueeze(1) * 10 + torch.arange(1 + draft_len)
-        return SampledTokens(tokens, torch.full_like(slot_ids, 1 + draft_len))
+    def generate(slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> SampledTokens:
+        tokens = slot_ids.unsqueeze(1) * 10 + torch.arange(shape.path)
+        return SampledTokens(tokens, torch.full_like(slot_ids, shape.path))
 
     graphs = CudaGraphs(generate, DUMMY, CPU)
-    graphs.capture([GraphKey(size, draft_len, False) for size in (1, 4) for draft_len in (0, 2)])
+    graphs.capture(
+        [GraphKey(size, chain_of(draft_len), False) for size in (1, 4) for draft_len in (0, 2)]
+    )
     under_way = []
     for slots, draft_len in [([3], 0), ([1, 2, 5], 2), ([1, 2], 0), ([4], 2)] * 3:
-        graphs.seconds(GraphKey(4, 2, False))
-        replayed = graphs.replay(slots, draft_len, False)
+        graphs.seconds(GraphKey(4, chain_of(2), False))
+        replayed = graphs.replay(slots, chain_of(draft_len), False)
         assert replayed is not None and replayed.to_host is not None
         table = [[1 + draft_len, *range(10 * slot, 10 * slot + 1 + draft_len)] for slot in slots]
         assert replayed.table().tolist() == table

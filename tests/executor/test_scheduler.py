@@ -7,6 +7,7 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -77,7 +78,7 @@ class Bench:
         for request in self.scheduler.running:
             if request.state is RequestState.GENERATION:
                 request.py_draft_tokens = [0] * self.draft_len
-        batch, _ = self.scheduler.schedule(self.scheduler.generating())
+        batch, _ = self.scheduler.schedule(self.scheduler.generating(), chain_of(self.draft_len))
         done = ScheduledBatch(list(batch.context_requests), list(batch.generation_requests))
         self.num_rows = sum(
             1 + len(request.py_draft_tokens) for request in batch.generation_requests

@@ -11,6 +11,7 @@ import torch
 from tests.executor.draft_caches import one_model
 from tests.executor.harness import Harness, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.building import rounds
 from tllm_spec.executor.building.warm_up import CHUNK_ROWS, WarmUp, some_of
@@ -56,7 +57,7 @@ def both(
 
 def keys_of(harness: Harness) -> list[GraphKey]:
     return [
-        GraphKey(size, min(steps, harness.max_draft_len), s)
+        GraphKey(size, chain_of(min(steps, harness.max_draft_len)), s)
         for size, steps, s in map(tuple_of, KEYS)
     ]
 
@@ -145,11 +146,11 @@ def test_no_round_has_more_rows_than_a_round_may_have(
 def test_chosen_are_windows_of_the_shortest_and_the_longest_draft_length() -> None:
     keys = graph_keys((1, 2, 4, 8, 16), lambda _: {0, 1, 2, 5})
     assert some_of(keys) == sorted(
-        [GraphKey(size, k, False) for size in (1, 4, 16) for k in (0, 5)]
-        + [GraphKey(16, k, True) for k in (0, 5)]
+        [GraphKey(size, chain_of(k), False) for size in (1, 4, 16) for k in (0, 5)]
+        + [GraphKey(16, chain_of(k), True) for k in (0, 5)]
     )
     assert some_of([]) == []
-    assert some_of([GraphKey(4, 2, False)]) == [GraphKey(4, 2, False)]
+    assert some_of([GraphKey(4, chain_of(2), False)]) == [GraphKey(4, chain_of(2), False)]
     assert CHUNK_ROWS > 1536, "contexts with windows would be a graph of their own"
 
 

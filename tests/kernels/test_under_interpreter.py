@@ -19,6 +19,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "token_mask": 6,
     },
     {"window_attention": 47, "window_rows": 4, "draft_input": 28, "slot_windows": 12},
+    {"tree_attention": 8},
     {"filter_cut": 12, "batch_invariant_linear": 13, "rotary_write": 23, "send_results": 10},
 )
 

@@ -118,7 +118,12 @@ class Problem:
         )
         q = self.qkv[:, :, : self.num_heads]
         return plain_window_attention(
-            q, self.layer, self.tables.block_tables, self.tables.kv_lens, self.scale
+            q,
+            self.layer,
+            self.tables.block_tables,
+            self.tables.kv_lens,
+            self.scale,
+            self.tables.tree,
         )
 
     def expected(self) -> torch.Tensor:

@@ -42,6 +42,7 @@ class BatchInvariantAttention(AttentionBackend):
         self._results = SplitResults.allocate(geometry.head_dim, pool.data.device)
 
     def plan(self, metadata: AttentionMetadata) -> BatchInvariantPlan:
+        assert metadata.tree is None
         size, row = self._tile_tokens, 0
         device, parts = metadata.kv_slots.device, []
         lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)

@@ -17,6 +17,7 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.kernels.paged_prefill import PrefillLimits
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, rotary_write
+from tllm_spec.kernels.tree_mask import TreeMask
 
 
 @dataclass
@@ -50,6 +51,10 @@ class AttentionMetadata:
     """[B] int64, device: how many rows at the start of each window are padding. Their K and V are
     written to `kv_slots`, and no row attends to them. The pool may hold keys of the request at
     their positions. None: no padding."""
+    tree: TreeMask | None = None
+    """Which keys the generation rows see, with R = W. Then `kv_slots` are those of the last W
+    tokens up to `kv_lens`, `positions` are depths in the tree, and there is no padding. None: each
+    row sees the keys up to its own."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class AttentionBackend(ABC):
         norm: HeadWeights | None = None,
     ) -> torch.Tensor:
         """Normalise and rotate the rows' q and k, write their K and V into the pool, then attend
-        causally to all keys of the row's request.
+        causally to all keys of the row's request, or to those that the metadata's tree names.
 
         Args:
             layer: index into the pool's layers.

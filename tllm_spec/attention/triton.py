@@ -83,6 +83,7 @@ class TritonAttention(VanillaAttention):
             metadata.kv_lens[-batch:],
             metadata.kv_slots[first:],
             metadata.num_padding,
+            metadata.tree,
         )
         return WindowPlan(first, batch, metadata.window, tables)
 

@@ -121,8 +121,12 @@ class VanillaAttention(AttentionBackend):
         kv_rows = self._kv_rows(self._slots_of(metadata.block_tables[-batch:], own_keys))
         gathered = self.pool.data.new_empty(2 * batch * length, heads * head_dim)
         cached = gathered.view(2, batch, length, heads, head_dim).transpose(2, 3)
-        queries = kv_lens + torch.arange(-window, 0, device=device)
-        mask = self._additive_mask(keys > queries[:, :, None])[:, None, :, None]
+        if metadata.tree is None:
+            queries = kv_lens + torch.arange(-window, 0, device=device)
+            hidden = keys > queries[:, :, None]
+        else:
+            hidden = ~metadata.tree.visible(kv_lens[:, 0], keys)
+        mask = self._additive_mask(hidden)[:, None, :, None]
         mask = mask.expand(batch, 1, window, group, length).reshape(
             batch, 1, window * group, length
         )

@@ -33,6 +33,7 @@ def controller_for(
         gate=gate,
         max_num_tokens=max_num_tokens,
         max_batch_size=max_batch_size,
+        length_within=spec.shapes.length_within,
     )
     if spec.adaptive is None:
         return AdaptiveController.fixed(spec.max_draft_len, limits=limits)

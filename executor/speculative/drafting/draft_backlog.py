@@ -15,6 +15,7 @@ from operator import attrgetter
 
 import torch
 
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
@@ -89,7 +90,7 @@ class DraftBacklog:
             some = requests[first : first + self.max_requests]
             slot_ids = self._send(some)
             slots = [request.slot for request in some]
-            if self._graphs is None or self._graphs.run(slots, 0, False) is None:
+            if self._graphs is None or self._graphs.run(slots, NO_DRAFTS, False) is None:
                 self._catch_up(slot_ids, max(request.num_tokens_bound for request in some))
             for request in some:
                 request.draft_backlog = 0
@@ -98,7 +99,7 @@ class DraftBacklog:
         """From now on reading is one graph launch, where one of the keys' batch sizes fits."""
         sizes = {key.batch_size for key in keys if key.batch_size <= self.max_requests}
         self._graphs = target.for_same_slots(self._catch_up_for)
-        self._graphs.capture(GraphKey(size, 0, False) for size in sizes)
+        self._graphs.capture(GraphKey(size, NO_DRAFTS, False) for size in sizes)
 
     def _read_what_left_the_rings(self, requests: Sequence[LlmRequest]) -> None:
         """Reads what is no longer in the rings, from the host's tokens.
@@ -121,7 +122,7 @@ class DraftBacklog:
         for chunks in forwards_of(missed, self._max_num_tokens):
             self._layers.forward(chunks, None, None, wanted=self._no_rows)
 
-    def _catch_up_for(self, slot_ids: torch.Tensor, draft_len: int, is_sampled: bool) -> None:
+    def _catch_up_for(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> None:
         """What a graph captures."""
         self._catch_up(slot_ids, self._layers.rows.max_len)
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
 from tllm_spec.executor.graphs.eager_timing import TIMED_KV_LEN, eager_seconds
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, SlotGraphs
@@ -20,13 +21,13 @@ class GraphDrafter(Drafter):
     graphs: SlotGraphs[None] | None = None
 
     @abstractmethod
-    def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
-        """Writes `draft_len` drafts into the windows of the slots `[B]`, some of which may be the
+    def draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:
+        """Writes drafts into the windows of the slots `[B]`, some of which may be the
         dummy slot."""
 
     @abstractmethod
     def draft_for_dummies(
-        self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
+        self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool, max_kv_len: int
     ) -> torch.Tensor:
         """The same without graphs, for timing: slot_ids `[B]` are all the dummy slot. Returns a
         tensor to wait for."""
@@ -51,9 +52,7 @@ class GraphDrafter(Drafter):
         the key: then there is nothing to draft."""
         if self.graphs is None:
             slot_ids = torch.full((key.batch_size,), dummy_slot, device=device)
-            draft = partial(
-                self.draft_for_dummies, slot_ids, key.draft_len, key.sampled, TIMED_KV_LEN
-            )
+            draft = partial(self.draft_for_dummies, slot_ids, key.shape, key.sampled, TIMED_KV_LEN)
             return eager_seconds(draft)
         if key not in self.graphs:
             return 0.0

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
@@ -50,12 +51,12 @@ class HeadDrafter(DraftWorker, GraphDrafter):
     ) -> None:
         report_ready_drafts(scheduled_requests)
 
-    def in_graph(self, group: RowGroup, windows: WindowResult, num_drafts: int) -> None:
+    def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         """Nothing: the head has a graph of its own."""
 
-    def after_replay(self, slots: list[int], draft_len: int, is_sampled: bool) -> None:
+    def after_replay(self, slots: list[int], shape: DraftShape, is_sampled: bool) -> None:
         assert self.graphs is not None, "the head's graphs are captured with the target's"
-        replayed = self.graphs.run(slots, draft_len, is_sampled)
+        replayed = self.graphs.run(slots, shape, is_sampled)
         assert replayed is not None, "the head has a graph for each of the target's"
 
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
@@ -63,33 +64,37 @@ class HeadDrafter(DraftWorker, GraphDrafter):
 
     def run_round_before(self, key: GraphKey) -> None:
         assert self._target is not None
-        self._target.replay([self._dummy_slot] * key.batch_size, key.draft_len, key.sampled)
+        self._target.replay([self._dummy_slot] * key.batch_size, key.shape, key.sampled)
 
     def capture_drafting(self, rounds: CudaGraphs, keys: list[GraphKey]) -> None:
         self._target = rounds
         super().capture_drafting(rounds, keys)
 
-    def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
+    def draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:
         assert self._target is not None
-        result = self._target.result(GraphKey(len(slot_ids), draft_len, sampled))
-        self._draft_for(slot_ids, result, sampled, self._max_len)
+        result = self._target.result(GraphKey(len(slot_ids), shape, sampled))
+        self._draft_for(slot_ids, result, shape, sampled, self._max_len)
 
     def draft_for_dummies(
-        self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
+        self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool, max_kv_len: int
     ) -> torch.Tensor:
         """After windows of as many drafts, all of them accepted."""
-        tokens = slot_ids.new_zeros((len(slot_ids), 1 + draft_len))
-        result = SampledTokens(tokens, torch.full_like(slot_ids, 1 + draft_len))
-        self._draft_for(slot_ids, result, sampled, min(max_kv_len, self._max_len))
+        tokens = slot_ids.new_zeros((len(slot_ids), shape.path))
+        result = SampledTokens(tokens, torch.full_like(slot_ids, shape.path))
+        self._draft_for(slot_ids, result, shape, sampled, min(max_kv_len, self._max_len))
         return self._slots.num_drafts[-1:]
 
     def _draft_for(
-        self, slot_ids: torch.Tensor, result: SampledTokens, sampled: bool, max_kv_len: int
+        self,
+        slot_ids: torch.Tensor,
+        result: SampledTokens,
+        shape: DraftShape,
+        sampled: bool,
+        max_kv_len: int,
     ) -> None:
         """After windows of the slots `[B]`, whose lengths have advanced by `result.new_lens`. The
         dummy slot's may not have. max_kv_len: of the drafts."""
-        draft_len = result.new_tokens.shape[1] - 1
         group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
         first = (gather_rows(self._slots.kv_lens, slot_ids) - result.new_lens).clamp_min(0)
-        windows = Windows(slot_ids, first, result.new_tokens, max_kv_len - draft_len)
-        self.draft(None, WindowResult(windows, result), group, draft_len)
+        windows = Windows(slot_ids, first, result.new_tokens, max_kv_len - shape.depth)
+        self.draft(None, WindowResult(windows, result), group, shape.depth)

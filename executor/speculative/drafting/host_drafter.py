@@ -6,6 +6,7 @@ from itertools import chain
 from operator import index
 from typing import Any
 
+from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -71,7 +72,7 @@ class HostDrafter(Drafter):
         groups = [[request] for request in requests] if self._one_at_a_time else [requests]
         for group in groups:
             self.culprits = group
-            part = ScheduledBatch(generation_requests=group, draft_len=batch.draft_len)
+            part = ScheduledBatch(generation_requests=group, shape=batch.shape)
             self._inner.prepare_draft_tokens(part, self._resource_manager)
         self.culprits, self._one_at_a_time = [], False
 
@@ -122,7 +123,8 @@ class HostDrafter(Drafter):
         drafts = [
             request.py_draft_tokens[:limit] for request, limit in zip(requests, wanted, strict=True)
         ]
-        draft_len = batch.draft_len = batch.num_steps = max(map(len, drafts))
+        draft_len = batch.num_steps = max(map(len, drafts))
+        batch.shape = chain_of(draft_len)
         rows: list[int] = []  # of slot, number of drafts, padded drafts
         for request, draft in zip(requests, drafts, strict=True):
             num_drafts = len(draft)

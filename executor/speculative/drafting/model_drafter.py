@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import torch
 
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import Windows
@@ -78,17 +79,17 @@ class ModelDrafter(GraphDrafter):
         for request in batch.generation_requests:
             request.py_num_draft_tokens = 0
         if not drafting:
-            batch.draft_len = 0
+            batch.shape = NO_DRAFTS
             return
         for request in drafting:
             request.py_num_draft_tokens = request.num_drafts_wanted
         room, draft_len = batch.draft_len, max(r.py_num_draft_tokens for r in drafting)
-        batch.draft_len = batch.num_steps = draft_len
+        batch.shape, batch.num_steps = chain_of(draft_len), draft_len
         for request in drafting:
             request.draft_kv_len = request.num_tokens + draft_len - 1
         self._kv.table.flush()
         if not self._replay(drafting, draft_len, room):
-            self._draft(batch, self._groups.get(drafting, batch.window))
+            self._draft(batch, self._groups.get(drafting, batch.shape.window))
         self._limit_drafts(drafting, draft_len)
 
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
@@ -97,14 +98,14 @@ class ModelDrafter(GraphDrafter):
         wanted = set(asked)
         return [key for key in of_rounds if key.draft_len and key in wanted]
 
-    def draft_from_slots(self, slot_ids: torch.Tensor, draft_len: int, sampled: bool) -> None:
+    def draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:
         group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
-        self._steps(group, draft_len, self._engine.rows.max_len - draft_len)
+        self._steps(group, shape.depth, self._engine.rows.max_len - shape.depth)
 
     def draft_for_dummies(
-        self, slot_ids: torch.Tensor, draft_len: int, sampled: bool, max_kv_len: int
+        self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool, max_kv_len: int
     ) -> torch.Tensor:
-        if draft_len:
+        if draft_len := shape.depth:
             longest = min(max_kv_len, self._engine.rows.max_len) - draft_len
             self._steps(self._groups.of_slots(slot_ids, 1, sampled=sampled), draft_len, longest)
         return self._slots.num_drafts[-1:]
@@ -143,7 +144,7 @@ class ModelDrafter(GraphDrafter):
         slots = [request.slot for request in drafting]
         is_sampled = not all(map(_is_greedy, drafting))
         lengths, run = range(draft_len, room + 1), self.graphs.run
-        return any(run(slots, length, is_sampled) for length in lengths)
+        return any(run(slots, chain_of(length), is_sampled) for length in lengths)
 
     def _draft(self, batch: ScheduledBatch, group: RowGroup) -> None:
         longest = max(request.num_tokens for request in group.requests)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
@@ -80,12 +81,12 @@ class RoundEnd:
     def after_windows(self, batch: ScheduledBatch, windows: WindowResult) -> None:
         """After the sampling of a round of windows that no graph holds."""
 
-    def in_graph(self, group: RowGroup, windows: WindowResult, num_drafts: int) -> None:
+    def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         """The part of a round of windows that is captured in the round's own graph."""
 
-    def after_replay(self, slots: list[int], draft_len: int, is_sampled: bool) -> None:
-        """After the replay of a round's graph for these slots, of a key with this draft length and
-        way of sampling. The round's results may still be read afterwards."""
+    def after_replay(self, slots: list[int], shape: DraftShape, is_sampled: bool) -> None:
+        """After the replay of a round's graph for these slots, of a key with this shape and way of
+        sampling. The round's results may still be read afterwards."""
 
     def launched(self, batch: ScheduledBatch) -> None:
         """After everything of the round was launched."""

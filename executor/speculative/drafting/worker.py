@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
@@ -49,7 +50,7 @@ class DraftWorker(RoundEnd):
         self._sampling = sampling
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
-        num_rows = len(slots.kv_lens) * (slots.max_draft_len + 1)
+        num_rows = len(slots.kv_lens) * slots.shapes.longest.path
         self._rows_before = torch.arange(-1, num_rows - 1, device=slots.device)
         self._probs: torch.Tensor | None = None
         if sampling.keeps_probs:
@@ -84,8 +85,8 @@ class DraftWorker(RoundEnd):
         group = self._groups.get(batch.generation_requests, 1)
         self.draft(None, windows, group, batch.num_new_drafts)
 
-    def in_graph(self, group: RowGroup, windows: WindowResult, num_drafts: int) -> None:
-        self.draft(None, windows, group.one_row_each(), num_drafts)
+    def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
+        self.draft(None, windows, group.one_row_each(), shape.depth)
 
     def launched(self, batch: ScheduledBatch) -> None:
         self._backlog.note(batch)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest, RequestState
@@ -58,7 +59,7 @@ class Bench:
     def __init__(self, ways: list[str], *, rejection: bool = False) -> None:
         slots = SeqSlotManager(len(ways))
         state = SamplingState(slots, VOCAB, CPU)
-        self.slots = SlotState(slots, DRAFT_LEN, CPU)
+        self.slots = SlotState(slots, DraftShapes.chains(DRAFT_LEN), CPU)
         self.sampler = Sampler(self.slots, state, RowGroups(state), rejection=rejection)
         self.requests = [self._start(slots, way) for way in ways]
         self.found: list[dict[int, list[dict[int, Logprob]]]] = []

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.executor.sampling.test_sampler import WAYS
+from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
@@ -41,7 +42,10 @@ def allocated_bytes(work: Callable[[], object]) -> int:
 def sampling(params: list[dict[str, Any]], *, rejection: bool) -> Callable[[], object]:
     """Sampling of one window of each request, on bfloat16 logits as a GPU's model leaves them."""
     slots = SeqSlotManager(len(params))
-    state, windows = SamplingState(slots, VOCAB, CPU), SlotState(slots, WINDOW - 1, CPU)
+    state, windows = (
+        SamplingState(slots, VOCAB, CPU),
+        SlotState(slots, DraftShapes.chains(WINDOW - 1), CPU),
+    )
     sampler = Sampler(windows, state, RowGroups(state), rejection=rejection)
     requests = []
     for number, options in enumerate(params):

@@ -1,0 +1,40 @@
+"""Which keys the rows of a draft tree see: one bit for each row and key of the tree's region."""
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_TREE_KEYS = 64
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """The last `length` keys of each of B sequences are its tree region: those at indices
+    kv_len - length to kv_len - 1. Row r of sequence b sees key j of the region if bit j of
+    bits[b, r] is set, and every key before the region. No causal rule applies to these rows. A row
+    sees itself. The R rows' own keys are the end of the region, and kv_len is at least `length`.
+
+    Batch-invariant attention needs more: the keys of the region that a row sees are its path, in
+    order."""
+
+    bits: torch.Tensor
+    """`[B, R]` int64, contiguous, on the device; bit 63 is the sign."""
+    length: int
+    """Keys of the region, R to 64."""
+
+    def __post_init__(self) -> None:
+        assert self.bits.dtype == torch.int64 and self.bits.is_contiguous()
+        assert self.bits.shape[1] <= self.length <= MAX_TREE_KEYS
+
+    @property
+    def offset(self) -> int:
+        """Keys of the region before the rows' own: those of earlier draft steps."""
+        return self.length - self.bits.shape[1]
+
+    def visible(self, kv_lens: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Whether each row sees the keys at indices `keys` `[L]` of its sequence, `[B, R, L]`;
+        kv_lens: `[B]`."""
+        in_region = keys - (kv_lens.unsqueeze(1) - self.length)  # [B, L]
+        shifts = in_region.clamp(0, MAX_TREE_KEYS - 1).unsqueeze(1)
+        bits = (self.bits.unsqueeze(2) >> shifts) & 1 != 0
+        return (bits | (in_region < 0).unsqueeze(1)) & (in_region < self.length).unsqueeze(1)

@@ -1,0 +1,103 @@
+"""Draft trees in every backend: each row equals plain attention over its own path. Also under
+Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`)."""
+
+import pytest
+import torch
+
+from tests.attention.plain_prefill import PlainPrefill
+from tests.attention.test_triton import (
+    GEOMETRY,
+    HEADS,
+    KV_HEADS,
+    PAGE_SIZE,
+    Batch,
+    Forward,
+    on_each_device,
+)
+from tests.kernels.interpreter import check_under_the_interpreter, only_outside_the_interpreter
+from tests.kernels.tree_problem import bits_of, random_paths
+from tllm_spec.attention.flashinfer import FlashInferAttention
+from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
+from tllm_spec.kernels.tree_mask import TreeMask
+
+# A batch, and the keys of the tree's region before the windows.
+BATCHES = {
+    "a whole tree": (Batch(kv_lens=(6, 17, 300), window=6), 0),
+    "a later draft step": (Batch(kv_lens=(9, 80), window=3), 6),
+    "one beam": (Batch(kv_lens=(5, 80), window=1), 4),
+    "64 rows": (Batch(kv_lens=(64, 100), window=64), 0),
+    "chunks and trees": (Batch(((0, 9), (7, 5)), (8, 33), window=5), 3),
+}
+
+
+class TreeForward(Forward):
+    """The windows are the last rows of a random tree, another one for each request."""
+
+    def __init__(self, batch: Batch, offset: int, device: str) -> None:
+        super().__init__(batch, device)
+        self.chain = Forward(batch, device)
+        length, window, generator = offset + batch.window, batch.window, torch.Generator()
+        self.paths = [random_paths(length, generator.manual_seed(n)) for n in batch.kv_lens]
+        self.paths = [paths[-window:] for paths in self.paths]
+        self.kv_lens, self.length = batch.kv_lens, length
+        self.num_rows = window * len(batch.kv_lens)
+        bits = torch.tensor([bits_of(paths) for paths in self.paths], device=device)
+        self.metadata.tree = TreeMask(bits, length)
+        depths = [
+            kv_len - length + len(path) - 1
+            for kv_len, paths in zip(batch.kv_lens, self.paths, strict=True)
+            for path in paths
+        ]
+        self.metadata.positions[-self.num_rows :] = torch.tensor(depths, device=device)
+
+    def backend(self, kind: type[AttentionBackend]) -> AttentionBackend:
+        backend = super().backend(kind if kind is not FlashInferAttention else VanillaAttention)
+        if kind is not FlashInferAttention:
+            return backend
+        return FlashInferAttention(GEOMETRY, backend.pool, PlainPrefill(GEOMETRY))
+
+    def expected(self, backend: AttentionBackend) -> torch.Tensor:
+        """Of the windows' rows, `[B * W, Hq * D]`. Reads the keys and values that `backend` left in
+        its pool."""
+        qkv = self.qkv.clone()
+        plain_rotate(qkv[:, :-KV_HEADS], Rotary(self.table, self.metadata.positions), None)
+        queries = iter(qkv[-self.num_rows :, :HEADS])
+        pool = backend.pool.data[1].flatten(1, 2)
+        results = []
+        requests = len(self.kv_lens)
+        for paths, kv_len, table in zip(
+            self.paths, self.kv_lens, self.metadata.block_tables[-requests:], strict=True
+        ):
+            first = kv_len - self.length
+            for path in paths:
+                seen = [*range(first), *(first + key for key in path)]
+                slots = [int(table[i // PAGE_SIZE]) * PAGE_SIZE + i % PAGE_SIZE for i in seen]
+                keys, values = pool[:, slots].repeat_interleave(HEADS // KV_HEADS, dim=2)
+                scores = torch.einsum("hd,lhd->hl", next(queries), keys) * GEOMETRY.scale
+                results.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values).flatten())
+        return torch.stack(results)
+
+
+@on_each_device
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, FlashInferAttention])
+@torch.inference_mode()
+def test_each_row_attends_to_its_own_path_and_chunks_stay_causal(
+    kind: type[AttentionBackend], name: str, device: str
+) -> None:
+    forward = TreeForward(*BATCHES[name], device)
+    backend = forward.backend(kind)
+    output = forward.run(backend)
+    windows = output[-forward.num_rows :]
+    torch.testing.assert_close(windows, forward.expected(backend), rtol=1e-4, atol=1e-4)
+    chunks = forward.chain.run(forward.chain.backend(VanillaAttention))[: -forward.num_rows]
+    torch.testing.assert_close(output[: -forward.num_rows], chunks, rtol=1e-4, atol=1e-4)
+    forward.check(output, backend.pool)
+
+
+@only_outside_the_interpreter
+def test_the_backends_pass_their_tests_under_tritons_interpreter() -> None:
+    check_under_the_interpreter(__file__, num_tests=10)

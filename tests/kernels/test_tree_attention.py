@@ -1,0 +1,86 @@
+"""Window attention of draft trees: each row equals plain attention over its own path. The reference
+here, the Triton kernels under Triton's interpreter in a subprocess, all on a CUDA device
+(`-m gpu`)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import on_each_kernel_device
+from tests.kernels.tree_problem import TreeProblem
+from tests.kernels.window_problem import TOLERANCE, Case, Problem
+from tllm_spec.kernels.tree_mask import TreeMask
+from tllm_spec.kernels.triton_support import has_kernels
+
+BF16 = torch.bfloat16
+# A case, and the keys of the tree's region before the window.
+CASES = {
+    "a tree alone": (Case((5, 16, 40), 5, 2, 16, 16), 0),
+    "a draft step of one beam": (Case((7, 33), 1, 3, 16, 16), 6),
+    "beams over pages": (Case((12, 33, 150), 4, 2, 32, 4, num_programs=24, padding=(12,)), 8),
+    "64 keys in a window": (Case((64, 70), 64, 2, 16, 16, kv_heads=1), 0),
+    "64 keys, splits": (Case((64, 300), 3, 2, 16, 16, num_programs=32, spare_pages=3), 61),
+    "two tiles of rows": (Case((40, 130), 24, 4, 16, 32, kv_heads=1, num_programs=8), 9),
+    "bfloat16": (Case((33, 300), 8, 4, 64, 32, kv_heads=1, num_programs=12, dtype=BF16), 8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_row_of_the_reference_attends_to_its_own_path(name: str) -> None:
+    problem = TreeProblem(*CASES[name])
+    problem.check(problem.attend_plainly())
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("name", CASES)
+def test_each_row_attends_to_its_own_path_and_its_kv_is_written(name: str, device: str) -> None:
+    assert has_kernels(torch.device(device))
+    problem, reference = TreeProblem(*CASES[name], device), TreeProblem(*CASES[name], device)
+    problem.check(problem.attend())
+    reference.attend_plainly()
+    pool, written = reference.layer[:, 1:], problem.layer[:, 1:]  # page 0 is padding's
+    tolerance = TOLERANCE[problem.case.dtype]
+    torch.testing.assert_close(written, pool, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("num_programs", [1, 24])
+def test_a_chain_as_a_tree_equals_the_chain(num_programs: int, device: str) -> None:
+    case = Case((8, 9, 200), 6, 3, 16, 16, num_programs=num_programs)
+    problem = Problem(case, device)
+    expected = problem.attend()
+    bits = [(1 << row + 1) - 1 for row in range(case.window)]
+    tree = TreeMask(torch.tensor([bits] * 3, device=device), case.window)
+    problem.tables = replace(problem.tables, tree=tree)
+    assert torch.equal(problem.attend(), expected)
+
+
+def test_a_mask_has_one_bit_for_each_key_and_at_most_64() -> None:
+    kv_lens, keys = torch.tensor([70, 64]), torch.arange(72)
+    bits = torch.tensor([[1 << 62, -(1 << 63)]] * 2)
+    visible = TreeMask(bits, 64).visible(kv_lens, keys)
+    assert visible[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 68]
+    assert visible[0, 1].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 69]
+    assert visible[1].nonzero().tolist() == [[0, 62], [1, 63]]
+    for length in (1, 65):
+        with pytest.raises(AssertionError):
+            TreeMask(bits, length)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_launch_can_be_replayed_with_other_lengths_and_trees(name: str) -> None:
+    case, offset = CASES[name]
+    captured = TreeProblem(case, offset, "cuda")
+    workspace = captured.workspace()
+    captured.attend(workspace)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = captured.attend(workspace)
+    kv_lens = case.kv_lens[1:] + case.kv_lens[:1]
+    other = TreeProblem(replace(case, kv_lens=kv_lens), offset, "cuda", seed=1)
+    for mine, new in zip(captured.inputs(), other.inputs(), strict=True):
+        mine.copy_(new)
+    graph.replay()
+    other.check(output)

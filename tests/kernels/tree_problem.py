@@ -1,0 +1,56 @@
+"""Random draft trees for the tests of attention: bits of rows, and the paths that they stand for."""
+
+from dataclasses import replace
+
+import torch
+
+from tests.kernels.window_problem import Case, Problem
+from tllm_spec.kernels.tree_mask import TreeMask
+
+
+def random_paths(num_keys: int, generator: torch.Generator) -> list[list[int]]:
+    """Of each key of a tree's region: its ancestors and itself, in order. A key's parent is a
+    random earlier key, or the token before the region."""
+    paths: list[list[int]] = []
+    for key in range(num_keys):
+        parent = int(torch.randint(-1, key, (1,), generator=generator)) if key else -1
+        paths.append([*(paths[parent] if parent >= 0 else []), key])
+    return paths
+
+
+def bits_of(paths: list[list[int]]) -> list[int]:
+    """One int64 for each path."""
+    values = [sum(1 << key for key in path) for path in paths]
+    return [value - (1 << 64) if value >> 63 else value for value in values]
+
+
+class TreeProblem(Problem):
+    """The window's rows are the last nodes of a random tree of `offset` more keys, another one for
+    each request."""
+
+    def __init__(self, case: Case, offset: int, device: str = "cpu", seed: int = 0) -> None:
+        super().__init__(case, device, seed)
+        length, window = offset + case.window, case.window
+        number = len(case.kv_lens) + len(case.padding)
+        self.paths = [random_paths(length, self.generator)[-window:] for _ in range(number)]
+        bits = torch.tensor([bits_of(paths) for paths in self.paths], device=device)
+        self.tables = replace(self.tables, tree=TreeMask(bits, length))
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        assert self.tables.tree is not None
+        return *super().inputs(), self.tables.tree.bits
+
+    def expected(self) -> torch.Tensor:
+        """Plain attention of each row over the tokens before the region and the row's path,
+        `[B, W, Hq * D]` float64."""
+        assert self.tables.tree is not None
+        results = []
+        for request, (keys, values) in enumerate(self.kv):
+            first = len(keys) - self.tables.tree.length
+            for row, path in enumerate(self.paths[request]):
+                seen = [*range(first), *(first + key for key in path)]
+                for head, query in enumerate(self.qkv[request, row, : self.num_heads].cpu()):
+                    kv_head = head // self.case.group
+                    scores = self.scale * keys[seen, kv_head] @ query.double()
+                    results.append(scores.softmax(0) @ values[seen, kv_head])
+        return torch.stack(results).view(len(self.kv), self.case.window, -1)
