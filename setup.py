@@ -5,8 +5,10 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20"]
+GUIDED = ["xgrammar>=0.2.8,<0.3"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
+    *GUIDED,
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
@@ -48,7 +50,7 @@ setup(
         "jinja2>=3.1",
         *SERVER,
     ],
-    extras_require={"cuda": CUDA, "dev": DEV},
+    extras_require={"cuda": CUDA, "guided": GUIDED, "dev": DEV},
     entry_points={
         "console_scripts": [
             "tllm-serve = tllm_spec.cli.serve:main",

@@ -65,8 +65,10 @@ def build_executor(
         controller = build_controller(plan, runner, speculation, engines.models)
 
     def blame() -> list[LlmRequest] | None:
-        culprits = sampler.host_edits.blame()
-        return speculation.blame() if culprits is None else culprits
+        for each in (sampler.host_edits.blame, sampler.grammar_masks.blame):
+            if (culprits := each()) is not None:
+                return culprits
+        return speculation.blame()
 
     queue, kv = RequestQueue(), engines.kv
     resources = [*speculation.resources, kv, plan.slots]

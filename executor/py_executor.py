@@ -40,7 +40,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.totals import Totals
 
-_needs_host_edits = attrgetter("needs_host_edits")
+_needs_host_tokens = attrgetter("needs_host_tokens")
 
 
 @dataclass
@@ -132,10 +132,10 @@ class PyExecutor:
         return worked
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
-        """Whether a drafter, or a user's logits processor, must see the requests' tokens before the
-        next round is launched."""
+        """Whether a drafter, a user's logits processor or a grammar must see the requests' tokens
+        before the next round is launched."""
         is_drafting = draft_len > 0 and not self.parts.drafts_in_flight
-        return is_drafting or any(map(_needs_host_edits, self.scheduler.running))
+        return is_drafting or any(map(_needs_host_tokens, self.scheduler.running))
 
     def _fetch_new_requests(self) -> None:
         new, cancelled = self.parts.queue.take()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
+from tllm_spec.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 NO_TOKEN = -1  # stands for a token that could not be chosen
@@ -91,6 +92,7 @@ class LlmRequest:
     priority: float = 0.5
     arrival: int = 0  # order of arrival, the tie-break of every queue
     stop_checker: StopChecker | None = None
+    grammar: GrammarState | None = None
     streaming: bool = False
     draft_limit: int = 0  # longest draft this request wants; 0 = never speculate
 
@@ -125,14 +127,15 @@ class LlmRequest:
     # Derived once from the rules, since every round asks for them:
     watched_ids: frozenset[int] = frozenset()  # tokens that may finish the request
     graph_samples: bool | None = None
-    needs_host_edits: bool = False
+    needs_host_tokens: bool = False
     may_pause: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
         self.watched_ids = _watched_ids(self.rules.end_ids, self.rules.stop_token_ids)
-        self.graph_samples = self.rules.graph_samples
-        self.needs_host_edits = self.rules.needs_host_edits
+        # No graph masks tokens.
+        self.graph_samples = None if self.grammar else self.rules.graph_samples
+        self.needs_host_tokens = self.rules.needs_host_edits or self.grammar is not None
         self.may_pause = self.draft_pause.patience is not None
 
     # TensorRT-LLM's names, for drafters that were written for it.

@@ -20,6 +20,7 @@ BORDERS = {
     "executor/worker.py",
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
     "tllm_spec/server/app.py",
+    "tllm_spec/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }
 
 # Top floor first; the longest entry that fits a module is its own. A module may import from its own
@@ -28,7 +29,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples", "tllm_spec.llmapi"),
     ("tllm_spec.bench", "tllm_spec.server"),
     ("tllm_spec.llm",),
-    ("tllm_spec.request_handle", "tllm_spec.server_info", "tllm_spec.prompts"),
+    (
+        "tllm_spec.request_handle",
+        "tllm_spec.server_info",
+        "tllm_spec.prompts",
+        "tllm_spec.grammars",
+    ),
     ("tllm_spec.stop_strings",),
     ("tllm_spec.executor.worker",),
     ("tllm_spec.executor.build",),
@@ -79,12 +85,19 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.models",),
     ("tllm_spec.attention",),
     ("tllm_spec.kernels", "tllm_spec.distributed"),
-    ("tllm_spec.config", "tllm_spec.tokenizer"),
+    ("tllm_spec.config", "tllm_spec.tokenizer", "tllm_spec.grammar_compiler"),
     ("tllm_spec.speculative_config", "tllm_spec.sampling_params", "tllm_spec.outputs"),
     ("tllm_spec.draft_tree_config",),
     ("tllm_spec.speculative_base",),
     ("tllm_spec.adaptive_config",),
-    ("tllm_spec.config_base", "tllm_spec.not_served", "tllm_spec.value_checks"),
+    (
+        "tllm_spec.config_base",
+        "tllm_spec.not_served",
+        "tllm_spec.value_checks",
+        "tllm_spec.guided_decoding",
+        "tllm_spec.grammar_child",
+        "tllm_spec.grammar_state",
+    ),
     (
         "tllm_spec.option_checks",
         "tllm_spec.draft_len_schedule",

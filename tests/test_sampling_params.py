@@ -124,9 +124,9 @@ def test_true_and_false_are_one_and_no_log_probability() -> None:
 
 def test_all_options_that_are_refused_are_named_together() -> None:
     with pytest.raises(ValueError) as refusal:
-        SamplingParams.from_dict({"guided_decoding": 1, "use_beam_search": True, "topk": 2})
+        SamplingParams.from_dict({"lookahead_config": 1, "use_beam_search": True, "topk": 2})
     keys = [line.partition(" = ")[0] for line in str(refusal.value).splitlines()]
-    assert keys == ["guided_decoding", "use_beam_search", "topk"]
+    assert keys == ["lookahead_config", "use_beam_search", "topk"]
 
 
 def test_null_means_the_default_as_in_http_bodies() -> None:
@@ -189,10 +189,8 @@ def test_a_list_or_mapping_of_the_wrong_type_is_refused_by_name(name: str, value
 
 def test_the_constructor_knows_tensorrt_llms_other_options_too() -> None:
     assert SamplingParams(return_perf_metrics=False, top_p_decay=None) == SamplingParams()  # type: ignore[call-arg] # as TensorRT-LLM's users write
-    with pytest.raises(
-        ValueError, match="guided_decoding = 5 is refused: guided decoding is not served yet"
-    ):
-        SamplingParams(guided_decoding=5)  # type: ignore[call-arg] # the same
+    with pytest.raises(ValueError, match="top_p_decay = 5 is refused: top_p is constant"):
+        SamplingParams(top_p_decay=5)  # type: ignore[call-arg] # the same
     with pytest.raises(
         ValueError, match="temprature = 1 is not a known option; did you mean temperature"
     ):

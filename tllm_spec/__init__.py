@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tllm_spec.config import KvCacheConfig as KvCacheConfig
     from tllm_spec.config import LlmArgs as LlmArgs
     from tllm_spec.config import SchedulerConfig as SchedulerConfig
+    from tllm_spec.guided_decoding import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec.llm import LLM as LLM
     from tllm_spec.outputs import CompletionOutput as CompletionOutput
     from tllm_spec.outputs import RequestOutput as RequestOutput
@@ -31,6 +32,7 @@ _HOME = {
     "KvCacheConfig": "config",
     "SchedulerConfig": "config",
     "SamplingParams": "sampling_params",
+    "GuidedDecodingParams": "guided_decoding",
     "CompletionOutput": "outputs",
     "RequestOutput": "outputs",
     "NGramDecodingConfig": "speculative_config",

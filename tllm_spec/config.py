@@ -190,6 +190,9 @@ class LlmArgs(ConfigModel):
     max_stats_len: PositiveInt = 1000
     """Rounds that `LLM.get_stats()` remembers; the oldest are dropped."""
 
+    guided_decoding_backend: Literal["xgrammar"] | None = "xgrammar"
+    """What compiles the grammars of `guided_decoding`. null refuses such requests."""
+
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     """The paged KV cache."""
     scheduler_config: SchedulerConfig = SchedulerConfig()

@@ -22,6 +22,8 @@ from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
+from tllm_spec.grammar_state import GrammarState
+from tllm_spec.grammars import Grammars
 from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.option_checks import refuse_not_served
 from tllm_spec.outputs import RequestOutput
@@ -66,6 +68,12 @@ class LLM:
             vocab_size=self.model_config.vocab_size,
             max_seq_len=self.max_seq_len,
             max_input_len=self.args.max_input_len,
+        )
+        self._grammars = Grammars(
+            self.args.guided_decoding_backend,
+            self.tokenizer,
+            self.model_config.vocab_size,
+            self._end_ids,
         )
         self._lock = threading.Lock()
         self._ids = count(1)
@@ -140,6 +148,7 @@ class LLM:
         params = _params(sampling_params)
         prompt, token_ids = self._prompts.read(inputs, params)
         rules = self._rules(params)
+        grammars = self._grammars.new_states(params, params.n)
         _check_priority(priority)
         with self._lock:
             ids = [next(self._ids) for _ in range(params.n)]
@@ -147,8 +156,10 @@ class LLM:
         result = RequestHandle(ids[0], prompt, token_ids, params, self.tokenizer, cancel)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         requests = [
-            self._request(index, request_id, token_ids, params, rules, _sample_seed(seed, index))
-            for index, request_id in enumerate(ids)
+            self._request(
+                index, request_id, token_ids, params, rules, _sample_seed(seed, index), grammar
+            )
+            for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
         ]
         self._check_can_run(requests[0])
         for request in requests:
@@ -213,6 +224,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
+        self._grammars.close()
         del self._executor
         self._check_can_run = self._new_pause = (
             _refuse  # methods that would keep the executor alive
@@ -238,10 +250,13 @@ class LLM:
         if params.stop_strings and tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
-        end_ids = self.model_config.eos_token_ids or _end_of(tokenizer)
         return DecodingRules.from_params(
-            params, vocab_size=self.model_config.vocab_size, end_ids=end_ids, encode=encode
+            params, vocab_size=self.model_config.vocab_size, end_ids=self._end_ids, encode=encode
         )
+
+    @property
+    def _end_ids(self) -> tuple[int, ...]:
+        return tuple(self.model_config.eos_token_ids or _end_of(self.tokenizer))
 
     def _request(
         self,
@@ -251,6 +266,7 @@ class LLM:
         params: SamplingParams,
         rules: DecodingRules,
         seed: int,
+        grammar: GrammarState | None,
     ) -> LlmRequest:
         room = self.max_seq_len - len(token_ids)
         limit, wanted = self._max_draft_len, params.speculation
@@ -268,6 +284,7 @@ class LLM:
             counters=DraftCounters(self._max_draft_len),
             draft_pause=self._new_pause(),
             stop_checker=self._stop_checker(params),
+            grammar=grammar,
         )
 
     def _stop_checker(self, params: SamplingParams) -> StopStringChecker | None:

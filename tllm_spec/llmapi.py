@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tllm_spec import CudaGraphConfig as CudaGraphConfig
     from tllm_spec import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from tllm_spec import Eagle3DecodingConfig as Eagle3DecodingConfig
+    from tllm_spec import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec import KvCacheConfig as KvCacheConfig
     from tllm_spec import LlmArgs as LlmArgs
     from tllm_spec import NGramDecodingConfig as NGramDecodingConfig
@@ -89,7 +90,6 @@ OPTION_OF: Mapping[str, str] = {
     "DisaggregatedParams": "disaggregated_params",
     "DynamicBatchConfig": "dynamic_batch_config",
     "ExtendedRuntimePerfKnobConfig": "extended_runtime_perf_knob_config",
-    "GuidedDecodingParams": "guided_decoding",
     "KVEventsConfig": "kv_events_config",
     "KvCacheConnectorConfig": "kv_connector_config",
     "KvCacheRetentionConfig": "kv_cache_retention_config",

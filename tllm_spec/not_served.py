@@ -66,7 +66,6 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "gather_generation_logits": NotServed((False,), "logits are not returned; logprobs are"),
     "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
     "gpus_per_node": NotServed((None, 1), ONE_GPU),
-    "guided_decoding_backend": NotServed((None,), "guided decoding is not served yet"),
     "iter_stats_max_iterations": NotServed((None,), "use max_stats_len"),
     "kv_cache_compression_config": NotServed((None,), ALL_TOKENS),
     "kv_cache_dtype": NotServed(("auto",), "the cache has the model's own dtype"),

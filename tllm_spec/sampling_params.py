@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
+from tllm_spec.guided_decoding import GuidedDecodingParams
 from tllm_spec.logits_processor import AnyLogitsProcessor, LogitsEdit
 from tllm_spec.logits_processor import LogitsProcessor as LogitsProcessor
 from tllm_spec.option_checks import NotServed, refusals, shown, unknown_option
@@ -35,7 +36,6 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "early_stopping": NotServed((None, False, 1), NO_BEAMS),
     "embedding_bias": NotServed((None,), "use logit_bias, a mapping of token ids"),
     "exclude_input_from_output": NotServed((True,), "the prompt is in RequestOutput.prompt"),
-    "guided_decoding": NotServed((None,), "guided decoding is not served yet"),
     "length_penalty": NotServed((None, 0.0, 0, 1.0, 1), NO_BEAMS),
     "lookahead_config": NotServed((None,), "speculation is chosen by LLM's speculative_config"),
     "no_repeat_ngram_size": NotServed(
@@ -198,6 +198,9 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     """Only true is accepted: the tokenizer decides on spaces."""
 
+    guided_decoding: GuidedDecodingParams | None = None
+    """What the text must match: `GuidedDecodingParams(json=..., regex=..., grammar=...,
+    json_object=True, structural_tag=... or choice=[...])`, or a mapping of its keys."""
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     """`{enabled, max_draft_len}`: limits speculation for this request."""
 
@@ -224,6 +227,10 @@ class SamplingParams:
             if isinstance(value, bool) and each.name in ("logprobs", "prompt_logprobs"):
                 object.__setattr__(self, each.name, 1 if value else None)
         object.__setattr__(self, "speculation", _speculation_from(self.speculation))
+        if self.guided_decoding is not None:
+            object.__setattr__(
+                self, "guided_decoding", GuidedDecodingParams.of(self.guided_decoding)
+            )
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -36,6 +36,7 @@ class RoundRunner:
         self.engine = engine
         self.round_end = round_end
         self._slots, self._groups = sampler.slots, sampler.groups
+        self._grammar_masks = sampler.grammar_masks
         self._sender = ResultSender()
         step = DecodeStep(engine, sampler, round_end)
         self.decode = DecodeRounds(step)
@@ -46,6 +47,7 @@ class RoundRunner:
         """Enqueues the round's work; after it the slots hold what the next round needs."""
         logprobs = LogprobRows()
         self.round_end.prepare(batch)
+        self._grammar_masks.begin(batch)
         if batch.context_requests:
             sent = self.contexts.launch(batch, logprobs)
         else:

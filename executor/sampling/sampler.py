@@ -2,7 +2,8 @@
 
 The choice at a position is a function of its logits, the request's parameters and noise keyed by
 (seed, position, token). It does not depend on drafts. A draft is accepted when it equals the
-choice. Nothing here waits for the device, except for a request's logits processors."""
+choice. Nothing here waits for the device, except for
+a request's logits processors and drafts under a grammar."""
 
 import torch
 
@@ -10,6 +11,7 @@ from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.resources.window_tree import WindowTree
+from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.host_edits import HostEdits
 from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
 from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
@@ -51,6 +53,7 @@ class Sampler:
         self.groups = groups
         self.rejection = rejection
         self.host_edits = HostEdits()
+        self.grammar_masks = GrammarMasks(slots, state.vocab_size)
 
     def start(self, request: LlmRequest) -> None:
         """The request got a slot."""
@@ -129,6 +132,7 @@ class Sampler:
         """`_sample` of as many requests as one part may have."""
         raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
         logits = self._edit(group, logits, places)
+        self.grammar_masks.apply(group, logits)
         sampled = self._emit(group, logits, places, draft_probs)
         if group.penalised:
             self._count(group, group.penalised, sampled)

@@ -11,7 +11,13 @@ from tllm_spec.kernels.triton_support import has_kernels
 
 # By subprocess, of about equal time: each file's least number of tests.
 GROUPS: tuple[dict[str, int], ...] = (
-    {"batch_invariant_attention": 15, "rms_norm": 30, "silu_and_mul": 23, "row_copies": 90},
+    {
+        "batch_invariant_attention": 15,
+        "rms_norm": 30,
+        "silu_and_mul": 23,
+        "row_copies": 90,
+        "token_mask": 6,
+    },
     {"window_attention": 47, "window_rows": 4, "draft_input": 28, "slot_windows": 12},
     {"tree_attention": 8},
     {"filter_cut": 12, "batch_invariant_linear": 13, "rotary_write": 23, "send_results": 10},

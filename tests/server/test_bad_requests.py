@@ -122,7 +122,19 @@ CHAT = [{"role": "user", "content": "hello"}]
             "length_penalty",
             "accepted: None or 0.0 or",
         ),
-        ("/v1/completions", {"prompt": "a", "guided_json": {}}, "guided_json", "not served yet"),
+        ("/v1/completions", {"prompt": "a", "guided_regex": ""}, "guided_regex", "non-empty"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]},
+            None,
+            "one of them says",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "response_format": {"type": "yaml"}},
+            "response_format",
+            "json_schema, structural_tag",
+        ),
         ("/v1/completions", {"prompt": "a", "priority": 1}, "priority", "the same priority"),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
         (

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, FailFast, Field, SkipValidation, model_val
 from tllm_spec.config_base import ConfigModel
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
+from tllm_spec.server.guided_options import GUIDED_NAMES, guided_params
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
@@ -26,8 +27,6 @@ MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
 NO_TOOLS = "tools are not served"
 NOT_STORED = "nothing is stored"
 
-NO_GUIDANCE = "guided decoding is not served yet"
-
 GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
     **{
         name: NotServed(accepted if None in accepted else (None, *accepted), reason)
@@ -36,17 +35,11 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
     "cache_salt": NotServed((None,), "all requests share the prefix cache"),
     "detokenize": NotServed((None, True), "answers are text"),
     "disaggregated_params": NotServed((None,), "prefill and decoding run in one server"),
-    "guided_choice": NotServed((None,), NO_GUIDANCE),
-    "guided_grammar": NotServed((None,), NO_GUIDANCE),
-    "guided_json": NotServed((None,), NO_GUIDANCE),
-    "guided_regex": NotServed((None,), NO_GUIDANCE),
     "lora_request": NotServed((None,), "LoRA is not served"),
     "priority": NotServed((None, 0), "requests over HTTP have the same priority"),
     "prompt_logprobs": NotServed((None,), "only LLM.generate returns them"),
-    "response_format": NotServed((None, {"type": "text"}), NO_GUIDANCE),
     "return_token_ids": NotServed((None, False), "answers are text"),
     "spaces_between_special_tokens": NotServed((None, True), "the tokenizer decides on spaces"),
-    "structured_outputs": NotServed((None,), NO_GUIDANCE),
 }
 COMPLETION_NOT_SERVED: Mapping[str, NotServed] = {
     **GENERATION_NOT_SERVED,
@@ -208,6 +201,14 @@ class GenerationRequest(BodyModel):
     truncate_prompt_tokens: int | None = None
     speculation: dict[str, Any] | None = None
 
+    # What the text must match; see guided_options.py.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -220,7 +221,9 @@ class GenerationRequest(BodyModel):
         given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_NAMES}
         if given.get("temperature") is None:
             given["temperature"] = 1.0  # OpenAI's default; SamplingParams would decode greedily
-        return SamplingParams.from_dict(given | own)
+        names = ("response_format", "structured_outputs", *GUIDED_NAMES)
+        guided = guided_params({name: getattr(self, name) for name in names})
+        return SamplingParams.from_dict(given | own | {"guided_decoding": guided})
 
 
 def _as_prompts(prompt: object) -> object:

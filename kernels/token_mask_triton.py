@@ -1,0 +1,52 @@
+"""The Triton kernel of token_mask.py, which describes the arguments. Importing this file imports
+Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
+
+_BLOCK = 4096
+
+
+def mask_tokens_triton(logits: torch.Tensor, rows: torch.Tensor, bitmasks: torch.Tensor) -> None:
+    """See `mask_tokens`."""
+    assert logits.stride(1) == 1 and rows.is_contiguous() and bitmasks.is_contiguous()
+    vocab_size = logits.shape[1]
+    mask_tokens_kernel[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
+        logits,
+        logits.stride(0),
+        rows,
+        bitmasks,
+        bitmasks.shape[1],
+        vocab_size,
+        BLOCK=_BLOCK,
+        **programmatic_launch(logits.device),
+        num_warps=4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def mask_tokens_kernel(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    rows: tl.tensor,
+    bitmasks: tl.tensor,
+    num_words: tl.tensor,
+    vocab_size: tl.tensor,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A block of one row per program. Only excluded logits are written, none is read."""
+    begin(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = tokens < vocab_size
+    words = tl.load(bitmasks + index * num_words + tokens // 32, mask=real, other=-1)
+    excluded = ((words >> (tokens % 32)) & 1) == 0
+    infinity = tl.full((BLOCK,), float("inf"), tl.float32)
+    values = (-infinity).to(logits.dtype.element_ty)
+    tl.store(logits + row * stride + tokens, values, mask=real & excluded)

@@ -1,0 +1,139 @@
+"""Guided decoding: every text matches its grammar, and does not depend on speculation."""
+
+import json
+import re
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.lossless.engines import MODES, engine
+from tests.lossless.json_schemas import matches, random_schema
+from tllm_spec.executor.sampling import grammar_masks
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import CompletionOutput
+from tllm_spec.sampling_params import SamplingParams
+
+pytest.importorskip("xgrammar")
+NUM_SCHEMAS, MANY_SCHEMAS = 8, 200
+PROMPTS = ("import os\n", "def main(", "class A:\n    ", "{")
+
+
+def requests(number: int) -> tuple[list[str], list[SamplingParams], list[dict[str, Any]]]:
+    """Greedy and sampled ones, some with penalties, and some without a grammar in between."""
+    random = Random(number)
+    schemas = [random_schema(random) for _ in range(number)]
+    params = [
+        SamplingParams(
+            max_tokens=160,
+            seed=i,
+            temperature=(0.0, 0.8, 1.5)[i % 3],
+            frequency_penalty=(0.0, 0.3)[i % 2],
+            guided_decoding={"json": schema},
+        )
+        for i, schema in enumerate(schemas)
+    ]
+    return [PROMPTS[i % len(PROMPTS)] for i in range(number)], params, schemas
+
+
+def run(options: dict[str, Any], number: int) -> list[CompletionOutput]:
+    prompts, params, _ = requests(number)
+    free = [SamplingParams(max_tokens=30, seed=5, temperature=0.7)] * 2
+    with LLM("zoo:llama", max_batch_size=8, max_seq_len=256, **options) as llm:
+        outputs = llm.generate([*prompts, "import re", "x = "], params + free, use_tqdm=False)
+        llm.check_integrity()
+    assert isinstance(outputs, list) and not any(output.error for output in outputs)
+    return [output.outputs[0] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[CompletionOutput]:
+    return run(engine("plain", 0), NUM_SCHEMAS)
+
+
+def test_every_text_is_json_of_its_schema(plain: list[CompletionOutput]) -> None:
+    _, _, schemas = requests(NUM_SCHEMAS)
+    ended = [output.finish_reason == "stop" for output in plain[:NUM_SCHEMAS]]
+    assert sum(ended) >= NUM_SCHEMAS - 2  # others may reach max_tokens
+    for output, schema, has_ended in zip(plain[:NUM_SCHEMAS], schemas, ended, strict=True):
+        assert not has_ended or matches(json.loads(output.text), schema), output.text
+
+
+@pytest.mark.parametrize(
+    ("mode", "overlap"), [(mode, True) for mode in MODES if mode != "plain"] + [("eagle3", False)]
+)
+def test_guided_text_does_not_depend_on_the_drafter(
+    mode: str, overlap: bool, plain: list[CompletionOutput]
+) -> None:
+    outputs = run(engine(mode, 3, overlap=overlap), NUM_SCHEMAS)
+    assert [output.text for output in outputs] == [output.text for output in plain]
+    assert [output.finish_reason for output in outputs] == [o.finish_reason for o in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
+def test_200_schemas_with_each_drafter(mode: str) -> None:
+    _, _, schemas = requests(MANY_SCHEMAS)
+    plain = run(engine("plain", 0), MANY_SCHEMAS)
+    outputs = run(engine(mode, 4), MANY_SCHEMAS)
+    assert [output.text for output in outputs] == [output.text for output in plain]
+    for output, schema in zip(outputs, schemas, strict=False):
+        assert output.finish_reason == "length" or matches(json.loads(output.text), schema)
+
+
+def test_drafts_are_accepted_under_a_grammar() -> None:
+    options = engine("eagle3", 3)
+    with LLM("zoo:llama", **options) as llm:
+        output = llm.generate("import os\n", {"max_tokens": 60, "guided_decoding": {"json": {}}})
+    assert not isinstance(output, list)
+    stats = output.speculative_decoding
+    assert stats is not None and stats.acceptance_length > 1.1
+
+
+@pytest.mark.parametrize(
+    ("guided", "pattern"),
+    [
+        ({"regex": "[a-c]{3,6}(-[0-9]{2})?"}, "[a-c]{3,6}(-[0-9]{2})?"),
+        ({"choice": ["yes", "no", 'a "quoted" \\ one']}, 'yes|no|a "quoted" \\\\ one'),
+        ({"grammar": 'root ::= "(" root ")" | "x"'}, r"\(*x\)*"),
+        ({"json_object": True}, r"\{.*\}"),
+    ],
+)
+def test_each_kind_of_grammar(guided: dict[str, Any], pattern: str) -> None:
+    with LLM("zoo:llama", **engine("ngram", 3)) as llm:
+        params = [{"seed": s, "temperature": 1.0, "max_tokens": 60} for s in range(4)]
+        outputs = llm.generate(
+            ["a = "] * 4, [SamplingParams(**p, guided_decoding=guided) for p in params]
+        )
+    assert isinstance(outputs, list)
+    for output in outputs:
+        text, reason = output.outputs[0].text, output.outputs[0].finish_reason
+        assert reason == "length" or re.fullmatch(pattern, text, re.DOTALL), text
+
+
+def test_preempted_and_reused_requests_keep_their_place_in_the_grammar(
+    plain: list[CompletionOutput],
+) -> None:
+    tight = {"kv_cache_config": {"max_tokens": 448, "tokens_per_block": 16}}
+    tight["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    outputs = run(engine("eagle3", 3) | tight, NUM_SCHEMAS)
+    assert [output.text for output in outputs] == [output.text for output in plain]
+
+
+def test_a_slow_grammar_fails_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_masks, "MAX_FILL_SECONDS", -1.0)
+    with LLM("zoo:llama", **engine("eagle3", 2)) as llm:
+        guided = SamplingParams(guided_decoding={"regex": "a+"})
+        outputs = llm.generate(["a", "b"], [guided, SamplingParams(max_tokens=5)])
+        assert isinstance(outputs, list)
+        assert "its grammar takes more than" in (outputs[0].error or "")
+        assert outputs[1].error is None and len(outputs[1].outputs[0].token_ids) == 5
+        llm.check_integrity()
+
+
+def test_after_an_ignored_end_token_the_text_is_free() -> None:
+    with LLM("zoo:llama") as llm:
+        params = {"max_tokens": 12, "ignore_eos": True, "guided_decoding": {"choice": ["ab"]}}
+        output = llm.generate("a = ", params)
+    assert not isinstance(output, list)
+    assert output.outputs[0].text.startswith("ab") and len(output.outputs[0].token_ids) == 12

@@ -1,0 +1,104 @@
+"""What `guided_decoding` takes, and how the compiler ends grammars that would harm others."""
+
+from typing import Any
+
+import pydantic
+import pytest
+
+from tllm_spec import grammar_compiler
+from tllm_spec.grammar_compiler import GrammarCompiler
+from tllm_spec.guided_decoding import MAX_GRAMMAR_CHARS, GuidedDecodingParams
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import load_tokenizer
+
+END = (1,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "guided_decoding has nothing; exactly one of json, regex"),
+        ({"regex": "a", "choice": ["b"]}, "guided_decoding has regex, choice"),
+        ({"regex": ""}, "a non-empty text"),
+        ({"regex": 3}, "a non-empty text"),
+        ({"choice": []}, "a list of non-empty strings"),
+        ({"choice": "abc"}, "a list of non-empty strings"),
+        ({"json": "{"}, "guided_decoding.json is not JSON"),
+        ({"json": "[" * 20000}, "guided_decoding.json is not JSON"),
+        ({"json": int}, "a JSON schema or a pydantic model"),
+        ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "at most 65536 are accepted"),
+        ({"jason": {}}, "jason.*are accepted"),
+    ],
+)
+def test_what_cannot_be_a_grammar_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(guided_decoding=options)
+
+
+def test_a_schema_may_be_a_pydantic_model_a_dict_or_text() -> None:
+    class Point(pydantic.BaseModel):
+        x: int
+
+    schema = Point.model_json_schema()
+    sources = [
+        GuidedDecodingParams(json=each).source for each in (Point, schema, pydantic_text(schema))
+    ]
+    assert sources[0] == sources[1] == sources[2]
+
+
+def pydantic_text(schema: dict[str, Any]) -> str:
+    return pydantic.TypeAdapter(dict[str, Any]).dump_json(schema).decode()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    pytest.importorskip("xgrammar")
+    return GrammarCompiler(load_tokenizer("zoo:llama"), 2048, END)
+
+
+def compile_with(compiler: GrammarCompiler, **options: Any) -> Any:
+    return compiler.compile(GuidedDecodingParams(**options).source)
+
+
+def test_a_compiled_grammar_is_kept(compiler: GrammarCompiler) -> None:
+    assert compile_with(compiler, regex="ab+") is compile_with(compiler, regex="ab+")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regex": "(a"}, "guided_decoding = regex: Regex parsing error at position 3"),
+        ({"grammar": "no root"}, "guided_decoding = grammar: EBNF"),
+        ({"json": {"type": "objekt"}}, 'Unsupported type "objekt"'),
+        (
+            {"json": {"properties": {f"p{i}": {"type": "string"} for i in range(2000)}}},
+            "it needs too much memory",
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_be_compiled_is_refused_with_the_reason(
+    compiler: GrammarCompiler, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_with(compiler, **options)
+    assert compile_with(compiler, regex="still here") is not None
+
+
+def test_a_grammar_that_takes_too_long_is_ended_and_others_go_on(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for level in range(300):  # takes minutes
+        other = schema if level < 3 else {"type": "integer"}
+        schema = {"properties": {"a": schema, "b": other}, "required": ["a", "b"]}
+    monkeypatch.setattr(grammar_compiler, "MAX_SECONDS", 0.2)
+    with pytest.raises(ValueError, match="takes more than 0 seconds to compile"):
+        compile_with(compiler, json=schema)
+    monkeypatch.undo()
+    assert compile_with(compiler, regex="and again") is not None
+
+
+def test_a_tokenizer_without_a_readable_vocabulary_is_refused() -> None:
+    pytest.importorskip("xgrammar")
+    with pytest.raises(ValueError, match="cannot use this tokenizer"):
+        GrammarCompiler(object(), 10, END)

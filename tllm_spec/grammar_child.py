@@ -1,0 +1,85 @@
+"""The process that compiles grammars (`grammar_compiler.py` starts it): a grammar that takes too
+long or too much memory is ended with its process, and harms nothing else.
+
+Messages are JSON after their length in four bytes, on standard input and output."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import struct
+import sys
+from typing import IO, Any
+
+MAX_MESSAGE_BYTES = 64 << 20  # of a compiled grammar, too
+MAX_EXTRA_BYTES = 2 << 30  # of address space, on top of what the libraries have taken
+MAX_WHITESPACE = 32  # between two tokens of JSON: a small model might write nothing else
+MAX_ERROR_CHARS = 500
+NO_MEMORY = "it needs too much memory to compile"
+
+
+def write_message(stream: IO[bytes], message: Any) -> None:
+    data = json.dumps(message).encode()
+    stream.write(struct.pack("<I", len(data)) + data)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> Any:
+    """None at the end of the stream."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    (length,) = struct.unpack("<I", head)
+    data = stream.read(length)
+    return json.loads(data) if len(data) == length else None
+
+
+def compile_text(compiler: Any, kind: str, text: str) -> Any:
+    """xgrammar's compiled grammar. Raises what xgrammar raises."""
+    if kind == "json_schema":
+        return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+    if kind == "structural_tag":
+        return compiler.compile_structural_tag(text)
+    if kind == "regex":
+        return compiler.compile_regex(text)
+    return compiler.compile_grammar(text)
+
+
+def _answer(compiler: Any, message: dict[str, str]) -> dict[str, str]:
+    try:
+        compiled = compile_text(compiler, message["kind"], message["text"]).serialize_json()
+    except MemoryError:
+        return {"error": NO_MEMORY}
+    except Exception as error:  # noqa: BLE001 # a process border: any error is an answer
+        return {"error": _reason(error)}
+    if len(compiled) > MAX_MESSAGE_BYTES:
+        return {"error": f"compiled it has {len(compiled) >> 20} MiB"}
+    return {"compiled": compiled}
+
+
+def _reason(error: Exception) -> str:
+    """xgrammar's message without its time and source line."""
+    if "bad_alloc" in str(error):
+        return NO_MEMORY
+    text = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())
+    return text[:MAX_ERROR_CHARS] or type(error).__name__
+
+
+def main() -> None:
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # nothing but messages goes to the pipe
+    import xgrammar  # heavy: takes two seconds
+
+    tokenizer = xgrammar.TokenizerInfo.deserialize_json(read_message(source))
+    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+    with open("/proc/self/statm") as numbers:
+        size = int(numbers.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_EXTRA_BYTES,) * 2)
+    write_message(out, {"ready": True})
+    while (message := read_message(source)) is not None:
+        write_message(out, _answer(compiler, message))
+
+
+if __name__ == "__main__":
+    main()

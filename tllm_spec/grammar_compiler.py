@@ -1,0 +1,109 @@
+"""Compiles grammars for a tokenizer with xgrammar, in a process of its own, and keeps them."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from tllm_spec.grammar_child import read_message, write_message
+from tllm_spec.guided_decoding import GrammarSource
+
+MAX_SECONDS = 10.0  # for one grammar
+MAX_START_SECONDS = 120.0
+MAX_KEPT_BYTES = 256 << 20
+MISSING = "guided decoding needs the package xgrammar: pip install 'tllm_spec[guided]'"
+
+
+class GrammarCompiler:
+    """Raises ValueError for a tokenizer without a vocabulary that xgrammar can read, and when
+    xgrammar is missing. Thread-safe."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+        try:
+            import xgrammar  # heavy, and an extra
+        except ImportError as error:
+            raise ValueError(MISSING) from error
+        try:
+            self._tokenizer = xgrammar.TokenizerInfo.from_huggingface(
+                tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids) or None
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
+        self._kept: OrderedDict[GrammarSource, Any] = OrderedDict()
+        self._lock = threading.Lock()  # of the process
+        self._child: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = lambda: None  # ends the process
+
+    def compile(self, source: GrammarSource) -> Any:
+        """xgrammar's compiled grammar. Raises ValueError for a grammar with mistakes, and for one
+        that takes more than `MAX_SECONDS` or too much memory."""
+        found = self._kept.get(source)
+        if found is None:
+            with self._lock:
+                found = self._kept.get(source) or self._compile(source)
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._end()
+
+    def _compile(self, source: GrammarSource) -> Any:
+        import xgrammar
+
+        answer = self._ask({"kind": source.kind, "text": source.text})
+        if "error" in answer:
+            raise ValueError(f"guided_decoding = {source.kind}: {answer['error']}")
+        compiled = xgrammar.CompiledGrammar.deserialize_json(answer["compiled"], self._tokenizer)
+        self._kept[source] = compiled
+        while sum(each.memory_size_bytes for each in self._kept.values()) > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return compiled
+
+    def _ask(self, message: dict[str, str]) -> dict[str, str]:
+        child = self._child if self._child and self._child.poll() is None else self._start()
+        assert child.stdin is not None
+        try:
+            write_message(child.stdin, message)
+            answer: dict[str, str] | None = _receive(child, MAX_SECONDS)
+        except BrokenPipeError:
+            answer = None
+        except TimeoutError:
+            answer = {"error": f"it takes more than {MAX_SECONDS:.0f} seconds to compile"}
+            self.close()
+        return answer or {"error": "it needs too much memory or stack to compile"}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Raises RuntimeError if the process does not start."""
+        self.close()
+        command = [sys.executable, "-m", "tllm_spec.grammar_child"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._child, self._end = child, weakref.finalize(self, _kill, child)
+        assert child.stdin is not None
+        write_message(child.stdin, self._tokenizer.serialize_json())
+        if _receive(child, MAX_START_SECONDS) is None:
+            raise RuntimeError("the process that compiles grammars did not start")
+        return child
+
+
+def _receive(child: subprocess.Popen[bytes], seconds: float) -> Any:
+    """A message; None if the process has ended. Raises TimeoutError."""
+    assert child.stdout is not None
+    if not select.select([child.stdout], [], [], seconds)[0]:
+        raise TimeoutError
+    return read_message(child.stdout)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        with suppress(BrokenPipeError):  # of a message that the process has not read
+            pipe.close()

@@ -1,0 +1,58 @@
+"""Where a request's text stands in its grammar."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GrammarState:
+    """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's.
+    After the grammar's end (a stop token that did not end the text) every token is allowed."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._num_read = 0  # output tokens
+
+    def read(self, tokens: list[int], prompt_len: int) -> None:
+        """tokens: the prompt's and all emitted ones."""
+        new = tokens[prompt_len + self._num_read :]
+        self._num_read += len(new)
+        for token in new:
+            if self._matcher.is_terminated():
+                return
+            is_allowed = self._matcher.accept_token(token)
+            assert is_allowed, "a token was emitted that the grammar's mask excludes"
+
+    def fill(self, nodes: DraftNodes, bitmask: Tensor) -> None:
+        """Writes the tokens that may follow each node. bitmask `[W, ceil(V / 32)]` int32, all ones:
+        bit i of a row's words stands for token i. Rows after a draft that the grammar excludes stay
+        as they are: no text comes there."""
+        if self._matcher.is_terminated():
+            return
+        if len(nodes.tokens) == 1:
+            self._matcher.fill_next_token_bitmask(bitmask)
+            return
+        self._matcher.traverse_draft_tree(
+            nodes.first_child, nodes.next_sibling, nodes.tokens, bitmask[: len(nodes.tokens)]
+        )
+
+
+class DraftNodes:
+    """A window's tokens as a tree, on the host: tokens `[W]` (the root's is not read), and the
+    first child and next sibling of each node, -1 for none; all int64."""
+
+    def __init__(self, tokens: Tensor, first_child: Tensor, next_sibling: Tensor) -> None:
+        self.tokens = tokens
+        self.first_child = first_child
+        self.next_sibling = next_sibling
+
+    @classmethod
+    def chain(cls, tokens: Tensor) -> DraftNodes:
+        import torch
+
+        first_child = torch.arange(1, len(tokens) + 1)
+        first_child[-1] = -1
+        return cls(tokens, first_child, torch.full_like(first_child, -1))

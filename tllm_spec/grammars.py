@@ -1,0 +1,50 @@
+"""Gives requests with `guided_decoding` their grammars, compiled for the model's tokenizer."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from tllm_spec.grammar_compiler import GrammarCompiler
+from tllm_spec.grammar_state import GrammarState
+from tllm_spec.sampling_params import SamplingParams
+
+OFF = "guided_decoding is refused: guided_decoding_backend = null; xgrammar is accepted"
+NO_TOKENIZER = "guided_decoding needs a tokenizer, which skip_tokenizer_init = true leaves out"
+
+
+class Grammars:
+    """Loads xgrammar with the first such request. Thread-safe."""
+
+    def __init__(
+        self, backend: str | None, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]
+    ) -> None:
+        self._backend = backend
+        self._arguments = tokenizer, vocab_size, end_ids
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+
+    def new_states(self, params: SamplingParams, number: int) -> list[GrammarState | None]:
+        """One for each sample; None without `guided_decoding`. Raises ValueError for a grammar that
+        cannot be used."""
+        if params.guided_decoding is None:
+            return [None] * number
+        compiled = self._get_compiler().compile(params.guided_decoding.source)
+        import xgrammar  # heavy; the compiler has it
+
+        return [GrammarState(xgrammar.GrammarMatcher(compiled)) for _ in range(number)]
+
+    def close(self) -> None:
+        """Ends the compiler's process."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _get_compiler(self) -> GrammarCompiler:
+        if self._backend is None:
+            raise ValueError(OFF)
+        if self._arguments[0] is None:
+            raise ValueError(NO_TOKENIZER)
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(*self._arguments)
+            return self._compiler
