@@ -13,6 +13,7 @@ from tllm_spec.kernels.triton_support import has_kernels
 GROUPS: tuple[dict[str, int], ...] = (
     {"batch_invariant_attention": 15, "rms_norm": 30, "silu_and_mul": 23, "row_copies": 90},
     {"window_attention": 47, "window_rows": 4, "draft_input": 28, "slot_windows": 12},
+    {"slot_trees": 9, "draft_beams": 6, "top_tokens": 15, "move_kv": 18},
     {"filter_cut": 12, "batch_invariant_linear": 13, "rotary_write": 23, "send_results": 10},
 )
 
