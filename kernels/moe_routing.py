@@ -1,0 +1,75 @@
+"""The router of a mixture of experts: scores of all experts to the top-k experts of every token and
+their weights. A Triton kernel if Triton is available, otherwise the plain-torch reference, which is
+the definition."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tllm_spec.kernels.triton_support import has_kernels
+
+Scoring = Literal["softmax", "sigmoid"]
+# Added to the sum that normalises, as DeepSeek V3 does.
+EPSILON = 1e-20
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How scores become experts and weights."""
+
+    top_k: int
+    scoring: Scoring
+    normalises: bool = False
+    """Whether a token's weights sum to `scale`."""
+    scale: float = 1.0
+    num_groups: int = 1
+    """Groups of adjacent experts, all of the same size."""
+    top_groups: int = 1
+    """Groups that a token may take experts from: those with the best score (arXiv 2405.04434, 2.2.2).
+    It is the best expert's, or with a correction bias the sum of the best two (arXiv 2412.19437,
+    the published code)."""
+
+
+def moe_routing(
+    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts `[T, k]` int32, best first, and their weights `[T, k]` float32. Of equal scores the
+    expert with the lower index is better.
+
+    Args:
+        logits: `[T, E]`, contiguous.
+        rule: how to choose.
+        correction_bias: `[E]` float32, added to the scores for the choice only.
+    """
+    if not has_kernels(logits.device):
+        return plain_moe_routing(logits, rule, correction_bias)
+    from tllm_spec.kernels.moe_routing_triton import moe_routing_triton
+
+    return moe_routing_triton(logits, rule, correction_bias)
+
+
+def plain_moe_routing(
+    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `moe_routing`."""
+    scores = logits.float()
+    scores = scores.softmax(-1) if rule.scoring == "softmax" else scores.sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias
+    if rule.num_groups > 1:
+        choice = _within_best_groups(choice, rule, 1 if correction_bias is None else 2)
+    experts = choice.argsort(dim=-1, descending=True, stable=True)[:, : rule.top_k]
+    weights = scores.gather(-1, experts)
+    if rule.normalises:
+        weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)
+    return experts.to(torch.int32), weights * rule.scale
+
+
+def _within_best_groups(choice: torch.Tensor, rule: RoutingRule, num_best: int) -> torch.Tensor:
+    """`choice` with minus infinity outside the best groups; a group's score is the sum of its
+    `num_best` best experts."""
+    groups = choice.unflatten(-1, (rule.num_groups, -1))
+    scores = groups.topk(num_best, -1).values.sum(-1)
+    best = scores.argsort(dim=-1, descending=True, stable=True)[:, : rule.top_groups]
+    outside = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)
+    return groups.masked_fill(outside[..., None], float("-inf")).flatten(-2)
