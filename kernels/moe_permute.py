@@ -1,7 +1,7 @@
 """Sorts the tokens of a mixture of experts by expert, in blocks for a grouped GEMM: a Triton kernel
 if Triton is available, otherwise the plain-torch reference, which is the definition.
 
-All shapes follow from the number of tokens, and the host never waits, so CUDA graphs can hold it."""
+Shapes follow from the number of tokens, and the host never waits, so CUDA graphs can hold it."""
 
 from dataclasses import dataclass
 

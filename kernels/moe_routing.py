@@ -26,9 +26,9 @@ class RoutingRule:
     num_groups: int = 1
     """Groups of adjacent experts, all of the same size."""
     top_groups: int = 1
-    """Groups that a token may take experts from: those with the best score (arXiv 2405.04434, 2.2.2).
-    It is the best expert's, or with a correction bias the sum of the best two (arXiv 2412.19437,
-    the published code)."""
+    """Groups that a token may take experts from: those with the best score (arXiv 2405.04434,
+    section 2.2.2). It is the best expert's, or with a correction bias the sum of the best two
+    (DeepSeek V3's published code)."""
 
 
 def moe_routing(

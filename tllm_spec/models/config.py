@@ -165,8 +165,7 @@ class ModelConfig:
 
     @property
     def mlp_row_elements(self) -> int:
-        """Elements that a token's largest MLP has at a time in addition to hidden states: gates, ups
-        and their product."""
+        """Elements that a token's largest MLP has at a time in addition to hidden states."""
         dense = 4 * self.intermediate_size
         return dense if self.moe is None else max(dense, self.moe.row_elements)
 

@@ -147,8 +147,8 @@ class SharedExpert(Module):
         self.down_proj = RowLinear(inner, hidden, bias=False, placement=placement)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor, gate: Linear | None) -> None:
-        """Add the output for x `[T, H]` to `total` `[T, H]` in place. The sigmoid of `gate`'s output
-        `[T, 1]` multiplies it."""
+        """Add the output for x `[T, H]` to `total` `[T, H]` in place, times the sigmoid of `gate`'s
+        output `[T, 1]`."""
         inner = self.gate_up_proj.gated(x)
         if gate is not None:
             inner = inner * gate.forward(x).sigmoid()
