@@ -109,11 +109,12 @@ def grouped_gemm_kernel(
     WIDTH: tl.constexpr = HALF if GATED else BLOCK_OUT
     TILES: tl.constexpr = (OUT + WIDTH - 1) // WIDTH
     block, first_out = tl.program_id(0) // TILES, tl.program_id(0) % TILES * WIDTH
-    if block >= tl.load(num_blocks):
-        return
+    number = tl.load(num_blocks)
     expert = tl.load(blocks + block).to(tl.int64)
-    end = tl.load(blocks + 2 * room + block)
-    rows = tl.load(blocks + room + block) + tl.arange(0, BLOCK_ROWS)
+    first, end = tl.load(blocks + room + block), tl.load(blocks + 2 * room + block)
+    if block >= number:
+        return
+    rows = first + tl.arange(0, BLOCK_ROWS)
     # Rows and outputs past the edge repeat others and are not stored: loads need no masks.
     real_row, row = rows < end, tl.minimum(rows, end - 1)
     assignment = tl.load(order + row)

@@ -19,12 +19,12 @@ _BLOCKS_AT_A_TIME = 64
 def moe_permute_triton(experts: torch.Tensor, num_experts: int, block_rows: int) -> ExpertRows:
     """See `moe_permute`."""
     assert experts.is_contiguous() and experts.dtype == torch.int32
-    number, on = experts.numel(), {"dtype": torch.int32, "device": experts.device}
+    number = experts.numel()
     room = max_blocks(number, num_experts, block_rows)
     rows = ExpertRows(
-        order=torch.empty(number, **on),
-        blocks=torch.empty(3, room, **on),
-        num_blocks=torch.empty(1, **on),
+        order=experts.new_empty(number),
+        blocks=experts.new_empty(3, room),
+        num_blocks=experts.new_empty(1),
         block_rows=block_rows,
         top_k=experts.shape[1],
     )

@@ -68,8 +68,8 @@ def plain_moe_routing(
 def _within_best_groups(choice: torch.Tensor, rule: RoutingRule, num_best: int) -> torch.Tensor:
     """`choice` with minus infinity outside the best groups; a group's score is the sum of its
     `num_best` best experts."""
-    groups = choice.unflatten(-1, (rule.num_groups, -1))
+    groups = choice.view(len(choice), rule.num_groups, -1)
     scores = groups.topk(num_best, -1).values.sum(-1)
     best = scores.argsort(dim=-1, descending=True, stable=True)[:, : rule.top_groups]
     outside = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)
-    return groups.masked_fill(outside[..., None], float("-inf")).flatten(-2)
+    return groups.masked_fill(outside[..., None], float("-inf")).view(choice.shape)

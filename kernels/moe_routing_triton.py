@@ -18,11 +18,11 @@ def moe_routing_triton(
     logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `moe_routing`."""
-    (num_rows, num_experts), on = logits.shape, {"device": logits.device}
+    num_rows, num_experts = logits.shape
     assert logits.is_contiguous() and num_experts % rule.num_groups == 0
     group_size = num_experts // rule.num_groups
-    experts = torch.empty(num_rows, rule.top_k, dtype=torch.int32, **on)
-    weights = torch.empty(num_rows, rule.top_k, dtype=torch.float32, **on)
+    experts = logits.new_empty(num_rows, rule.top_k, dtype=torch.int32)
+    weights = logits.new_empty(num_rows, rule.top_k, dtype=torch.float32)
     groups, members = map(triton.next_power_of_2, (rule.num_groups, group_size))
     if not num_rows:
         return experts, weights

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import (
+    INTERPRETED,
     on_each_kernel_device,
     only_outside_the_interpreter,
 )
@@ -21,6 +22,7 @@ from tllm_spec.kernels.grouped_gemm import (
     block_rows_of,
     down,
     gate_up_silu,
+    hit_experts,
     plain_down,
     plain_gate_up_silu,
     tiling_of,
@@ -200,3 +202,50 @@ def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(gated: b
         found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
         assert found == {f"m64n{tiling.rows}k16"} and "mma.sync" not in ptx
         assert compiled.metadata.shared <= 227 << 10
+
+
+def one_by_one(p: Problem) -> torch.Tensor:
+    """`layer` with torch's GEMMs in float32, over the experts that are hit."""
+    rows = plain_moe_permute(p.experts, p.gate_up.shape[0], p.experts.numel())
+    output = p.x.new_empty(p.experts.numel(), p.down.shape[1], dtype=torch.float32)
+    for expert, first, end in hit_experts(rows):
+        own = rows.order[first:end]
+        gate, up = (p.x[own // rows.top_k].float() @ p.gate_up[expert].float().t()).chunk(2, -1)
+        activated = (gate * gate.sigmoid() * up).to(p.x.dtype).float()
+        output[own] = activated @ p.down[expert].float().t()
+    return output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@pytest.mark.parametrize("shape", [QWEN3, V3], ids=str)
+def test_real_sizes_equal_torch_on_the_device(shape: Shape) -> None:
+    for num_tokens in (1, 4, 64, 200, 500, 4096):
+        p = problem(shape, num_tokens, torch.bfloat16, "cuda")
+        check(layer(p), one_by_one(p).double())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+def test_the_number_of_rows_changes_no_bit_of_a_row_on_the_device() -> None:
+    p = problem(QWEN3, 4096, torch.bfloat16, "cuda")
+    expected = layer(p).view(4096, 8, -1)
+    for number in (1, 2, 16, 64, 130, 300, 900, 2000):
+        tokens = slice(37, 37 + number)
+        part = Problem(p.x[tokens], p.gate_up, p.down, p.experts[tokens], p.weights[tokens])
+        assert torch.equal(layer(part).view(number, 8, -1), expected[tokens]), number
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
+def test_a_captured_graph_follows_the_routing_at_replay() -> None:
+    static = problem(QWEN3, 16, torch.bfloat16, "cuda")
+    layer(static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = layer(static)
+    for hit in (8, 128):
+        experts = torch.rand(16, hit, device="cuda").argsort(-1)[:, :8]
+        static.experts.copy_(experts)
+        graph.replay()
+        check(output, one_by_one(static).double())
