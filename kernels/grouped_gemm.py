@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.moe_permute import ExpertRows
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -101,11 +102,36 @@ def _launch(
     gated: bool,
     input_weights: torch.Tensor | None,
 ) -> None:
-    from tllm_spec.kernels.grouped_gemm_triton import launch
+    from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
 
     tiling = tiling_of(len(rows.order), weight.shape[0], x.dtype)
     assert x.is_contiguous() and weight.is_contiguous() and tiling.rows == rows.block_rows
-    launch(x, weight, rows, output, tiling, gated=gated, input_weights=input_weights)
+    room, features = rows.blocks.shape[1], output.shape[1]
+    if not room:
+        return
+    tiles = -(-features // (tiling.outputs // 2 if gated else tiling.outputs))
+    grouped_gemm_kernel[(room * tiles,)](
+        x,
+        weight,
+        input_weights,
+        output,
+        rows.order,
+        rows.blocks,
+        rows.num_blocks,
+        room,
+        x.shape[1],
+        IN=x.shape[1],
+        OUT=features,
+        TOP_K=rows.top_k,
+        GATED=gated,
+        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        BLOCK_ROWS=tiling.rows,
+        BLOCK_OUT=tiling.outputs,
+        BLOCK_IN=tiling.inputs,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **programmatic_launch(x.device),
+    )
 
 
 def plain_gate_up_silu(

@@ -5,53 +5,10 @@ A tile is `[outputs, rows]`, W x^T. The weight is the larger operand of the tens
 number of rows uses the same kind of instruction (m64nNk16 on Hopper) and sums the inputs in the
 same order."""
 
-import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.grouped_gemm import Tiling
-from tllm_spec.kernels.moe_permute import ExpertRows
-from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
-
-
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rows: ExpertRows,
-    output: torch.Tensor,
-    tiling: Tiling,
-    *,
-    gated: bool,
-    input_weights: torch.Tensor | None,
-) -> None:
-    """Fill `output`, `gate_up_silu`'s if gated, otherwise `down`'s."""
-    room, features = rows.blocks.shape[1], output.shape[1]
-    tiles = triton.cdiv(features, tiling.outputs // 2 if gated else tiling.outputs)
-    if not room:
-        return
-    grouped_gemm_kernel[(room * tiles,)](
-        x,
-        weight,
-        input_weights,
-        output,
-        rows.order,
-        rows.blocks,
-        rows.num_blocks,
-        room,
-        x.shape[1],
-        IN=x.shape[1],
-        OUT=features,
-        TOP_K=rows.top_k,
-        GATED=gated,
-        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
-        BLOCK_ROWS=tiling.rows,
-        BLOCK_OUT=tiling.outputs,
-        BLOCK_IN=tiling.inputs,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        **programmatic_launch(x.device),
-    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -79,6 +36,18 @@ def _sum_inputs(
             w, x = w.to(tl.float32), x.to(tl.float32)
         total = tl.dot(w, x, total, input_precision="ieee")
     return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _swiglu(
+    gate_up: tl.tensor, factor: tl.tensor, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr
+) -> tl.tensor:
+    """`[2 * HALF, BLOCK_ROWS]`, gates first, to `[HALF, BLOCK_ROWS]`; `factor` multiplies both."""
+    pairs = tl.reshape(gate_up, [2, HALF, BLOCK_ROWS])
+    gate, up = tl.split(tl.permute(pairs, [1, 2, 0]))
+    gate, up = gate * factor, up * factor
+    # exp(-gate) is infinite for gates below -88; the quotient is then -0, the right limit.
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit(do_not_specialize=["room", "num_inputs"])  # type: ignore[untyped-decorator]  # triton has no types
@@ -128,18 +97,12 @@ def grouped_gemm_kernel(
         x_rows = x + row.to(tl.int64)[None, :] * IN
     total = _sum_inputs(x_rows, w_rows, num_inputs, IN, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN)
 
-    columns = first_out + tl.arange(0, WIDTH)
+    columns, output_row = first_out + tl.arange(0, WIDTH), assignment
     if GATED:
-        pairs = tl.reshape(total, [2, HALF, BLOCK_ROWS])
-        gate, up = tl.split(tl.permute(pairs, [1, 2, 0]))
+        factor = 1.0
         if input_weights is not None:
             factor = tl.load(input_weights + assignment)[None, :]
-            gate, up = gate * factor, up * factor
-        # exp(-gate) is infinite for gates below -88; the quotient is then -0, the right limit.
-        total = gate / (1.0 + tl.exp(-gate)) * up
-        output_row = row
-    else:
-        output_row = assignment
+        total, output_row = _swiglu(total, factor, HALF, BLOCK_ROWS), row
     pointers = output + output_row.to(tl.int64)[None, :] * OUT + columns[:, None]
     real = real_row[None, :] & (columns < OUT)[:, None]
     tl.store(pointers, total.to(output.dtype.element_ty), mask=real)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.triton_support import has_kernels
+
+MAX_READ, MAX_WRITTEN = 4096, 64  # assignments and blocks of a program at a time
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,29 @@ def moe_permute(experts: torch.Tensor, num_experts: int, block_rows: int) -> Exp
     """experts: `[T, k]` int32, contiguous, each below `num_experts`."""
     if not has_kernels(experts.device):
         return plain_moe_permute(experts, num_experts, block_rows)
-    from tllm_spec.kernels.moe_permute_triton import moe_permute_triton
+    from tllm_spec.kernels.moe_permute_triton import moe_permute_kernel
 
-    return moe_permute_triton(experts, num_experts, block_rows)
+    assert experts.is_contiguous() and experts.dtype == torch.int32
+    number = experts.numel()
+    room = max_blocks(number, num_experts, block_rows)
+    order, blocks = experts.new_empty(number), experts.new_empty(3, room)
+    rows = ExpertRows(order, blocks, experts.new_empty(1), block_rows, experts.shape[1])
+    block = min(max(16, 1 << (number - 1).bit_length()), MAX_READ)
+    moe_permute_kernel[(num_experts,)](
+        experts,
+        rows.order,
+        rows.blocks,
+        rows.num_blocks,
+        number,
+        room,
+        BLOCK_ROWS=block_rows,
+        BINS=max(16, 1 << (num_experts - 1).bit_length()),
+        BLOCK=block,
+        BLOCKS=MAX_WRITTEN,
+        num_warps=max(1, min(block // 256, 8)),
+        **programmatic_launch(experts.device),
+    )
+    return rows
 
 
 def plain_moe_permute(experts: torch.Tensor, num_experts: int, block_rows: int) -> ExpertRows:

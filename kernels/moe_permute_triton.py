@@ -4,46 +4,10 @@ imports Triton.
 A program per expert reads all assignments: each finds where its expert's rows begin without waiting
 for another program."""
 
-import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.moe_permute import ExpertRows, max_blocks
-from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
-
-_MAX_BLOCK = 4096  # assignments that a program reads at a time
-_BLOCKS_AT_A_TIME = 64
-
-
-def moe_permute_triton(experts: torch.Tensor, num_experts: int, block_rows: int) -> ExpertRows:
-    """See `moe_permute`."""
-    assert experts.is_contiguous() and experts.dtype == torch.int32
-    number = experts.numel()
-    room = max_blocks(number, num_experts, block_rows)
-    rows = ExpertRows(
-        order=experts.new_empty(number),
-        blocks=experts.new_empty(3, room),
-        num_blocks=experts.new_empty(1),
-        block_rows=block_rows,
-        top_k=experts.shape[1],
-    )
-    block = max(16, min(triton.next_power_of_2(number), _MAX_BLOCK))
-    moe_permute_kernel[(num_experts,)](
-        experts,
-        rows.order,
-        rows.blocks,
-        rows.num_blocks,
-        number,
-        room,
-        BLOCK_ROWS=block_rows,
-        BINS=max(16, triton.next_power_of_2(num_experts)),
-        BLOCK=block,
-        BLOCKS=_BLOCKS_AT_A_TIME,
-        num_warps=max(1, min(block // 256, 8)),
-        **programmatic_launch(experts.device),
-    )
-    return rows
 
 
 @triton.jit(do_not_specialize=["number", "room"])  # type: ignore[untyped-decorator]  # triton has no types

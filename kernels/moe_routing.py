@@ -7,11 +7,13 @@ from typing import Literal
 
 import torch
 
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.triton_support import has_kernels
 
 Scoring = Literal["softmax", "sigmoid"]
 # Added to the sum that normalises, as DeepSeek V3 does.
 EPSILON = 1e-20
+ELEMENTS_PER_WARP = 512
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,50 @@ def moe_routing(
     """
     if not has_kernels(logits.device):
         return plain_moe_routing(logits, rule, correction_bias)
-    from tllm_spec.kernels.moe_routing_triton import moe_routing_triton
+    (num_rows, num_experts), size = logits.shape, logits.shape[1] // rule.num_groups
+    assert logits.is_contiguous() and num_experts == size * rule.num_groups
+    experts = logits.new_empty(num_rows, rule.top_k, dtype=torch.int32)
+    weights = logits.new_empty(num_rows, rule.top_k, dtype=torch.float32)
+    if num_rows:
+        _launch(logits, rule, correction_bias, experts, weights)
+    return experts, weights
 
-    return moe_routing_triton(logits, rule, correction_bias)
+
+def _launch(
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction_bias: torch.Tensor | None,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    from tllm_spec.kernels.moe_routing_triton import moe_routing_kernel
+
+    size = logits.shape[1] // rule.num_groups
+    groups, members = _power_of_2(rule.num_groups), _power_of_2(size)
+    moe_routing_kernel[(len(logits),)](
+        logits,
+        correction_bias,
+        experts,
+        weights,
+        rule.scale,
+        EPSILON=EPSILON,
+        SOFTMAX=rule.scoring == "softmax",
+        NORMALISES=rule.normalises,
+        TOP_K=rule.top_k,
+        TOP_K_PADDED=_power_of_2(rule.top_k),
+        NUM_GROUPS=rule.num_groups,
+        GROUP_SIZE=size,
+        TOP_GROUPS=rule.top_groups,
+        GROUPS=groups,
+        MEMBERS=members,
+        num_warps=max(1, min(groups * members // ELEMENTS_PER_WARP, 8)),
+        **programmatic_launch(logits.device),
+    )
+
+
+def _power_of_2(number: int) -> int:
+    """The least one that is not below `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def plain_moe_routing(
@@ -68,7 +111,8 @@ def plain_moe_routing(
 def _within_best_groups(choice: torch.Tensor, rule: RoutingRule, num_best: int) -> torch.Tensor:
     """`choice` with minus infinity outside the best groups; a group's score is the sum of its
     `num_best` best experts."""
-    groups = choice.view(len(choice), rule.num_groups, -1)
+    size = choice.shape[1] // rule.num_groups
+    groups = choice.view(-1, rule.num_groups, size)
     scores = groups.topk(num_best, -1).values.sum(-1)
     best = scores.argsort(dim=-1, descending=True, stable=True)[:, : rule.top_groups]
     outside = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)

@@ -3,49 +3,10 @@ imports Triton.
 
 It takes the reference's steps in float32, but sums the exponentials in another order."""
 
-import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.moe_routing import EPSILON, RoutingRule
-from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
-
-_ELEMENTS_PER_WARP = 512
-
-
-def moe_routing_triton(
-    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moe_routing`."""
-    num_rows, num_experts = logits.shape
-    assert logits.is_contiguous() and num_experts % rule.num_groups == 0
-    group_size = num_experts // rule.num_groups
-    experts = logits.new_empty(num_rows, rule.top_k, dtype=torch.int32)
-    weights = logits.new_empty(num_rows, rule.top_k, dtype=torch.float32)
-    groups, members = map(triton.next_power_of_2, (rule.num_groups, group_size))
-    if not num_rows:
-        return experts, weights
-    moe_routing_kernel[(num_rows,)](
-        logits,
-        correction_bias,
-        experts,
-        weights,
-        rule.scale,
-        EPSILON=EPSILON,
-        SOFTMAX=rule.scoring == "softmax",
-        NORMALISES=rule.normalises,
-        TOP_K=rule.top_k,
-        TOP_K_PADDED=triton.next_power_of_2(rule.top_k),
-        NUM_GROUPS=rule.num_groups,
-        GROUP_SIZE=group_size,
-        TOP_GROUPS=rule.top_groups,
-        GROUPS=groups,
-        MEMBERS=members,
-        num_warps=max(1, min(groups * members // _ELEMENTS_PER_WARP, 8)),
-        **programmatic_launch(logits.device),
-    )
-    return experts, weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
