@@ -2,7 +2,6 @@
 and that a row has the same bits in every batch. Under Triton's interpreter in a subprocess, and on
 a CUDA device (`-m gpu`) with the shapes of models."""
 
-import importlib.util
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import (
     INTERPRETED,
     on_each_kernel_device,
     only_outside_the_interpreter,
+    only_with_the_compiler,
 )
 from tllm_spec.kernels.grouped_gemm import (
     LARGE,
@@ -167,11 +168,7 @@ def test_a_tensor_on_the_cpu_runs_the_reference_with_one_block_per_expert() -> N
     torch.testing.assert_close(layer(p), plain_down(activated, p.down, by_blocks))
 
 
-def compiled_for_hopper(shape: Shape, tiling: Tiling, gated: bool) -> Any:
-    """The kernel's compiled stages and metadata. Needs no device."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def compiled(shape: Shape, tiling: Tiling, gated: bool) -> Any:
     from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
 
     sizes = (shape.hidden, shape.inner) if gated else (shape.inner, shape.hidden)
@@ -181,27 +178,19 @@ def compiled_for_hopper(shape: Shape, tiling: Tiling, gated: bool) -> Any:
     constants |= {"BLOCK_IN": tiling.inputs}
     types = dict.fromkeys(("x", "weight", "output"), "*bf16")
     types |= dict.fromkeys(("order", "blocks", "num_blocks"), "*i32")
-    names = grouped_gemm_kernel.arg_names
-    source = triton.compiler.ASTSource(
-        grouped_gemm_kernel,
-        {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types},
-    )
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compiled_for_hopper(grouped_gemm_kernel, types, constants, **options)
 
 
-@only_outside_the_interpreter
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@only_with_the_compiler
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(gated: bool) -> None:
     for tiling in (*(tiling for _, tiling in TILINGS), LARGE):
-        compiled = compiled_for_hopper(QWEN3, tiling, gated)
-        ptx = compiled.asm["ptx"]
+        code = compiled(QWEN3, tiling, gated)
+        ptx = code.asm["ptx"]
         found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))
         assert found == {f"m64n{tiling.rows}k16"} and "mma.sync" not in ptx
-        assert compiled.metadata.shared <= 227 << 10
+        assert code.metadata.shared <= 227 << 10
 
 
 def one_by_one(p: Problem) -> torch.Tensor:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.interpreter import on_each_kernel_device
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
 from tllm_spec.kernels.moe_permute import ExpertRows, max_blocks, moe_permute, plain_moe_permute
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -63,3 +64,14 @@ def test_a_captured_graph_sorts_what_is_there_at_replay() -> None:
         static.copy_(chosen((*case[:4], num_hit)))
         graph.replay()
         check(rows, static, 128)
+
+
+@only_with_the_compiler
+def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
+    from tllm_spec.kernels.moe_permute_triton import moe_permute_kernel
+
+    types = dict.fromkeys(("experts", "order", "blocks", "num_blocks"), "*i32")
+    for block, num_warps in ((16, 1), (512, 2), (4096, 8)):
+        constants = {"BLOCK_ROWS": 16, "BINS": 128, "BLOCK": block, "BLOCKS": 64, "PDL": True}
+        code = compiled_for_hopper(moe_permute_kernel, types, constants, num_warps=num_warps)
+        assert ".local" not in code.asm["ptx"]
