@@ -77,11 +77,13 @@ class SampledTokens:
 
     `new_tokens` `[N, D+1]` int64, for drafts of depth D, holds the emitted run at the front of each
     row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1
-    says that the logits of that position were not numbers. `to_host`: their `table`, if it is on
+    says that the logits of that position were not numbers. `rows` `[N, D+1]`: of trees, the window
+    rows that these tokens come after. `to_host`: their `table`, if it is on
     its way already."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
+    rows: torch.Tensor | None = None
     to_host: ToHost | None = None
 
     def table(self) -> torch.Tensor:

@@ -50,6 +50,18 @@ class DraftNodes:
         self.next_sibling = next_sibling
 
     @classmethod
+    def tree(cls, tokens: Tensor, parents: list[int]) -> DraftNodes:
+        """parents: of each node, an earlier one; -1 for the root and for nodes without any."""
+        import torch
+
+        first_child, next_sibling = [-1] * len(parents), [-1] * len(parents)
+        for node in range(len(parents) - 1, 0, -1):
+            if parents[node] >= 0:
+                next_sibling[node] = first_child[parents[node]]
+                first_child[parents[node]] = node
+        return cls(tokens, torch.tensor(first_child), torch.tensor(next_sibling))
+
+    @classmethod
     def chain(cls, tokens: Tensor) -> DraftNodes:
         import torch
 

@@ -86,11 +86,12 @@ class BuildPlan:
 
     @property
     def extra_kv_tokens(self) -> int:
-        """Positions after the verified window that drafts after the first one are written to."""
-        plan = self.draft_plan
+        """KV entries after those of the emitted tokens that drafts after the first one take: of
+        beams, those of every step."""
+        plan, longest = self.draft_plan, self.shapes.longest
         if plan is None or not plan.shares_pages:
             return 0
-        return self.max_draft_len - 1 if plan.is_head else self.max_draft_len
+        return (longest.depth - 1) * longest.topk + (0 if plan.is_head else 1)
 
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None

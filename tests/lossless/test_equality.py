@@ -52,6 +52,9 @@ FLOORS = {
     "draft_target_one_model": 1.3,
     "eagle3": 1.3,
     "eagle3_two_model": 1.3,
+    "eagle3_tree": 1.5,
+    "eagle3_two_model_tree": 1.5,
+    "draft_target_one_model_tree": 1.5,
 }
 
 
@@ -92,10 +95,15 @@ def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
     if run.setting == "chunked_prefill":
         # Room for all windows and a few prompt tokens: prompts come in many chunks next to
         # generating requests.
-        options["max_num_tokens"] = run.batch_size * (run.draft_len + 1) + 10
+        options["max_num_tokens"] = run.batch_size * window_of(run) + 10
     if run.setting.startswith("preemption"):
         options["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     return LLM("zoo:llama", **options)
+
+
+def window_of(run: Run) -> int:
+    """Rows of a request."""
+    return 1 + run.draft_len * (4 if run.mode.endswith("_tree") else 1)
 
 
 def leave_prefixes(llm: LLM, cases: list[Case]) -> None:
