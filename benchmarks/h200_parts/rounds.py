@@ -118,11 +118,11 @@ def prefill(setup: Setup, report: Report) -> None:
 def _two_model(
     setup: Setup, report: Report, name: str, config: dict[str, Any], draft: str | None
 ) -> None:
-    """Points 2 and 4 of a drafter that is launched apart from the target."""
+    """Points 2, 4 and 5 of a drafter that does not run in the target's graph."""
     sizes = setup.scale.batch_sizes
     engine = _build(setup, sizes, speculative_config=config)
-    if 2 in setup.points:
-        _draft_rounds(setup, report, name, engine, sizes, draft)
+    _draft_rounds(setup, report, name, engine, sizes, draft)
+    _host(setup, report, name, engine)
     _idle(setup, report, name, engine)
 
 
@@ -134,9 +134,11 @@ def _draft_rounds(
     batch_sizes: Iterable[int],
     draft: str | None,
 ) -> None:
+    """The requests of the last batch go on running."""
     for batch_size in batch_sizes:
         engine.start(batch_size, setup.scale.prompt_len)
-        report(_round_figure(setup, 2, f"{name} round, batch {batch_size}", engine, draft))
+        if 2 in setup.points:
+            report(_round_figure(setup, 2, f"{name} round, batch {batch_size}", engine, draft))
 
 
 def _build(setup: Setup, sizes: tuple[int, ...], **options: Any) -> Rounds:
