@@ -16,6 +16,7 @@ from tests.attention.test_triton import (
 )
 from tests.kernels.interpreter import check_under_the_interpreter, only_outside_the_interpreter
 from tests.kernels.tree_problem import bits_of, random_paths
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.triton import TritonAttention
@@ -28,7 +29,7 @@ BATCHES = {
     "a whole tree": (Batch(kv_lens=(6, 17, 300), window=6), 0),
     "a later draft step": (Batch(kv_lens=(9, 80), window=3), 6),
     "one beam": (Batch(kv_lens=(5, 80), window=1), 4),
-    "64 rows": (Batch(kv_lens=(64, 100), window=64), 0),
+    "64 keys": (Batch(kv_lens=(64, 100), window=2), 62),
     "chunks and trees": (Batch(((0, 9), (7, 5)), (8, 33), window=5), 3),
 }
 
@@ -83,7 +84,9 @@ class TreeForward(Forward):
 
 @on_each_device
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, FlashInferAttention])
+@pytest.mark.parametrize(
+    "kind", [VanillaAttention, TritonAttention, FlashInferAttention, BatchInvariantAttention]
+)
 @torch.inference_mode()
 def test_each_row_attends_to_its_own_path_and_chunks_stay_causal(
     kind: type[AttentionBackend], name: str, device: str
