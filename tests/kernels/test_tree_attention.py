@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 CASES = {
     "a tree alone": (Case((5, 16, 40), 5, 2, 16, 16), 0),
     "a draft step of one beam": (Case((7, 33), 1, 3, 16, 16), 6),
-    "beams over pages": (Case((12, 33, 150), 4, 2, 32, 4, num_programs=24, padding=(12,)), 8),
+    "beams over pages": (Case((12, 33, 150), 4, 2, 32, 4, num_programs=24, padding=(12, 10**9)), 8),
     "64 keys in a window": (Case((64, 70), 64, 2, 16, 16, kv_heads=1), 0),
     "64 keys, splits": (Case((64, 300), 3, 2, 16, 16, num_programs=32, spare_pages=3), 61),
     "two tiles of rows": (Case((40, 130), 24, 4, 16, 32, kv_heads=1, num_programs=8), 9),
