@@ -57,6 +57,13 @@ class ScheduledBatch:
         longest = max(request.num_tokens_bound for request in self.generation_requests)
         return longest + self.shape.num_nodes
 
+    def drop_finished(self) -> None:
+        """Generating requests that have ended since they were scheduled are left out."""
+        left = [request for request in self.generation_requests if not request.is_finished]
+        if len(left) < len(self.generation_requests):
+            self.generation_requests = left
+            self.shape = self.shape if left else NO_DRAFTS
+
     def __bool__(self) -> bool:
         return bool(self.context_requests or self.generation_requests)
 

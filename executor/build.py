@@ -87,6 +87,7 @@ def build_executor(
         blame=blame,
         max_in_flight=plan.max_in_flight,
         drafts_in_flight=plan.why_no_overlap is None,
+        plain_in_flight=plan.plain_in_flight,
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),

@@ -13,7 +13,7 @@ import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
 from tests.lossless.drafters import AdversarialDrafter, expected_rounds
-from tests.lossless.engines import MODES, OVERLAPPING, engine
+from tests.lossless.engines import MODES, engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
@@ -79,7 +79,7 @@ def covering_runs() -> list[Run]:
     runs = []
     for (i, mode), (j, setting) in product(enumerate(FLOORS), enumerate(SETTINGS)):
         sizes = BATCH_SIZES[setting]
-        overlap = mode in OVERLAPPING and (i + j) % 3 != 1
+        overlap = (i + j) % 3 != 1
         draft_len = 0 if mode == "plain" else DRAFT_LENS[(i + j) % len(DRAFT_LENS)]
         runs.append(Run(mode, setting, draft_len, sizes[i % len(sizes)], overlap))
     return runs
@@ -91,7 +91,7 @@ def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
         options |= engine(run.mode, run.draft_len, overlap=run.overlap)
     else:
         own = {"decoding_type": "User_Provided", "drafter": known, "max_draft_len": run.draft_len}
-        options["speculative_config"] = own
+        options |= {"speculative_config": own, "disable_overlap_scheduler": not run.overlap}
     if run.setting == "chunked_prefill":
         # Room for all windows and a few prompt tokens: prompts come in many chunks next to
         # generating requests.

@@ -13,14 +13,8 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.kernels.draft_beams import (
-    BeamPool,
-    Beams,
-    add_last,
-    first_beams,
-    grow,
-    select,
-)
+from tllm_spec.kernels.beam_pool import BeamPool, Beams
+from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.tree_mask import TreeMask
 
@@ -48,7 +42,7 @@ class TreeDrafting:
                 add_last(pool, step, beams, *candidates)
             else:
                 beams = grow(pool, step, beams, *candidates)
-        self._slots.write_tree(group.slots, select(pool, shape.num_nodes), shape.depth)
+        self._slots.write_tree(group.slots, select(pool, shape.num_nodes))
 
     def _run(
         self,
