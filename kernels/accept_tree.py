@@ -52,31 +52,30 @@ def accept_tree_by_rates(
     parents: torch.Tensor,
     depth: int,
     num_drafts: torch.Tensor | None,
-    rates: torch.Tensor,
+    bounds: torch.Tensor,
     coins: torch.Tensor,
 ) -> Accepted:
     """Synthetic acceptance by chance. Arguments and results as `accept_tree`.
 
-    rates `[>= D, R]` float64: rates[d, r] is the probability that a path of d drafts continues to
-    the r-th child (in node order) of its last node; a row's sum is at most 1. coins `[B]` float64
-    in (0, 1), one per round. A path ends where the chosen child does not exist."""
-    width = tokens.shape[1]
+    bounds `[>= D, R]` float64, rising in a row to at most 1: bounds[d, r] is the probability that a
+    path of d drafts continues to one of its last node's first r + 1 children (in node order). coins
+    `[B]` float64 in (0, 1), one per round. A path ends where the chosen child does not exist."""
+    width, num_ranks = tokens.shape[1], bounds.shape[1]
     nodes = torch.arange(width, device=parents.device)
-    upper = rates.cumsum(dim=1)
-    lower = F.pad(upper[:, :-1], (1, 0))
+    lower = F.pad(bounds[:, :-1], (1, 0))
     row, coin = torch.zeros_like(parents[:, :1]), coins.unsqueeze(1)
     rows, lens, going = [row], torch.ones_like(row), torch.ones_like(row, dtype=torch.bool)
     for step in range(depth):
-        rank = (coin >= upper[step]).sum(dim=1, keepdim=True)  # R if the path ends
-        column = rank.clamp_max(rates.shape[1] - 1)
+        rank = (coin >= bounds[step]).sum(dim=1, keepdim=True)  # R if the path ends
+        column = rank.clamp_max(num_ranks - 1)
         is_child = (parents == row) & _is_proposed(parents, num_drafts)
-        is_next = is_child & (is_child.cumsum(dim=1) == rank + 1) & (rank < rates.shape[1])
+        is_next = is_child & (is_child.cumsum(dim=1) == rank + 1) & (rank < num_ranks)
         next_row = torch.where(is_next, nodes, width).amin(dim=1, keepdim=True)
         going = going & (next_row < width)
         lens = lens + going
         row = torch.where(going, next_row, row)
         # Within the interval of its rank the coin is uniform again.
-        coin = (coin - lower[step][column]) / (upper - lower)[step][column]
+        coin = (coin - lower[step][column]) / (bounds[step][column] - lower[step][column])
         rows.append(row)
     path = torch.cat(rows, dim=1)
     is_draft = torch.arange(depth + 1, device=parents.device) < lens - 1

@@ -97,7 +97,7 @@ def test_synthetic_acceptance_of_a_chain_is_that_of_accept_by_rates(length: int)
     conditional = torch.tensor([[0.8], [0.7], [0.5], [0.9]], dtype=torch.float64)
     parents = parents_of(DraftLayout.chain(length), 500)
     _, new_tokens, lens = accept_tree_by_rates(
-        targets, tokens, parents, length, num_drafts, conditional, coins
+        targets, tokens, parents, length, num_drafts, conditional.cumsum(1), coins
     )
     cumulative = conditional[:, 0].cumprod(0)
     expected, numbers = accept_by_rates(targets, tokens[:, 1:], num_drafts, cumulative, coins)
@@ -113,7 +113,7 @@ def test_synthetic_paths_have_the_frequencies_of_their_rates() -> None:
     tokens = torch.arange(100, 107).expand(number, 7)
     targets = torch.arange(200, 207).expand(number, 7)
     rows, new_tokens, lens = accept_tree_by_rates(
-        targets, tokens, parents_of(layout, number), 3, None, rates, coins
+        targets, tokens, parents_of(layout, number), 3, None, rates.cumsum(1), coins
     )
     ends = rows[:, -1]
     # The third child of the root does not exist: that share of the paths ends there.

@@ -9,7 +9,8 @@ import torch
 
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
-from tllm_spec.kernels.draft_beams import BeamPool, DraftTree, select
+from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
+from tllm_spec.kernels.draft_beams import select
 
 SIZES = [
     (2, 1, 2),
