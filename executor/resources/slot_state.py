@@ -15,7 +15,7 @@ from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
 from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels import slot_windows
 from tllm_spec.kernels.accept_tree import Accepted, accept_tree
-from tllm_spec.kernels.draft_beams import DraftTree
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.draft_shape import DraftShape, DraftShapes
-from tllm_spec.kernels.draft_beams import DraftTree
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.row_copies import gather_rows
 
 

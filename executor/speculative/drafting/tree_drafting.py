@@ -13,9 +13,8 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
+from tllm_spec.kernels.beam_pool import BeamPool, Beams
 from tllm_spec.kernels.draft_beams import (
-    BeamPool,
-    Beams,
     add_last,
     first_beams,
     grow,
