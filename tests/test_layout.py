@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("executor", "kernels")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-# Request intake and the worker's main: the only places that may turn any fault into an answer.
+# The worker's main and calls of users' programs: only these may turn any fault into an answer.
 BORDERS = {
     "executor/worker.py",
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
-    "tllm_spec/server/app.py",
+    "tllm_spec/server/chat_prompt.py",  # runs the model's chat template
     "tllm_spec/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }
 

@@ -32,7 +32,7 @@ from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
 from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, check_text, load_tokenizer
 
 Params = SamplingParams | Mapping[str, Any] | None
 
@@ -170,6 +170,16 @@ class LLM:
             raise RuntimeError(self._worker.why_ended)
         return result
 
+    def check_length(self, text: str) -> None:
+        """Raises ValueError for a text that has too many tokens whatever they are, without
+        tokenising it."""
+        self._prompts.check_length(text)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run; each of `n` samples counts."""
+        return len(self._results.ids())
+
     def check_integrity(self) -> None:
         """Waits until the executor idles. Raises AssertionError when slots or KV pages do not add
         up, RuntimeError after shutdown."""
@@ -249,6 +259,8 @@ class LLM:
         tokenizer = self.tokenizer
         if params.stop_strings and tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        for word in params.stop_strings:
+            check_text(word, "stop")
         encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
         return DecodingRules.from_params(
             params, vocab_size=self.model_config.vocab_size, end_ids=self._end_ids, encode=encode
