@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples", "tllm_spec.llmapi"),
     ("tllm_spec.bench", "tllm_spec.server"),
     ("tllm_spec.llm",),
+    ("tllm_spec.intake",),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",
@@ -74,6 +75,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "tllm_spec.executor.decoding_rules",
         "tllm_spec.executor.graphs.eager_timing",
+        "tllm_spec.executor.request_limits",
         "tllm_spec.executor.faults",
         "tllm_spec.executor.rounds.round_clock",
         "tllm_spec.executor.rounds.transfer",

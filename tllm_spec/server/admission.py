@@ -88,9 +88,10 @@ class Admission:
 
     def _check_max_tokens(self, params: SamplingParams) -> None:
         longest = self._llm.max_seq_len
-        if params.max_tokens is not None and params.max_tokens > longest:
+        name = "min_tokens" if params.min_tokens > longest else "max_tokens"
+        if (getattr(params, name) or 0) > longest:
             raise ContextLengthExceeded(
-                f"max_tokens = {params.max_tokens}: this model's maximum context length is "
+                f"{name} = {getattr(params, name)}: this model's maximum context length is "
                 f"{longest} tokens, prompt and output together"
             )
 
