@@ -13,11 +13,12 @@ Where the next round needs the tokens on the host (a host drafter, a logits proc
 still runs while the host schedules; only then the host reads, drafts and launches."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,6 +72,17 @@ class ExecutorParts:
     cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
     stream_interval: int = 1
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
+
+
+class Load(NamedTuple):
+    """Requests now, the latest round's draft length, and since the start rounds (counted once for
+    each request) and the tokens that they emitted."""
+
+    num_running: int
+    num_waiting: int
+    draft_len: int | None
+    request_rounds: int
+    emitted_tokens: int
 
 
 class PyExecutor:
@@ -165,7 +177,7 @@ class PyExecutor:
                 request.request_id: request
                 for request in self.scheduler.waiting + self.scheduler.running
             }
-            self._end([alive[i] for i in dict.fromkeys(cancelled) if i in alive], "cancelled")
+            self._end([alive[i] for i in cancelled if i in alive], reasons=cancelled)
 
     def _draft_len(self, generating: list[LlmRequest]) -> int:
         """The controller's draft length for the next round."""
@@ -227,27 +239,36 @@ class PyExecutor:
     def _finish_round(self, requests: list[LlmRequest]) -> None:
         """Sends responses; finished requests give their slots and pages back."""
         interval = self.parts.stream_interval
-        self._send(
-            [
-                request
-                for request in requests
-                if request.streaming
-                and not request.is_finished
-                and request.num_output_tokens - request.num_responded >= interval
-            ]
-        )
-        self._end([request for request in requests if request.is_finished])
+        growing = [
+            request
+            for request in requests
+            if request.streaming
+            and not request.is_finished
+            and request.num_output_tokens - request.num_responded >= interval
+        ]
+        self._end([request for request in requests if request.is_finished], growing)
 
-    def _end(self, requests: list[LlmRequest], reason: str | None = None) -> None:
-        for request in requests:
-            if reason is not None:
-                request.finish(reason)
-            request.kv_len = min(request.kv_len, max(request.num_tokens - 1, 0))
-            for manager in self.resources:
-                manager.free_resources(request)
-            self.scheduler.remove(request)
-            self.totals.add_end(request)
-            self._send([request])
+    def _end(
+        self,
+        requests: list[LlmRequest],
+        growing: Iterable[LlmRequest] = (),
+        reasons: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Responds for all at once, also if freeing one of them fails. growing: requests that go
+        on and have a response. reasons: by id, where a request has no finish reason yet."""
+        ended: list[LlmRequest] = []
+        try:
+            for request in requests:
+                if (reason := reasons.get(request.request_id)) is not None:
+                    request.finish(reason)
+                request.kv_len = min(request.kv_len, max(request.num_tokens - 1, 0))
+                for manager in self.resources:
+                    manager.free_resources(request)
+                self.scheduler.remove(request)
+                self.totals.add_end(request)
+                ended.append(request)
+        finally:
+            self._send([*growing, *ended])
 
     def _send(self, requests: list[LlmRequest]) -> None:
         if requests:
@@ -294,6 +315,13 @@ class PyExecutor:
         """Raises AssertionError when slots or pages do not add up."""
         for manager in self.resources:
             manager.check_integrity()
+
+    def load(self) -> Load:
+        """What runs now, cheaply. Between rounds only."""
+        queues, totals = self.scheduler, self.totals
+        return Load(
+            len(queues.running), len(queues.waiting), totals.latest_draft_len, *totals.decoded()
+        )
 
     def state(self) -> dict[str, Any]:
         """Queues, totals, cache and draft lengths as plain values. Between rounds only."""

@@ -15,7 +15,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._new: list[LlmRequest] = []
-        self._cancelled: list[int] = []
+        self._cancelled: dict[int, str] = {}  # with the finish reason
         self._calls: list[Call] = []
         self._open = True  # until the executor's thread has ended
         self._closed = False
@@ -28,9 +28,10 @@ class RequestQueue:
                 self._changed.notify()
             return self._open
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int, reason: str = "cancelled") -> None:
+        """reason: what becomes the request's finish reason."""
         with self._changed:
-            self._cancelled.append(request_id)
+            self._cancelled[request_id] = reason
             self._changed.notify()
 
     def put_call(self, call: Call) -> bool:
@@ -41,14 +42,14 @@ class RequestQueue:
                 self._changed.notify()
             return self._open
 
-    def take(self) -> tuple[list[LlmRequest], list[int]]:
-        """New requests and ids of cancelled ones. Takes no lock when there are none, which is the
-        common case of a busy loop."""
+    def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
+        """New requests, and the finish reasons of cancelled ones by their ids. Takes no lock when
+        there are none, which is the common case of a busy loop."""
         if not self._new and not self._cancelled:
-            return [], []
+            return [], {}
         with self._changed:
             taken = self._new, self._cancelled
-            self._new, self._cancelled = [], []
+            self._new, self._cancelled = [], {}
             return taken
 
     def take_calls(self, *, last: bool = False) -> list[Call]:

@@ -57,6 +57,10 @@ class Worker:
             raise RuntimeError(
                 "the executor's thread cannot wait for itself: this is called from inside a round"
             )
+        return self.submit(function).result()
+
+    def submit(self, function: Callable[[], Result]) -> Future[Result]:
+        """The same without waiting. Raises RuntimeError if the executor has ended."""
         answer: Future[Result] = Future()
 
         def run() -> None:
@@ -70,7 +74,7 @@ class Worker:
 
         if not self._queue.put_call(run):
             raise RuntimeError(self.why_ended)
-        return answer.result()
+        return answer
 
     @property
     def why_ended(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.grammar_state import GrammarState
+from tllm_spec.guided_decoding import GrammarSource
 from tllm_spec.sampling_params import SamplingParams
 
 OFF = "guided_decoding is refused: guided_decoding_backend = null; xgrammar is accepted"
@@ -29,7 +30,11 @@ class Grammars:
         cannot be used."""
         if params.guided_decoding is None:
             return [None] * number
-        compiled = self._get_compiler().compile(params.guided_decoding.source)
+        return self.states_of(params.guided_decoding.source, number)
+
+    def states_of(self, source: GrammarSource, number: int) -> list[GrammarState | None]:
+        """The same for a grammar."""
+        compiled = self._get_compiler().compile(source)
         import xgrammar  # heavy; the compiler has it
 
         return [GrammarState(xgrammar.GrammarMatcher(compiled)) for _ in range(number)]

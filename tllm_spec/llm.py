@@ -7,34 +7,25 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
 from typing import Any, NoReturn, cast
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.build import build_executor
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import DraftCounters, LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
-from tllm_spec.grammar_state import GrammarState
-from tllm_spec.grammars import Grammars
+from tllm_spec.intake import Intake, Params
 from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.option_checks import refuse_not_served
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.prompts import Prompt, PromptReader, is_single
+from tllm_spec.prompts import Prompt, is_single
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
-from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
-
-Params = SamplingParams | Mapping[str, Any] | None
+from tllm_spec.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -55,28 +46,10 @@ class LLM:
         self._results = Results()
         built = build_executor(self.args, self.tokenizer, self._results.respond)
         self.model_config = built.model_config
-        self.max_seq_len = built.max_seq_len
-        self._max_draft_len = built.max_draft_len
-        self._new_pause = built.new_pause
+        self.max_seq_len = built.limits.max_seq_len
         self._queue = built.queue
         self._executor = built.executor
-        self._check_can_run: Callable[[LlmRequest], None] = (
-            built.executor.scheduler.check_can_ever_run
-        )
-        self._prompts = PromptReader(
-            self.tokenizer,
-            vocab_size=self.model_config.vocab_size,
-            max_seq_len=self.max_seq_len,
-            max_input_len=self.args.max_input_len,
-        )
-        self._grammars = Grammars(
-            self.args.guided_decoding_backend,
-            self.tokenizer,
-            self.model_config.vocab_size,
-            self._end_ids,
-        )
-        self._lock = threading.Lock()
-        self._ids = count(1)
+        self._intake = Intake(self.args, self.tokenizer, built.limits)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         self._worker.start()
@@ -145,30 +118,26 @@ class LLM:
         after shutdown or when the executor has died."""
         _refuse_not_served(not_served)
         self._check_alive()
-        params = _params(sampling_params)
-        prompt, token_ids = self._prompts.read(inputs, params)
-        rules = self._rules(params)
-        grammars = self._grammars.new_states(params, params.n)
-        _check_priority(priority)
-        with self._lock:
-            ids = [next(self._ids) for _ in range(params.n)]
-        cancel = self._cancel_of(ids)
-        result = RequestHandle(ids[0], prompt, token_ids, params, self.tokenizer, cancel)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        requests = [
-            self._request(
-                index, request_id, token_ids, params, rules, _sample_seed(seed, index), grammar
-            )
-            for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
-        ]
-        self._check_can_run(requests[0])
-        for request in requests:
-            request.streaming, request.priority = streaming, float(priority)
-            self._results.add(request.request_id, result)
-        if not self._queue.put(requests):  # it has ended since `_check_alive`
+        submission = self._intake.submission(
+            inputs, sampling_params, streaming=streaming, priority=priority
+        )
+        result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
+        for request_id in submission.ids:
+            self._results.add(request_id, result)
+        if not self._queue.put(submission.requests):  # it has ended since `_check_alive`
             self._results.fail_all(self._worker.why_ended)
             raise RuntimeError(self._worker.why_ended)
         return result
+
+    def check_length(self, text: str) -> None:
+        """Raises ValueError for a text that has too many tokens whatever they are, without
+        tokenising it."""
+        self._intake.check_length(text)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run; each of `n` samples counts."""
+        return len(self._results.ids())
 
     def check_integrity(self) -> None:
         """Waits until the executor idles. Raises AssertionError when slots or KV pages do not add
@@ -224,11 +193,8 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        self._grammars.close()
+        self._intake.grammars.close()
         del self._executor
-        self._check_can_run = self._new_pause = (
-            _refuse  # methods that would keep the executor alive
-        )
 
     def __enter__(self) -> "LLM":
         return self
@@ -244,60 +210,6 @@ class LLM:
             result.receive(Response(0, [], finish_reason="error", error=str(error)))
             return result
 
-    def _rules(self, params: SamplingParams) -> DecodingRules:
-        """The parameters, checked against the model."""
-        tokenizer = self.tokenizer
-        if params.stop_strings and tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
-        encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
-        return DecodingRules.from_params(
-            params, vocab_size=self.model_config.vocab_size, end_ids=self._end_ids, encode=encode
-        )
-
-    @property
-    def _end_ids(self) -> tuple[int, ...]:
-        return tuple(self.model_config.eos_token_ids or _end_of(self.tokenizer))
-
-    def _request(
-        self,
-        index: int,
-        request_id: int,
-        token_ids: list[int],
-        params: SamplingParams,
-        rules: DecodingRules,
-        seed: int,
-        grammar: GrammarState | None,
-    ) -> LlmRequest:
-        room = self.max_seq_len - len(token_ids)
-        limit, wanted = self._max_draft_len, params.speculation
-        if wanted.max_draft_len is not None:
-            limit = min(limit, wanted.max_draft_len)
-        return LlmRequest(
-            request_id=request_id,
-            tokens=list(token_ids),
-            rules=rules,
-            seed=seed,
-            index=index,
-            arrival=request_id,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            draft_limit=limit if wanted.enabled else 0,
-            counters=DraftCounters(self._max_draft_len),
-            draft_pause=self._new_pause(),
-            stop_checker=self._stop_checker(params),
-            grammar=grammar,
-        )
-
-    def _stop_checker(self, params: SamplingParams) -> StopStringChecker | None:
-        if not params.stop_strings:
-            return None
-        assert self.tokenizer is not None
-        detokenizer = IncrementalDetokenizer(
-            self.tokenizer, skip_special_tokens=params.skip_special_tokens
-        )
-        return StopStringChecker(
-            detokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
-        )
-
     def _cancel_of(self, ids: list[int]) -> Callable[[], None]:
         def cancel() -> None:
             for request_id in ids:
@@ -310,10 +222,6 @@ class LLM:
             raise RuntimeError("the LLM is shut down")
         if self._worker.failure is not None:
             raise RuntimeError(f"the executor has died: {self._worker.failure}")
-
-
-def _refuse(*_: object) -> NoReturn:
-    raise RuntimeError("the LLM is shut down")
 
 
 def _end(worker: Worker, queue: RequestQueue, results: Results) -> None:
@@ -353,22 +261,6 @@ def _tokenizer(args: LlmArgs) -> Tokenizer | None:
     return cast(Tokenizer, args.tokenizer)
 
 
-def _end_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    return () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-
-
-def _params(params: Params) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
-
-
-def _check_priority(priority: object) -> None:
-    is_number = isinstance(priority, (int, float)) and not isinstance(priority, bool)
-    if not is_number or not 0 <= cast(float, priority) <= 1:
-        raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
-
-
 def _one_each(name: str, value: Any, number: int) -> list[Any]:
     """The same value for all prompts, or the caller's list of them."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
@@ -376,10 +268,3 @@ def _one_each(name: str, value: Any, number: int) -> list[Any]:
     if len(value) != number:
         raise ValueError(f"{name} has {len(value)} entries for {number} prompts")
     return list(value)
-
-
-def _sample_seed(seed: int, index: int) -> int:
-    """The seed of the index-th sample of a request: the first keeps the request's own. The factor,
-    from the golden ratio, spreads small indices over 64 bits."""
-    mixed = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    return mixed - (1 << 64) if mixed >= 1 << 63 else mixed
