@@ -37,7 +37,6 @@ HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
 EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
-    "eagle_choices": NotServed((None,), NO_TREE),
     "max_non_leaves_per_layer": NotServed((None,), NO_TREE),
     "num_eagle_layers": NotServed(
         (None,),
@@ -94,7 +93,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
     def _mistakes(self) -> list[str]:
         found = super()._mistakes()
         if self.drafts_trees and not self.draft_target_one_model:
-            found.append("use_dynamic_tree = True needs draft_target_one_model: true")
+            found.append("a draft tree needs draft_target_one_model: true")
         return found
 
 
