@@ -201,7 +201,7 @@ class DecodingBaseConfig(ConfigModel):
         rounds = self.max_rejected_rounds
         if "max_rejected_rounds" not in self.model_fields_set:
             return self
-        if self.overlaps and rounds:
+        if rounds and not self.may_pause:
             raise ValueError(
                 f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
                 "round cost the same for a request that pauses; accepted: null"
@@ -264,6 +264,11 @@ class DecodingBaseConfig(ConfigModel):
         """Whether rounds with drafts may overlap."""
         return self.why_no_overlap is None
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether a request that pauses saves the time of its drafts."""
+        return True
+
 
 class DraftModelDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types that have draft weights."""
@@ -277,6 +282,10 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     @classmethod
     def _null_means_auto(cls, load_format: object) -> object:
         return "auto" if load_format is None else load_format
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None
 
 
 def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:

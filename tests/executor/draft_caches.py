@@ -15,7 +15,6 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import unread_by_draft
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, Eagle3Net
-from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
 
@@ -79,7 +78,7 @@ def worker_of(harness: Harness) -> DraftWorker:
 
 def pools_of(harness: Harness) -> list[KVPool]:
     """The target's, then the one of the layers that share its pages, if there are any."""
-    if type(harness.parts.runner.round_end) is RoundEnd:
+    if not isinstance(harness.parts.runner.round_end, DraftWorker):
         return [harness.parts.kv.pool]
     return [harness.parts.kv.pool, worker_of(harness)._layers.backend.pool]
 
