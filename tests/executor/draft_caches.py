@@ -46,9 +46,12 @@ def eagle3(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
 def one_model(
     draft: Path, head: Path, mode: str, draft_len: int = 3, **options: Any
 ) -> dict[str, Any]:
-    """Keyword arguments of a mode whose drafts share the target's pages, or `plain`."""
+    """Keyword arguments of a mode whose drafts share the target's pages, of `plain`, or of a draft
+    model with pages of its own."""
     if mode == "plain":
         return {}
+    if mode == "draft_target_two_model":
+        return draft_target(draft, draft_len, **options)
     if mode == "draft_target":
         return draft_target(draft, draft_len, draft_target_one_model=True, **options)
     return eagle3(head, draft_len, eagle3_one_model=mode == "eagle3", **options)

@@ -129,7 +129,7 @@ def test_requests_without_speculation_take_no_draft_pages(tiny: Path) -> None:
         quiet.counters.stats().num_drafted_tokens == 0
         and quiet.counters.stats().acceptance_length == 1
     )
-    assert modest.counters.stats().per_position_drafted == (5, 0, 0, 0)
+    assert modest.counters.stats().per_position_drafted == (6, 0, 0, 0)
     assert output_of(quiet) == output_of(modest)
 
 

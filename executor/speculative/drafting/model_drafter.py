@@ -114,7 +114,8 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         for request, _, end in chunks:
             request.draft_lag = request.kv_len - end
         for request, _, end in chunks + late:
-            self._kv.kv.store(request, end)
+            # Drafting reads the last token again, and stored pages are shared.
+            self._kv.kv.store(request, min(end, request.num_tokens - 1))
 
     def _replay(self, drafting: list[LlmRequest], shape: DraftShape) -> bool:
         if self.graphs is None:
