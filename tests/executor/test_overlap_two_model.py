@@ -1,6 +1,6 @@
-"""Overlap on the two-model path. A drafter on the host begins when all rounds were
-read, and its rounds of draft length 0 overlap. A draft model drafts before the round before is
-read, with the same drafts."""
+"""Overlap on the two-model path. A drafter on the host begins when all rounds were read, and its
+rounds of draft length 0 overlap. A draft model drafts before the round before is read, with the
+same drafts."""
 
 from pathlib import Path
 from random import Random
