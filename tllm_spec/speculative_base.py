@@ -78,7 +78,7 @@ class DecodingBaseConfig(ConfigModel):
     max_rejected_rounds: PositiveInt | None = 8
     """A request whose drafts were all rejected in about this many rounds pauses drafting; each
     pause is twice as long as the last, and an accepted draft ends it. null: requests never pause.
-    Refused where drafts are made in the target's round."""
+    Refused where drafts are made in the target's round or from its hidden states."""
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None

@@ -1,6 +1,7 @@
 """A draft model's own KV cache follows the target though the host reads rounds late: through
 preemptions, cancellations, prefix hits, chunks and rounds without drafts."""
 
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,7 +39,7 @@ def assert_the_cache_is_a_prefill(harness: Harness, draft: Path, request: LlmReq
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_cache_follows_through_whatever_happens(
     tiny: Path, tiny_draft: Path, seed: int, overlap: bool
 ) -> None:
@@ -49,7 +50,7 @@ def test_the_cache_follows_through_whatever_happens(
     draft_len = left = num_checked = 0
     harness.parts.draft_len_for = lambda *_: draft_len
     requests: list[LlmRequest] = []
-    for number in range(500):
+    for number in range(400):
         if not left:
             draft_len = plan.choice((0, 2, 3, 3))
             left = plan.randrange(1, 30)
@@ -60,14 +61,14 @@ def test_the_cache_follows_through_whatever_happens(
         harness.round()
         harness.executor.check_integrity()
         spoil_free_draft_pages(kv)
-        for request in generating(harness) if number % 5 == 0 else []:
+        for request in generating(harness) if number % 12 == 0 else []:
             if request.kv_len > request.draft_lag and kv.holds(request):
                 assert_the_cache_is_a_prefill(harness, tiny_draft, request)
                 num_checked += 1
         if random.random() < 0.02 and (running := generating(harness)):
             harness.queue.cancel(random.choice(running).request_id)
     harness.run()
-    assert num_checked > 50 and len(requests) > 25
+    assert num_checked > 15 and len(requests) > 25
     assert harness.parts.scheduler.num_preemptions
     assert sum(request.cached_tokens for request in requests) > 200
     assert kv.cache.stats.reused_tokens > 200
@@ -192,8 +193,10 @@ def test_a_request_that_pauses_drafts_again_with_nothing_missing(
         [each.submit([i, *PROMPT], max_tokens=120, patience=1) for i in range(4)]
         for each in (harness, plain)
     )
-    while harness.round():
-        for request in generating(harness):
+    for number in count():
+        if not harness.round():
+            break
+        for request in generating(harness) if number % 7 == 0 else []:
             if request.kv_len > request.draft_lag:
                 assert_the_cache_is_a_prefill(harness, tiny_draft, request)
     plain.run()
