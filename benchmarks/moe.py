@@ -23,7 +23,8 @@ from benchmarks.harness.moe_rounds import rounds, rounds_table
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.kernels import grouped_gemm
-from tllm_spec.kernels.grouped_gemm import Tiling
+from tllm_spec.kernels.grouped_gemm import Tiling, Tilings, down, gate_up_silu
+from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.models.module import Placement
 from tllm_spec.models.moe import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig, SparseMoE
 from tllm_spec.models.weights import fill_random
@@ -36,22 +37,16 @@ V3 = MoEConfig(
 )  # fmt: skip
 SHAPES = {"Qwen3-30B-A3B": QWEN3, "V3-style": V3}
 TOKENS = (1, 4, 8, 32, 64, 256, 4096, 65536)
-TRIED = {
-    1: (
-        Tiling(16, 64, 128, 4, 3), Tiling(16, 64, 128, 4, 4), Tiling(16, 64, 64, 4, 6),
-        Tiling(16, 64, 64, 4, 8), Tiling(16, 64, 256, 4, 3), Tiling(16, 128, 64, 4, 5),
-        Tiling(16, 128, 128, 4, 4), Tiling(16, 128, 64, 8, 5),
-    ),
-    256: (
-        Tiling(16, 64, 128, 4, 5), Tiling(32, 64, 128, 4, 5), Tiling(32, 128, 64, 4, 4),
-        Tiling(64, 64, 128, 4, 4), Tiling(64, 128, 64, 4, 4),
-    ),
-    4096: (
-        Tiling(64, 128, 64, 4, 4), Tiling(64, 256, 64, 8, 4), Tiling(128, 128, 64, 4, 3),
-        Tiling(128, 128, 64, 8, 3), Tiling(128, 128, 64, 8, 4), Tiling(128, 256, 64, 8, 3),
-    ),
-}  # fmt: skip
-SAMES = {1: (1, 8, 64), 256: (256,), 4096: (4096,)}  # tokens at which the tilings are tried
+# By the block size: tokens at which tilings are tried, and outputs, inputs, warps and stages.
+FEW = (
+    (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 6), (64, 64, 4, 8),
+    (64, 256, 4, 3), (128, 64, 4, 4), (128, 64, 4, 5), (128, 128, 4, 4), (128, 64, 8, 5),
+)  # fmt: skip
+MANY = (
+    (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3),
+    (256, 64, 8, 4),
+)  # fmt: skip
+TRIED = {16: ((1, 8, 64), FEW), 32: ((256,), FEW), 64: ((256, 512), MANY), 128: ((4096,), MANY)}
 
 
 @dataclass(frozen=True)
@@ -138,36 +133,49 @@ def layer_table(rows: Sequence[Row]) -> list[str]:
 
 
 def tilings(options: Options) -> Iterator[Row]:
+    """Each layer alone, on rows that are sorted already."""
     for name, config in SHAPES.items():
         layers = layers_of(replace(config, shared_intermediate_size=0))
-        for least, tried in TRIED.items():
-            for num_tokens in SAMES[least][-1:] if options.quick else SAMES[least]:
+        for block_rows, (numbers, tried) in TRIED.items():
+            for num_tokens in numbers[-1:] if options.quick else numbers:
                 calls = calls_of(layers, num_tokens, same=False)
-                own = grouped_gemm.tiling_of(calls[0].experts.numel(), config.num_experts, BF16)
                 floor = mean([floor_us(call, shared=False) for call in calls])
-                for tiling in dict.fromkeys((own, *tried)):
-                    us = tiled_us(calls, tiling)
-                    yield {
-                        "shape": name, "tokens": num_tokens, "tiling": str(tiling), "us": us,
-                        "floor": floor, "chosen": tiling == own,
-                    }  # fmt: skip
+                chosen = grouped_gemm.tilings_of(calls[0].experts.numel(), config.num_experts, BF16)
+                for tiling in (Tiling(block_rows, *each) for each in tried):
+                    found = tiled_us(calls, tiling)
+                    for way, own, share in (
+                        ("gate_up", chosen.gate_up, 2 / 3), ("down", chosen.down, 1 / 3)
+                    ):  # fmt: skip
+                        yield {
+                            "shape": name, "layer": way, "tokens": num_tokens,
+                            "tiling": str(tiling), "chosen": tiling == own,
+                            "us": found[way], "floor": floor * share,
+                        }  # fmt: skip
         del layers
         torch.cuda.empty_cache()
 
 
-def tiled_us(calls: Sequence[Call], tiling: Tiling) -> float:
-    with mock.patch.object(grouped_gemm, "tiling_of", lambda *_: tiling):
-        found = call_us({"": [partial(c.layer.experts.forward, c.x, c.experts) for c in calls]})
-    return found[""]
+def tiled_us(calls: Sequence[Call], tiling: Tiling) -> dict[str, float]:
+    sides: dict[str, list[Callable[[], object]]] = {"gate_up": [], "down": []}
+    with mock.patch.object(grouped_gemm, "tilings_of", lambda *_: Tilings(tiling, tiling)):
+        for call in calls:
+            experts = call.layer.experts
+            rows = moe_permute(call.experts, call.layer.config.num_experts, tiling.rows)
+            inner = gate_up_silu(call.x, experts.gate_up, rows)
+            sides["gate_up"].append(partial(gate_up_silu, call.x, experts.gate_up, rows))
+            sides["down"].append(partial(down, inner, experts.down, rows))
+        return call_us(sides)
 
 
 def tilings_table(rows: Sequence[Row]) -> list[str]:
+    """The fastest first."""
+    keys = ("shape", "layer", "tokens")
     lines = [
-        [row["shape"], number(row["tokens"]), row["tiling"], "yes" if row["chosen"] else "",
-         number(row["us"]), f"{row['us'] / row['floor']:.2f}x"]
-        for row in sorted(rows, key=lambda row: (row["shape"], row["tokens"], row["us"]))
+        [row["shape"], row["layer"], number(row["tokens"]), row["tiling"],
+         "yes" if row["chosen"] else "", number(row["us"]), f"{row['us'] / row['floor']:.2f}x"]
+        for row in sorted(rows, key=lambda row: (*(row[key] for key in keys), row["us"]))
     ]  # fmt: skip
-    return table(("shape", "tokens", "tiling", "chosen", "µs", "of the floor"), lines)
+    return table((*keys, "tiling", "chosen", "µs", "of the floor"), lines)
 
 
 SUBJECTS = (

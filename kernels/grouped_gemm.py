@@ -27,24 +27,33 @@ class Tiling:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class Tilings:
+    """Of both layers, with the same number of rows."""
+
+    gate_up: Tiling
+    down: Tiling
+
+
 # By the most rows per expert, on average. Few rows stream weights: tiles are small, so that one
-# token fills the device, and two share a multiprocessor. One stage of the pipeline is being
-# multiplied and one was, so the others are in flight: 48 KiB of weights per program.
+# token fills the device, and two programs share a multiprocessor. One stage of the pipeline is
+# being multiplied and one was, so the others are in flight: 48 KiB of weights per program. A
+# program of the down projection has fewer inputs, so it takes more outputs.
 TILINGS = (
-    (8, Tiling(16, 64, 128, 4, 5)),
-    (24, Tiling(32, 64, 128, 4, 4)),
-    (64, Tiling(64, 128, 64, 4, 4)),
+    (8, Tilings(Tiling(16, 64, 128, 4, 5), Tiling(16, 128, 64, 4, 5))),
+    (24, Tilings(Tiling(32, 64, 128, 4, 4), Tiling(32, 128, 64, 4, 4))),
+    (64, Tilings(Tiling(64, 128, 64, 4, 4), Tiling(64, 128, 64, 4, 4))),
 )
-LARGE = Tiling(128, 256, 64, 8, 4)
-FLOAT32 = Tiling(16, 64, 32, 4, 2)  # no tensor cores
+LARGE = Tilings(Tiling(128, 256, 64, 8, 4), Tiling(128, 256, 64, 8, 4))
+FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))  # no tensor cores
 
 
-def tiling_of(num_assignments: int, num_experts: int, dtype: torch.dtype) -> Tiling:
+def tilings_of(num_assignments: int, num_experts: int, dtype: torch.dtype) -> Tilings:
     """For `num_assignments` rows of all experts together."""
     if dtype == torch.float32:
         return FLOAT32
     return next(
-        (tiling for rows, tiling in TILINGS if num_assignments <= rows * num_experts), LARGE
+        (tilings for rows, tilings in TILINGS if num_assignments <= rows * num_experts), LARGE
     )
 
 
@@ -54,7 +63,7 @@ def block_rows_of(
     """The block size for `moe_permute`: a program's rows, or for the reference all rows."""
     if not has_kernels(device):
         return max(num_assignments, 1)
-    return tiling_of(num_assignments, num_experts, dtype).rows
+    return tilings_of(num_assignments, num_experts, dtype).gate_up.rows
 
 
 def gate_up_silu(
@@ -104,7 +113,8 @@ def _launch(
 ) -> None:
     from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
 
-    tiling = tiling_of(len(rows.order), weight.shape[0], x.dtype)
+    tilings = tilings_of(len(rows.order), weight.shape[0], x.dtype)
+    tiling = tilings.gate_up if gated else tilings.down
     assert x.is_contiguous() and weight.is_contiguous() and tiling.rows == rows.block_rows
     room, features = rows.blocks.shape[1], output.shape[1]
     if not room:

@@ -10,7 +10,8 @@ import torch
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.triton_support import has_kernels
 
-MAX_READ, MAX_WRITTEN = 4096, 64  # assignments and blocks of a program at a time
+# Assignments that a program reads at a time, and blocks that it writes.
+MIN_READ, MAX_READ, MAX_WRITTEN = 128, 4096, 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def moe_permute(experts: torch.Tensor, num_experts: int, block_rows: int) -> Exp
     room = max_blocks(number, num_experts, block_rows)
     order, blocks = experts.new_empty(number), experts.new_empty(3, room)
     rows = ExpertRows(order, blocks, experts.new_empty(1), block_rows, experts.shape[1])
-    block = min(max(16, 1 << (number - 1).bit_length()), MAX_READ)
+    block = min(max(MIN_READ, 1 << (number - 1).bit_length()), MAX_READ)
     moe_permute_kernel[(num_experts,)](
         experts,
         rows.order,
@@ -54,7 +55,7 @@ def moe_permute(experts: torch.Tensor, num_experts: int, block_rows: int) -> Exp
         number,
         room,
         BLOCK_ROWS=block_rows,
-        BINS=max(16, 1 << (num_experts - 1).bit_length()),
+        BINS=max(32, 1 << (num_experts - 1).bit_length()),
         BLOCK=block,
         BLOCKS=MAX_WRITTEN,
         num_warps=max(1, min(block // 256, 8)),

@@ -31,7 +31,9 @@ def moe_permute_kernel(
     for start in tl.range(0, number, BLOCK):
         assignments = start + tl.arange(0, BLOCK)
         ids = tl.load(experts + assignments, mask=assignments < number, other=0)
-        counts += tl.histogram(ids, BINS, mask=assignments < number)
+        counts += tl.histogram(ids, BINS)
+    # What was read past the end was counted as expert 0.
+    counts -= tl.where(bins == 0, tl.cdiv(number, BLOCK) * BLOCK - number, 0)
     needed = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
     if expert == 0:
         tl.store(num_blocks, tl.sum(needed, 0))

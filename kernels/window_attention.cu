@@ -259,14 +259,14 @@ __device__ inline void join_cluster(const Windows& w, const Part& part, const Su
     }
 }
 
-// Whether a row sees key `key` of the tree's region.
-__device__ inline bool sees(const Windows& w, const Part& part, int row, int key) {
-    const int token = part.request * w.window + min(row / w.group, w.window - 1);
-    return w.tree_bits[token] >> key & 1;
+// Whether a row sees key `key` of the tree's region. bits: of the window's tokens.
+__device__ inline bool sees(const Windows& w, const i64* bits, int row, int key) {
+    return bits[min(row / w.group, w.window - 1)] >> key & 1;
 }
 
 __device__ inline void attend_to_pool(
-    const Windows& w, const Part& part, Stream& stream, Mixture& mixture, const uint4* queries) {
+    const Windows& w, const Part& part, Stream& stream, Mixture& mixture, const uint4* queries,
+    const i64* bits) {
 #pragma unroll 1
     for (int block = stream.first; block < part.end_block; block += WARPS) {
         float scores[ROW_TILES][2][4];
@@ -277,7 +277,7 @@ __device__ inline void attend_to_pool(
         if (num_common < KEYS)
             hide(scores, stream.lane, [&](int row, int column) {
                 if (!TREE || column < num_common) return column < num_common;
-                return column < num_present && sees(w, part, row, column - num_common);
+                return column < num_present && sees(w, bits, row, column - num_common);
             });
         mixture.weigh(scores, w.scale, weights);
         mixture.add(weights, stream.take(), stream.lane, KEYS - 1);
@@ -286,14 +286,14 @@ __device__ inline void attend_to_pool(
 
 __device__ inline void attend_to_window(
     const Windows& w, const Part& part, Mixture& mixture, const uint4* queries,
-    const uint4* own_keys, int lane) {
+    const uint4* own_keys, const i64* bits, int lane) {
     float scores[ROW_TILES][2][4];
     u32 weights[ROW_TILES][4];
     // Padding rows may have positions below 0.
     const int first = w.window - min(part.num_own, part.kv_len);
     multiply_keys(scores, queries, own_keys, lane, w.window - 1);
     hide(scores, lane, [&](int row, int column) {
-        if (TREE) return column < w.window && sees(w, part, row, w.offset + column);
+        if (TREE) return column < w.window && sees(w, bits, row, w.offset + column);
         return column >= first && column <= min(row / w.group, w.window - 1);
     });
     mixture.weigh(scores, w.scale, weights);
@@ -323,12 +323,15 @@ window_attention(const __grid_constant__ Windows w) {
     if (has_keys) {
         Mixture mixture;
         stage_window(w, part, queries, own_keys);
+        i64* bits = reinterpret_cast<i64*>(tops);  // until the sums are stored
+        if (TREE && threadIdx.x < w.window)
+            bits[threadIdx.x] = w.tree_bits[part.request * w.window + threadIdx.x];
         __syncthreads();
-        attend_to_pool(w, part, stream, mixture, queries);
+        attend_to_pool(w, part, stream, mixture, queries, bits);
         // A warp that had the fewest blocks takes the window's own keys.
         const bool takes_window =
             part.has_window() && warp == (part.end_block - part.first_block) % WARPS;
-        if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, lane);
+        if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, bits, lane);
         __syncthreads();  // the sums overwrite the rings
         sums.store(mixture, warp, lane);
         __syncthreads();

@@ -87,13 +87,12 @@ def _seen(
     TREE: tl.constexpr,
 ) -> tl.tensor:
     """Which of the window's own keys each row sees, `[R, BLOCK_W]`."""
-    new = tl.arange(0, BLOCK_W)
-    seen = (new < WINDOW)[None, :]
+    new = tl.arange(0, BLOCK_W)[None, :]
     if TREE:
-        return seen & _is_set(bits, offset + new)
+        return (new < WINDOW) & _is_set(bits, offset + tl.arange(0, BLOCK_W))
     else:  # noqa: RET505 - Triton compiles what follows a return
         first_own = WINDOW - tl.minimum(num_own, kv_len)  # padding may have positions below 0
-        return seen & (new >= first_own)[None, :] & (new[None, :] <= window_rows[:, None])
+        return (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -308,12 +307,12 @@ def attention_kernel(
         HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
     )
     if is_last:
-        seen = _seen(bits, offset, rows // GROUP, num_own, kv_len, WINDOW, BLOCK_W, TREE)
         keys, values = _window_keys(
             qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, request,
             kv_head, HAS_NORM, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
         )
         scores = tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale
+        seen = _seen(bits, offset, rows // GROUP, num_own, kv_len, WINDOW, BLOCK_W, TREE)
         scores = tl.where(seen, scores, float("-inf"))
         top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -78,7 +78,7 @@ class DecodingBaseConfig(ConfigModel):
     max_rejected_rounds: PositiveInt | None = 8
     """A request whose drafts were all rejected in about this many rounds pauses drafting; each
     pause is twice as long as the last, and an accepted draft ends it. null: requests never pause.
-    Refused where drafts are made in the target's round."""
+    Refused where drafts are made in the target's round or from its hidden states."""
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
@@ -201,7 +201,7 @@ class DecodingBaseConfig(ConfigModel):
         rounds = self.max_rejected_rounds
         if "max_rejected_rounds" not in self.model_fields_set:
             return self
-        if self.overlaps and rounds:
+        if rounds and not self.may_pause:
             raise ValueError(
                 f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
                 "round cost the same for a request that pauses; accepted: null"
@@ -264,6 +264,11 @@ class DecodingBaseConfig(ConfigModel):
         """Whether rounds with drafts may overlap."""
         return self.why_no_overlap is None
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether a request that pauses saves the time of its drafts."""
+        return True
+
 
 class DraftModelDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types that have draft weights."""
@@ -277,6 +282,10 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     @classmethod
     def _null_means_auto(cls, load_format: object) -> object:
         return "auto" if load_format is None else load_format
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None
 
 
 def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:

@@ -80,15 +80,13 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
     decoding_type: Literal["Draft_Target"] = "Draft_Target"
     """A smaller model with the target's tokenizer."""
     draft_target_one_model: bool = False
-    """True runs the draft model inside the target's forward: a round is one CUDA graph, and rounds
-    overlap. False runs it in its own engine before the forward. True is the default in newer
+    """True runs the draft model inside the target's forward: a round is one CUDA graph. False runs
+    it in its own engine before the forward. Rounds overlap either way. True is the default in newer
     versions of TensorRT-LLM."""
 
     @property
-    def why_no_overlap(self) -> str | None:
-        if self.draft_target_one_model:
-            return None
-        return "the draft model runs in its own engine before the target"
+    def may_pause(self) -> bool:
+        return not self.draft_target_one_model
 
     def _mistakes(self) -> list[str]:
         found = super()._mistakes()
@@ -127,8 +125,8 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig):
         return tuple(sorted(set(layers)))
 
     @property
-    def why_no_overlap(self) -> str | None:
-        return None
+    def may_pause(self) -> bool:
+        return False
 
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):

@@ -110,7 +110,7 @@ class BuildPlan:
         """Rejected rounds after which a request pauses drafting; None where drafts are made inside
         the target's round, which costs the same for a request that pauses."""
         spec = self.spec
-        return None if spec is None or spec.overlaps else spec.max_rejected_rounds
+        return spec.max_rejected_rounds if spec is not None and spec.may_pause else None
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:

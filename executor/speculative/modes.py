@@ -16,12 +16,13 @@ from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, OneModelDrafter
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
@@ -138,12 +139,12 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
     if config.draft_target_one_model:
         return _one_model(config, around)
     assert around.draft is not None
-    engine, kv = around.draft.engine, around.draft.kv
+    engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
     sampling = DraftSampling(around.sampler, _draws(config))
     drafter = ModelDrafter(
         engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
     )
-    return Speculation(drafter, [DraftKVManager(kv)], graph_drafter=drafter)
+    return Speculation(drafter, [kv], round_end=drafter, graph_drafter=drafter)
 
 
 def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculation:

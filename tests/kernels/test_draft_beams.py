@@ -10,7 +10,7 @@ import torch
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
 from tests.kernels.tree_growth import Candidates, Draft, Path, grow_tree, random_draft, slow_tree
 from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
-from tllm_spec.kernels.draft_beams import select
+from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 
 SIZES = [
     (2, 1, 2),
@@ -22,7 +22,6 @@ SIZES = [
     (8, 6, 31),
     (8, 6, 63),
 ]
-NAN = float("nan")
 
 
 def check_the_tree(tree: DraftTree, draft: Draft, size: tuple[int, int, int], row: int) -> None:
@@ -116,12 +115,12 @@ def test_the_links_are_those_of_sglangs_check(
     assert [following.get(node, -1) for node in range(8)] == next_sibling
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_nan_scores_give_a_valid_tree_and_leave_other_requests_alone(share: float) -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_nan_scores_give_a_valid_tree_and_leave_other_requests_alone(depth: int) -> None:
     size = (4, 4, 31)
     drafts = [
         random_draft(1, 4, tied=False),
-        random_draft(2, 4, tied=False, nan_share=share),
+        random_draft(2, 4, tied=False, nan_depth=depth),
         random_draft(3, 4, tied=False),
     ]
     tree = grow_tree(drafts, *size)
@@ -138,7 +137,7 @@ def test_the_kernels_grow_the_slow_references_tree(device: str, size: tuple[int,
     drafts = [
         random_draft(1, size[0], tied=True),
         random_draft(2, size[0], tied=False),
-        random_draft(3, size[0], tied=False, nan_share=0.3),
+        random_draft(3, size[0], tied=False, nan_depth=1),
     ]
     tree = grow_tree(drafts, *size, device=device)
     for row, draft in enumerate(drafts):
@@ -153,3 +152,32 @@ def test_the_kernels_grow_trees_of_real_sizes(device: str, size: tuple[int, int,
     tree = grow_tree(drafts, *size, device=device)
     for row, draft in enumerate(drafts):
         check_the_tree(tree, draft, size, row)
+
+
+def chained_tree(inputs: torch.Tensor, probs: torch.Tensor, tokens: torch.Tensor) -> DraftTree:
+    """Four steps by a draft model that is a table: the next tokens after each token."""
+    pool = BeamPool.allocate(len(inputs), 4, 4, inputs.device)
+    beams = first_beams(pool, probs[inputs], tokens[inputs])
+    for step in (1, 2):
+        beams = grow(pool, step, beams, probs[beams.tokens], tokens[beams.tokens])
+    add_last(pool, 3, beams, probs[beams.tokens], tokens[beams.tokens])
+    return select(pool, 15)
+
+
+@pytest.mark.gpu
+def test_a_tree_grows_in_a_cuda_graph_without_synchronisation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(50, 4, generator=generator).sort(dim=1, descending=True).values
+    tokens = torch.randint(0, 50, (50, 4), generator=generator)
+    table = probs.cuda(), tokens.cuda()
+    inputs = torch.arange(3, device="cuda")
+    chained_tree(inputs, *table)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chained_tree(inputs, *table)
+    for first in (7, 30):
+        inputs.copy_(torch.arange(first, first + 3))
+        graph.replay()
+        expected = chained_tree(torch.arange(first, first + 3), probs, tokens)
+        for each in fields(found):
+            assert torch.equal(getattr(found, each.name).cpu(), getattr(expected, each.name))

@@ -26,7 +26,7 @@ from tllm_spec.kernels.grouped_gemm import (
     hit_experts,
     plain_down,
     plain_gate_up_silu,
-    tiling_of,
+    tilings_of,
 )
 from tllm_spec.kernels.moe_permute import moe_permute, plain_moe_permute
 from tllm_spec.kernels.triton_support import has_kernels
@@ -126,7 +126,7 @@ def test_every_size_of_block_gives_the_formula(device: str) -> None:
     shape, seen = Shape(4, 2, 96, 80), set()
     for num_tokens in (3, 30, 90, 150):
         p = problem(shape, num_tokens, torch.bfloat16, device)
-        seen.add(tiling_of(p.experts.numel(), shape.num_experts, torch.bfloat16))
+        seen.add(tilings_of(p.experts.numel(), shape.num_experts, torch.bfloat16))
         check(layer(p), formula(p))
     assert len(seen) == 1 + len(TILINGS)
 
@@ -185,7 +185,9 @@ def compiled(shape: Shape, tiling: Tiling, gated: bool) -> Any:
 @only_with_the_compiler
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_tiling_fits_hopper_and_uses_the_same_kind_of_instruction(gated: bool) -> None:
-    for tiling in (*(tiling for _, tiling in TILINGS), LARGE):
+    for tilings in (*(tilings for _, tilings in TILINGS), LARGE):
+        tiling = tilings.gate_up if gated else tilings.down
+        assert tiling.rows == tilings.gate_up.rows
         code = compiled(QWEN3, tiling, gated)
         ptx = code.asm["ptx"]
         found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx))

@@ -71,7 +71,7 @@ def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
     from tllm_spec.kernels.moe_permute_triton import moe_permute_kernel
 
     types = dict.fromkeys(("experts", "order", "blocks", "num_blocks"), "*i32")
-    for block, num_warps in ((16, 1), (512, 2), (4096, 8)):
+    for block, num_warps in ((128, 1), (512, 2), (4096, 8)):
         constants = {"BLOCK_ROWS": 16, "BINS": 128, "BLOCK": block, "BLOCKS": 64, "PDL": True}
         code = compiled_for_hopper(moe_permute_kernel, types, constants, num_warps=num_warps)
         assert ".local" not in code.asm["ptx"]

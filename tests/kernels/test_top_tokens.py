@@ -12,7 +12,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def test_equal_values_are_ordered_by_column() -> None:
-    logits = torch.tensor([[1.0, 3.0, 0.0, 3.0, 3.0, -0.0]])
+    logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 3.0, 0.0]])
     assert top_tokens_reference(logits, 6)[1].tolist() == [[1, 3, 4, 0, 2, 5]]
 
 

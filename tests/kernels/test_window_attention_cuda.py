@@ -66,6 +66,8 @@ def test_every_layout_fits_a_multiprocessor_and_its_rings_hold_the_sums() -> Non
         registers = 128 if windows.row_tiles == 1 else 256
         assert program.ctas * program.warps * 32 * registers <= 65536
         assert program in programs_of(windows)
+        # The bits of a tree are stored where the warps' highest scores come later.
+        assert 8 * windows.window <= 4 * program.warps * 16 * windows.row_tiles
 
 
 def test_clusters_are_as_large_as_fit_on_the_device_at_once() -> None:

@@ -16,12 +16,13 @@ Candidates = list[tuple[float, int]]  # probability and token, best first
 Draft = Callable[[Path], Candidates]
 
 
-def random_draft(seed: int, topk: int, *, tied: bool, nan_share: float = 0.0) -> Draft:
-    """`tied`: probabilities are few powers of two, so that many products are equal."""
+def random_draft(seed: int, topk: int, *, tied: bool, nan_depth: int | None = None) -> Draft:
+    """`tied`: probabilities are few powers of two, so that many products are equal. After about
+    half of the paths of `nan_depth` tokens there are only NaN."""
 
     def draft(path: Path) -> Candidates:
         generator = random.Random(f"{seed} {path}")
-        if generator.random() < nan_share:
+        if len(path) == nan_depth and (not path or path[-1] % 2):
             return [(float("nan"), token) for token in range(topk)]
         probs = [generator.choice((1.0, 0.5, 0.25, 0.0)) if tied else generator.random()
                  for _ in range(topk)]  # fmt: skip

@@ -109,3 +109,20 @@ def test_a_distribution_that_its_children_use_up_still_gives_a_token() -> None:
     probs[1:] = P
     _, tokens, lens = emitted(probs, torch.tensor([0, 1, 3]), layout)
     assert (lens == 1).any() and (tokens >= 0).all()
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_rejects_like_the_cpu() -> None:
+    probs = torch.rand(16, 5, 40, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    parents, seeds = torch.tensor(LAYOUT.parents).expand(16, -1), torch.arange(16)
+    arguments = (TOKENS.expand(16, -1), parents, 2, None, seeds, seeds)
+    there = [each.cuda() if isinstance(each, torch.Tensor) else each for each in arguments]
+    on_device = probs.cuda()
+    reject_tree(on_device, *there)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = reject_tree(on_device, *there)
+    on_device.copy_(probs.flip(0))
+    graph.replay()
+    expected = reject_tree(probs.flip(0), *arguments)
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]
