@@ -79,14 +79,19 @@ class SlotState:
         last = self.num_drafts.index_select(0, slot_ids).unsqueeze(1)
         return parents.masked_fill(torch.arange(width, device=self.device) > last, -1)
 
-    def write_tree(self, slot_ids: torch.Tensor, tree: DraftTree) -> None:
-        """Writes trees to the next windows of slots `[B]`. Nodes are ordered by depth; those deeper
-        than the request's own limit do not count as proposed."""
+    def write_tree(
+        self, slot_ids: torch.Tensor, tree: DraftTree, num_drafts: torch.Tensor | None = None
+    ) -> None:
+        """Writes trees to the next windows of slots `[B]`. num_drafts `[B]`: how many of their
+        nodes were proposed; None: all up to the depth that the request limits drafts to. Nodes are
+        ordered by depth."""
         assert self._trees is not None
         self._trees.write(slot_ids, tree)
         self.window[slot_ids, 1 : tree.parents.shape[1]] = tree.tokens
-        limits = gather_rows(self._draft_limits, slot_ids).unsqueeze(1)
-        self.num_drafts[slot_ids] = (tree.depths[:, 1:] <= limits).sum(dim=1)
+        if num_drafts is None:
+            limits = gather_rows(self._draft_limits, slot_ids).unsqueeze(1)
+            num_drafts = (tree.depths[:, 1:] <= limits).sum(dim=1)
+        self.num_drafts[slot_ids] = num_drafts
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""
