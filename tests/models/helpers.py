@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from tllm_spec.attention.interface import AttentionMetadata, ForwardContext
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, ForwardContext
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
@@ -75,7 +75,7 @@ class PagedRunner:
             dtype=model.dtype,
             device=model.device,
         )
-        self.backend = VanillaAttention(geometry, self.pool)
+        self.backend: AttentionBackend = VanillaAttention(geometry, self.pool)
         self.free = random.Random(2).sample(range(num_pages), num_pages)
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
