@@ -113,6 +113,7 @@ class LlmRequest:
     first_scheduled_time: float | None = None  # time.monotonic()
 
     py_draft_tokens: list[int] = field(default_factory=list)  # placeholders; then drafts, padded
+    py_draft_parents: list[int] | None = None  # of a tree's tokens, from a drafter on the host
     py_num_draft_tokens: int = 0  # of these, how many were proposed by the drafter
     num_drafts_ready: int = 0  # drafts that the latest launched round made for the next one
 

@@ -75,6 +75,34 @@ def test_an_old_and_a_new_name_that_contradict_each_other_are_refused() -> None:
         eagle3(**TREE, speculative_eagle_topk=8)
 
 
+def test_a_static_tree_says_how_deep_it_is_and_how_many_nodes_it_has() -> None:
+    choices = [[1], [0], [0, 2], [0, 0], [0]]
+    ordered = ((0,), (1,), (0, 0), (0, 2))
+    for given in (choices, str(choices)):
+        spec = eagle3(eagle_choices=given)
+        assert (spec.max_draft_len, spec.max_total_draft_tokens) == (2, 4)
+        assert spec.shapes.of(2) == DraftShape(2, 4, 3, ordered)
+        assert spec.shapes.of(1) == DraftShape(1, 2, 2, ordered[:2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eagle_choices": [[0], [1, 0]]}, r"continues \[1\], which is not listed"),
+        ({"eagle_choices": [[0], [-1]]}, "a list of paths of ranks from 0 on is needed"),
+        ({"eagle_choices": "[[0], "}, "a list of paths of ranks from 0 on is needed"),
+        ({"eagle_choices": []}, "a list of paths of ranks from 0 on is needed"),
+        ({"eagle_choices": [[0]], "max_draft_len": 3}, "max_draft_len = 3 is not 1"),
+        ({"eagle_choices": [[0]], **TREE, "max_draft_len": 1}, "are exclusive"),
+        ({"eagle_choices": [[0], [16]]}, "has the rank 16; 15 is the most"),
+        ({"eagle_choices": [[0] * n for n in range(1, 65)]}, "has 64 paths; a tree has 63"),
+    ],
+)
+def test_a_static_tree_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        eagle3(**options)
+
+
 def test_a_draft_model_drafts_trees_on_the_one_model_path() -> None:
-    with pytest.raises(ValueError, match="needs draft_target_one_model: true"):
+    with pytest.raises(ValueError, match="a draft tree needs draft_target_one_model: true"):
         DraftTargetDecodingConfig(speculative_model="draft", **TREE)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, PositiveInt, Strict, field_validator, model_validator
 
 from tllm_spec.config_base import ConfigError
-from tllm_spec.draft_tree_config import TREE_NAMES, DraftTreeDecodingConfig
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
+from tllm_spec.draft_tree_config import MAX_NODES, TREE_NAMES, DraftTreeDecodingConfig
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE
@@ -37,7 +39,6 @@ HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
 EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
-    "eagle_choices": NotServed((None,), NO_TREE),
     "max_non_leaves_per_layer": NotServed((None,), NO_TREE),
     "num_eagle_layers": NotServed(
         (None,),
@@ -92,7 +93,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
     def _mistakes(self) -> list[str]:
         found = super()._mistakes()
         if self.drafts_trees and not self.draft_target_one_model:
-            found.append("use_dynamic_tree = True needs draft_target_one_model: true")
+            found.append("a draft tree needs draft_target_one_model: true")
         return found
 
 
@@ -147,6 +148,30 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     # A user's drafter sees every round end before the next one begins.
     overlaps_plain_rounds: ClassVar[bool] = False
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
+
+    @property
+    def drafts_trees(self) -> bool:
+        return (self.max_total_draft_tokens or 0) > self.max_draft_len
+
+    @cached_property
+    def shapes(self) -> DraftShapes:
+        nodes, lengths = self.max_total_draft_tokens or 0, range(1, self.max_draft_len + 1)
+        if not self.drafts_trees:
+            return super().shapes
+        return DraftShapes([NO_DRAFTS, *(DraftShape(depth, nodes, nodes) for depth in lengths)])
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> UserProvidedDecodingConfig:
+        if self.drafts_trees and (self.max_total_draft_tokens or 0) > MAX_NODES:
+            raise ValueError(
+                f"max_total_draft_tokens = {self.max_total_draft_tokens} is more than {MAX_NODES}"
+            )
+        if self.drafts_trees and self.synthetic_acceptance_rates is not None:
+            rates = self.synthetic_acceptance_rates
+            raise ValueError(
+                f"synthetic_acceptance_rates = {rates} is not served with a draft tree"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_objects(self) -> UserProvidedDecodingConfig:

@@ -88,10 +88,10 @@ class BuildPlan:
     def extra_kv_tokens(self) -> int:
         """KV entries after those of the emitted tokens that drafts after the first one take: of
         beams, those of every step."""
-        plan, longest = self.draft_plan, self.shapes.longest
+        plan = self.draft_plan
         if plan is None or not plan.shares_pages:
             return 0
-        return (longest.depth - 1) * longest.topk + (0 if plan.is_head else 1)
+        return self.shapes.longest.num_read + (0 if plan.is_head else 1)
 
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None

@@ -160,7 +160,8 @@ class Sampler:
             return SampledTokens(tokens, torch.ones_like(kv_lens))
         if places.tree is None:
             return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
-        rows, tokens, lens = self.slots.accept_tree(slots, kv_lens, tokens, places.tree)
+        depth = places.tree.depth
+        rows, tokens, lens = self.slots.accept_tree(slots, kv_lens, tokens, depth, None)
         return SampledTokens(tokens, lens, rows)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
@@ -188,7 +189,10 @@ class Sampler:
             mask_stop_ids(rows_logits, self.state.stop_ids.index_select(0, slots), too_early)
             logits = group.early.put(logits, rows_logits)
         if group.edited:
-            logits = self.host_edits.apply(group, logits, self._drafts(group), places.tree)
+            parents = None
+            if places.tree is not None:
+                parents = self.slots.parents(group.slots, group.window)
+            logits = self.host_edits.apply(group, logits, self._drafts(group), parents)
         return logits
 
     def _penalise(

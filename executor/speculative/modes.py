@@ -22,6 +22,7 @@ from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, 
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
+from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
@@ -130,7 +131,8 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
 def _on_host(
     drafter: Drafter, manager: ResourceManager | None, around: Surroundings
 ) -> Speculation:
-    host = HostDrafter(drafter, manager, around.slots, around.sampler.state.vocab_size)
+    kind = HostTreeDrafter if around.slots.shapes.has_trees else HostDrafter
+    host = kind(drafter, manager, around.slots, around.sampler.state.vocab_size)
     return Speculation(host, [] if manager is None else [manager], host.blame)
 
 

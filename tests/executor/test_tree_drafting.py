@@ -62,10 +62,11 @@ def slow_tree(
 
 
 def paths_in_slot(harness: Harness, request: LlmRequest) -> list[tuple[int, ...]]:
-    slots = harness.parts.slots
-    tree = slots.tree(torch.tensor([request.slot]), slots.shapes.longest)
+    slots, slot_id = harness.parts.slots, torch.tensor([request.slot])
+    tree = slots.tree(slot_id, slots.shapes.longest)
     assert tree is not None
-    tokens, parents = slots.window[request.slot].tolist(), tree.parents[0].tolist()
+    tokens = slots.window[request.slot].tolist()
+    parents = slots.parents(slot_id, len(tokens))[0].tolist()
     assert tokens[0] == request.tokens[-1]
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
