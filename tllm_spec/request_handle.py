@@ -192,6 +192,8 @@ class RequestHandle(RequestOutput):
 
     def _apply(self, response: Response, time: float) -> None:
         output = self.outputs[response.index]
+        if output.finish_reason is not None:
+            return  # `fail` came first
         metrics = self.metrics
         if response.token_ids and metrics.first_token_time is None:
             metrics.first_token_time = time
