@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_config": {"max_tokens": 4096},
 }
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+MEDIUM = LONG | {"max_tokens": 200}
 SHORT = {"model": MODEL, "prompt": "a", "max_tokens": 3}
 
 

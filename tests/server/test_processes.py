@@ -6,21 +6,22 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.server.http_answers import wait_for
-from tests.server.served_process import LONG, SHORT, ServedProcess, complete, is_running
+from tests.server.served_process import LONG, MEDIUM, SHORT, ServedProcess, complete, is_running
 
 ENGINE, FRONT = "engine_process", "front_process"
 
 
 @contextmanager
-def stream(url: str) -> Iterator[Iterator[str]]:
-    """The lines of a long stream that has begun."""
+def stream(url: str, body: dict[str, Any] = LONG) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun."""
     path = f"{url}/v1/completions"
-    with httpx.stream("POST", path, json=LONG, timeout=60) as response:
+    with httpx.stream("POST", path, json=body, timeout=60) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         yield lines
@@ -44,7 +45,7 @@ def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(tmp_path: 
 
 def test_a_front_that_dies_does_not_touch_the_streams_of_another(tmp_path: Path) -> None:
     with ServedProcess(tmp_path, "--frontends", "2") as served:
-        with stream(served.url) as lines:
+        with stream(served.url, MEDIUM) as lines:
             (idle,) = [pid for pid in served.pids(FRONT) if not num_connections(pid)]
             os.kill(idle, signal.SIGKILL)
             assert list(lines)[-2] == "data: [DONE]"
@@ -77,8 +78,8 @@ def test_when_the_engine_dies_streams_get_an_error_and_the_status_is_not_zero(
 
 
 def test_a_signal_lets_requests_finish_and_the_status_is_zero(tmp_path: Path) -> None:
-    with ServedProcess(tmp_path) as served:
-        with stream(served.url) as lines:
+    with ServedProcess(tmp_path, "--shutdown_timeout", "600") as served:
+        with stream(served.url, MEDIUM) as lines:
             served.process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert served.wait() == 0
