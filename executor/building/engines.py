@@ -1,7 +1,9 @@
 """Loads models and builds engines around them: KV pools, caches, attention."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 import torch
 
@@ -13,7 +15,7 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
-from tllm_spec.executor.engine.memory_plan import ServedModel, plan_num_pages
+from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, ServedModel, plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
@@ -31,6 +33,8 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model
 from tllm_spec.zoo.registry import resolve_model
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Engines:
@@ -47,10 +51,16 @@ class Engines:
 def build_engines(plan: BuildPlan) -> Engines:
     """Weights first; then every pool has as many pages as the memory left allows. Raises ValueError
     for checkpoints that cannot be served."""
+    start = monotonic()
+    logger.info("loading weights: %s", plan.args.model)
     target = load_target(plan)
+    if plan.draft_plan is not None:
+        logger.info("loading weights: the drafter's")
     draft = load_draft(plan, target) if plan.draft_plan is not None else None
+    logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(plan.args, models, plan.max_len, reserved_bytes(plan, draft))
+    logger.info("KV cache: %d pages of %d tokens", num_pages - DUMMY_PAGES, plan.page_size)
     engine, kv, layers = _build_engine(
         plan, target, num_pages, draft, batch_invariant=plan.args.deterministic
     )
