@@ -12,6 +12,12 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.llama4_config import (
+    LLAMA4_DEFAULTS,
+    Llama4Config,
+    flat_llama4,
+    llama4_config,
+)
 from tllm_spec.models.moe import MoEConfig
 from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 
@@ -49,9 +55,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": _COMMON
     | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144}
     | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
+    "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
+    "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
 }
+_LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM")
-_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4)
 # The keys that a rope_type needs. yarn without a factor has the ratio of the two lengths.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -107,6 +116,7 @@ class ModelConfig:
     moe: MoEConfig | None
     sparse_layers: frozenset[int]
     """The layers that have experts instead of a dense MLP."""
+    llama4: Llama4Config | None
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -127,6 +137,7 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
         """The same, from the parsed file."""
         architecture = _architecture(raw)
+        raw = flat_llama4(raw) if architecture in _LLAMA4 else raw
         raw = _DEFAULTS[architecture] | raw
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
@@ -149,12 +160,14 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+            or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
             dtype=_dtype(raw),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
             moe=moe_config(architecture, raw),
             sparse_layers=sparse_layers(architecture, raw),
+            llama4=llama4_config(raw) if architecture in _LLAMA4 else None,
         )
         if config.num_heads % config.num_kv_heads:
             raise ValueError(

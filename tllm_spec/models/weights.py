@@ -25,7 +25,9 @@ def load_weights(model: CausalLM, path: Path) -> None:
             them.
     """
     stored = (
-        (name, tensor) for name, tensor in checkpoint_tensors(path) if not model.ignores(name)
+        (model.parameter_name(name), tensor)
+        for name, tensor in checkpoint_tensors(path)
+        if not model.ignores(name)
     )
     fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
 
