@@ -7,7 +7,7 @@ import torch
 
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.choice import create_backend
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, Geometry
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.building.memory import reserved_bytes
@@ -122,15 +122,14 @@ def _build_engine(
         extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
     )
     if batch_invariant:
+        assert isinstance(geometry, AttentionGeometry)
         attention: AttentionBackend = BatchInvariantAttention(geometry, pools[0])
     else:
         attention = create_backend(plan.attention, geometry, pools[0])
     return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
 
 
-def _pool(
-    plan: BuildPlan, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int
-) -> KVPool:
+def _pool(plan: BuildPlan, geometry: Geometry, dtype: torch.dtype, num_pages: int) -> KVPool:
     return KVPool(
         geometry, num_pages=num_pages, page_size=plan.page_size, dtype=dtype, device=plan.device
     )

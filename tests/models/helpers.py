@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from tllm_spec.attention.choice import create_backend
 from tllm_spec.attention.interface import AttentionMetadata, ForwardContext
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
@@ -75,7 +76,7 @@ class PagedRunner:
             dtype=model.dtype,
             device=model.device,
         )
-        self.backend = VanillaAttention(geometry, self.pool)
+        self.backend = create_backend(VanillaAttention, geometry, self.pool)
         self.free = random.Random(2).sample(range(num_pages), num_pages)
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, Geometry
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.llama4_config import (
     LLAMA4_DEFAULTS,
@@ -182,7 +182,7 @@ class ModelConfig:
         dense = 4 * self.intermediate_size
         return dense if self.moe is None else max(dense, self.moe.row_elements)
 
-    def attention_geometry(self, mapping: Mapping) -> AttentionGeometry:
+    def attention_geometry(self, mapping: Mapping) -> Geometry:
         """One rank's share of the heads."""
         return AttentionGeometry(
             num_layers=self.num_layers,
