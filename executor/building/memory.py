@@ -18,7 +18,9 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     sampling."""
     configs = [plan.config, *([draft.net.config] if draft else [])]
     geometries = [config.attention_geometry(plan.mapping) for config in configs]
-    num_bytes = sum(workspace_bytes(plan.attention, geometry) for geometry in geometries)
+    num_bytes = sum(
+        workspace_bytes(plan.attention, geometry, plan.dtype) for geometry in geometries
+    )
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
     if draft is not None and draft.plan.shares_pages:

@@ -37,8 +37,9 @@ def save_checkpoint(
     settings = getattr(transformers, f"{architecture}Config")(**(sizes | config))
     model = getattr(transformers, f"{architecture}ForCausalLM")(settings).eval()
     generator = torch.Generator().manual_seed(1)
+    biases = [item for item in model.named_buffers() if item[0].endswith("correction_bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             scaled = noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else noise * 0.3
             parameter.copy_(scaled + 1 if "norm" in name else scaled)

@@ -45,4 +45,9 @@ class LatentLayout:
 
     def layer_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
         """`[pages, page_size, latent_dim + rope_dim]`."""
-        return (num_pages, page_size, self.latent_dim + self.rope_dim)
+        return (num_pages, page_size, self.entry_dim)
+
+    @property
+    def entry_dim(self) -> int:
+        """Elements of a token."""
+        return self.latent_dim + self.rope_dim

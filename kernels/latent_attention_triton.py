@@ -1,0 +1,149 @@
+"""The Triton kernels of latent_attention.py, which describes inputs and outputs.
+
+One program computes a tile of query rows (heads of the window's tokens) over one split of one
+request's keys. A latent is loaded once, as key and as value. The softmax is the online softmax
+(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) in powers of two; splits
+are joined by their log-sums."""
+
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.programmatic_launch_triton import (
+    begin,
+    launch_dependents,
+    wait_for_previous,
+)
+
+_LENGTHS = ["max_len", "num_tokens", "num_splits", "table_stride"]
+# In a mixed batch these start after the rows of the contexts, at any alignment. Specializing on the
+# alignment would compile more kernels.
+_OFFSETS = ["block_tables", "kv_lens"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _share(
+    kv_len: tl.tensor, max_len: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Number of keys, a split's share of them in whole blocks, and the number of splits that have a
+    share."""
+    num_keys = tl.minimum(kv_len, max_len)
+    share = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N), 1) * BLOCK_N
+    return num_keys, share, tl.maximum(tl.cdiv(num_keys, share), 1)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
+def attention_kernel(
+    q_latent: tl.tensor, q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor,
+    table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor, num_tokens: tl.tensor,
+    log2_scale: tl.tensor, output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor,
+    num_splits: tl.tensor, SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    WIDEN: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """Grid (tiles of rows, requests, splits): adjacent programs read the same keys."""
+    begin(PDL)
+    tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_len = tl.load(kv_lens + request)
+    num_keys, share, num_used = _share(kv_len, max_len, num_splits, BLOCK_N)
+    if split >= num_used:  # the reduction skips it; the first split never returns here
+        return
+    dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
+    width: tl.constexpr = RANK + ROPE
+    ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real_rows = rows < WINDOW * HEADS
+    new, heads = rows // HEADS, rows % HEADS
+    tokens = (request * WINDOW + new).to(tl.int64)
+    latent_rows = heads * num_tokens + tokens  # of `[H, B * W]`
+    real = real_rows[:, None] & (ranks < RANK)[None, :]
+    pointers = q_latent + latent_rows[:, None] * RANK + ranks[None, :]
+    queries = tl.load(pointers, mask=real, other=0.0).to(dot_type)
+    rope_rows = q + (tokens * HEADS + heads)[:, None] * HEAD_DIM + HEAD_DIM - ROPE
+    real_ropes = real_rows[:, None] & (ropes < ROPE)[None, :]
+    rotated = tl.load(rope_rows + ropes[None, :], mask=real_ropes, other=0.0).to(dot_type)
+    positions = kv_len - WINDOW + new
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    table = block_tables + request * table_stride
+    for start in tl.range(split * share, tl.minimum((split + 1) * share, num_keys), BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        own = keys < num_keys
+        pages = tl.load(table + keys // PAGE_SIZE, mask=own, other=0)
+        # A pool may have more than 2**31 elements.
+        entries = layer + (pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE)[:, None] * width
+        # What lies beyond the length may be NaN, and 0 * NaN is NaN: it is loaded as zeros.
+        latents = tl.load(
+            entries + ranks[None, :], mask=own[:, None] & (ranks < RANK)[None, :], other=0.0
+        ).to(dot_type)
+        shared = tl.load(
+            entries + RANK + ropes[None, :], mask=own[:, None] & (ropes < ROPE)[None, :], other=0.0
+        ).to(dot_type)
+        scores = tl.dot(queries, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(rotated, tl.trans(shared), scores, input_precision="ieee") * log2_scale
+        seen = own[None, :] & (keys[None, :] <= positions[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(weights, 1)
+        mixed = tl.dot(
+            weights.to(dot_type), latents, mixed * decay[:, None], input_precision="ieee"
+        )
+        top = new_top
+    result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+
+    if SPLITS and num_used > 1:
+        out_rows = (tokens * HEADS + heads) * num_splits + split
+        tl.store(log_sums + out_rows, top + tl.log2(total), mask=real_rows)
+        tl.store(partials + out_rows[:, None] * RANK + ranks[None, :], result, mask=real)
+    else:
+        targets = output + latent_rows[:, None] * RANK + ranks[None, :]
+        tl.store(targets, result.to(output.dtype.element_ty), mask=real)
+# fmt: on
+
+
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS[1:])  # type: ignore[untyped-decorator]  # triton has no types
+def reduction_kernel(
+    partials: tl.tensor,
+    log_sums: tl.tensor,
+    kv_lens: tl.tensor,
+    max_len: tl.tensor,
+    num_tokens: tl.tensor,
+    output: tl.tensor,
+    num_splits: tl.tensor,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (rows, parts of the latent). Reads only the splits that had keys: the others hold
+    results of an earlier launch."""
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // HEADS, row % HEADS
+    kv_len = tl.load(kv_lens + token // WINDOW, cache_modifier=".cg")
+    _, _, num_used = _share(kv_len, max_len, num_splits, BLOCK_N)
+    wait_for_previous(PDL)
+    if num_used == 1:  # the attention kernel wrote the output
+        return
+    splits = tl.arange(0, BLOCK_S)
+    ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used, real = splits < num_used, ranks < RANK
+    parts = row * num_splits + splits
+    logs = tl.load(log_sums + parts, mask=used, other=float("-inf"))
+    pointers = partials + parts[:, None] * RANK + ranks[None, :]
+    outputs = tl.load(pointers, mask=used[:, None] & real[None, :], other=0.0)
+    top = tl.max(logs, 0)
+    weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, 0)
+    result = tl.sum(outputs * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    target = output + (head * num_tokens + token) * RANK + ranks
+    tl.store(target, result.to(output.dtype.element_ty), mask=real)
