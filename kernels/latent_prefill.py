@@ -5,6 +5,7 @@ A chunk's queries are multiplied with N + P elements per key instead of the R + 
 form. What is expanded at a time is bounded; the parts are joined by their log-sums (as in Dao et
 al., "Flash-Decoding for long-context inference", 2023)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -78,11 +79,13 @@ def expanded_attention(
         is_joined = index > 0 and parts[index - 1].rows == part.rows
         goes_on = index + 1 < len(parts) and parts[index + 1].rows == part.rows
         keys, values = expand(flat.index_select(0, part.slots), up, nope)
+        own, log_sums = q[part.rows], None
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            result, log_sums = _flash_attention(q[part.rows], keys, values, part, scale)
+            result, log_sums = _flash_attention(own, keys, values, part, scale)
         else:
-            needs_sums = is_joined or goes_on
-            result, log_sums = plain_part(q[part.rows], keys, values, part, scale, needs_sums)
+            result = plain_part(own, keys, values, part, scale)
+            if is_joined or goes_on:
+                log_sums = plain_log_sums(own, keys, part, scale)
         if is_joined:
             assert before is not None and log_sums is not None
             total = torch.logaddexp(before, log_sums)
@@ -108,34 +111,45 @@ def _flash_attention(
 
 
 def plain_part(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    part: ExpandedPart,
-    scale: float,
-    needs_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Outputs `[T, H, V]` and, if needed, log-sums `[H, T]`, request by request."""
-    outputs, sums = [], []
-    lens = part.query_lens, part.key_lens
-    requests = zip(q.split(lens[0]), keys.split(lens[1]), values.split(lens[1]), strict=True)
-    for own, own_keys, own_values in requests:
-        heads, mask = [x.transpose(0, 1) for x in (own, own_keys, own_values)], None
-        if part.is_causal and len(own) < len(own_keys):
-            key = torch.arange(len(own_keys), device=q.device)
-            hidden = key > key[len(own_keys) - len(own) :, None]
-            mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-        is_square = part.is_causal and mask is None
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: ExpandedPart, scale: float
+) -> torch.Tensor:
+    """Outputs `[T, H, V]`, request by request."""
+    outputs = []
+    for queries, own in _requests(part):
+        heads = [x.transpose(0, 1)[None] for x in (q[queries], keys[own], values[own])]
+        is_square = part.is_causal and heads[0].shape[2] == heads[1].shape[2]
+        mask = None if is_square else _mask(q[queries], keys[own], part)
         output = F.scaled_dot_product_attention(
-            *(x[None] for x in heads), mask, is_causal=is_square, scale=scale
+            heads[0], heads[1], heads[2], mask, is_causal=is_square, scale=scale
         )
         outputs.append(output[0].transpose(0, 1))
-        if needs_sums:
-            scores = (heads[0] @ heads[1].mT).float() * scale
-            if mask is not None:
-                scores = scores + mask
-            if is_square:
-                hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-                scores = scores.masked_fill(hidden, -torch.inf)
-            sums.append(scores.logsumexp(-1))
-    return torch.cat(outputs), torch.cat(sums, 1) if needs_sums else None
+    return torch.cat(outputs)
+
+
+def plain_log_sums(
+    q: torch.Tensor, keys: torch.Tensor, part: ExpandedPart, scale: float
+) -> torch.Tensor:
+    """Logarithms of the softmax's sums, `[H, T]` float32."""
+    sums = []
+    for queries, own in _requests(part):
+        scores = (q[queries].transpose(0, 1) @ keys[own].permute(1, 2, 0)).float() * scale
+        mask = _mask(q[queries], keys[own], part)
+        sums.append((scores if mask is None else scores + mask).logsumexp(-1))
+    return torch.cat(sums, 1)
+
+
+def _requests(part: ExpandedPart) -> Iterator[tuple[slice, slice]]:
+    """The rows of each request's queries and keys in the part."""
+    query, key = 0, 0
+    for query_len, key_len in zip(part.query_lens, part.key_lens, strict=True):
+        yield slice(query, query + query_len), slice(key, key + key_len)
+        query, key = query + query_len, key + key_len
+
+
+def _mask(q: torch.Tensor, keys: torch.Tensor, part: ExpandedPart) -> torch.Tensor | None:
+    """[n, L], added to the scores; None: all queries see all keys."""
+    if not part.is_causal:
+        return None
+    key = torch.arange(len(keys), device=q.device)
+    hidden = key > key[len(keys) - len(q) :, None]
+    return torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)

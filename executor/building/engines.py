@@ -24,6 +24,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
     draft_folder,
     load_head,
+    load_mtp,
 )
 from tllm_spec.executor.speculative.modes import DraftEngine
 from tllm_spec.models.causal_lm import CausalLM
@@ -73,6 +74,10 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
     not."""
     draft = plan.draft_plan
     assert draft is not None
+    if draft.path is None:
+        folder = resolve_model(plan.args.model)
+        max_num_tokens = plan.args.max_num_tokens
+        return load_mtp(draft, target, folder, plan.args.load_format, max_num_tokens=max_num_tokens)
     if not draft.is_head:
         return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
     return load_head(

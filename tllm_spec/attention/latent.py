@@ -91,7 +91,7 @@ class LatentBackend(AttentionBackend):
         if plan.windows is not None:
             first, nope = plan.windows.first, geometry.nope_dim
             own = q[first:]
-            keys, values = inputs.up.split((nope, geometry.value_dim), 1)
+            keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
             absorbed = torch.bmm(own[..., :nope].transpose(0, 1), keys)
             mixed = self._run_windows(layer, absorbed, own, plan.windows)
             torch.bmm(mixed, values.mT, out=output[first:].transpose(0, 1))

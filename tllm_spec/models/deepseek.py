@@ -5,6 +5,7 @@ Module paths are the checkpoint's names, with the projections of the hidden stat
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class RotatedPart:
         the two halves that the kernels rotate. Queries and keys change alike, so the scores do
         not."""
         rows = torch.arange(self.size).view(self.num_heads, -1)
-        plain, rotated = rows.split((self.plain_dim, self.rope_dim), 1)
+        plain, rotated = rows.split_with_sizes((self.plain_dim, self.rope_dim), 1)
         return torch.cat((plain, rotated[:, ::2], rotated[:, 1::2]), 1).flatten()
 
 
@@ -96,15 +97,15 @@ class LatentAttention(Module):
         self.config, self.num_heads = mla, config.num_heads
         queries = RotatedPart(config.num_heads, mla.nope_dim, mla.rope_dim)
         latent = {"kv_a_proj_with_mqa": RotatedPart(1, mla.kv_lora_rank, mla.rope_dim)}
-        rotated = {"is_interleaved": mla.is_interleaved, "placement": placement}
+        rotated = partial(RotatedLinear, is_interleaved=mla.is_interleaved, placement=placement)
         if mla.q_lora_rank is None:
-            self.a_proj = RotatedLinear(config.hidden_size, {"q_proj": queries} | latent, **rotated)
+            self.a_proj = rotated(config.hidden_size, {"q_proj": queries} | latent)
             self.q_b_proj = None
         else:
             rank = RotatedPart(1, mla.q_lora_rank, 0)
-            self.a_proj = RotatedLinear(config.hidden_size, {"q_a_proj": rank} | latent, **rotated)
+            self.a_proj = rotated(config.hidden_size, {"q_a_proj": rank} | latent)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS, placement)
-            self.q_b_proj = RotatedLinear(mla.q_lora_rank, {"q_b_proj": queries}, **rotated)
+            self.q_b_proj = rotated(mla.q_lora_rank, {"q_b_proj": queries})
         self.latent_dim = mla.kv_lora_rank + mla.rope_dim
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS, placement)
         self.norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_NORM_EPS)

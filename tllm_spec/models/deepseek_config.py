@@ -118,7 +118,9 @@ def deepseek_moe(raw: dict[str, Any]) -> MoEConfig | None:
     if not raw["n_routed_experts"]:
         return None
     method, top_k = raw["topk_method"], int(raw.get("num_experts_per_tok") or 0)
-    scoring = raw.get("scoring_func") or ("sigmoid" if method == "noaux_tc" else "softmax")
+    scoring: Any = raw.get("scoring_func")
+    if scoring is None:
+        scoring = "sigmoid" if method == "noaux_tc" else "softmax"
     if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
         raise ValueError(
             f"topk_method is {method!r}; served are 'greedy', 'group_limited_greedy' and "
