@@ -1,5 +1,5 @@
-"""DeepSeek's latent attention through the engine: drafts, prefix reuse, chunked prefill and
-preemption change no text."""
+"""DeepSeek's latent attention through the engine: drafts of NGram and of the model's own MTP
+module, prefix reuse, chunked prefill and preemption change no text."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 
 from tests.models.deepseek import save_deepseek
 from tests.models.helpers import random_tokens
+from tests.models.mtp_reference import save_predictable
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
@@ -74,3 +75,30 @@ def test_latent_attention_gives_plain_text_with_and_without_drafts(
     speculated, acceptance_length = texts(folder, speculative_config=NGRAM, **SETTINGS[setting])
     assert speculated == plain
     assert acceptance_length > 1.1, "no draft was accepted"
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp")
+    save_predictable(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
+    return texts(with_mtp, max_batch_size=1, **PLAIN)[0]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("one_model", "draft_len"), [(True, 1), (True, 3), (False, 2)])
+def test_the_models_own_module_drafts_and_leaves_the_text_alone(
+    one_model: bool, draft_len: int, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {
+        "decoding_type": "MTP",
+        "num_nextn_predict_layers": draft_len,
+        "mtp_eagle_one_model": one_model,
+    }
+    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.3

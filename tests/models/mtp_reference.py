@@ -116,3 +116,21 @@ class PlainMTP:
             read = [*read, drafted[-1]]
             hidden = torch.cat((hidden, states[-1:]))
         return drafted
+
+
+def save_predictable(folder: Path) -> None:
+    """A checkpoint whose layers add little to the embedding, so that the module, which passes the
+    embedding on, is often right."""
+    save_with_mtp(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 0.04
+        elif name.endswith("shared_head.norm.weight"):
+            tensor.copy_(tensors["model.norm.weight"])
+    number = "model.layers.3."
+    size = len(tensors["model.norm.weight"])
+    for name in ("enorm.weight", "hnorm.weight"):
+        tensors[number + name] = torch.ones(size)
+    tensors[number + "eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
