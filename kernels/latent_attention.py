@@ -94,13 +94,24 @@ def latent_attention(
     """
     if not has_kernels(q.device):
         return plain_latent_attention(q_latent, q, layer, tables, scale)
-    from tllm_spec.kernels.latent_attention_triton import attention_kernel
-
-    (heads, num_tokens, rank), (_, page_size, width) = q_latent.shape, layer.shape
     for tensor in (q_latent, q, layer):
         assert tensor.is_contiguous() and tensor.dtype == layer.dtype
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
     assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
+    return _launch(q_latent, q, layer, tables, scale, workspace)
+
+
+def _launch(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    tables: LatentTables,
+    scale: float,
+    workspace: LatentWorkspace,
+) -> torch.Tensor:
+    from tllm_spec.kernels.latent_attention_triton import attention_kernel
+
+    (heads, num_tokens, rank), (_, page_size, width) = q_latent.shape, layer.shape
     output = torch.empty_like(q_latent)
     batch, window = num_tokens // tables.window, tables.window
     rows = heads * window

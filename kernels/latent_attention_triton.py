@@ -31,6 +31,82 @@ def _share(
     return num_keys, share, tl.maximum(tl.cdiv(num_keys, share), 1)
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _queries(
+    q_latent: tl.tensor,
+    q: tl.tensor,
+    latent_rows: tl.tensor,
+    rows: tl.tensor,
+    real_rows: tl.tensor,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The queries' absorbed parts `[M, R]` at rows `latent_rows` of `[H, B * W]`, and their rotated
+    parts `[M, P]` at rows `rows` of `[B * W, H]`."""
+    ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    real = real_rows[:, None] & (ranks < RANK)[None, :]
+    absorbed = tl.load(q_latent + latent_rows[:, None] * RANK + ranks[None, :], mask=real, other=0)
+    pointers = q + (rows * HEAD_DIM + HEAD_DIM - ROPE)[:, None] + ropes[None, :]
+    real_ropes = real_rows[:, None] & (ropes < ROPE)[None, :]
+    return absorbed, tl.load(pointers, mask=real_ropes, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _attend(
+    absorbed: tl.tensor,
+    rotated: tl.tensor,
+    positions: tl.tensor,
+    layer: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    log2_scale: tl.tensor,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of the keys `first` to `end`: each row's highest score, the sum of its weights relative to
+    that, and the sum of the weighted latents. table: the request's block table row."""
+    ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for start in tl.range(first, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        own = keys < end
+        pages = tl.load(table + keys // PAGE_SIZE, mask=own, other=0)
+        # A pool may have more than 2**31 elements.
+        slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+        entries = layer + slots[:, None] * (RANK + ROPE)
+        # What lies beyond the length may be NaN, and 0 * NaN is NaN: it is loaded as zeros.
+        real = own[:, None] & (ranks < RANK)[None, :]
+        latents = tl.load(entries + ranks[None, :], mask=real, other=0.0).to(absorbed.dtype)
+        real_ropes = own[:, None] & (ropes < ROPE)[None, :]
+        shared = tl.load(entries + RANK + ropes[None, :], mask=real_ropes, other=0.0)
+        scores = tl.dot(absorbed, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(
+            rotated, tl.trans(shared.to(absorbed.dtype)), scores, input_precision="ieee"
+        )
+        seen = own[None, :] & (keys[None, :] <= positions[:, None])
+        scores = tl.where(seen, scores * log2_scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
+        weights, decay = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        total = total * decay + tl.sum(weights, 1)
+        mixed = tl.dot(
+            weights.to(absorbed.dtype), latents, mixed * decay[:, None], input_precision="ieee"
+        )
+        top = new_top
+    return top, total, mixed
+
+
 # fmt: off
 @triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_OFFSETS)  # type: ignore[untyped-decorator]  # triton has no types
 def attention_kernel(
@@ -50,57 +126,27 @@ def attention_kernel(
     if split >= num_used:  # the reduction skips it; the first split never returns here
         return
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
-    width: tl.constexpr = RANK + ROPE
-    ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    real_rows = rows < WINDOW * HEADS
-    new, heads = rows // HEADS, rows % HEADS
+    tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real_rows = tile_rows < WINDOW * HEADS
+    new, heads = tile_rows // HEADS, tile_rows % HEADS
     tokens = (request * WINDOW + new).to(tl.int64)
-    latent_rows = heads * num_tokens + tokens  # of `[H, B * W]`
-    real = real_rows[:, None] & (ranks < RANK)[None, :]
-    pointers = q_latent + latent_rows[:, None] * RANK + ranks[None, :]
-    queries = tl.load(pointers, mask=real, other=0.0).to(dot_type)
-    rope_rows = q + (tokens * HEADS + heads)[:, None] * HEAD_DIM + HEAD_DIM - ROPE
-    real_ropes = real_rows[:, None] & (ropes < ROPE)[None, :]
-    rotated = tl.load(rope_rows + ropes[None, :], mask=real_ropes, other=0.0).to(dot_type)
-    positions = kv_len - WINDOW + new
-
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    table = block_tables + request * table_stride
-    for start in tl.range(split * share, tl.minimum((split + 1) * share, num_keys), BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        own = keys < num_keys
-        pages = tl.load(table + keys // PAGE_SIZE, mask=own, other=0)
-        # A pool may have more than 2**31 elements.
-        entries = layer + (pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE)[:, None] * width
-        # What lies beyond the length may be NaN, and 0 * NaN is NaN: it is loaded as zeros.
-        latents = tl.load(
-            entries + ranks[None, :], mask=own[:, None] & (ranks < RANK)[None, :], other=0.0
-        ).to(dot_type)
-        shared = tl.load(
-            entries + RANK + ropes[None, :], mask=own[:, None] & (ropes < ROPE)[None, :], other=0.0
-        ).to(dot_type)
-        scores = tl.dot(queries, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(rotated, tl.trans(shared), scores, input_precision="ieee") * log2_scale
-        seen = own[None, :] & (keys[None, :] <= positions[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
-        mixed = tl.dot(
-            weights.to(dot_type), latents, mixed * decay[:, None], input_precision="ieee"
-        )
-        top = new_top
+    latent_rows, rows = heads * num_tokens + tokens, tokens * HEADS + heads
+    absorbed, rotated = _queries(
+        q_latent, q, latent_rows, rows, real_rows, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
+    )
+    first = split * share
+    top, total, mixed = _attend(
+        absorbed.to(dot_type), rotated.to(dot_type), kv_len - WINDOW + new, layer,
+        block_tables + request * table_stride, first, tl.minimum(first + share, num_keys),
+        log2_scale, RANK, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
+    )
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-
+    ranks = tl.arange(0, BLOCK_R)
+    real = real_rows[:, None] & (ranks < RANK)[None, :]
     if SPLITS and num_used > 1:
-        out_rows = (tokens * HEADS + heads) * num_splits + split
-        tl.store(log_sums + out_rows, top + tl.log2(total), mask=real_rows)
-        tl.store(partials + out_rows[:, None] * RANK + ranks[None, :], result, mask=real)
+        parts = rows * num_splits + split
+        tl.store(log_sums + parts, top + tl.log2(total), mask=real_rows)
+        tl.store(partials + parts[:, None] * RANK + ranks[None, :], result, mask=real)
     else:
         targets = output + latent_rows[:, None] * RANK + ranks[None, :]
         tl.store(targets, result.to(output.dtype.element_ty), mask=real)
