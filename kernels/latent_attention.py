@@ -24,7 +24,6 @@ MIN_KEYS_PER_SPLIT = 64
 MAX_SPLITS = 64
 # Query rows whose partial results fit the workspace; with R = 512 it takes 32 MiB.
 MAX_PARTIAL_ROWS = 1 << 14
-MAX_TILE_ROWS = 64
 # Elements of the latent that a program of the reduction has.
 REDUCED_ELEMENTS = 128
 
@@ -101,6 +100,25 @@ def latent_attention(
     return _launch(q_latent, q, layer, tables, scale, workspace)
 
 
+@dataclass(frozen=True)
+class TileShape:
+    """Query rows and keys of a program's step, and its launch. With R + P = 576 queries and keys in
+    flight take 130 to 184 KiB of a multiprocessor's shared memory."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile_shape(num_rows: int, element_size: int) -> TileShape:
+    if element_size > 2:
+        return TileShape(16, 16, 4, 2)
+    if num_rows > 32:
+        return TileShape(64, 32, 8, 3)
+    return TileShape(16, 32, 4, 4) if num_rows <= 16 else TileShape(32, 32, 8, 4)
+
+
 def _launch(
     q_latent: torch.Tensor,
     q: torch.Tensor,
@@ -115,10 +133,10 @@ def _launch(
     output = torch.empty_like(q_latent)
     batch, window = num_tokens // tables.window, tables.window
     rows = heads * window
-    block_m = min(MAX_TILE_ROWS, max(16, power_of_two(rows)))
+    shape = _tile_shape(rows, layer.element_size())
+    block_m, block_n = shape.rows, shape.keys
     num_tiles, max_len = -(-rows // block_m), tables.block_tables.shape[1] * page_size
     splits = workspace.num_splits(batch * num_tiles, num_tokens * heads, max_len)
-    block_n = 64 if block_m <= 32 and layer.element_size() == 2 else 32
     attention_kernel[(num_tiles, batch, splits)](
         *(q_latent, q, layer, tables.block_tables, tables.block_tables.stride(0)),
         *(tables.kv_lens, max_len, num_tokens, scale * math.log2(math.e), output),
@@ -136,8 +154,8 @@ def _launch(
         BLOCK_R=power_of_two(rank),
         BLOCK_P=max(16, power_of_two(width - rank)),
         WIDEN=q.device.type == "cpu",  # the interpreter cannot multiply bfloat16
-        num_warps=8 if block_m >= 64 else 4,
-        num_stages=2,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )
     if splits > 1:
         _reduce(output, tables, max_len, block_n, splits, workspace)

@@ -78,10 +78,13 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    columns = tl.arange(0, BLOCK_N)
+    pages = tl.load(table + (first + columns) // PAGE_SIZE, mask=first + columns < end, other=0)
     for start in tl.range(first, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        own = keys < end
-        pages = tl.load(table + keys // PAGE_SIZE, mask=own, other=0)
+        keys = start + columns
+        own, later = keys < end, keys + BLOCK_N
+        # Loaded one block ahead: the loads of latents, which Triton pipelines, wait for no load.
+        next_pages = tl.load(table + later // PAGE_SIZE, mask=later < end, other=0)
         # A pool may have more than 2**31 elements.
         slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
         entries = layer + slots[:, None] * (RANK + ROPE)
@@ -103,7 +106,7 @@ def _attend(
         mixed = tl.dot(
             weights.to(absorbed.dtype), latents, mixed * decay[:, None], input_precision="ieee"
         )
-        top = new_top
+        top, pages = new_top, next_pages
     return top, total, mixed
 
 

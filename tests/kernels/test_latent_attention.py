@@ -153,21 +153,23 @@ def test_joined_parts_equal_one_part() -> None:
 
 @only_with_the_compiler
 @pytest.mark.parametrize(
-    ("window", "heads", "block_m", "block_n"), [(1, 16, 16, 64), (4, 128, 64, 32)]
+    ("window", "heads", "dtype"),
+    [(1, 16, "bf16"), (2, 16, "bf16"), (4, 16, "bf16"), (8, 128, "bf16"), (1, 16, "fp32")],
 )
 def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
-    window: int, heads: int, block_m: int, block_n: int
+    window: int, heads: int, dtype: str
 ) -> None:
     from tllm_spec.kernels.latent_attention_triton import attention_kernel, reduction_kernel
 
-    types = dict.fromkeys(("q_latent", "q", "layer", "output"), "*bf16")
+    shape = module._tile_shape(window * heads, 4 if dtype == "fp32" else 2)
+    types = dict.fromkeys(("q_latent", "q", "layer", "output"), f"*{dtype}")
     types |= {"block_tables": "*i32", "kv_lens": "*i32", "log2_scale": "fp32"}
     types |= {"partials": "*fp32", "log_sums": "*fp32"}
     constants: dict[str, Any] = {"SPLITS": True, "WINDOW": window, "HEADS": heads, "RANK": 512}
-    constants |= {"ROPE": 64, "HEAD_DIM": 192, "PAGE_SIZE": 32, "BLOCK_M": block_m, "PDL": True}
-    constants |= {"BLOCK_N": block_n, "BLOCK_R": 512, "BLOCK_P": 64, "WIDEN": False}
-    options = {"num_warps": 8 if block_m == 64 else 4, "num_stages": 2}
+    constants |= {"ROPE": 64, "HEAD_DIM": 192, "PAGE_SIZE": 32, "BLOCK_M": shape.rows, "PDL": True}
+    constants |= {"BLOCK_N": shape.keys, "BLOCK_R": 512, "BLOCK_P": 64, "WIDEN": False}
+    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
     compiled = compiled_for_hopper(attention_kernel, types, constants, **options)
     assert compiled.metadata.shared <= 227 << 10
-    own = {"WINDOW": window, "HEADS": heads, "RANK": 512, "BLOCK_N": block_n, "BLOCK_S": 64}
+    own = {"WINDOW": window, "HEADS": heads, "RANK": 512, "BLOCK_N": shape.keys, "BLOCK_S": 64}
     compiled_for_hopper(reduction_kernel, types, own | {"BLOCK_R": 128, "PDL": True}, num_warps=4)
