@@ -9,7 +9,7 @@ import torch
 
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.choice import create_backend
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, Geometry
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.building.memory import reserved_bytes
@@ -26,6 +26,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
     draft_folder,
     load_head,
+    load_mtp,
 )
 from tllm_spec.executor.speculative.modes import DraftEngine
 from tllm_spec.models.causal_lm import CausalLM
@@ -83,6 +84,10 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
     not."""
     draft = plan.draft_plan
     assert draft is not None
+    if draft.path is None:
+        folder = resolve_model(plan.args.model)
+        max_num_tokens = plan.args.max_num_tokens
+        return load_mtp(draft, target, folder, plan.args.load_format, max_num_tokens=max_num_tokens)
     if not draft.is_head:
         return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
     return load_head(
@@ -132,15 +137,14 @@ def _build_engine(
         extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
     )
     if batch_invariant:
+        assert isinstance(geometry, AttentionGeometry)
         attention: AttentionBackend = BatchInvariantAttention(geometry, pools[0])
     else:
         attention = create_backend(plan.attention, geometry, pools[0])
     return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
 
 
-def _pool(
-    plan: BuildPlan, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int
-) -> KVPool:
+def _pool(plan: BuildPlan, geometry: Geometry, dtype: torch.dtype, num_pages: int) -> KVPool:
     return KVPool(
         geometry, num_pages=num_pages, page_size=plan.page_size, dtype=dtype, device=plan.device
     )

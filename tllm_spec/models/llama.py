@@ -6,6 +6,7 @@ Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 import torch
 from torch import nn
 
+from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.row_copies import gather_rows
@@ -31,6 +32,7 @@ class Attention(Module):
         super().__init__()
         self.layer = layer
         geometry = config.attention_geometry(placement.mapping)
+        assert isinstance(geometry, AttentionGeometry)
         self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -53,14 +55,14 @@ class Attention(Module):
         """The input of `o_proj`, `[T, Hq * D]`, for hidden `[T, input_size]`. `norm` is applied to
         hidden first."""
         heads, head_weights = self._heads(hidden, norm)
-        return context.backend.run(self.layer, heads, rotary, context.plan, head_weights)
+        return context.heads_backend.run(self.layer, heads, rotary, context.plan, head_weights)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only keys and values are computed and written."""
         heads, head_weights = self._heads(hidden, norm)
-        context.backend.write(self.layer, heads, rotary, context.plan, head_weights)
+        context.heads_backend.write(self.layer, heads, rotary, context.plan, head_weights)
 
     def _heads(
         self, hidden: torch.Tensor, norm: RMSNorm | None
