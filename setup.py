@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20"]
+SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
 GUIDED = ["xgrammar>=0.2.7,<0.3"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [

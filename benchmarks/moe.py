@@ -33,7 +33,7 @@ CUDA, BF16, COPIES = "cuda", torch.bfloat16, 3
 QWEN3 = MoEConfig(2048, 128, 8, 768, normalise_top_k=True)
 V3 = MoEConfig(
     2048, 64, 8, 1408, scoring="sigmoid", normalise_top_k=True, num_groups=8, top_groups=4,
-    has_correction_bias=True, shared_intermediate_size=1408,
+    has_correction_bias=True, shared_intermediate_size=1408, float32_router=True,
 )  # fmt: skip
 SHAPES = {"Qwen3-30B-A3B": QWEN3, "V3-style": V3}
 TOKENS = (1, 4, 8, 32, 64, 256, 4096, 65536)

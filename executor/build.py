@@ -59,7 +59,7 @@ def build_executor(
     """Loads the models and connects everything. Raises ValueError for arguments that cannot be
     honoured."""
     plan = BuildPlan(args)
-    check_draft(plan.draft_plan, tokenizer)
+    check_draft(plan.draft_plan, tokenizer, plan.config)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.shapes, plan.device)
     sampler = _sampler(plan, slots)

@@ -68,7 +68,12 @@ CURATED = {
           max_draft_len: 3
           use_relaxed_acceptance_for_thinking: true
         """,
-        {*PARALLEL, "trust_remote_code", "moe_config", "speculative_config.decoding_type"},
+        {
+            *PARALLEL,
+            "trust_remote_code",
+            "moe_config",
+            "speculative_config.use_relaxed_acceptance_for_thinking",
+        },
     ),
 }
 

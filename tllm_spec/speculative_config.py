@@ -50,6 +50,20 @@ EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
     ),
     "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
 }
+NO_RELAXED_ACCEPTANCE = "drafts are accepted only if they equal the target's token"
+MTP_NOT_SERVED: Mapping[str, NotServed] = {
+    **DECODING_NOT_SERVED,
+    "speculative_model": NotServed((None,), "the module is in the target's checkpoint"),
+    "load_format": NotServed((None,), "the module is loaded as the target is"),
+    "use_mtp_vanilla": NotServed((False,), "one module drafts all tokens of a round"),
+    "use_relaxed_acceptance_for_thinking": NotServed((False,), NO_RELAXED_ACCEPTANCE),
+    "relaxed_topk": NotServed((1,), NO_RELAXED_ACCEPTANCE),
+    "relaxed_delta": NotServed((0.0,), NO_RELAXED_ACCEPTANCE),
+    "begin_thinking_phase_token": NotServed((128798,), NO_RELAXED_ACCEPTANCE),
+    "end_thinking_phase_token": NotServed((128799,), NO_RELAXED_ACCEPTANCE),
+    "use_dynamic_tree": NotServed((False,), NO_TREE),
+    "dynamic_tree_max_topK": NotServed((None,), NO_TREE),
+}
 
 
 class NGramDecodingConfig(DecodingBaseConfig):
@@ -131,6 +145,26 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig):
         return False
 
 
+class MTPDecodingConfig(DecodingBaseConfig):
+    """Drafts from the next-token-prediction module in the target's own checkpoint."""
+
+    decoding_type: Literal["MTP"] = "MTP"
+    """The next-token-prediction module of the target's checkpoint (DeepSeek V3)."""
+    mtp_eagle_one_model: bool = True
+    """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
+    its own engine after the forward. Rounds overlap either way."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
+    old_names: ClassVar[Mapping[str, str]] = {
+        **DecodingBaseConfig.old_names,
+        "num_nextn_predict_layers": "max_draft_len",
+    }
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None
+
+
 class UserProvidedDecodingConfig(DecodingBaseConfig):
     """Drafts from the user's own object, or from a class that is named by its import path."""
 
@@ -197,10 +231,11 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "DraftTarget": DraftTargetDecodingConfig,
     "Eagle3": Eagle3DecodingConfig,
     "Eagle": Eagle3DecodingConfig,
+    "MTP": MTPDecodingConfig,
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
-TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle3, User_Provided"
+TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle3, MTP, User_Provided"
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
     "AUTO": "AutoDecodingConfig",
@@ -208,7 +243,6 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
     "DSpark": "DSparkDecodingConfig",
     "Lookahead": "LookaheadDecodingConfig",
     "Medusa": "MedusaDecodingConfig",
-    "MTP": "MTPDecodingConfig",
     "PARD": "PARDDecodingConfig",
     "SA": "SADecodingConfig",
     "SaveState": "SaveHiddenStatesDecodingConfig",

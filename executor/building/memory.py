@@ -3,6 +3,7 @@ room for it."""
 
 import torch
 
+from tllm_spec.attention.choice import workspace_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
@@ -17,7 +18,9 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     sampling."""
     configs = [plan.config, *([draft.net.config] if draft else [])]
     geometries = [config.attention_geometry(plan.mapping) for config in configs]
-    num_bytes = sum(map(plan.attention.workspace_bytes, geometries))
+    num_bytes = sum(
+        workspace_bytes(plan.attention, geometry, plan.dtype) for geometry in geometries
+    )
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
     if draft is not None and draft.plan.shares_pages:

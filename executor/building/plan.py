@@ -35,13 +35,18 @@ class BuildPlan:
         self.args = args
         self.spec = args.speculative_config
         self.device = pick_device(args.device)
+        self.config = ModelConfig.from_pretrained(resolve_model(args.model))
+        if args.deterministic and self.config.mla is not None:
+            raise ValueError(
+                f"deterministic = true is refused for {self.config.architecture}: attention over "
+                "MLA's latents has no batch-invariant kernel"
+            )
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
                 "libraries' results depend on the number of rows"
             )
         self.mapping = Mapping()
-        self.config = ModelConfig.from_pretrained(resolve_model(args.model))
         self.max_seq_len = _max_seq_len(args, self.config)
         self.max_draft_len = self.spec.max_draft_len if self.spec else 0
         if self.max_draft_len >= self.max_seq_len:

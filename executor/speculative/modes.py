@@ -30,9 +30,9 @@ from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
-    DraftModelDecodingConfig,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -77,7 +77,7 @@ class Speculation:
 class DraftModel:
     """Which draft weights are to be loaded, and where their KV goes."""
 
-    path: str
+    path: str | None  # None: in the target's checkpoint, loaded as the target is
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
     # Of the target, for a head; None: the head's own choice or the default.
@@ -153,16 +153,27 @@ def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculati
     assert isinstance(config, Eagle3DecodingConfig)
     if config.eagle3_one_model:
         return _one_model(config, around)
+    return _head_in_own_launches(config, around)
+
+
+def _build_mtp(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    assert isinstance(config, MTPDecodingConfig)
+    if config.mtp_eagle_one_model:
+        return _one_model(config, around)
+    return _head_in_own_launches(config, around)
+
+
+def _head_in_own_launches(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     drafter = HeadDrafter(*_worker_parts(config, around), around.dummy_slot)
     return Speculation(drafter, round_end=drafter, graph_drafter=drafter)
 
 
-def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Speculation:
+def _one_model(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     return Speculation(OneModelDrafter(), round_end=DraftWorker(*_worker_parts(config, around)))
 
 
 def _worker_parts(
-    config: DraftModelDecodingConfig, around: Surroundings
+    config: DecodingBaseConfig, around: Surroundings
 ) -> tuple[DraftLayers, SlotState, RowGroups, DraftSampling, DraftBacklog]:
     """What `DraftWorker` is made of."""
     layers, slots = around.layers, around.slots
@@ -172,7 +183,7 @@ def _worker_parts(
     return layers, slots, around.sampler.groups, sampling, backlog
 
 
-def _draws(config: DraftModelDecodingConfig) -> str:
+def _draws(config: DecodingBaseConfig) -> str:
     if not config.use_rejection_sampling:
         return config.draft_sampling
     # On trees the rule needs no draft probabilities: the likeliest tokens are tried.
@@ -203,11 +214,24 @@ def _eagle3_head(config: DecodingBaseConfig) -> DraftModel:
     )
 
 
+def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
+    assert isinstance(config, MTPDecodingConfig)
+    return DraftModel(
+        None,
+        "auto",
+        is_head=True,
+        capture_layers=None,
+        shares_pages=True,
+        in_target_forward=config.mtp_eagle_one_model,
+    )
+
+
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_draft_target_model),
     Eagle3DecodingConfig: Mode(_build_eagle3, draft_model=_eagle3_head),
+    MTPDecodingConfig: Mode(_build_mtp, draft_model=_mtp_module),
 }
 
 

@@ -38,15 +38,34 @@ def assert_the_cache_is_a_prefill(harness: Harness, draft: Path, request: LlmReq
     assert (own - fresh).abs().max() < 1e-4
 
 
+def check_that_writes_are_private(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model never writes to a page that its request does not hold alone."""
+    drafter, kv = harness.parts.drafter, draft_kv(harness)
+    assert isinstance(drafter, ModelDrafter)
+    rows = drafter._engine.rows
+    build = rows.build
+
+    def watched(*arguments: Any) -> Any:
+        metadata, token_ids = build(*arguments)
+        running = [each for each in harness.parts.scheduler.running if kv.holds(each)]
+        private = [kv.cache.private_pages(request.request_id) for request in running]
+        written = set((metadata.kv_slots // rows.page_size).tolist())
+        assert written <= {page for pages in private for page in pages}
+        return metadata, token_ids
+
+    monkeypatch.setattr(rows, "build", watched)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_cache_follows_through_whatever_happens(
-    tiny: Path, tiny_draft: Path, seed: int, overlap: bool
+    tiny: Path, tiny_draft: Path, seed: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = SMALL | {"disable_overlap_scheduler": not overlap}
     options |= draft_target(tiny_draft, 3, **MAY_PAUSE)
     harness, plain = Harness(tiny, **options), Harness(tiny, **SMALL)
     kv, random, plan = draft_kv(harness), Random(seed), Random(seed)
+    check_that_writes_are_private(harness, monkeypatch)
     draft_len = left = num_checked = 0
     harness.parts.draft_len_for = lambda *_: draft_len
     requests: list[LlmRequest] = []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.deepseek import MODELS as DEEPSEEK_MODELS
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits, save_checkpoint
 
 TOKENS = random_tokens(40)
@@ -32,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe, bias": ("Qwen3Moe", EXPERTS | {"attention_bias": True}),
     "qwen3 moe, dense first layer": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2}),
     "qwen3 moe, dense last layer": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [1]}),
+    **DEEPSEEK_MODELS,
     "wide enough for packed weights": ("Llama", {"intermediate_size": 1024, "vocab_size": 1024}),
 }
 

@@ -1,6 +1,7 @@
 """A mixture-of-experts layer: its forms of routing, of shared experts and of checkpoints."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tllm_spec.models.moe import (
     QWEN_NAMES,
     MoEConfig,
     MoENames,
+    Router,
     SparseMoE,
 )
 from tllm_spec.models.weights import fill_random, weight_table
@@ -165,6 +167,21 @@ def test_ranks_slices_of_the_routed_experts_add_up_to_the_layer(name: str) -> No
             slot.load(tensors[key])
         total += part.experts.forward(x, chosen)
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("float32_router", [False, True])
+def test_a_16_bit_models_router_has_float32_logits_where_the_config_asks(
+    float32_router: bool, batch_invariant: bool
+) -> None:
+    config = replace(CONFIGS["v3"][0], float32_router=float32_router)
+    router = Router(config, Placement(torch.bfloat16, CPU, SINGLE_RANK, batch_invariant))
+    generator = torch.Generator().manual_seed(0)
+    router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+    x = torch.randn(5, HIDDEN, generator=generator).bfloat16()
+    exact = x.double() @ router.weight.double().t()
+    error = (router.logits(x).double() - exact).abs().max()
+    assert (error < 1e-5) == float32_router and error < 0.2
 
 
 def test_random_weights_depend_on_the_seed_only_and_keep_the_size_of_activations() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
 from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.moe_permute import moe_permute
@@ -38,6 +39,8 @@ class MoEConfig:
     """Qwen2-MoE: the shared expert's output is multiplied by the sigmoid of one more output."""
     apply_weight_on_input: bool = False
     """Llama 4: an expert's weight multiplies its input instead of its output."""
+    float32_router: bool = False
+    """DeepSeek: a model in 16 bits computes its router's logits in float32."""
 
     @property
     def routing(self) -> RoutingRule:
@@ -83,7 +86,7 @@ class Router(Linear):
 
     def __init__(self, config: MoEConfig, placement: Placement) -> None:
         super().__init__(config.hidden_size, config.num_experts, bias=False, placement=placement)
-        self.rule = config.routing
+        self.rule, self.in_float32 = config.routing, config.float32_router
         values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
         self.e_score_correction_bias = (
             nn.Parameter(values, requires_grad=False) if config.has_correction_bias else None
@@ -91,7 +94,18 @@ class Router(Linear):
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`."""
-        return moe_routing(self.forward(x), self.rule, self.e_score_correction_bias)
+        return moe_routing(self.logits(x), self.rule, self.e_score_correction_bias)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, E]`, of x's dtype or float32."""
+        if not self.in_float32 or x.dtype == torch.float32:
+            return self.forward(x)
+        if x.is_cuda and not self.batch_invariant:
+            return torch.mm(x, self.matrix, out_dtype=torch.float32)
+        wide_x, wide_weight = x.float(), self.weight.float()
+        if self.batch_invariant:
+            return batch_invariant_linear(wide_x, wide_weight)
+        return wide_x.mm(wide_weight.t())
 
 
 class Experts(Module):

@@ -1,0 +1,104 @@
+"""DeepSeek's latent attention through the engine: drafts of NGram and of the model's own MTP
+module, prefix reuse, chunked prefill and preemption change no text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.deepseek import save_deepseek
+from tests.models.helpers import random_tokens
+from tests.models.mtp_reference import save_predictable
+from tllm_spec.llm import LLM
+from tllm_spec.sampling_params import SamplingParams
+
+# With a public pool the second time finds the text of the first.
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "is_public_pool": True}
+# The first two share 12 tokens.
+SHARED = random_tokens(12, seed=9)
+PROMPTS = [
+    SHARED + random_tokens(7, seed=1),
+    SHARED + random_tokens(5, seed=2),
+    random_tokens(5, seed=3) * 4,
+    random_tokens(18, seed=4),
+]
+PLAIN = {"kv_cache_config": {"enable_block_reuse": False}, "disable_overlap_scheduler": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "undisturbed": {"kv_cache_config": {"enable_block_reuse": False}},
+    "prefix_reuse": {"kv_cache_config": {"tokens_per_block": 4}},
+    "chunks": {
+        "kv_cache_config": {"tokens_per_block": 4},
+        "enable_chunked_prefill": True,
+        "max_num_tokens": 12,
+    },
+    "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 120}},
+}
+
+
+def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
+    """Each prompt's tokens, greedy and sampled, twice, so that the second finds its prefix cached;
+    and the most accepted drafts per round."""
+    params = [
+        SamplingParams(max_tokens=40, ignore_eos=True, seed=i, temperature=0.3 * (i % 2))
+        for i in range(len(PROMPTS))
+    ]
+    sizes = {"skip_tokenizer_init": True, "max_batch_size": 3, "max_seq_len": 64}
+    with LLM(str(folder), **(sizes | options)) as llm:
+        found = llm.generate(PROMPTS, params) + llm.generate(PROMPTS, params)
+        llm.check_integrity()
+    lengths = [
+        each.speculative_decoding.acceptance_length for each in found if each.speculative_decoding
+    ]
+    return [each.outputs[0].token_ids for each in found], max(lengths, default=1.0)
+
+
+@pytest.fixture(scope="module", params=["DeepseekV2", "DeepseekV3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    save_deepseek(path, request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[int]]:
+    found, _ = texts(folder, max_batch_size=1, **PLAIN)
+    assert len({tuple(tokens) for tokens in found}) == len(PROMPTS)
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_latent_attention_gives_plain_text_with_and_without_drafts(
+    setting: str, folder: Path, plain: list[list[int]]
+) -> None:
+    without, _ = texts(folder, **SETTINGS[setting])
+    assert without == plain
+    speculated, acceptance_length = texts(folder, speculative_config=NGRAM, **SETTINGS[setting])
+    assert speculated == plain
+    assert acceptance_length > 1.1, "no draft was accepted"
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp")
+    save_predictable(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
+    return texts(with_mtp, max_batch_size=1, **PLAIN)[0]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("one_model", "draft_len"), [(True, 1), (True, 3), (False, 2)])
+def test_the_models_own_module_drafts_and_leaves_the_text_alone(
+    one_model: bool, draft_len: int, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {
+        "decoding_type": "MTP",
+        "num_nextn_predict_layers": draft_len,
+        "mtp_eagle_one_model": one_model,
+    }
+    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.3
