@@ -1,16 +1,10 @@
 """What accepted paths show about the children of their nodes: which child came next, and how many
-were tried in vain. On CUDA a Triton kernel, elsewhere the plain-torch reference."""
+were tried in vain (rank_codes.py). On CUDA a Triton kernel, elsewhere the plain-torch reference."""
 
 import torch
 
+from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.triton_support import has_kernels
-
-# Column d of a request says how its path of d drafts went on: the rank of the next child (0 is the
-# first in node order), or END + the number of children, of which none was accepted.
-END = 64
-# Added where a draft before was not its node's first child.
-OFF_CHAIN = 128
-NOTHING = -1  # after the path's end
 
 
 def path_ranks(

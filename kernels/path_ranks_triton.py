@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tllm_spec.kernels.path_ranks import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN
 
 
 def path_ranks_triton(

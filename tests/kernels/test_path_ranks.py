@@ -5,7 +5,8 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_slot_trees import NUM_SLOTS, random_parents, random_tables
-from tllm_spec.kernels.path_ranks import END, NOTHING, OFF_CHAIN, path_ranks, path_ranks_reference
+from tllm_spec.kernels.path_ranks import path_ranks, path_ranks_reference
+from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN
 from tllm_spec.kernels.slot_trees import accept_trees_reference
 
 

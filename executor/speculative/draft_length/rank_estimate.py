@@ -4,7 +4,7 @@ paths showed is a table of `path_ranks`; all depths share one estimate."""
 from collections import Counter
 from collections.abc import Sequence
 
-from tllm_spec.kernels.path_ranks import END, NOTHING, OFF_CHAIN
+from tllm_spec.kernels.rank_codes import END, NOTHING, OFF_CHAIN
 
 MIN_ROUNDS = 8  # memory in rounds, where few rounds fill the window
 PRIOR_TRIALS = 8.0  # nodes that the prior counts for
@@ -28,13 +28,12 @@ def chain_counts(columns: Columns) -> list[tuple[int, int]]:
 
 
 class RankEstimate:
-    """`shares` `[K]`: by rank; that of rank 0 is not estimated here."""
+    """Of up to K children. `shares` `[K]`: by rank; that of rank 0 means nothing."""
 
     def __init__(self, topk: int, window: float) -> None:
         self._window = window
         self._tried, self._accepted = [0.0] * topk, [0.0] * topk
         self._prior = [FIRST_PRIOR / (rank + 1) for rank in range(topk)]
-        self.shares = list(self._prior)
 
     def observe(self, num_requests: int, columns: Columns) -> None:
         keep = 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
@@ -44,9 +43,13 @@ class RankEstimate:
             for value, number in column.items():
                 if value != NOTHING:
                     self._count(value % OFF_CHAIN, number)
-        self.shares = [
+
+    @property
+    def shares(self) -> list[float]:
+        counts = zip(self._accepted, self._tried, self._prior, strict=True)
+        return [
             (accepted + PRIOR_TRIALS * prior) / (tried + PRIOR_TRIALS)
-            for accepted, tried, prior in zip(self._accepted, self._tried, self._prior, strict=True)
+            for accepted, tried, prior in counts
         ]
 
     def _count(self, value: int, number: int) -> None:
@@ -60,10 +63,11 @@ class RankEstimate:
         for rank in range(1, num_tried):
             self._tried[rank] += number
 
-    def by_rank(self, first: float) -> list[float]:
-        """The probability of each child; first: of the first."""
-        found, left = [first], 1 - first
-        for share in self.shares[1:]:
-            found.append(left * share)
-            left *= 1 - share
-        return found
+
+def by_rank(first: float, shares: Sequence[float]) -> list[float]:
+    """The probability of each child of a node. first: of its first; shares: of RankEstimate."""
+    found, left = [first], 1 - first
+    for share in shares[1:]:
+        found.append(left * share)
+        left *= 1 - share
+    return found

@@ -10,12 +10,15 @@ from tllm_spec.executor.speculative.draft_length.draft_len_policy import Observe
 from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
 from tllm_spec.executor.speculative.draft_length.rank_estimate import (
     RankEstimate,
+    by_rank,
     chain_counts,
     columns_of,
 )
 
-REFRESH_ROUNDS = 16  # that predictions of trees may be old: they take long
+REFRESH_ROUNDS = 8  # that predictions of trees may be old: they take long
 GAIN_DRAFTS = 32.0  # accepted drafts that the assumption of no gain counts for
+SETTLING_TRIALS = 64  # requests in trees before predictions are compared: priors are far off
+FADING_ROUNDS = 256  # memory of the gain in rounds without trees, which are then tried again
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
 MAX_WEIGHT = 0.125  # of a round
 
@@ -33,7 +36,8 @@ class TierEstimate:
         depth = max(shapes.of(tier).depth for tier in ladder)
         self._chains = AcceptanceEstimate(depth, prior, window)
         self.rates, self.expected = self._chains.rates, self._chains.expected_accepted
-        self._window, self.gain, self._age = window, 1.0, 0
+        self._window, self.gain = window, 1.0
+        self._age = self._num_trials = 0
         self._seen = self._predicted = 0.0
         if self._trees:
             topk = max(tree.topk for tree in self._trees.values())
@@ -48,6 +52,9 @@ class TierEstimate:
             observed.num_accepted,
             tier in self._trees,
         )
+        if not is_tree:
+            self._seen -= self._seen / FADING_ROUNDS
+            self._predicted -= self._predicted / FADING_ROUNDS
         if observed.ranks:
             columns = columns_of(observed.ranks)
             self._chains.observe_counts(num_requests, chain_counts(columns))
@@ -63,19 +70,23 @@ class TierEstimate:
             self._combine()
 
     def _compare(self, tier: int, num_accepted: Sequence[int]) -> None:
+        self._num_trials += len(num_accepted)
+        if self._num_trials <= SETTLING_TRIALS:
+            return
         keep = 1 - min(len(num_accepted) / self._window, MAX_WEIGHT)
         self._seen = keep * self._seen + sum(num_accepted)
         self._predicted = keep * self._predicted + len(num_accepted) * self._predictions[tier]
-        gain = (self._seen + GAIN_DRAFTS) / (self._predicted + GAIN_DRAFTS)
-        self.gain = min(max(gain, MIN_GAIN), MAX_GAIN)
 
     def _predict(self) -> None:
-        rates = [self._ranks.by_rank(rate) for rate in self.rates]
+        shares = self._ranks.shares
+        rates = [by_rank(rate, shares) for rate in self.rates]
         self._predictions = {
             tier: expected_accepted(tree, rates) for tier, tree in self._trees.items()
         }
 
     def _combine(self) -> None:
+        gain = (self._seen + GAIN_DRAFTS) / (self._predicted + GAIN_DRAFTS)
+        self.gain = min(max(gain, MIN_GAIN), MAX_GAIN)
         chains = self._chains.expected_accepted
         self.expected = chains + [0.0] * (1 + max(self._trees) - len(chains))
         for tier, predicted in self._predictions.items():
