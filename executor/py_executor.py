@@ -75,12 +75,12 @@ class ExecutorParts:
 
 
 class Load(NamedTuple):
-    """Requests now, the latest round's draft length, and since the start rounds (counted once for
-    each request) and the tokens that they emitted."""
+    """Requests now, the latest round's draft length or tree, and since the start rounds (counted
+    once for each request) and the tokens that they emitted."""
 
     num_running: int
     num_waiting: int
-    draft_len: int | None
+    draft_len: int | str | None
     request_rounds: int
     emitted_tokens: int
 
@@ -96,6 +96,7 @@ class PyExecutor:
         self._speculating = parts.slots.max_draft_len > 0
         self._scheduled = ScheduledBatch()  # until it is launched
         self._reading = ScheduledBatch()  # while it is read
+        self._latest_name: int | str | None = None  # of the latest round's shape
         self._made_shape = NO_DRAFTS  # of the drafts in the slots
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
@@ -240,6 +241,8 @@ class PyExecutor:
         responding = self._reader.read(launched, table, found, seen)
         timed = None if batch.context_requests else seen.seconds
         self.totals.add_round(batch.draft_len, seen.num_requests, seen.num_tokens, timed)
+        shapes = self.parts.slots.shapes
+        self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
             seen.tell(self.parts.controller, launched)
         if self.parts.iteration_stats is not None:
@@ -328,18 +331,19 @@ class PyExecutor:
     def load(self) -> Load:
         """What runs now, cheaply. Between rounds only."""
         queues, totals = self.scheduler, self.totals
-        return Load(
-            len(queues.running), len(queues.waiting), totals.latest_draft_len, *totals.decoded()
-        )
+        return Load(len(queues.running), len(queues.waiting), self._latest_name, *totals.decoded())
 
     def state(self) -> dict[str, Any]:
         """Queues, totals, cache and draft lengths as plain values. Between rounds only."""
         queues, controller = self.scheduler, self.parts.controller
+        tier = controller.steps_for(max(1, self.totals.latest_batch_size))
+        shape = self.parts.slots.shapes.of(tier)
         return {
             "num_requests_running": len(queues.running),
             "num_requests_waiting": len(queues.waiting),
             "num_preemptions": queues.num_preemptions,
-            "draft_len": controller.steps_for(max(1, self.totals.latest_batch_size)),
+            "draft_len": shape.depth,
+            "draft_shape": {"depth": shape.depth, "drafts": shape.num_nodes, "topk": shape.topk},
             "kv_cache": self.parts.kv.cache.state(),
             "totals": self.totals.state(queues.running + queues.waiting),
             "controller": controller.state(),

@@ -6,7 +6,7 @@ numbers above the longest length are trees. Pure Python: what a tier needs on th
 for all of `draft_lens` at start-up."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
@@ -40,12 +40,14 @@ class AdaptiveController:
         limits: DraftLenLimits | None = None,
         log: DecisionLog | None = None,
         times: CorrectedRoundTimes | None = None,
+        name: Callable[[int], int | str] = lambda tier: tier,
     ) -> None:
+        """name: of a tier, for people."""
         self._slots = slots
         self._bounds = [slot.lower_bound for slot in slots]
         self._graph_batch_sizes = sorted(graph_batch_sizes or ())
         self._limits = limits or DraftLenLimits()
-        self._log, self._times = log or DecisionLog(), times
+        self._log, self._times, self._name = log or DecisionLog(), times, name
         # By batch size: padded, and its slot. Looked up twice a round.
         self._slot_of: dict[int, tuple[int, DraftLenPolicy]] = {}
         self.draft_lens = tuple(sorted({*draft_lens, *self._limits.reachable}))
@@ -84,6 +86,7 @@ class AdaptiveController:
             limits=limits,
             log=log,
             times=times,
+            name=shapes.name,
         )
 
     @classmethod
@@ -151,9 +154,9 @@ class AdaptiveController:
     def state(self) -> dict[str, Any]:
         """Everything that decisions rest on, as plain values for /server_info."""
         return {
-            "draft_lens": list(self.draft_lens),
+            "draft_lens": list(map(self._name, self.draft_lens)),
             "slots": {str(slot.lower_bound): slot.state() for slot in self._slots},
             "limits": self._limits.state(),
             "decisions": self._log.state(),
-            "round_ms": self._times.state() if self._times else {},
+            "round_ms": self._times.state(self._name) if self._times else {},
         }
