@@ -204,11 +204,6 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
             raise ValueError(
                 f"max_total_draft_tokens = {self.max_total_draft_tokens} is more than {MAX_NODES}"
             )
-        if self.drafts_trees and self.synthetic_acceptance_rates is not None:
-            rates = self.synthetic_acceptance_rates
-            raise ValueError(
-                f"synthetic_acceptance_rates = {rates} is not served with a draft tree"
-            )
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from tests.executor.harness import Harness, all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.kernels.gumbel import gumbel_noise
+from tllm_spec.outputs import SpeculativeStats
 
 PROMPT = [7, 3, 5, 11, 3, 5, 2, 3]
 MODES = ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree"]
@@ -78,6 +79,21 @@ def paths_in_slot(harness: Harness, request: LlmRequest) -> list[tuple[int, ...]
 def accepted_path(paths: list[tuple[int, ...]], text: list[int]) -> int:
     """How many tokens of `text` are a path of the tree."""
     return max((n for n in range(len(text) + 1) if n == 0 or tuple(text[:n]) in paths), default=0)
+
+
+def test_synthetic_acceptance_of_trees_is_by_depth_and_rank(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    """Every node has the children that the rates ask for."""
+    rates = [[0.5, 0.2, 0.1], [0.6, 0.3]]
+    options = {"max_total_draft_tokens": 12, "synthetic_acceptance_rates": rates}
+    speculation = one_model(tiny_draft, head, "draft_target_tree", 2, **options)
+    harness = Harness(tiny, **speculation, max_seq_len=512)
+    requests = [harness.submit(PROMPT, 480, temperature=HOT, seed=seed) for seed in range(6)]
+    harness.run()
+    stats = sum((request.counters.stats() for request in requests), SpeculativeStats())
+    first, second = stats.per_position_acceptance
+    assert first == pytest.approx(0.8, abs=0.05) and second == pytest.approx(0.72, abs=0.05)
 
 
 @pytest.mark.parametrize("mode", MODES)
