@@ -1,11 +1,12 @@
 """A DeepSeek-V3-style model on one GPU: plain rounds, MTP rounds and prefill, with their floors.
 
-    python -m benchmarks.deepseek [plain] [mtp1] [mtp3] [attention]
+    python -m benchmarks.deepseek [plain] [mtp1] [mtp3] [attention] [projections]
 
 plain      rounds of batch 1, 8 and 64, prefill of 64 prompts, start-up
 mtp1       rounds with one draft of the MTP module, synthetic acceptance .8
 mtp3       rounds with three, synthetic acceptance .8 .6 .45
 attention  the window kernel alone, by batch, window and context
+projections  queries to latents and latents to values by head_gemm, and by torch's batched GEMM
 
 Random bf16 weights. Each case is measured with a correction bias by which all tokens take the same
 experts, as with vLLM's dummy weights, and without one. The floor reads the weights and the experts
@@ -30,6 +31,7 @@ from benchmarks.harness.moe_rounds import experts_hit, rounds_table
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
+from tllm_spec.kernels.head_gemm import head_gemm, plain_head_gemm
 from tllm_spec.kernels.latent_attention import LatentTables, LatentWorkspace, latent_attention
 from tllm_spec.models.moe import Router
 
@@ -224,11 +226,40 @@ def attention_table(rows: Sequence[Row]) -> list[str]:
     return table((*keys, "µs", "floor"), lines)
 
 
+def projections(options: Options) -> Iterator[Row]:
+    heads, rank, nope, value = 16, 512, 128, 128
+    on_device = {"device": options.device, "dtype": torch.bfloat16}
+    ups = [torch.randn(heads, nope + value, rank, **on_device) for _ in range(27)]
+    for rows in (1, 4, 8, 16, 32, 64):
+        q = torch.randn(rows, heads, nope + 64, **on_device)[..., :nope]
+        latents = torch.randn(heads, rows, rank, **on_device).transpose(0, 1)
+        absorbed = torch.empty_like(latents)
+        mixed = torch.empty(rows, heads, value, **on_device)
+        row: Row = {"rows": rows}
+        for name, gemm in (("kernel", head_gemm), ("torch", plain_head_gemm)):
+            calls = [
+                call
+                for up in ups
+                for call in (
+                    partial(gemm, q, up[:, :nope], absorbed),
+                    partial(gemm, latents, up[:, nope:].mT, mixed),
+                )
+            ]
+            row |= call_us({name: calls})
+        yield row
+
+
+def projections_table(rows: Sequence[Row]) -> list[str]:
+    lines = [[number(row[key]) for key in ("rows", "kernel", "torch")] for row in rows]
+    return table(("rows", "head_gemm, µs", "torch.bmm, µs"), lines)
+
+
 SUBJECTS = (
     Subject("plain", "V3-style, plain", rounds(0), rounds_table),
     Subject("mtp1", "V3-style, MTP with 1 draft", rounds(1), rounds_table),
     Subject("mtp3", "V3-style, MTP with 3 drafts", rounds(3), rounds_table),
     Subject("attention", "Latent attention", attention, attention_table, needs_cuda=True),
+    Subject("projections", "Projections by head", projections, projections_table, needs_cuda=True),
 )
 
 if __name__ == "__main__":

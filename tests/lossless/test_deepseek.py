@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models.deepseek import save_deepseek
 from tests.models.helpers import random_tokens
@@ -147,3 +148,20 @@ def test_what_latent_attention_does_not_have_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         LLM(str(with_mtp), skip_tokenizer_init=True, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
+@pytest.mark.parametrize("one_model", [None, True, False])
+def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
+    one_model: bool | None, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP", "max_draft_len": 3, "mtp_eagle_one_model": one_model}
+    spec = None if one_model is None else mtp
+    options = {"device": "cuda", "dtype": "float32", "cuda_graph_config": {"batch_sizes": [1, 3]}}
+    found, acceptance_length = texts(
+        with_mtp, speculative_config=spec, **(SETTINGS[setting] | options)
+    )
+    assert found == plain_of_mtp
+    assert one_model is None or acceptance_length > 1.3
