@@ -8,7 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import cpu, deepseek, draft_sampling, moe, ngram, rounds, tree_scores
+from benchmarks import (
+    cpu,
+    deepseek,
+    draft_sampling,
+    moe,
+    ngram,
+    rounds,
+    tree_acceptance,
+    tree_scores,
+)
 from benchmarks.harness import engine, report
 from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.engine import Rounds, in_turns, stopwatch
@@ -93,6 +102,7 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (deepseek, "plain", 7),
         (deepseek, "mtp1", 4),
         (draft_sampling, "ways", 3),
+        (tree_acceptance, "shapes", 4),
         (tree_scores, "scores", 12),
         pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
     ],

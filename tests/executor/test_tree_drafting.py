@@ -9,6 +9,7 @@ import torch
 
 from tests.executor.draft_caches import HOT, SlowDrafter, generating, one_model
 from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.models.deepseek import save_deepseek
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.kernels.gumbel import gumbel_noise
@@ -133,3 +134,12 @@ def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
     assert list(map(output_of, requests)) == list(map(output_of, expected))
     assert num_checked > 8 and num_accepted > 3
     assert all_pages_are_back(harness.executor)
+
+
+def test_a_target_with_latent_attention_refuses_trees(
+    tmp_path: Path, tiny_draft: Path, head: Path
+) -> None:
+    save_deepseek(tmp_path, "DeepseekV3")
+    for model, draft in ((tmp_path, tiny_draft), (tiny_draft, tmp_path)):
+        with pytest.raises(ValueError, match=r"a draft tree is refused: .* \(MLA\) reads chains"):
+            Harness(model, max_seq_len=32, **one_model(draft, head, "draft_target_tree"))
