@@ -2,8 +2,8 @@
 
     python -m benchmarks.trees [rounds] [kernels] [acceptance] [--output trees.json]
 
-rounds      milliseconds of a round, tokens per second and break-even acceptance, for windows of 8 to
-            64 rows. Bars: 1.25 of the chain's round at batch 1 with 32 rows, 1.7 at batch 8
+rounds      milliseconds of a round, tokens per second and break-even acceptance, for windows of 8
+            to 64 rows. Bars: 1.25 of the chain's round at batch 1 with 32 rows, 1.7 at batch 8
 kernels     where a tree's round takes longer than the chain's: microseconds of each kernel
 acceptance  tokens a round on held-out code, with the zoo's head
 
