@@ -164,6 +164,10 @@ class MTPDecodingConfig(DecodingBaseConfig):
     def why_no_overlap(self) -> str | None:
         return None
 
+    @property
+    def may_pause(self) -> bool:
+        return False
+
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):
     """Drafts from the user's own object, or from a class that is named by its import path."""

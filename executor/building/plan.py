@@ -38,11 +38,8 @@ class BuildPlan:
         self.spec = args.speculative_config
         self.device = pick_device(args.device)
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
-        if args.deterministic and self.config.mla is not None:
-            raise ValueError(
-                f"deterministic = true is refused for {self.config.architecture}: attention over "
-                "MLA's latents has no batch-invariant kernel"
-            )
+        if self.config.mla is not None:
+            _refuse_for_latents(args, self.config.architecture)
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
@@ -184,6 +181,20 @@ class BuildPlan:
             chunked_prefill=self.args.enable_chunked_prefill,
             may_preempt=scheduling.capacity_scheduler_policy == "MAX_UTILIZATION",
             by_priority=scheduling.waiting_queue_policy == "priority",
+        )
+
+
+def _refuse_for_latents(args: LlmArgs, architecture: str) -> None:
+    """Raises ValueError for options that attention over MLA's latents does not have."""
+    if args.deterministic:
+        raise ValueError(
+            f"deterministic = true is refused for {architecture}: attention over MLA's latents has "
+            "no batch-invariant kernel"
+        )
+    if args.speculative_config is not None and args.speculative_config.drafts_trees:
+        raise ValueError(
+            f"use_dynamic_tree = True is refused for {architecture}: attention over MLA's latents "
+            "takes chains of drafts only"
         )
 
 
