@@ -22,12 +22,7 @@ from tllm_spec.executor.speculative.modes import Speculation
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
-MODES += [
-    "draft_target_tree",
-    "eagle3_tree",
-    "eagle3_two_model_tree",
-    "draft_target_two_model_tree",
-]
+MODES += [f"{mode}_tree" for mode in MODES[1:]]
 
 
 def speculate(tiny_draft: Path, head: Path, mode: str, **options: Any) -> dict[str, Any]:
