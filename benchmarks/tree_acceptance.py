@@ -28,7 +28,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
-    **{f"tree of {n}": TREE | {"max_total_draft_tokens": n} for n in (8, 16, 32, 63)},
+    **{f"tree of {n}": TREE | {"max_total_draft_tokens": n} for n in (8, 16, 32, 48)},
 }
 # At a temperature: the draft's likeliest tokens instead of those that its noise chooses.
 ARGMAX = {"tree of 16, argmax": SHAPES["tree of 16"] | {"draft_sampling": "greedy"}}
