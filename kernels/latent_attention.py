@@ -115,9 +115,8 @@ def _tile_shape(num_rows: int, element_size: int) -> TileShape:
     if element_size > 2:
         return TileShape(16, 16, 4, 2)
     if num_rows > 32:
-        return TileShape(64, 32, 8, 3)
-    # Each warp reads all queries from shared memory for each step, so few steps of many keys.
-    return TileShape(16, 64, 4, 3) if num_rows <= 16 else TileShape(32, 64, 8, 3)
+        return TileShape(64, 64, 8, 2)
+    return TileShape(16 if num_rows <= 16 else 32, 32, 4, 3)
 
 
 def _launch(
