@@ -1,11 +1,12 @@
 """A DeepSeek-V3-style model on one GPU: plain rounds, MTP rounds and prefill, with their floors.
 
-    python -m benchmarks.deepseek [plain] [mtp1] [mtp3] [attention] [projections]
+    python -m benchmarks.deepseek [plain] [mtp1] [mtp3] [attention] [tiles] [projections]
 
 plain      rounds of batch 1, 8 and 64, prefill of 64 prompts, start-up
 mtp1       rounds with one draft of the MTP module, synthetic acceptance .8
 mtp3       rounds with three, synthetic acceptance .8 .6 .45
 attention  the window kernel alone, by batch, window and context
+tiles      the window kernel with other tiles than `latent_attention.py` chooses
 projections  queries to latents and latents to values by head_gemm, and by torch's batched GEMM
 
 Random bf16 weights. Each case is measured with a correction bias by which all tokens take the same
@@ -19,8 +20,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -31,8 +34,14 @@ from benchmarks.harness.moe_rounds import experts_hit, rounds_table
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
 from tllm_spec.executor.speculative.drafting.draft_net import NextnNet
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
+from tllm_spec.kernels import latent_attention as latent
 from tllm_spec.kernels.head_gemm import head_gemm, plain_head_gemm
-from tllm_spec.kernels.latent_attention import LatentTables, LatentWorkspace, latent_attention
+from tllm_spec.kernels.latent_attention import (
+    LatentTables,
+    LatentWorkspace,
+    TileShape,
+    latent_attention,
+)
 from tllm_spec.models.moe import Router
 
 V3_STYLE: Config = {
@@ -76,6 +85,12 @@ TINY: Config = V3_STYLE | {
     "moe_intermediate_size": 32,
     "torch_dtype": "float32",
 }
+BF16, ENTRY = torch.bfloat16, 512 + 64
+# Query rows, keys of a step, warps and stages of the window kernel.
+TILES = (
+    (16, 32, 4, 4), (16, 64, 4, 3), (16, 64, 8, 3), (32, 32, 8, 4), (32, 64, 8, 3),
+    (64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2),
+)  # fmt: skip
 RATES = (0.8, 0.6, 0.45)
 # Milliseconds by draft length and batch, seconds of start-up: ours at most, and vLLM 0.26.0 on the
 # same kind of machine.
@@ -196,25 +211,51 @@ def round_bytes(config: Config, hit: float, num_tokens: float, draft_len: int) -
 
 
 def attention(options: Options) -> Iterator[Row]:
-    heads, rank, rope, nope, page = 16, 512, 64, 128, 32
-    on_device = {"device": options.device, "dtype": torch.bfloat16}
-    workspace = LatentWorkspace.allocate(rank, torch.device(options.device))
     for batch, context in ((1, 1024), (8, 1024), (64, 1024), (1, 16384), (64, 8192)):
-        pages = -(-context // page)
-        layers = [torch.randn(batch * pages, page, rank + rope, **on_device) for _ in range(3)]
-        tables = torch.randperm(batch * pages, device=options.device).view(batch, -1).int()
-        lens = torch.full((batch,), context, dtype=torch.int32, device=options.device)
         for window in (1, 2, 4):
-            given = LatentTables(tables, lens, window)
-            q_latent = torch.randn(heads, batch * window, rank, **on_device)
-            q = torch.randn(batch * window, heads, nope + rope, **on_device)
-            calls = [
-                partial(latent_attention, q_latent, q, layer, given, 0.1, workspace)
-                for layer in layers
-            ]
-            floor = batch * context * (rank + rope) * WEIGHT_BYTES / READ_BYTES_PER_S * 1e6
+            calls = attention_calls(batch, context, window, options.device)
+            floor = batch * context * ENTRY * WEIGHT_BYTES / READ_BYTES_PER_S * 1e6
             row = {"batch": batch, "context": context, "window": window, "floor": floor}
             yield row | call_us({"us": calls})
+
+
+def attention_calls(
+    batch: int, context: int, window: int, device: str
+) -> list[Callable[[], torch.Tensor]]:
+    """Of three layers of the V3-style shape."""
+    heads, rank, nope, page, on_device = 16, 512, 128, 32, {"device": device, "dtype": BF16}
+    pages = -(-context // page)
+    workspace = LatentWorkspace.allocate(rank, torch.device(device))
+    tables = torch.randperm(batch * pages, device=device).view(batch, -1).int()
+    lens = torch.full((batch,), context, dtype=torch.int32, device=device)
+    given = LatentTables(tables, lens, window)
+    q_latent = torch.randn(heads, batch * window, rank, **on_device)
+    q = torch.randn(batch * window, heads, nope + ENTRY - rank, **on_device)
+    layers = [torch.randn(batch * pages, page, ENTRY, **on_device) for _ in range(3)]
+    return [
+        partial(latent_attention, q_latent, q, layer, given, 0.1, workspace) for layer in layers
+    ]
+
+
+def tiles(options: Options) -> Iterator[Row]:
+    for batch, window in product((1, 8, 64), (1, 2, 4)):
+        chosen = latent._tile_shape(16 * window, 2)
+        for sizes in TILES:
+            shape = TileShape(*sizes)
+            with mock.patch.object(latent, "_tile_shape", lambda *_, shape=shape: shape):
+                found = call_us({"us": attention_calls(batch, 1024, window, options.device)})
+            row = {"batch": batch, "window": window, "tile": str(sizes)}
+            yield row | {"chosen": shape == chosen} | found
+
+
+def tiles_table(rows: Sequence[Row]) -> list[str]:
+    """The fastest first."""
+    lines = [
+        [number(row["batch"]), number(row["window"]), row["tile"],
+         "yes" if row["chosen"] else "", number(row["us"])]
+        for row in sorted(rows, key=lambda row: (row["batch"], row["window"], row["us"]))
+    ]  # fmt: skip
+    return table(("batch", "window", "rows, keys, warps, stages", "chosen", "µs"), lines)
 
 
 def attention_table(rows: Sequence[Row]) -> list[str]:
@@ -259,6 +300,7 @@ SUBJECTS = (
     Subject("mtp1", "V3-style, MTP with 1 draft", rounds(1), rounds_table),
     Subject("mtp3", "V3-style, MTP with 3 drafts", rounds(3), rounds_table),
     Subject("attention", "Latent attention", attention, attention_table, needs_cuda=True),
+    Subject("tiles", "Tiles of the window kernel", tiles, tiles_table, needs_cuda=True),
     Subject("projections", "Projections by head", projections, projections_table, needs_cuda=True),
 )
 

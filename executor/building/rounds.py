@@ -84,6 +84,7 @@ def _capture(
     for."""
     assert plan.args.cuda_graph_config is not None
     pads = plan.args.cuda_graph_config.enable_padding
+    logger.info("capturing %d CUDA graphs", len(keys))
     runner.capture_graphs(keys, plan.slots.dummy_slot, plan.device, pads=pads, pool=pool)
     drafter = speculation.graph_drafter
     if drafter is not None and runner.graphs is not None:

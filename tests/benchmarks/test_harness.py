@@ -137,7 +137,9 @@ def test_a_subject_that_needs_a_gpu_is_refused_without_one(
     assert "deterministic needs a CUDA device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("document", "num_tables"), [(DOCUMENTS[0], 13), (DOCUMENTS[1], 1)])
+@pytest.mark.parametrize(
+    ("document", "num_tables"), list(zip(DOCUMENTS, (13, 1, 6, 3), strict=True))
+)
 def test_a_document_shows_the_tables_of_the_results(document: Path, num_tables: int) -> None:
     text = document.read_text(encoding="utf-8")
     assert text.count(": `python -m benchmarks.") == num_tables
