@@ -8,7 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import cpu, draft_sampling, moe, ngram, rounds, tree_scores, trees
+from benchmarks import (
+    cpu,
+    deepseek,
+    draft_sampling,
+    moe,
+    ngram,
+    rounds,
+    tree_acceptance,
+    tree_scores,
+    trees,
+)
 from benchmarks.harness import engine, report
 from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.engine import Rounds, in_turns, stopwatch
@@ -90,7 +100,10 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (ngram, "host_time", 16),
         (ngram, "step", 4),
         (moe, "rounds", 4),
+        (deepseek, "plain", 7),
+        (deepseek, "mtp1", 4),
         (draft_sampling, "ways", 3),
+        (tree_acceptance, "shapes", 4),
         (tree_scores, "scores", 12),
         (trees, "rounds", 2),
         (trees, "kernels", 20),
@@ -124,7 +137,9 @@ def test_a_subject_that_needs_a_gpu_is_refused_without_one(
     assert "deterministic needs a CUDA device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("document", "num_tables"), [(DOCUMENTS[0], 13), (DOCUMENTS[1], 1)])
+@pytest.mark.parametrize(
+    ("document", "num_tables"), list(zip(DOCUMENTS, (13, 1, 6, 3), strict=True))
+)
 def test_a_document_shows_the_tables_of_the_results(document: Path, num_tables: int) -> None:
     text = document.read_text(encoding="utf-8")
     assert text.count(": `python -m benchmarks.") == num_tables

@@ -9,6 +9,7 @@ import torch
 
 from tests.executor.draft_caches import HOT, SlowDrafter, generating, one_model
 from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.models.deepseek import save_deepseek
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.kernels.gumbel import gumbel_noise
@@ -133,3 +134,35 @@ def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
     assert list(map(output_of, requests)) == list(map(output_of, expected))
     assert num_checked > 8 and num_accepted > 3
     assert all_pages_are_back(harness.executor)
+
+
+def test_a_target_with_latent_attention_refuses_trees(
+    tmp_path: Path, tiny_draft: Path, head: Path
+) -> None:
+    save_deepseek(tmp_path, "DeepseekV3")
+    for model, draft in ((tmp_path, tiny_draft), (tiny_draft, tmp_path)):
+        with pytest.raises(ValueError, match=r"a draft tree is refused: .* \(MLA\) reads chains"):
+            Harness(model, max_seq_len=32, **one_model(draft, head, "draft_target_tree"))
+
+
+@pytest.mark.parametrize("mode", ["draft_target", "eagle3", "eagle3_two_model"])
+def test_a_static_tree_has_the_tokens_of_its_ranks(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    choices = [(0,), (1,), (2,), (0, 0), (0, 2), (1, 1), (0, 0, 1), (0, 2, 0), (1, 1, 0)]
+    speculation = one_model(tiny_draft, head, mode, 3, eagle_choices=choices)
+    harness = Harness(tiny, **SMALL_PAGES, **speculation, disable_overlap_scheduler=True)
+    for i, temperature in enumerate((None, HOT, 0.7)):
+        harness.submit([i, *PROMPT], 24, temperature=temperature, seed=i)
+    num_checked = 0
+    for _ in range(8):
+        harness.round()
+        for request in generating(harness):
+            paths: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+            for ranks in choices:
+                found = children(harness, request, Candidate(paths[ranks[:-1]], 1.0), 3)
+                paths[ranks] = found[ranks[-1]].path
+            assert paths_in_slot(harness, request) == list(paths.values())[1:]
+            num_checked += 1
+    harness.run()
+    assert num_checked > 8 and all_pages_are_back(harness.executor)
