@@ -137,7 +137,8 @@ class PyExecutor:
         self._scheduled = ScheduledBatch()
 
     def _note_tiers(self, batch: ScheduledBatch) -> None:
-        shapes, made = self.parts.slots.shapes, self._made_shape
+        shapes, is_ahead = self.parts.slots.shapes, self.parts.drafter.drafts_ahead
+        made = self._made_shape if is_ahead else batch.shape
         self._made_shape = batch.new_shape
         if shapes.tree_tiers and batch.generation_requests:
             batch.is_transition = made != batch.shape

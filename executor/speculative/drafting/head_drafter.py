@@ -32,6 +32,8 @@ class HeadDrafter(DraftWorker, GraphDrafter):
     The head's graphs are captured after all of the target's. So none of their temporary tensors is
     in memory that holds the target's results, which can still be read after them."""
 
+    drafts_ahead = True
+
     def __init__(
         self,
         layers: DraftLayers,
