@@ -33,6 +33,11 @@ class DraftShape:
         return self.topk > 1 or bool(self.choices)
 
     @property
+    def name(self) -> str:
+        """A chain's length, or a tree such as `5x8/31`: steps, children of a node, drafts."""
+        return f"{self.depth}x{self.topk}/{self.num_nodes}" if self.is_tree else str(self.depth)
+
+    @property
     def num_read(self) -> int:
         """Drafts that a draft network reads to draft the others: of a static tree those with
         children, else the best `topk` of every step but the last."""
@@ -85,8 +90,5 @@ class DraftShapes:
         return max(next(too_large, len(self._windows)) - 1, 0)
 
     def name(self, tier: int) -> int | str:
-        """A draft length, or a tree such as `5x8/32`: steps, children of a node, drafts."""
-        if tier not in self.tree_tiers:
-            return tier
-        shape = self._all[tier]
-        return f"{shape.depth}x{shape.topk}/{shape.num_nodes}"
+        """A draft length, or the name of one of `trees`."""
+        return self._all[tier].name if tier in self.tree_tiers else tier
