@@ -82,10 +82,9 @@ TREE_EXAMPLE = "[{max_draft_len: 3, dynamic_tree_max_topK: 4, max_total_draft_to
 
 def _trees(trees: object) -> tuple[CandidateTree, ...]:
     """Raises ValueError for anything but a list of mappings, ConfigError for a tree's mistakes."""
-    found = trees if isinstance(trees, (list, tuple)) else ()
-    if not found or not all(isinstance(tree, Mapping) for tree in found):
-        raise ValueError(f"a list of one or more trees is needed, e.g. {TREE_EXAMPLE}")
-    return tuple(CandidateTree(**tree) for tree in found)
+    if not isinstance(trees, (list, tuple)) or not all(isinstance(tree, Mapping) for tree in trees):
+        raise ValueError(f"a list of trees is needed, e.g. {TREE_EXAMPLE}")
+    return tuple(CandidateTree(**tree) for tree in trees)
 
 
 CandidateTrees = Annotated[tuple[CandidateTree, ...], BeforeValidator(_trees)]
@@ -101,7 +100,7 @@ class CostModelOptions(ConfigModel):
     """Trees to choose from next to chains of the lengths of `candidate_steps`, where
     `use_dynamic_tree` is true: a list of `max_draft_len`, `dynamic_tree_max_topK` and
     `max_total_draft_tokens`. null: the tree of the decoding type, one of half its drafts and one of
-    a quarter."""
+    a quarter. An empty list leaves a slot with chains."""
     prior_acceptance: Probability = 0.6
     """Probability that a draft is accepted, as assumed before any draft was verified."""
     window_trials: Annotated[float, Field(ge=32, allow_inf_nan=False)] = 256.0

@@ -81,11 +81,8 @@ def measured_shapes(
     depth = max(tree.depth for tree in trees)
     rows = []
     for shape in (chain_of(0), chain_of(depth), *trees):
-        name = (
-            f"{shape.depth}x{shape.topk}/{shape.num_nodes}" if shape.is_tree else str(shape.depth)
-        )
         gain = slot["tree_gain"] if shape.is_tree else 1.0
         tokens = 1 + gain * expected_accepted(shape, rates)
-        needed = times[name] / times["0"]
-        rows.append(ShapeRow(name, shape.num_nodes, times[name], tokens, needed))
+        needed = times[shape.name] / times["0"]
+        rows.append(ShapeRow(shape.name, shape.num_nodes, times[shape.name], tokens, needed))
     return rows

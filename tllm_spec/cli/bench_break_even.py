@@ -43,10 +43,12 @@ def pairs_of(
 def trees_of(
     context: click.Context, option: click.Parameter, value: str | None
 ) -> "list[DraftShape] | None":
+    if value is None:
+        return None
     from tllm_spec.bench.break_even_trees import parse_tree
 
     try:
-        return None if value is None else [parse_tree(part) for part in value.split(",")]
+        return [parse_tree(part) for part in value.split(",")]
     except ValueError:
         raise click.BadParameter(
             f"{value!r} is not a list of trees such as 5x8/31,3x4/8: steps x children of a node / "
@@ -65,7 +67,7 @@ def trees_of(
 @click.option(
     "--trees",
     callback=trees_of,
-    help="Draft trees to measure instead, such as 5x8/31,3x4/8: steps x children of a node / drafts.",
+    help="Draft trees to measure instead, such as 5x8/31,3x4/8: steps x children / drafts.",
 )
 @click.option(
     "--dataset",
@@ -146,9 +148,11 @@ def _compare_trees(
         if dataset is not None:
             requests = read_dataset(dataset, batch_size)
         else:
-            lengths = [NormalLengths(workload[name], 0) for name in ("input_len", "output_len")]
+            inputs, outputs = (
+                NormalLengths(workload[name], 0) for name in ("input_len", "output_len")
+            )
             vocab_size = llm.model_config.vocab_size
-            requests = list(synthetic_requests(batch_size, *lengths, vocab_size, seed=0))
+            requests = list(synthetic_requests(batch_size, inputs, outputs, vocab_size, seed=0))
         rows = [row.to_dict() for row in measured_shapes(llm, trees, requests)]
     click.echo(format_shapes(rows))
     write_json(report_json, {"shapes": rows})
