@@ -166,7 +166,16 @@ class BuildPlan:
         more whole round where rounds are scheduled before the one before is read."""
         longest = self.shapes.longest
         in_flight = longest.path if self.max_in_flight else 0
-        return in_flight + max(longest.num_nodes, longest.depth + self.extra_kv_tokens)
+        after = longest.num_nodes, longest.depth + self.extra_kv_tokens, self.draft_kv_tokens
+        return in_flight + max(after)
+
+    @property
+    def draft_kv_tokens(self) -> int:
+        """The same in the cache of a draft model with pages of its own, where drafts are trees."""
+        is_separate = self.draft_plan is not None and not self.draft_plan.shares_pages
+        longest = self.shapes.longest
+        has_any = is_separate and self.shapes.has_trees
+        return max(longest.num_read, longest.path) + 1 if has_any else 0
 
     @property
     def max_len(self) -> int:
