@@ -166,3 +166,24 @@ def test_a_static_tree_has_the_tokens_of_its_ranks(
             num_checked += 1
     harness.run()
     assert num_checked > 8 and all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tier", [3, 4])
+def test_a_chain_and_a_tree_that_are_chosen_accept_what_fixed_ones_accept(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str, tier: int
+) -> None:
+    trees = [{"max_draft_len": 3, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}]
+    choice = {"adaptive": {"candidate_steps": [0, 3], "candidate_trees": trees}}
+    tree = {"dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}
+    fixed = tree if tier == 4 else {"use_dynamic_tree": False, "dynamic_tree_max_topK": None}
+    found = []
+    for options in (choice | {"dynamic_tree_max_topK": 4}, fixed):
+        harness = Harness(tiny, **one_model(tiny_draft, head, mode, 3, **options))
+        if options is not fixed:
+            harness.parts.draft_len_for = lambda *_: tier
+        requests = [harness.submit([i, *PROMPT], 40, temperature=HOT, seed=i) for i in range(3)]
+        harness.run()
+        found.append([(output_of(each), each.counters.stats()) for each in requests])
+    assert found[0] == found[1]
+    assert any(stats.num_accepted_tokens for _, stats in found[0])

@@ -121,7 +121,7 @@ class DraftWorker(RoundEnd):
         state, bound = self._catch_up(contexts, windows, is_drafting)
         if not is_drafting:
             return
-        if self._slots.shapes.has_trees:
+        if shape.is_tree:
             self._trees.draft(group, shape, state, bound)
         else:
             self._draft_chains(group, shape.depth, state, bound)
