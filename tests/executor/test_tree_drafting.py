@@ -187,3 +187,30 @@ def test_a_chain_and_a_tree_that_are_chosen_accept_what_fixed_ones_accept(
         found.append([(output_of(each), each.counters.stats()) for each in requests])
     assert found[0] == found[1]
     assert any(stats.num_accepted_tokens for _, stats in found[0])
+
+
+def test_the_controller_learns_acceptance_by_depth_and_rank_from_accepted_paths(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    """Drafts are accepted by chance: 0.5 for a first child, 0.4 of the rest for a second."""
+    rates, tree = [[0.5, 0.2], [0.5, 0.2]], {"max_draft_len": 2, "dynamic_tree_max_topK": 3}
+    options = {
+        "synthetic_acceptance_rates": rates,
+        "max_total_draft_tokens": 12,
+        "adaptive": {
+            "candidate_steps": [0, 2],
+            "candidate_trees": [tree | {"max_total_draft_tokens": 12}],
+            "window_trials": 2000.0,
+        },
+    }
+    speculation = one_model(tiny_draft, head, "draft_target_tree", 2, **options)
+    harness = Harness(tiny, **speculation, max_seq_len=500)
+    harness.parts.draft_len_for = lambda *_: 3
+    for seed in range(4):
+        harness.submit(PROMPT, 440, temperature=HOT, seed=seed)
+    harness.run()
+    slot = harness.parts.controller.state()["slots"]["1"]
+    assert slot["acceptance"] == pytest.approx([0.5, 0.5], abs=0.06)
+    second, third = slot["further_children"][:2]
+    assert second == pytest.approx(0.4, abs=0.06) and third < 0.04
+    assert slot["tree_gain"] == pytest.approx(1.0, abs=0.12)
