@@ -200,11 +200,6 @@ def _refuse_for_latents(args: LlmArgs, architecture: str) -> None:
             f"deterministic = true is refused for {architecture}: attention over MLA's latents has "
             "no batch-invariant kernel"
         )
-    if args.speculative_config is not None and args.speculative_config.drafts_trees:
-        raise ValueError(
-            f"use_dynamic_tree = True is refused for {architecture}: attention over MLA's latents "
-            "takes chains of drafts only"
-        )
 
 
 def _max_seq_len(args: LlmArgs, config: ModelConfig) -> int:
