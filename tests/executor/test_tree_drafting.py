@@ -209,3 +209,10 @@ def test_every_row_is_written_to_a_page_of_its_own_request(
     assert all(request.error is None for request in requests) and num_checked > 20
     assert harness.parts.scheduler.num_preemptions
     assert all_pages_are_back(harness.executor)
+
+
+def test_a_round_without_room_for_the_smallest_tree_is_refused(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"max_num_tokens = 3 has no room for .* 4 rows"):
+        Harness(tiny, max_num_tokens=3, **one_model(tiny_draft, head, "eagle3_tree", 2))
