@@ -51,7 +51,8 @@ def answer_text(index: int) -> str:
 
 
 class FakeLLM:
-    """`running` and `aborted` hold request ids. A slow prompt generates until it is aborted."""
+    """`running` and `aborted` hold request ids. A slow prompt generates until it is aborted.
+    `answer` gives the text of a sample."""
 
     def __init__(self, **arguments: Any) -> None:
         self.args = LlmArgs.from_kwargs("fake", **arguments)
@@ -64,6 +65,7 @@ class FakeLLM:
         self.sampling: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.max_seq_len = MAX_LEN + 1
+        self.answer = answer_text
 
     @property
     def num_unfinished(self) -> int:
@@ -122,7 +124,7 @@ class FakeLLM:
         if handle.prompt == FAILING_PROMPT:
             respond(0, [], finish_reason="error", error="the logits are not numbers")
         for index in range(params.n):
-            tokens = self.tokenizer.encode(answer_text(index))
+            tokens = self.tokenizer.encode(self.answer(index))
             limit = len(tokens) if params.max_tokens is None else params.max_tokens
             while handle.prompt == SLOW_PROMPT and handle.request_id not in self.aborted:
                 time.sleep(0.005)

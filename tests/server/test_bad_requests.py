@@ -143,12 +143,12 @@ CHAT = [{"role": "user", "content": "hello"}]
             None,
             "only text",
         ),
-        ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "not served"),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, None, "function is required"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "messages.0.tool_calls",
-            "tools are not served",
+            None,
+            "function is required by ToolCall",
         ),
         (
             "/v1/chat/completions",

@@ -20,6 +20,7 @@ from tllm_spec.executor.faults import described
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, Admission, bad_request, engine_running
+from tllm_spec.server.chat_answer import chat_answer
 from tllm_spec.server.chat_prompt import ChatPrompts
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
@@ -33,7 +34,7 @@ from tllm_spec.server.protocol import (
     StreamOptions,
 )
 from tllm_spec.server.refusals import RequestRefused, error_body, param_of
-from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
+from tllm_spec.server.responses import Answer, CompletionAnswer
 from tllm_spec.server.streaming import (
     EngineError,
     EventStream,
@@ -179,16 +180,19 @@ class OpenAIServer:
             params = body.to_sampling_params()
 
         def prompts() -> list[list[int]]:
-            messages = [message.model_dump(exclude_none=True) for message in body.messages]
-            variables = body.chat_template_kwargs or {}
-            with_prompt = body.add_generation_prompt
-            return [
-                self._chat_prompts.token_ids(messages, variables, add_generation_prompt=with_prompt)
-            ]
+            return [self._chat_prompts.token_ids_of(body)]
 
+        answer = chat_answer(
+            body,
+            self._options,
+            self._model,
+            self._tokenizer,
+            params.n,
+            params.logprobs,
+            is_guided=params.guided_decoding is not None,
+        )
         size = len(await request.body())
         handles = await self._admission.start(1, size, prompts, params, streaming=body.stream)
-        answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await self._respond(body, request, answer, handles)
 
     def _check_servable(self, body: GenerationRequest) -> None:

@@ -24,6 +24,8 @@ class ServerOptions:
     api_key: str | None = None
     hosts: frozenset[str] | None = None
     allow_control_tokens: bool = False
+    tool_call_parser: str | None = None  # of parsers/names.py
+    reasoning_parser: str | None = None  # of parsers/reasoning.py
 
     def to_plain(self) -> dict[str, Any]:
         """For another process."""

@@ -53,17 +53,25 @@ class Answer(ABC):
         self._finished: set[int] = set()
 
     @abstractmethod
-    def _content(self, output: CompletionOutput) -> Json:
+    def _content(self, index: int, output: CompletionOutput) -> Json:
         """A finished sample's text and logprobs."""
 
     @abstractmethod
-    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
-        """A growing sample's new text and logprobs."""
+    def _delta(self, index: int, output: CompletionOutput) -> Json | None:
+        """A growing sample's new text and logprobs; None if there is nothing to send yet."""
+
+    def _ending(self, index: int, output: CompletionOutput) -> Json:
+        """How a sample has ended, if it has."""
+        return _ending(output)
 
     def whole(self, results: Sequence[RequestOutput]) -> Json:
         """The answer without streaming."""
         choices = [
-            {"index": self._index(i, output), **self._content(output), **_ending(output)}
+            {
+                "index": (index := self._index(i, output)),
+                **self._content(index, output),
+                **self._ending(index, output),
+            }
             for i, result in enumerate(results)
             for output in result.outputs
         ]
@@ -76,11 +84,13 @@ class Answer(ABC):
             has_new = output.text_diff or (self._top_logprobs is not None and output.token_ids_diff)
             if index in self._finished or not (has_new or output.finish_reason):
                 continue
-            delta = self._delta(output, is_first=index not in self._started)
+            delta = self._delta(index, output)
+            if delta is None:
+                continue
             self._started.add(index)
             if output.finish_reason:
                 self._finished.add(index)
-            yield self._chunk([{"index": index, **delta, **_ending(output)}])
+            yield self._chunk([{"index": index, **delta, **self._ending(index, output)}])
 
     def usage_chunk(self, results: Sequence[RequestOutput]) -> Json:
         """The last chunk of a stream with `include_usage`."""
@@ -114,11 +124,11 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def _content(self, output: CompletionOutput) -> Json:
+    def _content(self, index: int, output: CompletionOutput) -> Json:
         logprobs = self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
         return {"text": output.text, "logprobs": logprobs}
 
-    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
+    def _delta(self, index: int, output: CompletionOutput) -> Json | None:
         logprobs = self._logprobs(
             output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff
         )
@@ -154,17 +164,20 @@ class ChatAnswer(Answer):
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def _content(self, output: CompletionOutput) -> Json:
+    def _content(self, index: int, output: CompletionOutput) -> Json:
         message = {"role": "assistant", "content": output.text}
-        logprobs = self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
-        return {"message": message, "logprobs": logprobs}
+        return {"message": message, "logprobs": self._all_logprobs(output)}
 
-    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
-        role = {"role": "assistant"} if is_first else {}
-        logprobs = self._logprobs(
-            output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff
-        )
-        return {"delta": {**role, "content": output.text_diff}, "logprobs": logprobs}
+    def _delta(self, index: int, output: CompletionOutput) -> Json | None:
+        role = {} if index in self._started else {"role": "assistant"}
+        delta = {**role, "content": output.text_diff}
+        return {"delta": delta, "logprobs": self._new_logprobs(output)}
+
+    def _all_logprobs(self, output: CompletionOutput) -> Json | None:
+        return self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
+
+    def _new_logprobs(self, output: CompletionOutput) -> Json | None:
+        return self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
 
     def _logprobs(
         self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
