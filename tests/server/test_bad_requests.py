@@ -30,7 +30,7 @@ CHAT = [{"role": "user", "content": "hello"}]
             "-1e+20 to 1e+20",
         ),
         ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "integer"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "not returned"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix", "only appended"),
         (
             "/v1/completions",
             {"prompt": "a", "speculation": {"x": 1}},

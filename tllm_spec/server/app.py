@@ -20,11 +20,20 @@ from tllm_spec.executor.faults import described
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, Admission, bad_request, engine_running
+from tllm_spec.server.answer_models import (
+    ChatCompletion,
+    Completion,
+    Model,
+    Models,
+    ResponseObject,
+)
 from tllm_spec.server.chat_answer import chat_answer
 from tllm_spec.server.chat_prompt import ChatPrompts
+from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.metrics import EngineMetrics
+from tllm_spec.server.openapi import answers, true_schema
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.perf_metrics import PerfMetrics
 from tllm_spec.server.protocol import (
@@ -34,7 +43,9 @@ from tllm_spec.server.protocol import (
     StreamOptions,
 )
 from tllm_spec.server.refusals import RequestRefused, error_body, param_of
-from tllm_spec.server.responses import Answer, CompletionAnswer
+from tllm_spec.server.responses import Answer
+from tllm_spec.server.responses_answer import ResponseAnswer
+from tllm_spec.server.responses_protocol import ResponsesRequest
 from tllm_spec.server.streaming import (
     EngineError,
     EventStream,
@@ -43,6 +54,7 @@ from tllm_spec.server.streaming import (
     finished_outputs,
     unless_disconnected,
 )
+from tllm_spec.server.token_routes import TokenRoutes
 
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -76,7 +88,8 @@ class OpenAIServer:
     def app(self) -> FastAPI:
         """The application to run."""
         app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
-        app.add_api_route("/health", self.health, methods=["GET", "HEAD"])
+        app.add_api_route("/health", self.health, response_model=None)
+        app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
         app.add_api_route("/health_generate", self.health_generate, response_model=None)
         app.add_api_route("/version", self.version)
         for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
@@ -85,12 +98,19 @@ class OpenAIServer:
             app.add_api_route(path, self.metrics, response_model=None)
         app.add_api_route("/iteration_stats", self.iteration_stats)
         app.add_api_route("/perf_metrics", self.perf_metrics)
-        app.add_api_route("/v1/models", self.models)
-        app.add_api_route("/v1/models/{model:path}", self.model)
-        app.add_api_route(
-            "/v1/completions", self.completions, methods=["POST"], response_model=None
-        )
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self.models, responses=answers(Models))
+        app.add_api_route("/v1/models/{model:path}", self.model, responses=answers(Model))
+        for path, route, answer in (
+            ("/v1/completions", self.completions, Completion),
+            ("/v1/chat/completions", self.chat, ChatCompletion),
+            ("/v1/responses", self.responses, ResponseObject),
+        ):
+            responses = answers(answer, may_stream=True)
+            app.add_api_route(
+                path, route, methods=["POST"], response_model=None, responses=responses
+            )
+        TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
+        true_schema(app)
         app.add_middleware(Guard, options=self._options)
         app.add_exception_handler(RequestRefused, _refused)
         app.add_exception_handler(EngineError, _engine_error)
@@ -170,18 +190,12 @@ class OpenAIServer:
             params,
             streaming=body.stream,
         )
-        answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
+        answer = completion_answer(body, self._model, self._tokenizer, params)
         return await self._respond(body, request, answer, handles)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
-        self._check_servable(body)
-        with bad_request():
-            params = body.to_sampling_params()
-
-        def prompts() -> list[list[int]]:
-            return [self._chat_prompts.token_ids_of(body)]
-
+        params = self._chat_params(body)
         answer = chat_answer(
             body,
             self._options,
@@ -189,11 +203,40 @@ class OpenAIServer:
             self._tokenizer,
             params.n,
             params.logprobs,
+            params.prompt_logprobs,
             is_guided=params.guided_decoding is not None,
         )
-        size = len(await request.body())
-        handles = await self._admission.start(1, size, prompts, params, streaming=body.stream)
+        handles = await self._start_chat(body, request, params)
         return await self._respond(body, request, answer, handles)
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """`/v1/responses`: answers the conversation in the body, with text."""
+        with bad_request():
+            chat = body.to_chat()
+        handles = await self._start_chat(chat, request, self._chat_params(chat))
+        answer, running = ResponseAnswer(body), self._running(request, handles)
+        if body.stream:
+            return EventStream(answer.events(running))
+        results = await unless_disconnected(request, finished_outputs(running))
+        if results is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(answer.whole(results[0]))
+
+    def _chat_params(self, body: ChatCompletionRequest) -> SamplingParams:
+        self._check_servable(body)
+        with bad_request():
+            return body.to_sampling_params()
+
+    async def _start_chat(
+        self, body: ChatCompletionRequest, request: Request, params: SamplingParams
+    ) -> list[RequestHandle]:
+        return await self._admission.start(
+            1,
+            len(await request.body()),
+            lambda: [self._chat_prompts.token_ids_of(body)],
+            params,
+            streaming=body.stream,
+        )
 
     def _check_servable(self, body: GenerationRequest) -> None:
         self._check_healthy()
@@ -215,9 +258,7 @@ class OpenAIServer:
         answer: Answer,
         handles: Sequence[RequestHandle],
     ) -> Response:
-        running = Running(handles, self._options.request_timeout, self._perf_metrics.add)
-        # For the access log, which asks when the answer has been sent.
-        request.scope["state"]["tokens"] = running.num_tokens
+        running = self._running(request, handles)
         if body.stream:
             return EventStream(
                 event_stream(answer, running, body.stream_options or StreamOptions())
@@ -225,7 +266,18 @@ class OpenAIServer:
         results = await unless_disconnected(request, finished_outputs(running))
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(answer.whole(results))
+        if not answer.is_slow:
+            return JSONResponse(answer.whole(results))
+        # The texts of a long prompt's tokens take long.
+        size = len(await request.body())
+        whole = await self._admission.tokenised(size, lambda: answer.whole(results))
+        return JSONResponse(whole)
+
+    def _running(self, request: Request, handles: Sequence[RequestHandle]) -> Running:
+        running = Running(handles, self._options.request_timeout, self._perf_metrics.add)
+        # For the access log, which asks when the answer has been sent.
+        request.scope["state"]["tokens"] = running.num_tokens
+        return running
 
 
 async def _refused(request: Request, refusal: Exception) -> JSONResponse:

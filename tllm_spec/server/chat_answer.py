@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tllm_spec.outputs import CompletionOutput
+from tllm_spec.outputs import CompletionOutput, RequestOutput
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.parsers.forced_calls import ForcedCall, ForcedCalls
 from tllm_spec.server.parsers.names import TOOL_PARSERS
@@ -114,7 +114,7 @@ class ParsedChatAnswer(ChatAnswer):
         self._is_named = is_named
         self._choices: dict[int, _Choice] = {}
 
-    def _content(self, index: int, output: CompletionOutput) -> Json:
+    def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
         delta = self._read(index, output.text, output)
         calls = [
             {name: value for name, value in call.items() if name != "index"}
@@ -128,7 +128,7 @@ class ParsedChatAnswer(ChatAnswer):
             message["tool_calls"] = calls
         return {"message": message, "logprobs": self._all_logprobs(output)}
 
-    def _delta(self, index: int, output: CompletionOutput) -> Json | None:
+    def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
         delta = self._read(index, output.text_diff, output)
         logprobs = self._new_logprobs(output)
         if not delta and logprobs is None and not output.finish_reason:

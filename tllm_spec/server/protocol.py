@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, SkipValidation, model_validator
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    SkipValidation,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
 
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
@@ -44,13 +52,11 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
     "disaggregated_params": NotServed((None,), "prefill and decoding run in one server"),
     "lora_request": NotServed((None,), "LoRA is not served"),
     "priority": NotServed((None, 0), "requests over HTTP have the same priority"),
-    "prompt_logprobs": NotServed((None,), "only LLM.generate returns them"),
     "return_token_ids": NotServed((None, False), "answers are text"),
     "spaces_between_special_tokens": NotServed((None, True), "the tokenizer decides on spaces"),
 }
 COMPLETION_NOT_SERVED: Mapping[str, NotServed] = {
     **GENERATION_NOT_SERVED,
-    "echo": NotServed((None, False), "the prompt is not returned"),
     "suffix": NotServed((None, ""), "text is only appended to the prompt"),
 }
 CHAT_NOT_SERVED: Mapping[str, NotServed] = {
@@ -124,6 +130,11 @@ def _check_token_ids(token_ids: object) -> object:
 Words = Annotated[str | list[str] | None, SkipValidation, BeforeValidator(_check_words)]
 
 
+def as_json_type(kind: Any) -> WithJsonSchema:
+    """For `/openapi.json`: a field whose validator accepts more than its type says."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
+
+
 def _minus_one_is_off(top_k: object) -> object:
     """As in vLLM and SGLang."""
     return 0 if type(top_k) is int and top_k == -1 else top_k
@@ -176,6 +187,7 @@ class GenerationRequest(BodyModel):
     ] = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     speculation: dict[str, Any] | None = None
 
     # What the text must match; see guided_options.py.
@@ -190,6 +202,8 @@ class GenerationRequest(BodyModel):
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options = {...} needs stream = true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError(f"prompt_logprobs = {self.prompt_logprobs} needs stream = false")
         return self
 
     def sampling_params(self, **own: object) -> SamplingParams:
@@ -226,10 +240,15 @@ def _as_prompts(prompt: object) -> object:
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(_as_prompts),
+        as_json_type(str | list[str] | list[int] | list[list[int]]),
+    ]
     max_tokens: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
+    echo: bool = False  # the text begins with the prompt
 
     not_served: ClassVar[Mapping[str, NotServed]] = COMPLETION_NOT_SERVED
 
@@ -244,8 +263,17 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def to_sampling_params(self) -> SamplingParams:
-        """Raises ValueError for a value out of range."""
-        return self.sampling_params(max_tokens=16 if self.max_tokens is None else self.max_tokens)
+        """Raises ValueError for a value out of range. With `echo`, max_tokens may be 0; then one
+        token is generated and left out."""
+        own: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens}
+        if self.echo:
+            own["max_tokens"] = self.max_tokens or (1 if self.max_tokens == 0 else 16)
+            if self.logprobs is not None:
+                wanted = [
+                    each for each in (self.prompt_logprobs, self.logprobs) if each is not None
+                ]
+                own["prompt_logprobs"] = max(wanted)
+        return self.sampling_params(**own)
 
 
 def _join_text_parts(content: object) -> object:
@@ -267,7 +295,11 @@ class ChatMessage(BodyModel):
     """One message. `name` is passed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_join_text_parts)] = None
+    content: Annotated[
+        str | None,
+        BeforeValidator(_join_text_parts),
+        as_json_type(str | list[dict[str, str]] | None),
+    ] = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
