@@ -53,7 +53,7 @@ setup(
     extras_require={"cuda": CUDA, "guided": GUIDED, "dev": DEV},
     entry_points={
         "console_scripts": [
-            "tllm-serve = tllm_spec.cli.serve:main",
+            "tllm-serve = tllm_spec.cli.entry:serve",
             "tllm-bench = tllm_spec.cli.bench:main",
         ]
     },

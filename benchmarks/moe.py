@@ -87,10 +87,10 @@ def calls_of(layers: Sequence[SparseMoE], num_tokens: int, same: bool) -> list[C
 def floor_us(call: Call, *, shared: bool) -> float:
     """`shared`: with the shared expert."""
     config, num_tokens = call.layer.config, len(call.x)
-    own = config.shared_intermediate_size * shared
+    own = config.shared_intermediate_size * shared * (1 - config.num_shared)
     features = call.num_hit * config.intermediate_size + own
     num_bytes = 3 * config.hidden_size * features * 2
-    taken = config.top_k * config.intermediate_size + own
+    taken = config.routing.num_taken * config.intermediate_size + own
     flops = 2 * num_tokens * 3 * config.hidden_size * taken
     return max(num_bytes / READ_BYTES_PER_S, flops / MATMUL_FLOPS) * 1e6
 

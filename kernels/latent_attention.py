@@ -24,8 +24,8 @@ MIN_KEYS_PER_SPLIT = 64
 MAX_SPLITS = 64
 # Query rows whose partial results fit the workspace; with R = 512 it takes 32 MiB.
 MAX_PARTIAL_ROWS = 1 << 14
-# Elements of the latent that a program of the reduction has.
-REDUCED_ELEMENTS = 128
+# Elements that a program of the reduction adds up, over splits and latent.
+REDUCED_ELEMENTS = 8192
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def latent_attention(
 @dataclass(frozen=True)
 class TileShape:
     """Query rows and keys of a program's step, and its launch. With R + P = 576 queries and keys in
-    flight take 130 to 184 KiB of a multiprocessor's shared memory."""
+    flight take 164 to 184 KiB of a multiprocessor's shared memory."""
 
     rows: int
     keys: int
@@ -115,8 +115,8 @@ def _tile_shape(num_rows: int, element_size: int) -> TileShape:
     if element_size > 2:
         return TileShape(16, 16, 4, 2)
     if num_rows > 32:
-        return TileShape(64, 32, 8, 3)
-    return TileShape(16, 32, 4, 4) if num_rows <= 16 else TileShape(32, 32, 8, 4)
+        return TileShape(64, 64, 8, 2)
+    return TileShape(16 if num_rows <= 16 else 32, 32, 4, 3)
 
 
 def _launch(
@@ -174,7 +174,8 @@ def _reduce(
     from tllm_spec.kernels.latent_attention_triton import reduction_kernel
 
     heads, num_tokens, rank = output.shape
-    block_r = min(REDUCED_ELEMENTS, power_of_two(rank))
+    block_s = power_of_two(splits)
+    block_r = min(REDUCED_ELEMENTS // block_s, power_of_two(rank))
     reduction_kernel[(num_tokens * heads, -(-rank // block_r))](
         *(workspace.outputs, workspace.log_sums, tables.kv_lens, max_len, num_tokens),
         *(output, splits),
@@ -183,7 +184,7 @@ def _reduce(
         HEADS=heads,
         RANK=rank,
         BLOCK_N=block_n,
-        BLOCK_S=power_of_two(splits),
+        BLOCK_S=block_s,
         BLOCK_R=block_r,
         num_warps=4,
     )

@@ -101,7 +101,7 @@ def latent_write_kernel(
         new_low, new_high = low * cos - high * sin, high * cos + low * sin
         tl.store(target + SIZE + pairs, new_low.to(layer.dtype.element_ty), mask=own)
         tl.store(target + SIZE + HALF + pairs, new_high.to(layer.dtype.element_ty), mask=own)
-    else:
+    elif NUM_HEADS > 0:  # there are no queries otherwise, not even a pointer
         heads = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         real_pairs = (heads < NUM_HEADS)[:, None] & own[None, :]
         starts = q + (row * NUM_HEADS + heads) * HEAD_DIM + HEAD_DIM - 2 * HALF

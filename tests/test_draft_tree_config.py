@@ -106,3 +106,34 @@ def test_a_static_tree_that_cannot_be_is_refused(options: dict[str, Any], messag
 def test_a_draft_model_drafts_trees_on_the_one_model_path() -> None:
     with pytest.raises(ValueError, match="a draft tree needs draft_target_one_model: true"):
         DraftTargetDecodingConfig(speculative_model="draft", **TREE)
+
+
+def test_thresholds_of_rejection_sampling_have_sglangs_aliases_and_need_a_tree() -> None:
+    lossy = {
+        "speculative_accept_threshold_single": 0.5,
+        "speculative_accept_threshold_acc": 0.25,
+        "use_rejection_sampling": True,
+    }
+    spec = eagle3(**TREE, **lossy)
+    assert (spec.threshold_single, spec.threshold_acc) == (0.5, 0.25)
+    with pytest.raises(ValueError, match="need use_rejection_sampling: true and a draft tree"):
+        eagle3(max_draft_len=3, **lossy)
+    with pytest.raises(ValueError, match="need use_rejection_sampling: true and a draft tree"):
+        eagle3(**TREE, threshold_acc=0.5)
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ([0.5, 0.4, 0.3], "of a tree they are a list of probabilities for each depth"),
+        ([[0.6, 0.5], [0.1], [0.1]], "add up to 1 at most"),
+        ([[0.6, -0.5], [0.1], [0.1]], "probabilities are in 0..1"),
+        ([[0.6, 0.2], [0.1]], "has length 2, not max_draft_len = 3"),
+    ],
+)
+def test_synthetic_rates_of_a_tree_are_by_depth_and_rank(rates: Any, message: str) -> None:
+    eagle3(**TREE, synthetic_acceptance_rates=[[0.6, 0.2], [0.5], [0.3, 0.3, 0.3]])
+    with pytest.raises(ValueError, match=message):
+        eagle3(**TREE, synthetic_acceptance_rates=rates)
+    with pytest.raises(ValueError, match="of a chain they are one for each draft"):
+        eagle3(max_draft_len=1, synthetic_acceptance_rates=[[0.5]])

@@ -22,6 +22,7 @@ PROMPTS = [
 ]
 OVERLAPPING = {
     *("plain", "eagle3_one_model", "eagle3_two_model", "adaptive", "adaptive_ema"),
+    *("eagle3_dynamic_tree", "eagle3_static_tree"),
     *("draft_target", "draft_target_one_model", "rejection_sampling", "schedule"),
 }
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)

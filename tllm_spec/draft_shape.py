@@ -40,6 +40,11 @@ class DraftShape:
             return len({path[:-1] for path in self.choices if len(path) > 1})
         return max(self.depth - 1, 0) * self.topk
 
+    @property
+    def num_beams(self) -> int:
+        """Rows of a request in a draft network's forward, at most."""
+        return self.num_nodes if self.choices else self.topk
+
 
 @cache
 def chain_of(length: int) -> DraftShape:

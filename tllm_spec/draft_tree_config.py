@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, PositiveInt, model_validator
 
 from tllm_spec.config_base import ConfigError
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
-from tllm_spec.option_checks import shown
 from tllm_spec.speculative_base import DraftModelDecodingConfig
 
 MAX_TOPK = 16
@@ -25,6 +24,8 @@ TREE_NAMES: Mapping[str, str] = {
     SGLANG_TOPK: "dynamic_tree_max_topK",
     "speculative_num_steps": "max_draft_len",
     SGLANG_NODES: "max_total_draft_tokens",
+    "speculative_accept_threshold_single": "threshold_single",
+    "speculative_accept_threshold_acc": "threshold_acc",
 }
 
 
@@ -113,13 +114,7 @@ class DraftTreeDecodingConfig(DraftModelDecodingConfig):
         return self
 
     def _mistakes(self) -> list[str]:
-        found = self._static_mistakes() if self.eagle_choices else self._dynamic_mistakes()
-        if self.drafts_trees and self.use_rejection_sampling:
-            found.append("use_rejection_sampling = True is not served with a draft tree")
-        if self.drafts_trees and self.synthetic_acceptance_rates is not None:
-            rates = shown(self.synthetic_acceptance_rates)
-            found.append(f"synthetic_acceptance_rates = {rates} is not served with a draft tree")
-        return found
+        return self._static_mistakes() if self.eagle_choices else self._dynamic_mistakes()
 
     def _static_mistakes(self) -> list[str]:
         choices = self.eagle_choices

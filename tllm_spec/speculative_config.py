@@ -164,6 +164,10 @@ class MTPDecodingConfig(DecodingBaseConfig):
     def why_no_overlap(self) -> str | None:
         return None
 
+    @property
+    def may_pause(self) -> bool:
+        return False
+
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):
     """Drafts from the user's own object, or from a class that is named by its import path."""
@@ -199,11 +203,6 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
         if self.drafts_trees and (self.max_total_draft_tokens or 0) > MAX_NODES:
             raise ValueError(
                 f"max_total_draft_tokens = {self.max_total_draft_tokens} is more than {MAX_NODES}"
-            )
-        if self.drafts_trees and self.synthetic_acceptance_rates is not None:
-            rates = self.synthetic_acceptance_rates
-            raise ValueError(
-                f"synthetic_acceptance_rates = {rates} is not served with a draft tree"
             )
         return self
 

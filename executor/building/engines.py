@@ -125,6 +125,7 @@ def _build_engine(
     rows = RowBuilder(table, num_pages, plan.page_size, plan.device)
     layers, spec = None, None
     if draft is not None and draft.plan.shares_pages:
+        plan.check_trees(draft.net.config)
         own = draft.net.config.attention_geometry(plan.mapping)
         pools.append(_pool(plan, own, draft.net.dtype, num_pages))
         backend = create_backend(plan.attention, own, pools[-1])

@@ -35,7 +35,7 @@ def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
     """Of a draft network on the target's pages, for all slots."""
     num_slots, captured = plan.slots.dummy_slot + 1, draft.spec.captured(1) if draft.spec else None
     num_bytes = DraftBacklog.num_bytes(num_slots, captured)
-    if plan.spec is not None and plan.spec.use_rejection_sampling:
+    if plan.spec is not None and plan.spec.use_rejection_sampling and not plan.shapes.has_trees:
         num_rows = num_slots * plan.max_draft_len
         num_bytes += num_rows * plan.config.vocab_size * torch.float32.itemsize
     return num_bytes

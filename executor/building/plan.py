@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 
 from tllm_spec.attention.choice import choose_backend
+from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.draft_shape import DraftShapes
@@ -23,6 +24,7 @@ from tllm_spec.executor.speculative.modes import draft_model_of
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -36,11 +38,8 @@ class BuildPlan:
         self.spec = args.speculative_config
         self.device = pick_device(args.device)
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
-        if args.deterministic and self.config.mla is not None:
-            raise ValueError(
-                f"deterministic = true is refused for {self.config.architecture}: attention over "
-                "MLA's latents has no batch-invariant kernel"
-            )
+        if self.config.mla is not None:
+            _refuse_for_latents(args, self.config.architecture)
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
@@ -56,6 +55,7 @@ class BuildPlan:
             )
         self.shapes = self.spec.shapes if self.spec else DraftShapes.chains(0)
         self.draft_plan = draft_model_of(self.spec)
+        self.check_trees(self.config)
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.attention = choose_backend(args.attn_backend, self.device, self.dtype)
         self.why_no_overlap = args.why_no_overlap
@@ -63,6 +63,15 @@ class BuildPlan:
         # Every generating request has at least one row in every round.
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
         self._log()
+
+    def check_trees(self, config: ModelConfig | Eagle3Config) -> None:
+        """Raises ValueError if drafts are trees, for which the model's attention has no mask."""
+        is_latent = isinstance(config.attention_geometry(self.mapping), LatentGeometry)
+        if self.shapes.has_trees and is_latent:
+            raise ValueError(
+                f"max_total_draft_tokens = {self.shapes.longest.num_nodes} of a draft tree is "
+                "refused: a model with latent attention (MLA) reads chains only"
+            )
 
     def _log(self) -> None:
         """Consequences of the options that a user may not expect."""
@@ -172,6 +181,20 @@ class BuildPlan:
             chunked_prefill=self.args.enable_chunked_prefill,
             may_preempt=scheduling.capacity_scheduler_policy == "MAX_UTILIZATION",
             by_priority=scheduling.waiting_queue_policy == "priority",
+        )
+
+
+def _refuse_for_latents(args: LlmArgs, architecture: str) -> None:
+    """Raises ValueError for options that attention over MLA's latents does not have."""
+    if args.deterministic:
+        raise ValueError(
+            f"deterministic = true is refused for {architecture}: attention over MLA's latents has "
+            "no batch-invariant kernel"
+        )
+    if args.speculative_config is not None and args.speculative_config.drafts_trees:
+        raise ValueError(
+            f"use_dynamic_tree = True is refused for {architecture}: attention over MLA's latents "
+            "takes chains of drafts only"
         )
 
 

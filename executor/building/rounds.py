@@ -31,7 +31,7 @@ def build_controller(
     keys = plan.round_keys(sizes)
     if not plan.args.deterministic:
         # Rows of all windows, one row per request, full chunks of contexts, and a short prompt.
-        row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
+        row_counts = {rows for key in keys for rows in key.row_counts}
         tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device)
     pool = GraphPool(plan.device)
     # First, since the graphs of contexts need the most memory.
@@ -83,6 +83,7 @@ def _capture(
     for."""
     assert plan.args.cuda_graph_config is not None
     pads = plan.args.cuda_graph_config.enable_padding
+    logger.info("capturing %d CUDA graphs", len(keys))
     runner.capture_graphs(keys, plan.slots.dummy_slot, plan.device, pads=pads, pool=pool)
     drafter = speculation.graph_drafter
     if drafter is not None and runner.graphs is not None:

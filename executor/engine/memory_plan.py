@@ -103,7 +103,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
     num_bytes += 2 * 5 * num_requests * vocab_size
     for draft in models[1:]:
-        num_logits = num_requests * _num_logits(draft)
+        num_logits = num_requests * longest.num_beams * _num_logits(draft)
         num_bytes += 2 * num_logits * draft.dtype.itemsize
         if spec is not None and spec.use_rejection_sampling:
             num_bytes += num_logits * BYTES_PER_LOGIT

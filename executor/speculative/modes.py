@@ -184,7 +184,10 @@ def _worker_parts(
 
 
 def _draws(config: DecodingBaseConfig) -> str:
-    return "independent" if config.use_rejection_sampling else config.draft_sampling
+    if not config.use_rejection_sampling:
+        return config.draft_sampling
+    # On trees the rule needs no draft probabilities: the likeliest tokens are tried.
+    return "greedy" if config.drafts_trees else "independent"
 
 
 def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:

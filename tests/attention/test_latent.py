@@ -53,7 +53,7 @@ class Problem:
         self.queries = [random(count, HEADS, NOPE + ROPE) for count in new]
 
     def slots(self, request: int, first: int) -> torch.Tensor:
-        positions = torch.arange(first, self.kv_lens[request])
+        positions = torch.arange(first, self.kv_lens[request], device=self.tables.device)
         pages = self.tables[request].long()[positions // PAGE_SIZE]
         return pages * PAGE_SIZE + positions % PAGE_SIZE
 
@@ -61,13 +61,13 @@ class Problem:
         """What the cache must hold: normed latents and rotated keys, `[L, R + P]`."""
         latent, key = self.latents[request].split((RANK, ROPE), 1)
         key = key[:, None].clone()
-        plain_rotate(key, Rotary(self.cos_sin, torch.arange(len(key))))
+        plain_rotate(key, Rotary(self.cos_sin, torch.arange(len(key), device=key.device)))
         normed = plain_rms_norm(latent, self.norm.weight, self.norm.eps)
         return torch.cat((normed, key[:, 0]), 1)
 
     def metadata(self) -> AttentionMetadata:
         starts = [length - count for length, count in zip(self.kv_lens, self.new, strict=True)]
-        requests = range(len(starts))
+        requests, device = range(len(starts)), self.tables.device
         windows = self.new[self.num_contexts :]
         return AttentionMetadata(
             context_lens=tuple(self.new[: self.num_contexts]),
@@ -75,19 +75,29 @@ class Problem:
             num_generations=len(windows),
             window=windows[0] if windows else 1,
             block_tables=self.tables,
-            kv_lens=torch.tensor(self.kv_lens, dtype=torch.int32),
-            positions=torch.cat([torch.arange(starts[r], self.kv_lens[r]) for r in requests]),
+            kv_lens=torch.tensor(self.kv_lens, dtype=torch.int32, device=device),
+            positions=torch.cat(
+                [torch.arange(starts[r], self.kv_lens[r], device=device) for r in requests]
+            ),
             kv_slots=torch.cat([self.slots(r, starts[r]) for r in requests]),
             max_kv_len=max(self.kv_lens[self.num_contexts :], default=0),
         )
 
-    def run(self, kind: type[LatentBackend]) -> torch.Tensor:
+    def on_device(self, dtype: torch.dtype) -> None:
+        """Moves what `run` reads to the GPU."""
+        self.norm = LatentNorm(self.norm.weight.to("cuda", dtype), self.norm.eps)
+        self.up, self.cos_sin = self.up.to("cuda", dtype), self.cos_sin.to("cuda", dtype)
+        self.latents = [latent.to("cuda", dtype) for latent in self.latents]
+        self.queries = [query.to("cuda", dtype) for query in self.queries]
+        self.tables = self.tables.to("cuda")
+
+    def run(self, kind: type[LatentBackend], tolerance: float = 1e-5) -> torch.Tensor:
         pool = KVPool(
             GEOMETRY,
             num_pages=self.tables.numel(),
             page_size=PAGE_SIZE,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            dtype=self.up.dtype,
+            device=self.up.device,
         )
         pool.data.fill_(torch.nan)
         flat = pool.data[1].flatten(0, 1)
@@ -101,7 +111,8 @@ class Problem:
         output = backend.run(1, inputs, rotary, backend.plan(metadata))
         for request in range(len(self.new)):
             written = flat[self.slots(request, 0)]
-            torch.testing.assert_close(written, self.entries(request), rtol=1e-5, atol=1e-5)
+            expected = self.entries(request)
+            torch.testing.assert_close(written, expected, rtol=tolerance, atol=tolerance)
         return output.view(-1, HEADS, VALUE)
 
 
@@ -187,6 +198,24 @@ def test_chunks_with_and_without_earlier_tokens_and_windows_share_a_forward(
     starts = [0, *accumulate(new)]
     expected = ragged_attention(problem, PhaseArguments(starts, kv_lens, causal=True))
     torch.testing.assert_close(problem.run(kind), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize("bound", [5, 1000])
+def test_a_gpu_attends_as_the_reference_in_parts_and_windows(
+    bound: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_EXPANDED_TOKENS", bound)
+    kv_lens, new = [6, 17, 4, 9, 14], [6, 5, 4, 2, 2]
+    problem = Problem(kv_lens, new, num_contexts=3)
+    starts = [0, *accumulate(new)]
+    expected = ragged_attention(problem, PhaseArguments(starts, kv_lens, causal=True))
+    problem = Problem(kv_lens, new, num_contexts=3)  # the reference has rotated its queries
+    problem.on_device(dtype)
+    output = problem.run(TritonLatent, tolerance).float().cpu()
+    torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
 
 
 def test_a_backend_expands_no_more_keys_at_a_time_than_its_bound(

@@ -83,6 +83,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "chunks": {"enable_chunked_prefill": True, "max_num_tokens": 40},
     "prefixes": {"kv_cache_config": {"tokens_per_block": 4}},
     "limits": {"max_batch_size": 2},
+    "rejection_sampling": {},
 }
 
 
@@ -92,7 +93,9 @@ def test_overlap_changes_neither_drafts_nor_acceptance_of_a_draft_model(
     tiny: Path, draft: Path, situation: str, temperature: float | None
 ) -> None:
     """Drafted and accepted drafts of every round of every request."""
-    options, outcomes, texts = SITUATIONS[situation] | draft_target(draft, 3), [], []
+    rejects = situation == "rejection_sampling"
+    options = SITUATIONS[situation] | draft_target(draft, 3, use_rejection_sampling=rejects)
+    outcomes, texts = [], []
     for off in (False, True):
         harness, random = Harness(tiny, **options, disable_overlap_scheduler=off), Random(2)
         shared = [random.randrange(64) for _ in range(21)]

@@ -171,5 +171,7 @@ def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
     options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
     compiled = compiled_for_hopper(attention_kernel, types, constants, **options)
     assert compiled.metadata.shared <= 227 << 10
-    own = {"WINDOW": window, "HEADS": heads, "RANK": 512, "BLOCK_N": shape.keys, "BLOCK_S": 64}
-    compiled_for_hopper(reduction_kernel, types, own | {"BLOCK_R": 128, "PDL": True}, num_warps=4)
+    own = {"WINDOW": window, "HEADS": heads, "RANK": 512, "BLOCK_N": shape.keys, "PDL": True}
+    for block_s, block_r in ((64, 128), (2, 512)):
+        sizes = {"BLOCK_S": block_s, "BLOCK_R": block_r}
+        compiled_for_hopper(reduction_kernel, types, own | sizes, num_warps=4)

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models.deepseek import save_deepseek
 from tests.models.helpers import random_tokens
 from tests.models.mtp_reference import save_predictable
+from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
@@ -102,3 +104,64 @@ def test_the_models_own_module_drafts_and_leaves_the_text_alone(
     found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
     assert found == plain_of_mtp
     assert acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("one_model", [True, False])
+def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_latent_cache(
+    one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]], tmp_path: Path
+) -> None:
+    head = write_tiny_eagle3(
+        tmp_path, hidden_size=64, vocab_size=128, draft_vocab_size=100, num_captured=2
+    )
+    eagle3 = {
+        "decoding_type": "Eagle3",
+        "speculative_model": str(head),
+        "max_draft_len": 2,
+        "eagle3_layers_to_capture": [0, 2],
+        "eagle3_one_model": one_model,
+    }
+    found, _ = texts(with_mtp, speculative_config=eagle3, **SETTINGS[setting])
+    assert found == plain_of_mtp
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"deterministic": True}, "deterministic = true is refused for DeepseekV3ForCausalLM"),
+        (
+            {
+                "speculative_config": {
+                    "decoding_type": "Eagle3",
+                    "speculative_model": "head",
+                    "max_draft_len": 2,
+                    "use_dynamic_tree": True,
+                    "dynamic_tree_max_topK": 2,
+                }
+            },
+            "use_dynamic_tree = True is refused for DeepseekV3ForCausalLM",
+        ),
+    ],
+)
+def test_what_latent_attention_does_not_have_is_refused(
+    options: dict[str, Any], problem: str, with_mtp: Path
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        LLM(str(with_mtp), skip_tokenizer_init=True, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
+@pytest.mark.parametrize("one_model", [None, True, False])
+def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
+    one_model: bool | None, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP", "max_draft_len": 3, "mtp_eagle_one_model": one_model}
+    spec = None if one_model is None else mtp
+    options = {"device": "cuda", "dtype": "float32", "cuda_graph_config": {"batch_sizes": [1, 3]}}
+    found, acceptance_length = texts(
+        with_mtp, speculative_config=spec, **(SETTINGS[setting] | options)
+    )
+    assert found == plain_of_mtp
+    assert one_model is None or acceptance_length > 1.3

@@ -133,9 +133,11 @@ def test_bfloat16_follows_transformers_in_bfloat16(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 moe", "qwen2 moe", "mixtral"])
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_gpu_gives_the_logits_of_the_cpu(window: int, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, "Qwen3", head_dim=32)
+def test_a_gpu_gives_the_logits_of_the_cpu(window: int, name: str, tmp_path: Path) -> None:
+    architecture, config = MODELS[name]
+    save_checkpoint(tmp_path, architecture, **config)
     runners = [
         PagedRunner(load(tmp_path, device=torch.device(device))) for device in ("cpu", "cuda")
     ]

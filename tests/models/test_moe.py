@@ -159,7 +159,10 @@ def test_ranks_slices_of_the_routed_experts_add_up_to_the_layer(name: str) -> No
     whole, tensors = filled(name)
     x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
     chosen, _ = whole.router.route(x)
-    expected, total = whole.experts.forward(x, chosen), torch.zeros(4 * config.top_k, HIDDEN)
+    expected, total = (
+        whole.experts.forward(x, chosen),
+        torch.zeros(4 * config.routing.num_taken, HIDDEN),
+    )
     for rank in range(2):
         part = SparseMoE(config, Placement(torch.float32, CPU, Mapping(rank, 2, 2)), names)
         for key, slot in weight_table(part).items():
@@ -229,3 +232,5 @@ def test_more_experts_per_token_than_experts_are_refused(tmp_path: Path) -> None
 def test_an_expert_layer_counts_each_experts_output_as_activations() -> None:
     config, _ = CONFIGS["qwen2"]
     assert config.row_elements == 3 * (24 + HIDDEN) + 3 * 40
+    config, _ = CONFIGS["v3"]  # whose shared expert is one more
+    assert config.row_elements == 4 * (24 + HIDDEN)

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,9 +15,18 @@ import httpx
 import pytest
 
 from tests.server.http_answers import wait_for
-from tests.server.served_process import LONG, MEDIUM, SHORT, ServedProcess, complete, is_running
+from tests.server.served_process import (
+    LONG,
+    MEDIUM,
+    ROOT,
+    SHORT,
+    ServedProcess,
+    complete,
+    is_running,
+)
 
 ENGINE, FRONT = "engine_process", "front_process"
+SETS = ("SigIgn", "SigCgt")  # of signals, in a process' status
 
 
 @contextmanager
@@ -114,6 +126,22 @@ def test_ctrl_c_while_the_model_is_loaded_prints_no_traceback(tmp_path: Path) ->
         assert "Traceback" not in served.text
 
 
+def test_ctrl_c_during_the_commands_imports_prints_nothing() -> None:
+    command = [sys.executable, "-m", "tllm_spec.cli.entry", "no/such/folder"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: has_default_ctrl_c(process.pid) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1] == ""
+        assert process.returncode == -signal.SIGINT
+
+
+def has_default_ctrl_c(pid: int) -> bool:
+    """Python catches SIGINT as soon as it runs, which one sees by SIGPIPE: it is ignored."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored, caught = (int(re.findall(rf"{name}:\s*(\w+)", status)[0], 16) for name in SETS)
+    return bool(ignored >> (signal.SIGPIPE - 1) & 1) and not caught >> (signal.SIGINT - 1) & 1
+
+
 def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     with ServedProcess(tmp_path) as served:
         assert complete(served.url) == 200
@@ -147,7 +175,8 @@ def test_an_error_of_the_engines_start_is_one_sentence_on_the_console(
 
 
 def test_json_logs_are_one_object_a_line_and_show_the_load(tmp_path: Path) -> None:
-    with ServedProcess(tmp_path, "--log_format", "json") as served:
+    flags = ("--log_format", "json", "--host", "0.0.0.0")
+    with ServedProcess(tmp_path, *flags) as served:
         with stream(served.url) as lines:
             wait_for(lambda: "tokens_per_second" in served.text)
             next(lines)
@@ -157,6 +186,8 @@ def test_json_logs_are_one_object_a_line_and_show_the_load(tmp_path: Path) -> No
     assert {"time", "level", "logger", "message", "process"} <= set.intersection(
         *(set(entry) for entry in entries)
     )
+    (warning,) = [entry["message"] for entry in entries if entry["level"] == "warning"]
+    assert warning == "anybody who reaches 0.0.0.0 may use this server: --api_key is not set"
     load = next(entry for entry in entries if entry["logger"] == "tllm_spec.load")
     assert load["running"] == 1 and load["waiting"] == 0
     (access,) = [entry for entry in entries if entry.get("output_tokens") == 3]

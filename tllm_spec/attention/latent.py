@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.kernels.head_gemm import head_gemm
 from tllm_spec.kernels.latent_attention import (
     MAX_PARTIAL_ROWS,
     LatentTables,
@@ -92,9 +93,10 @@ class LatentBackend(AttentionBackend):
             first, nope = plan.windows.first, geometry.nope_dim
             own = q[first:]
             keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
-            absorbed = torch.bmm(own[..., :nope].transpose(0, 1), keys)
+            absorbed = q.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
+            head_gemm(own[..., :nope], keys, absorbed.transpose(0, 1))
             mixed = self._run_windows(layer, absorbed, own, plan.windows)
-            torch.bmm(mixed, values.mT, out=output[first:].transpose(0, 1))
+            head_gemm(mixed.transpose(0, 1), values.mT, output[first:])
         return output.flatten(1)
 
     def write(

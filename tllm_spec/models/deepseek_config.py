@@ -150,6 +150,7 @@ def deepseek_moe(raw: dict[str, Any]) -> MoEConfig | None:
         num_groups=int(raw.get("n_group") or 1) if has_groups else 1,
         top_groups=int(raw.get("topk_group") or 1) if has_groups else 1,
         has_correction_bias=method == "noaux_tc",
+        float32_router=True,
         shared_intermediate_size=size * int(raw.get("n_shared_experts") or 0),
     )
 

@@ -13,7 +13,7 @@ from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.kernels.moe_routing import RoutingRule, Scoring, moe_routing
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.module import Module, Placement, WeightSlot
+from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,13 @@ class MoEConfig:
     """DeepSeek: a model in 16 bits computes its router's logits in float32."""
 
     @property
+    def num_shared(self) -> int:
+        """1 if the shared expert is computed as one more routed expert, which every token takes
+        with weight 1: it saves the launches of a layer of its own. Otherwise 0."""
+        has_size = self.shared_intermediate_size == self.intermediate_size
+        return int(has_size and not self.shared_gate)
+
+    @property
     def routing(self) -> RoutingRule:
         return RoutingRule(
             top_k=self.top_k,
@@ -51,14 +58,15 @@ class MoEConfig:
             scale=self.routed_scaling_factor,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
+            num_shared=self.num_shared,
         )
 
     @property
     def row_elements(self) -> int:
         """Elements of the activations that a token has at a time in addition to hidden states: what
         its experts compute and put out, or the shared expert."""
-        routed = self.top_k * (self.intermediate_size + self.hidden_size)
-        return routed + 3 * self.shared_intermediate_size
+        taken = self.routing.num_taken * (self.intermediate_size + self.hidden_size)
+        return taken + (0 if self.num_shared else 3 * self.shared_intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,8 @@ class Router(Linear):
         )
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`."""
+        """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`; k includes
+        `num_shared`."""
         return moe_routing(self.logits(x), self.rule, self.e_score_correction_bias)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,12 +118,14 @@ class Router(Linear):
 
 
 class Experts(Module):
-    """The weights of all experts; a rank has a slice of each expert's intermediate size."""
+    """The weights of all experts, the last of which may be the shared one; a rank has a slice of
+    each expert's intermediate size."""
 
     def __init__(self, config: MoEConfig, placement: Placement, names: MoENames) -> None:
         super().__init__()
         self.names, self.mapping = names, placement.mapping
-        hidden, number = config.hidden_size, config.num_experts
+        self.num_routed = config.num_experts
+        hidden, number = config.hidden_size, config.num_experts + config.num_shared
         inner = placement.mapping.shard(config.intermediate_size, "moe_intermediate_size")
         self.gate_up = placement.parameter(number, 2 * inner, hidden)
         self.down = placement.parameter(number, hidden, inner)
@@ -133,21 +144,30 @@ class Experts(Module):
         return down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        inner = self.down.shape[2]
-        if self.names.fused:
+        names, number = self.names, self.num_routed
+        if names.fused:
             assert self.mapping.tp_size == 1, "a slice of fused gates and ups is two slices"
             for name, parameter in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
-                by_inputs = parameter.transpose(1, 2)
+                by_inputs = parameter[:number].transpose(1, 2)
                 yield f"{path}.{name}", WeightSlot(by_inputs, tuple(by_inputs.shape))
-            return
+        else:
+            for expert in range(number):
+                parts = (names.gate, names.up, names.down)
+                yield from self._slots_of(expert, f"{path}.{expert}", parts)
+        if number < len(self.down):
+            parts = ("gate_proj", "up_proj", "down_proj")
+            yield from self._slots_of(number, sibling(path, names.shared), parts)
+
+    def _slots_of(
+        self, expert: int, path: str, parts: tuple[str, str, str]
+    ) -> Iterator[tuple[str, WeightSlot]]:
+        """`parts`: the names of gate, up and down."""
+        gate_up, down_weight = self.gate_up[expert], self.down[expert]
+        hidden, inner = down_weight.shape
         start, full = inner * self.mapping.tp_rank, inner * self.mapping.tp_size
-        for expert, (gate_up, down_weight) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.split(inner)
-            for name, rows in ((self.names.gate, gate), (self.names.up, up)):
-                slot = WeightSlot(rows, (full, rows.shape[1]), 0, start)
-                yield f"{path}.{expert}.{name}.weight", slot
-            slot = WeightSlot(down_weight, (down_weight.shape[0], full), 1, start)
-            yield f"{path}.{expert}.{self.names.down}.weight", slot
+        for name, rows in zip(parts[:2], (gate_up[:inner], gate_up[inner:]), strict=True):
+            yield f"{path}.{name}.weight", WeightSlot(rows, (full, hidden), 0, start)
+        yield f"{path}.{parts[2]}.weight", WeightSlot(down_weight, (hidden, full), 1, start)
 
 
 class SharedExpert(Module):
@@ -170,7 +190,8 @@ class SharedExpert(Module):
 
 
 class SparseMoE(Module):
-    """Top-k routed experts, and a shared expert if the config has one."""
+    """Top-k routed experts, and a shared expert if the config has one. `shared`: that expert, where
+    it is a layer of its own."""
 
     router: Router
     experts: Experts
@@ -184,7 +205,8 @@ class SparseMoE(Module):
         self.config = config
         self.add_under(names.router, "router", Router(config, placement))
         self.experts = Experts(config, placement, names)
-        shared = SharedExpert(config, placement) if config.shared_intermediate_size else None
+        has_layer = config.shared_intermediate_size > 0 and not config.num_shared
+        shared = SharedExpert(config, placement) if has_layer else None
         self.add_under(names.shared, "shared", shared)
         gate = Linear(config.hidden_size, 1, bias=False, placement=placement)
         self.add_under(names.shared_gate, "shared_gate", gate if config.shared_gate else None)
@@ -198,13 +220,13 @@ class SparseMoE(Module):
         self._output(norm.forward(hidden), hidden)
 
     def _output(self, x: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
-        experts, weights = self.router.route(x)
+        (experts, weights), taken = self.router.route(x), self.router.rule.num_taken
         if self.config.apply_weight_on_input:
             parts = self.experts.forward(x, experts, weights)
-            total = moe_combine(parts, None, self.config.top_k, add_to)
+            total = moe_combine(parts, None, taken, add_to)
         else:
             parts = self.experts.forward(x, experts)
-            total = moe_combine(parts, weights, self.config.top_k, add_to)
+            total = moe_combine(parts, weights, taken, add_to)
         if self.shared is not None:
             self.shared.add_to(total, x, self.shared_gate)
         return total

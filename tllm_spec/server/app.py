@@ -183,13 +183,16 @@ class OpenAIServer:
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
+        if params.truncate_prompt_tokens is None:
+            self._check_lengths(body.prompt)
         handles = await self._admission.start(
             len(body.prompt),
-            len(await request.body()),
+            request.state.body_size,
             lambda: body.prompt,
             params,
             streaming=body.stream,
         )
+        request.state.release_body()
         answer = completion_answer(body, self._model, self._tokenizer, params)
         return await self._respond(body, request, answer, handles)
 
@@ -230,13 +233,22 @@ class OpenAIServer:
     async def _start_chat(
         self, body: ChatCompletionRequest, request: Request, params: SamplingParams
     ) -> list[RequestHandle]:
-        return await self._admission.start(
+        self._check_lengths([message.content or "" for message in body.messages])
+        handles = await self._admission.start(
             1,
-            len(await request.body()),
+            request.state.body_size,
             lambda: [self._chat_prompts.token_ids_of(body)],
             params,
             streaming=body.stream,
         )
+        request.state.release_body()
+        return handles
+
+    def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
+        """Refuses what is too long at once: it would take memory until it is tokenised."""
+        with bad_request():
+            for prompt in prompts:
+                self._llm.check_length(prompt)
 
     def _check_servable(self, body: GenerationRequest) -> None:
         self._check_healthy()
@@ -269,7 +281,7 @@ class OpenAIServer:
         if not answer.is_slow:
             return JSONResponse(answer.whole(results))
         # The texts of a long prompt's tokens take long.
-        size = len(await request.body())
+        size = request.state.body_size
         whole = await self._admission.tokenised(size, lambda: answer.whole(results))
         return JSONResponse(whole)
 

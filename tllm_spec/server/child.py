@@ -4,6 +4,7 @@ then a closed connection means stop."""
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import sys
 import threading
@@ -50,6 +51,8 @@ class Control:
                 settings = ChildSettings(**message)
                 sys.path[:] = settings.import_path
                 configure_logs(settings.log_level, settings.log_format)
+                if settings.log_format == "json" or not sys.stderr.isatty():
+                    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
                 return settings
 
     def when_ended(self, function: Callable[[], object]) -> None:

@@ -100,7 +100,7 @@ class EngineClient:
         """Of all fronts, as far as this one knows."""
         return max(len(self._samples), self._num_in_engine)
 
-    def check_length(self, text: str) -> None:
+    def check_length(self, text: str | Sequence[int]) -> None:
         """As `LLM.check_length`."""
         self._intake.check_length(text)
 

@@ -78,14 +78,14 @@ class TokenRoutes:
         """The token ids of a text or of a conversation."""
         if body.model is not None:
             self._check_name(body.model)
-        size = len(await request.body())
+        size = request.state.body_size
         return await self._admission.tokenised(size, lambda: self._tokenized(body))
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Json:
         """The text of token ids."""
         if body.model is not None:
             self._check_name(body.model)
-        size = len(await request.body())
+        size = request.state.body_size
         return await self._admission.tokenised(size, lambda: self._detokenized(body.tokens))
 
     def _tokenized(self, body: TokenizeRequest) -> Json:

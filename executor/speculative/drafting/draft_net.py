@@ -117,7 +117,7 @@ class NextnNet(DraftNet):
     has_one_layer = True
 
     def __init__(self, module: NextnModule, spec: SpecMetadata) -> None:
-        self._module = module
+        self.module = module
         self._spec = spec
         self.vocab_size = module.config.vocab_size
 
@@ -139,10 +139,10 @@ class NextnNet(DraftNet):
     ) -> torch.Tensor:
         if state is None:
             state = self._spec.captured(token_ids.shape[0])
-        return self._module.predict(token_ids, positions, state, context)
+        return self.module.predict(token_ids, positions, state, context)
 
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return self._module.compute_logits(state)
+        return self.module.compute_logits(state)
 
 
 class CausalNet(DraftNet):
