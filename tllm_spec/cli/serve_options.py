@@ -79,6 +79,7 @@ SERVER_CLICK_OPTIONS = (
         type=click.Choice(sorted(STARTS_INSIDE)),
         help="How the model marks its reasoning, which becomes reasoning_content.",
     ),
+    click.option("--vllm_metrics", is_flag=True, help="/metrics has vLLM's names, too: vllm:*."),
     click.option("--ssl_certfile", help="Certificate in PEM format: the server speaks HTTPS."),
     click.option("--ssl_keyfile", help="Its private key. [default: in --ssl_certfile]"),
     click.option("--ssl_keyfile_password", help="Password of the private key."),
@@ -108,6 +109,7 @@ SERVER_NAMES = (
     "allow_control_tokens",
     "tool_call_parser",
     "reasoning_parser",
+    "vllm_metrics",
     "ssl_certfile",
     "ssl_keyfile",
     "ssl_keyfile_password",
@@ -135,6 +137,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         allow_control_tokens=given["allow_control_tokens"],
         tool_call_parser=given["tool_call_parser"],
         reasoning_parser=given["reasoning_parser"],
+        vllm_metrics=given["vllm_metrics"],
     )
 
 

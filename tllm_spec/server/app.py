@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from tllm_spec import __version__
 from tllm_spec.executor.faults import described
+from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, Admission, bad_request, engine_running
@@ -32,6 +33,7 @@ from tllm_spec.server.chat_prompt import ChatPrompts
 from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
+from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.openapi import answers, true_schema
 from tllm_spec.server.options import ServerOptions
@@ -65,7 +67,11 @@ class OpenAIServer:
     without a tokenizer."""
 
     def __init__(
-        self, llm: Engine, served_model_name: str, options: ServerOptions | None = None
+        self,
+        llm: Engine,
+        served_model_name: str,
+        options: ServerOptions | None = None,
+        histograms: Histograms | None = None,
     ) -> None:
         if llm.tokenizer is None:
             raise ValueError(
@@ -76,7 +82,9 @@ class OpenAIServer:
         self._model = served_model_name
         self._options = options or ServerOptions()
         self._created = int(time.time())
-        self._metrics = EngineMetrics(llm.server_info)
+        self._histograms = histograms or Histograms()
+        vllm_model = served_model_name if self._options.vllm_metrics else None
+        self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)
         self._perf_metrics = PerfMetrics()
         self._admission = Admission(llm, self._options.max_queue_size)
         self._chat_prompts = ChatPrompts(
@@ -285,8 +293,12 @@ class OpenAIServer:
         whole = await self._admission.tokenised(size, lambda: answer.whole(results))
         return JSONResponse(whole)
 
+    def _finished(self, output: RequestOutput) -> None:
+        self._perf_metrics.add(output)
+        self._histograms.add(output)
+
     def _running(self, request: Request, handles: Sequence[RequestHandle]) -> Running:
-        running = Running(handles, self._options.request_timeout, self._perf_metrics.add)
+        running = Running(handles, self._options.request_timeout, self._finished)
         # For the access log, which asks when the answer has been sent.
         request.scope["state"]["tokens"] = running.num_tokens
         return running

@@ -26,6 +26,7 @@ class ServerOptions:
     allow_control_tokens: bool = False
     tool_call_parser: str | None = None  # of parsers/names.py
     reasoning_parser: str | None = None  # of parsers/reasoning.py
+    vllm_metrics: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """For another process."""
