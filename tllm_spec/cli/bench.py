@@ -22,6 +22,7 @@ from tllm_spec.cli.bench_options import (
     ModelCommand,
     write_json,
 )
+from tllm_spec.cli.bench_serve import serve
 from tllm_spec.cli.trtllm_options import (
     BY_NAME,
     either_spelling,
@@ -88,6 +89,7 @@ def main(
 main.add_command(prepare_dataset)
 main.add_command(adaptive_replay)
 main.add_command(break_even)
+main.add_command(serve)
 
 
 def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) -> int:

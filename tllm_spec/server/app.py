@@ -37,6 +37,7 @@ from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.metrics import EngineMetrics
 from tllm_spec.server.openapi import answers, true_schema
 from tllm_spec.server.options import ServerOptions
+from tllm_spec.server.pages import Pages
 from tllm_spec.server.perf_metrics import PerfMetrics
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
@@ -118,6 +119,7 @@ class OpenAIServer:
                 path, route, methods=["POST"], response_model=None, responses=responses
             )
         TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
+        Pages(self._llm, self._model, self._histograms, self._options.api_key).add_to(app)
         true_schema(app)
         app.add_middleware(Guard, options=self._options)
         app.add_exception_handler(RequestRefused, _refused)

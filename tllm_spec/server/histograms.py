@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import calcsize
+from typing import Final
 
 from tllm_spec.outputs import RequestOutput
 
@@ -19,7 +20,7 @@ SECONDS = (
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 12, 16)
-NUMBER = "d"  # a float of 8 bytes; the processor writes it at once
+NUMBER: Final = "d"  # a float of 8 bytes; the processor writes it at once
 
 
 @dataclass(frozen=True)
