@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, chain_of
-from tllm_spec.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
+from tllm_spec.speculative_config import Eagle3DecodingConfig
 
 TREE: dict[str, Any] = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
 
@@ -101,11 +101,6 @@ def test_a_static_tree_says_how_deep_it_is_and_how_many_nodes_it_has() -> None:
 def test_a_static_tree_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         eagle3(**options)
-
-
-def test_a_draft_model_drafts_trees_on_the_one_model_path() -> None:
-    with pytest.raises(ValueError, match="a draft tree needs draft_target_one_model: true"):
-        DraftTargetDecodingConfig(speculative_model="draft", **TREE)
 
 
 def test_thresholds_of_rejection_sampling_have_sglangs_aliases_and_need_a_tree() -> None:

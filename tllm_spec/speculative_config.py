@@ -104,12 +104,6 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
     def may_pause(self) -> bool:
         return not self.draft_target_one_model
 
-    def _mistakes(self) -> list[str]:
-        found = super()._mistakes()
-        if self.drafts_trees and not self.draft_target_one_model:
-            found.append("a draft tree needs draft_target_one_model: true")
-        return found
-
 
 class Eagle3DecodingConfig(DraftTreeDecodingConfig):
     """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target."""

@@ -58,17 +58,25 @@ def build_engines(plan: BuildPlan) -> Engines:
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
     draft = load_draft(plan, target) if plan.draft_plan is not None else None
+    if draft is not None:
+        plan.check_trees(draft.net.config)
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(plan.args, models, plan.max_len, reserved_bytes(plan, draft))
     logger.info("KV cache: %d pages of %d tokens", num_pages - DUMMY_PAGES, plan.page_size)
     engine, kv, layers = _build_engine(
-        plan, target, num_pages, draft, batch_invariant=plan.args.deterministic
+        plan,
+        target,
+        num_pages,
+        draft,
+        extra_kv_tokens=plan.extra_kv_tokens,
+        batch_invariant=plan.args.deterministic,
     )
     own_engine = None
     if draft is not None and layers is None:
         assert isinstance(draft.net, CausalLM)
-        own_engine = DraftEngine(*_build_engine(plan, draft.net, num_pages)[:2])
+        own = _build_engine(plan, draft.net, num_pages, extra_kv_tokens=plan.draft_kv_tokens)
+        own_engine = DraftEngine(*own[:2])
     return Engines(engine, kv, own_engine, layers, models)
 
 
@@ -116,6 +124,7 @@ def _build_engine(
     num_pages: int,
     draft: LoadedDraft | None = None,
     *,
+    extra_kv_tokens: int,
     batch_invariant: bool = False,
 ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
     """A model with a cache of `num_pages` pages, which `draft` may share."""
@@ -125,7 +134,6 @@ def _build_engine(
     rows = RowBuilder(table, num_pages, plan.page_size, plan.device)
     layers, spec = None, None
     if draft is not None and draft.plan.shares_pages:
-        plan.check_trees(draft.net.config)
         own = draft.net.config.attention_geometry(plan.mapping)
         pools.append(_pool(plan, own, draft.net.dtype, num_pages))
         backend = create_backend(plan.attention, own, pools[-1])
@@ -135,7 +143,7 @@ def _build_engine(
         _cache(plan, pools, lookahead=int(spec is not None)),
         pools[0],
         table,
-        extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
+        extra_kv_tokens=extra_kv_tokens,
     )
     if batch_invariant:
         assert isinstance(geometry, AttentionGeometry)

@@ -166,7 +166,16 @@ class BuildPlan:
         more whole round where rounds are scheduled before the one before is read."""
         longest = self.shapes.longest
         in_flight = longest.path if self.max_in_flight else 0
-        return in_flight + max(longest.num_nodes, longest.depth + self.extra_kv_tokens)
+        after = longest.num_nodes, longest.depth + self.extra_kv_tokens, self.draft_kv_tokens
+        return in_flight + max(after)
+
+    @property
+    def draft_kv_tokens(self) -> int:
+        """The same in the cache of a draft model with pages of its own, where drafts are trees."""
+        is_separate = self.draft_plan is not None and not self.draft_plan.shares_pages
+        longest = self.shapes.longest
+        has_any = is_separate and self.shapes.has_trees
+        return max(longest.num_read, longest.path) + 1 if has_any else 0
 
     @property
     def max_len(self) -> int:
@@ -190,11 +199,6 @@ def _refuse_for_latents(args: LlmArgs, architecture: str) -> None:
         raise ValueError(
             f"deterministic = true is refused for {architecture}: attention over MLA's latents has "
             "no batch-invariant kernel"
-        )
-    if args.speculative_config is not None and args.speculative_config.drafts_trees:
-        raise ValueError(
-            f"use_dynamic_tree = True is refused for {architecture}: attention over MLA's latents "
-            "takes chains of drafts only"
         )
 
 

@@ -63,7 +63,8 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
         )
         return ()
     draft = plan.draft_plan
-    if spec is not None and spec.use_rejection_sampling and draft and not draft.shares_pages:
+    has_probs = spec is not None and spec.use_rejection_sampling and not plan.shapes.has_trees
+    if has_probs and draft and not draft.shares_pages:
         logger.info(
             "no CUDA graphs: rejection sampling needs the distributions of a separate draft model"
         )

@@ -24,6 +24,7 @@ from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.model_tree_drafter import ModelTreeDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
@@ -143,9 +144,8 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
     assert around.draft is not None
     engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
     sampling = DraftSampling(around.sampler, _draws(config))
-    drafter = ModelDrafter(
-        engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
-    )
+    kind = ModelTreeDrafter if config.drafts_trees else ModelDrafter
+    drafter = kind(engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens)
     return Speculation(drafter, [kv], round_end=drafter, graph_drafter=drafter)
 
 

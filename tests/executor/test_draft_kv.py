@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, assert_texts_are, generating
+from tests.executor.draft_caches import HOT, TREE, assert_texts_are, generating
 from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
 from tests.executor.test_late_draft_model import SMALL, conversations
 from tests.executor.test_model_drafter import (
@@ -58,11 +58,17 @@ def check_that_writes_are_private(harness: Harness, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
 def test_the_cache_follows_through_whatever_happens(
-    tiny: Path, tiny_draft: Path, seed: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    tiny: Path,
+    tiny_draft: Path,
+    shape: dict[str, Any],
+    seed: int,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = SMALL | {"disable_overlap_scheduler": not overlap}
-    options |= draft_target(tiny_draft, 3, **MAY_PAUSE)
+    options |= draft_target(tiny_draft, 3, **MAY_PAUSE, **shape)
     harness, plain = Harness(tiny, **options), Harness(tiny, **SMALL)
     kv, random, plan = draft_kv(harness), Random(seed), Random(seed)
     check_that_writes_are_private(harness, monkeypatch)

@@ -139,7 +139,7 @@ def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_laten
                     "dynamic_tree_max_topK": 2,
                 }
             },
-            "use_dynamic_tree = True is refused for DeepseekV3ForCausalLM",
+            "a draft tree is refused: a model with latent attention",
         ),
     ],
 )

@@ -56,6 +56,7 @@ FLOORS = {
     "eagle3_static": 1.5,
     "eagle3_two_model_tree": 1.5,
     "draft_target_one_model_tree": 1.5,
+    "draft_target_tree": 1.5,
 }
 
 

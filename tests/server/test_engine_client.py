@@ -2,6 +2,7 @@
 in one process."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.server.http_answers import wait_for
 from tllm_spec import LLM, SamplingParams
 from tllm_spec.config import LlmArgs
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.server import link
 from tllm_spec.server.engine_client import EngineClient, EngineConnection
 from tllm_spec.server.engine_process import EngineProcess
 from tllm_spec.tokenizer import load_tokenizer
@@ -39,8 +41,6 @@ class Engine:
     """An engine process' insides, in a thread."""
 
     def __init__(self, folder: Path) -> None:
-        import socket
-
         self.path = str(folder / "engine")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
@@ -289,6 +289,63 @@ def test_when_the_engine_dies_requests_fail_and_new_ones_are_refused(tmp_path: P
 
     assert "no memory" in engine.use(ask)
     engine.close()
+
+
+@pytest.mark.parametrize("nonsense", [["submit", "x"], ["run", "rm"], {"a": 1}, 5, ["cancel", [1]]])
+def test_a_front_that_sends_nonsense_is_cut_off_and_others_go_on(
+    engine: Engine, nonsense: Any
+) -> None:
+    async def talk(client: EngineClient) -> None:
+        handle = client.generate_async(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
+        loop = asyncio.get_running_loop()
+        _, hostile = await loop.create_unix_connection(EngineConnection, engine.path)
+        await hostile.limits
+        hostile.send(nonsense)
+        await asyncio.wait_for(hostile.closed, 60)
+        assert (await handle).outputs[0].length == 100
+
+    engine.use(talk)
+
+
+def test_bytes_that_are_no_message_cut_a_front_off(engine: Engine) -> None:
+    async def talk(client: EngineClient) -> None:
+        loop = asyncio.get_running_loop()
+        _, hostile = await loop.create_unix_connection(EngineConnection, engine.path)
+        await hostile.limits
+        hostile._transport.write(b"\xc1" * 100)
+        await asyncio.wait_for(hostile.closed, 60)
+        await client.generate_async(PROMPT, SamplingParams(max_tokens=3))
+
+    engine.use(talk)
+
+
+def test_a_front_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 1 << 20)
+    ours, theirs = socket.socketpair()
+    woken: list[bool] = []
+    slow = link.Link(ours, lambda: woken.append(True))
+    while slow.is_open:
+        slow.send(b"x" * (1 << 16))
+    assert woken and not slow.has_backlog
+    assert slow.read() is None
+    slow.close()
+    theirs.close()
+
+
+def test_what_a_socket_does_not_take_at_once_arrives_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = link.Link(ours, lambda: None), link.Link(theirs, lambda: None)
+    for number in range(200):
+        sender.send([number, b"x" * 10_000])
+    assert sender.has_backlog
+    numbers: list[int] = []
+    while len(numbers) < 200:
+        sender.flush()
+        numbers += [number for number, _ in receiver.read() or ()]
+    assert numbers == list(range(200)) and not sender.has_backlog
+    sender.close()
+    assert receiver.read() is None
+    receiver.close()
 
 
 def test_what_is_sent_is_plain_msgpack(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,12 @@ SHUT_DOWN = "the server is shutting down"
 
 
 class EngineConnection(asyncio.Protocol):
-    """Messages of the engine, as they come. `limits` is set by its first one."""
+    """Messages of the engine, as they come. `limits` is set by its first one, `closed` at the
+    end."""
 
     def __init__(self) -> None:
         self.limits: asyncio.Future[RequestLimits] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_message: Callable[[Sequence[Any]], None] = self._on_first
         self.on_lost: Callable[[], None] = lambda: None
         self._unpacker = new_unpacker()
@@ -54,6 +56,7 @@ class EngineConnection(asyncio.Protocol):
         if not self.limits.done():
             self.limits.set_exception(ConnectionError(GONE))
         self.on_lost()
+        self.closed.set_result(None)
 
     def send(self, message: Any) -> None:
         assert self._transport is not None

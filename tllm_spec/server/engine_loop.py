@@ -3,6 +3,7 @@ load."""
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import socket
@@ -10,10 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
 
+import msgpack
+
+from tllm_spec.executor.faults import described
 from tllm_spec.executor.py_executor import Load
 from tllm_spec.server.engine_port import EnginePort
 from tllm_spec.server.link import Link
 from tllm_spec.server.load_log import LoadLog
+
+logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 LAST_FLUSHES = 20  # of what is left to send at the end, a twentieth of a second each
@@ -83,13 +89,16 @@ class EngineLoop:
             link.flush()
         if not events & selectors.EVENT_READ:
             return
-        messages = link.read()
+        try:
+            messages = link.read()
+            for message in messages or ():
+                self._port.receive(link, message)
+        except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+            logger.warning("a front process is cut off, it sent nonsense: %s", described(error))
+            messages = None
         if messages is None:
             self._selector.unregister(link.socket)
             self._port.remove(link)
-            return
-        for message in messages:
-            self._port.receive(link, message)
 
     def _wake(self) -> None:
         try:

@@ -19,6 +19,7 @@ from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions
 
 FAILED = 1  # exit status
+LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
 
 
 async def serve(settings: ChildSettings, control: Control, listener: socket.socket) -> None:
@@ -35,6 +36,8 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     adopt_transformers_logs()
     _, connection = await loop.create_unix_connection(EngineConnection, settings.engine_path)
     control.when_ended(lambda: loop.call_soon_threadsafe(stop.set))
+    # With an engine that lives, the supervisor starts another front then.
+    connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))
     limits = await connection.limits
     options = ServerOptions.from_plain(settings.server)
     client = EngineClient(args, tokenizer, connection, limits)

@@ -55,6 +55,8 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         self._sampling = sampling
         self._max_num_tokens = max_num_tokens
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
+        # Positions before the bonus token that a round of drafts may write again.
+        self._lag = 1
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
@@ -62,7 +64,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         batch, draft_len = scheduled_requests, scheduled_requests.draft_len
         wanting = [r for r in batch.generation_requests if _wants_drafts(r)] if draft_len else []
         batch.num_asked = draft_len if wanting else 0
-        drafting = self._kv.reserve(wanting, draft_len)
+        drafting = self._kv.reserve(wanting, self._num_after(batch.shape))
         self._read_missed(batch, drafting)
         if not drafting:
             batch.shape = NO_DRAFTS
@@ -71,7 +73,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         for request in drafting:
             limit = request.draft_limit
             request.py_num_draft_tokens = draft_len if draft_len <= limit else limit
-            request.draft_lag = 1  # if all drafts are accepted
+            request.draft_lag = self._lag
         self._kv.kv.table.flush()
         if not self._replay(drafting, batch.shape):
             self._draft(batch, self._groups.get(drafting, batch.shape.window))
@@ -102,7 +104,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
 
     def _read_missed(self, batch: ScheduledBatch, drafting: list[LlmRequest]) -> None:
         """Reads this round's context chunks, and what requests to draft for have missed."""
-        late = [self._kv.missing(request) for request in drafting if request.draft_lag > 1]
+        late = [self._kv.missing(request) for request in drafting if self._is_late(request)]
         batch.catches_up = bool(late)
         of_contexts = [
             self._kv.missing_of_context(r) for r in batch.context_requests if r.draft_limit
@@ -114,8 +116,16 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         for request, _, end in chunks:
             request.draft_lag = request.kv_len - end
         for request, _, end in chunks + late:
-            # Drafting reads the last token again, and stored pages are shared.
-            self._kv.kv.store(request, min(end, request.num_tokens - 1))
+            # Drafting reads the last tokens again, and stored pages are shared.
+            self._kv.kv.store(request, max(0, min(end, request.num_tokens - 1) + 1 - self._lag))
+
+    def _num_after(self, shape: DraftShape) -> int:
+        """KV entries that drafting may write after those of a request's tokens."""
+        return shape.depth
+
+    def _is_late(self, request: LlmRequest) -> bool:
+        """Whether it has missed more than a round of drafts reads."""
+        return request.draft_lag > 1
 
     def _replay(self, drafting: list[LlmRequest], shape: DraftShape) -> bool:
         if self.graphs is None:
