@@ -344,7 +344,12 @@ class PyExecutor:
             "num_requests_waiting": len(queues.waiting),
             "num_preemptions": queues.num_preemptions,
             "draft_len": shape.depth,
-            "draft_shape": {"depth": shape.depth, "drafts": shape.num_nodes, "topk": shape.topk},
+            "draft_shape": {
+                "name": shape.name,
+                "depth": shape.depth,
+                "drafts": shape.num_nodes,
+                "topk": shape.topk,
+            },
             "kv_cache": self.parts.kv.cache.state(),
             "totals": self.totals.state(queues.running + queues.waiting),
             "controller": controller.state(),

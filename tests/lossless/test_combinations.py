@@ -102,7 +102,8 @@ def draw_engine(random: Random, draft_len: int, page_size: int) -> dict[str, Any
     policy = random.choice(("MAX_UTILIZATION", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT"))
     return {
         "max_batch_size": random.choice((1, 3, 5)),
-        "max_num_tokens": random.choice((draft_len + 1, 2 * draft_len + 3, 24)),
+        # A tree of depth 1 has 5 rows.
+        "max_num_tokens": max(5, random.choice((draft_len + 1, 2 * draft_len + 3, 24))),
         "enable_chunked_prefill": True,
         "disable_overlap_scheduler": random.random() < 0.3,
         "scheduler_config": {"capacity_scheduler_policy": policy},
