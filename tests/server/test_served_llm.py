@@ -108,6 +108,18 @@ def test_the_loglikelihoods_that_lm_eval_reads_are_those_of_the_llm(url: str, ll
     assert all(max(top.values()) >= own for own, top in zip(found[1:], best[1:], strict=True))
 
 
+def test_the_metrics_of_a_process_have_histograms_and_its_pages_open(url: str) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "stream": True}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    for name in ("trtllm_time_to_first_token_seconds", "tllm_spec_request_acceptance_length"):
+        found = re.search(rf"^{name}_count (\S+)", text, re.MULTILINE)
+        assert found is not None and float(found[1]) > 0, name
+    assert "Draft_Target" in httpx.get(f"{url}/").text
+    data = httpx.get(f"{url}/dashboard/data", timeout=60).json()
+    assert data["emitted_tokens"] >= data["request_rounds"] > 0 and data["why"]
+
+
 @pytest.mark.parametrize("choice", ["required", "f"])
 def test_a_forced_call_matches_its_schema(client: openai.OpenAI, choice: str) -> None:
     pytest.importorskip("xgrammar")
