@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.server_info",
         "tllm_spec.prompts",
         "tllm_spec.grammars",
+        "tllm_spec.request_factory",
     ),
     ("tllm_spec.stop_strings",),
     ("tllm_spec.executor.worker",),

@@ -11,28 +11,25 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from typing import Any, NoReturn, cast
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.build import build_executor
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import DraftCounters, LlmRequest
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
-from tllm_spec.grammar_state import GrammarState
 from tllm_spec.grammars import Grammars
 from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.option_checks import refuse_not_served
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.prompts import Prompt, PromptReader, is_single
+from tllm_spec.request_factory import RequestFactory, RequestSpec
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
-from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from tllm_spec.tokenizer import Tokenizer, load_tokenizer
 
 Params = SamplingParams | Mapping[str, Any] | None
 
@@ -56,8 +53,13 @@ class LLM:
         built = build_executor(self.args, self.tokenizer, self._results.respond)
         self.model_config = built.model_config
         self.max_seq_len = built.max_seq_len
-        self._max_draft_len = built.max_draft_len
-        self._new_pause = built.new_pause
+        self._factory = RequestFactory(
+            self.tokenizer,
+            built.model_config,
+            built.max_seq_len,
+            built.max_draft_len,
+            built.new_pause,
+        )
         self._queue = built.queue
         self._executor = built.executor
         self._check_can_run: Callable[[LlmRequest], None] = (
@@ -73,7 +75,7 @@ class LLM:
             self.args.guided_decoding_backend,
             self.tokenizer,
             self.model_config.vocab_size,
-            self._end_ids,
+            self._factory.end_ids,
         )
         self._lock = threading.Lock()
         self._ids = count(1)
@@ -147,7 +149,7 @@ class LLM:
         self._check_alive()
         params = _params(sampling_params)
         prompt, token_ids = self._prompts.read(inputs, params)
-        rules = self._rules(params)
+        rules = self._factory.rules(params)
         grammars = self._grammars.new_states(params, params.n)
         _check_priority(priority)
         with self._lock:
@@ -155,15 +157,10 @@ class LLM:
         cancel = self._cancel_of(ids)
         result = RequestHandle(ids[0], prompt, token_ids, params, self.tokenizer, cancel)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        requests = [
-            self._request(
-                index, request_id, token_ids, params, rules, _sample_seed(seed, index), grammar
-            )
-            for index, (request_id, grammar) in enumerate(zip(ids, grammars, strict=True))
-        ]
+        spec = RequestSpec(ids, token_ids, params, seed, streaming, float(priority))
+        requests = self._factory.make(spec, rules, grammars)
         self._check_can_run(requests[0])
         for request in requests:
-            request.streaming, request.priority = streaming, float(priority)
             self._results.add(request.request_id, result)
         if not self._queue.put(requests):  # it has ended since `_check_alive`
             self._results.fail_all(self._worker.why_ended)
@@ -226,9 +223,8 @@ class LLM:
         self._end()
         self._grammars.close()
         del self._executor
-        self._check_can_run = self._new_pause = (
-            _refuse  # methods that would keep the executor alive
-        )
+        del self._factory  # its methods would keep the executor alive
+        self._check_can_run = _refuse
 
     def __enter__(self) -> "LLM":
         return self
@@ -243,60 +239,6 @@ class LLM:
             result = RequestHandle(0, None, [], SamplingParams(), None, lambda: None)
             result.receive(Response(0, [], finish_reason="error", error=str(error)))
             return result
-
-    def _rules(self, params: SamplingParams) -> DecodingRules:
-        """The parameters, checked against the model."""
-        tokenizer = self.tokenizer
-        if params.stop_strings and tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
-        encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
-        return DecodingRules.from_params(
-            params, vocab_size=self.model_config.vocab_size, end_ids=self._end_ids, encode=encode
-        )
-
-    @property
-    def _end_ids(self) -> tuple[int, ...]:
-        return tuple(self.model_config.eos_token_ids or _end_of(self.tokenizer))
-
-    def _request(
-        self,
-        index: int,
-        request_id: int,
-        token_ids: list[int],
-        params: SamplingParams,
-        rules: DecodingRules,
-        seed: int,
-        grammar: GrammarState | None,
-    ) -> LlmRequest:
-        room = self.max_seq_len - len(token_ids)
-        limit, wanted = self._max_draft_len, params.speculation
-        if wanted.max_draft_len is not None:
-            limit = min(limit, wanted.max_draft_len)
-        return LlmRequest(
-            request_id=request_id,
-            tokens=list(token_ids),
-            rules=rules,
-            seed=seed,
-            index=index,
-            arrival=request_id,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            draft_limit=limit if wanted.enabled else 0,
-            counters=DraftCounters(self._max_draft_len),
-            draft_pause=self._new_pause(),
-            stop_checker=self._stop_checker(params),
-            grammar=grammar,
-        )
-
-    def _stop_checker(self, params: SamplingParams) -> StopStringChecker | None:
-        if not params.stop_strings:
-            return None
-        assert self.tokenizer is not None
-        detokenizer = IncrementalDetokenizer(
-            self.tokenizer, skip_special_tokens=params.skip_special_tokens
-        )
-        return StopStringChecker(
-            detokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
-        )
 
     def _cancel_of(self, ids: list[int]) -> Callable[[], None]:
         def cancel() -> None:
@@ -353,10 +295,6 @@ def _tokenizer(args: LlmArgs) -> Tokenizer | None:
     return cast(Tokenizer, args.tokenizer)
 
 
-def _end_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    return () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-
-
 def _params(params: Params) -> SamplingParams:
     if params is None:
         return SamplingParams()
@@ -376,10 +314,3 @@ def _one_each(name: str, value: Any, number: int) -> list[Any]:
     if len(value) != number:
         raise ValueError(f"{name} has {len(value)} entries for {number} prompts")
     return list(value)
-
-
-def _sample_seed(seed: int, index: int) -> int:
-    """The seed of the index-th sample of a request: the first keeps the request's own. The factor,
-    from the golden ratio, spreads small indices over 64 bits."""
-    mixed = (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    return mixed - (1 << 64) if mixed >= 1 << 63 else mixed

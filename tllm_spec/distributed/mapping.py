@@ -30,6 +30,21 @@ class Mapping:
     def tp_rank(self) -> int:
         return self.rank % self.tp_size
 
+    def shard_kv_heads(self, num_kv_heads: int) -> int:
+        """This rank's key and value heads. With more ranks than heads several ranks have the same
+        one.
+
+        Raises:
+            ValueError: neither number divides the other.
+        """
+        if self.tp_size % num_kv_heads == 0:
+            return 1
+        return self.shard(num_kv_heads, "num_key_value_heads")
+
+    def copies_of_kv_heads(self, num_kv_heads: int) -> int:
+        """Ranks that have the same key and value head."""
+        return max(self.tp_size // num_kv_heads, 1)
+
     def shard(self, size: int, what: str) -> int:
         """This rank's part of `size`; `what` names the size in the error.
 

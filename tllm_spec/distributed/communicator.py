@@ -1,0 +1,35 @@
+"""What the ranks of one model say to each other: plain data for the host, tensors for the device."""
+
+import torch
+
+from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+
+
+class Communicator:
+    """The single rank: nothing is sent. Every method is collective: all ranks call the same ones in
+    the same order."""
+
+    mapping: Mapping = SINGLE_RANK
+
+    def broadcast(self, message: bytes) -> bytes:
+        """Rank 0's message; the others' argument is ignored."""
+        return message
+
+    def minimum(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        return number
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """The sum of all ranks' values, in place: the same bits on every rank. Enqueued on the
+        current stream; a CUDA graph can hold it."""
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """`[R, N]` of each rank, side by side in the order of the ranks, `[R, tp_size * N]`. As
+        `all_reduce`."""
+        return values
+
+    def broadcast_tensor(self, values: torch.Tensor) -> None:
+        """Rank 0's values, in place. As `all_reduce`."""
+
+
+SINGLE = Communicator()
