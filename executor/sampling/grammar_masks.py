@@ -39,7 +39,7 @@ class GrammarMasks:
         if guided and batch.draft_len:
             self._index = {request.request_id: i for i, request in enumerate(guided)}
             slot_ids = to_device([request.slot for request in guided], self._slots.device)
-            windows = self._slots.window[:, : batch.window].index_select(0, slot_ids)
+            windows = self._slots.window[:, : batch.shape.window].index_select(0, slot_ids)
             self._windows = ToHost([windows], self._buffers)
 
     def apply(self, group: RowGroup, logits: torch.Tensor) -> None:

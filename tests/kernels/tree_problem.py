@@ -1,4 +1,4 @@
-"""Random draft trees for the tests of attention: bits of rows, and the paths that they stand for."""
+"""Random draft trees for the tests of attention: bits of rows, and the paths they stand for."""
 
 from dataclasses import replace
 
