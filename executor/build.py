@@ -11,12 +11,14 @@ from functools import partial
 import torch
 
 from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_threads
 from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
+from tllm_spec.executor.ranks import agreed, queue_of
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
@@ -49,11 +51,15 @@ class BuiltExecutor:
 
 
 def build_executor(
-    args: LlmArgs, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
+    args: LlmArgs,
+    tokenizer: Tokenizer | None,
+    respond: Callable[[list[Response]], None],
+    communicator: Communicator = SINGLE,
 ) -> BuiltExecutor:
     """Loads the models and connects everything. Raises ValueError for arguments that cannot be
     honoured."""
-    plan = BuildPlan(args)
+    plan = BuildPlan(args, communicator)
+    communicator.join(plan.device)
     check_draft(plan.draft_plan, tokenizer)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.shapes, plan.device)
@@ -70,7 +76,10 @@ def build_executor(
                 return culprits
         return speculation.blame()
 
-    queue, kv = RequestQueue(), engines.kv
+    queue, kv = queue_of(communicator), engines.kv
+    draft_len_for: Callable[[int], int] = controller.steps_for
+    if controller.compares_times:  # each rank has a clock of its own
+        draft_len_for = agreed(communicator, draft_len_for)
     resources = [*speculation.resources, kv, plan.slots]
     scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
     parts = ExecutorParts(
@@ -83,7 +92,7 @@ def build_executor(
         drafter=speculation.drafter,
         sampler=sampler,
         controller=controller,
-        draft_len_for=controller.steps_for,
+        draft_len_for=draft_len_for,
         blame=blame,
         max_in_flight=plan.max_in_flight,
         drafts_in_flight=plan.why_no_overlap is None,

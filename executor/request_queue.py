@@ -2,7 +2,8 @@
 takes them between rounds."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tllm_spec.executor.request import LlmRequest
 
@@ -20,8 +21,11 @@ class RequestQueue:
         self._open = True  # until the executor's thread has ended
         self._closed = False
 
-    def put(self, requests: list[LlmRequest]) -> bool:
-        """Queues requests. False when the executor has ended and will never take them."""
+    is_shared = False  # with other ranks
+
+    def put(self, requests: list[LlmRequest], spec: Mapping[str, Any] | None = None) -> bool:
+        """Queues requests. False when the executor has ended and will never take them. spec: the
+        requests as plain data, for other ranks."""
         with self._changed:
             if self._open:
                 self._new += requests
@@ -65,6 +69,9 @@ class RequestQueue:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def end(self, failure: str | None) -> None:
+        """The executor has ended."""
 
     @property
     def closed(self) -> bool:

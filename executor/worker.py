@@ -103,6 +103,7 @@ class Worker:
             self._ended = True
             self._run_calls(last=True)
             self._on_end(self.failure or self.why_ended)
+            self._queue.end(self.failure)
             self._idle.set()
             del self._executor  # so that its memory is freed with the last other reference
 
@@ -114,6 +115,8 @@ class Worker:
         try:
             return self._executor.step()
         except BaseException as error:  # process border: other requests go on
+            if self._queue.is_shared:  # other ranks may have had no error, and wait for this one
+                raise
             logger.exception("a round failed")
             self._recover(error)
             return True

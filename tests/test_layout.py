@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples", "tllm_spec.llmapi"),
     ("tllm_spec.bench", "tllm_spec.server"),
     ("tllm_spec.llm",),
+    ("tllm_spec.ranks",),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",
@@ -40,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.worker",),
     ("tllm_spec.executor.build",),
     ("tllm_spec.executor.building",),
-    ("tllm_spec.executor.py_executor",),
+    ("tllm_spec.executor.py_executor", "tllm_spec.executor.ranks"),
     ("tllm_spec.executor.rounds.round_reader", "tllm_spec.executor.iteration_stats"),
     (
         "tllm_spec.executor.rounds.seen_round",

@@ -190,6 +190,9 @@ class LlmArgs(ConfigModel):
     max_stats_len: PositiveInt = 1000
     """Rounds that `LLM.get_stats()` remembers; the oldest are dropped."""
 
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that share the model, a process for each. `mpirun -n N` starts them, or else the
+    model does."""
     guided_decoding_backend: Literal["xgrammar"] | None = "xgrammar"
     """What compiles the grammars of `guided_decoding`. null refuses such requests."""
 

@@ -25,6 +25,7 @@ from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.option_checks import refuse_not_served
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.prompts import Prompt, PromptReader, is_single
+from tllm_spec.ranks import join_ranks
 from tllm_spec.request_factory import RequestFactory, RequestSpec
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
@@ -50,7 +51,8 @@ class LLM:
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.tokenizer = _tokenizer(self.args)
         self._results = Results()
-        built = build_executor(self.args, self.tokenizer, self._results.respond)
+        self._communicator = join_ranks(self.args)
+        built = build_executor(self.args, self.tokenizer, self._results.respond, self._communicator)
         self.model_config = built.model_config
         self.max_seq_len = built.max_seq_len
         self._factory = RequestFactory(
@@ -159,10 +161,11 @@ class LLM:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         spec = RequestSpec(ids, token_ids, params, seed, streaming, float(priority))
         requests = self._factory.make(spec, rules, grammars)
+        plain = spec.to_plain() if self._queue.is_shared else None
         self._check_can_run(requests[0])
         for request in requests:
             self._results.add(request.request_id, result)
-        if not self._queue.put(requests):  # it has ended since `_check_alive`
+        if not self._queue.put(requests, plain):  # it has ended since `_check_alive`
             self._results.fail_all(self._worker.why_ended)
             raise RuntimeError(self._worker.why_ended)
         return result
@@ -221,6 +224,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
+        self._communicator.close()
         self._grammars.close()
         del self._executor
         del self._factory  # its methods would keep the executor alive

@@ -97,7 +97,6 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "revision": NotServed((None,), LOCAL_FILES),
     "sampler_type": NotServed(("auto", "TorchSampler"), "there is one sampler"),
     "sparse_attention_config": NotServed((None,), NO_SPARSE),
-    "tensor_parallel_size": NotServed((1,), ONE_GPU),
     "tokenizer_mode": NotServed(("auto",), "the fast tokenizer is the only one"),
     "tokenizer_revision": NotServed((None,), LOCAL_FILES),
     "torch_compile_config": NotServed((None,), "the model is not compiled"),

@@ -3,9 +3,10 @@ that serves the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
+from typing import Any
 
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import DraftCounters, LlmRequest
@@ -28,6 +29,32 @@ class RequestSpec:
     seed: int
     streaming: bool = False
     priority: float = 0.5
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers, strings, lists and mappings, for another process. Raises ValueError for
+        parameters that are code."""
+        if self.params.logits_processors:
+            raise ValueError("logits_processor is code, which other processes do not get")
+        given = {
+            each.name: getattr(self.params, each.name)
+            for each in fields(self.params)
+            if getattr(self.params, each.name) is not None
+        }
+        if "guided_decoding" in given:
+            raise ValueError("guided_decoding is not served with several ranks yet")
+        given["speculation"] = asdict(self.params.speculation)
+        return {
+            "request_ids": list(self.request_ids),
+            "token_ids": list(self.token_ids),
+            "params": given,
+            "seed": self.seed,
+            "streaming": self.streaming,
+            "priority": self.priority,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> RequestSpec:
+        return cls(**{**plain, "params": SamplingParams.from_dict(plain["params"])})
 
 
 class RequestFactory:
@@ -88,6 +115,11 @@ class RequestFactory:
                 zip(spec.request_ids, grammars, strict=True)
             )
         ]
+
+    def make_from_plain(self, plain: Mapping[str, Any]) -> list[LlmRequest]:
+        """The same requests, of what `RequestSpec.to_plain` returned in another process."""
+        spec = RequestSpec.from_plain(plain)
+        return self.make(spec, self.rules(spec.params), [None] * len(spec.request_ids))
 
     def _stop_checker(self, params: SamplingParams) -> StopStringChecker | None:
         if not params.stop_strings:

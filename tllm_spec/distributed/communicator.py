@@ -1,4 +1,4 @@
-"""What the ranks of one model say to each other: plain data for the host, tensors for the device."""
+"""What the ranks of a model say to each other: plain data for hosts, tensors for devices."""
 
 import torch
 
@@ -30,6 +30,16 @@ class Communicator:
 
     def broadcast_tensor(self, values: torch.Tensor) -> None:
         """Rank 0's values, in place. As `all_reduce`."""
+
+    def join(self, device: torch.device) -> None:
+        """Connects the devices; before it only plain data can be sent."""
+
+    def close(self) -> None:
+        """The ranks part."""
+
+    def abort(self) -> None:
+        """Ends all ranks' processes at once, after a failure that the other ranks do not know
+        of."""
 
 
 SINGLE = Communicator()
