@@ -6,7 +6,7 @@ from setuptools import find_namespace_packages, setup
 
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20"]
 PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
-GUIDED = ["xgrammar>=0.2.8,<0.3"]
+GUIDED = ["xgrammar>=0.2.7,<0.3"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
     *GUIDED,
@@ -50,7 +50,6 @@ setup(
         "tqdm>=4.66",
         "numpy>=1.26",
         "jinja2>=3.1",
-        "msgpack>=1.0",
         *SERVER,
     ],
     extras_require={"cuda": CUDA, "guided": GUIDED, "parallel": PARALLEL[:1], "dev": DEV},

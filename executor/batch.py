@@ -57,6 +57,13 @@ class ScheduledBatch:
         longest = max(request.num_tokens_bound for request in self.generation_requests)
         return longest + self.shape.num_nodes
 
+    def drop_finished(self) -> None:
+        """Generating requests that have ended since they were scheduled are left out."""
+        left = [request for request in self.generation_requests if not request.is_finished]
+        if len(left) < len(self.generation_requests):
+            self.generation_requests = left
+            self.shape = self.shape if left else NO_DRAFTS
+
     def __bool__(self) -> bool:
         return bool(self.context_requests or self.generation_requests)
 
@@ -70,11 +77,13 @@ class SampledTokens:
 
     `new_tokens` `[N, D+1]` int64, for drafts of depth D, holds the emitted run at the front of each
     row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1
-    says that the logits of that position were not numbers. `to_host`: their `table`, if it is on
+    says that the logits of that position were not numbers. `rows` `[N, D+1]`: of trees, the window
+    rows that these tokens come after. `to_host`: their `table`, if it is on
     its way already."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
+    rows: torch.Tensor | None = None
     to_host: ToHost | None = None
 
     def table(self) -> torch.Tensor:

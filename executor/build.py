@@ -6,7 +6,6 @@ rest. The larger steps have a module each in `building/`."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -20,6 +19,7 @@ from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
 from tllm_spec.executor.ranks import agreed, queue_of
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
@@ -29,7 +29,6 @@ from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
-from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.models.config import ModelConfig
@@ -45,9 +44,15 @@ class BuiltExecutor:
     executor: PyExecutor
     queue: RequestQueue
     model_config: ModelConfig
-    max_seq_len: int
-    max_draft_len: int
-    new_pause: Callable[[], RequestPause]
+    limits: RequestLimits
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.limits.max_seq_len
+
+    @property
+    def max_draft_len(self) -> int:
+        return self.limits.max_draft_len
 
 
 def build_executor(
@@ -96,6 +101,7 @@ def build_executor(
         blame=blame,
         max_in_flight=plan.max_in_flight,
         drafts_in_flight=plan.why_no_overlap is None,
+        plain_in_flight=plan.plain_in_flight,
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
@@ -104,9 +110,14 @@ def build_executor(
         PyExecutor(parts, respond),
         queue,
         plan.config,
-        plan.max_seq_len,
-        plan.max_draft_len,
-        partial(RequestPause, plan.pause_patience),
+        RequestLimits(
+            vocab_size=plan.config.vocab_size,
+            end_ids=tuple(plan.config.eos_token_ids),
+            max_seq_len=plan.max_seq_len,
+            max_draft_len=plan.max_draft_len,
+            pause_patience=plan.pause_patience,
+            capacity=scheduler.capacity,
+        ),
     )
 
 

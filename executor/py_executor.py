@@ -8,14 +8,17 @@ With overlap the host reads a round after it has launched the next one. It sched
 (`LlmRequest.tokens_in_flight`), and a request that turns out to be finished has taken part in one
 round too many, whose results are dropped. Its slot and pages can go to others at once, since the
 device works in order. Where all running requests may turn out to be finished, the host reads first.
-A drafter that needs tokens on the host lets rounds of draft length 0 overlap only."""
+
+Where the next round needs the tokens on the host (a host drafter, a logits processor), the device
+still runs while the host schedules; only then the host reads, drafts and launches."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,10 +65,24 @@ class ExecutorParts:
     # The requests whose code or drafts caused the latest exception; None: not known.
     blame: Callable[[], list[LlmRequest] | None]
     max_in_flight: int = 0  # rounds that are launched before the oldest is read: 1 with overlap
-    drafts_in_flight: bool = True  # False: the drafter needs tokens on the host
+    # Whether rounds with drafts, and rounds of draft length 0, may be launched before the round
+    # before is read. False: the drafter needs tokens on the host.
+    drafts_in_flight: bool = True
+    plain_in_flight: bool = True
     cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
     stream_interval: int = 1
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
+
+
+class Load(NamedTuple):
+    """Requests now, the latest round's draft length, and since the start rounds (counted once for
+    each request) and the tokens that they emitted."""
+
+    num_running: int
+    num_waiting: int
+    draft_len: int | None
+    request_rounds: int
+    emitted_tokens: int
 
 
 class PyExecutor:
@@ -77,7 +94,8 @@ class PyExecutor:
         self.resources = parts.resources
         self._respond = respond
         self._speculating = parts.slots.max_draft_len > 0
-        self._batch = ScheduledBatch()  # the one that is being launched or read
+        self._scheduled = ScheduledBatch()  # until it is launched
+        self._reading = ScheduledBatch()  # while it is read
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
         self._reader = RoundReader(speculating=self._speculating)
@@ -97,16 +115,13 @@ class PyExecutor:
             self._complete_rounds(0)
         generating = self.scheduler.generating()
         draft_len = self._draft_len(generating)
-        if self._in_flight and self._needs_all_tokens(draft_len):
-            self._complete_rounds(0)
-            generating = self.scheduler.generating()
-            draft_len = self._draft_len(generating)
+        needs_tokens = self._needs_all_tokens(draft_len)
         self._prepare_draft_requests(generating, draft_len)
         batch = self._schedule(generating, self.parts.slots.shapes.of(draft_len))
+        has_read = needs_tokens and self._complete_before(batch)
         if batch:
             self._launch(batch)
-        may_overlap = self.parts.drafts_in_flight or (bool(generating) and not draft_len)
-        has_read = self._complete_rounds(self.parts.max_in_flight if batch and may_overlap else 0)
+        has_read |= self._complete_rounds(self.parts.max_in_flight if batch else 0)
         return has_read or bool(batch)
 
     def _launch(self, batch: ScheduledBatch) -> None:
@@ -116,26 +131,37 @@ class PyExecutor:
         launched = self.parts.runner.launch(batch)
         self._advance(batch, launched)
         self._in_flight.append(launched)
-        self._batch = ScheduledBatch()
+        self._scheduled = ScheduledBatch()
+
+    def _complete_before(self, batch: ScheduledBatch) -> bool:
+        """Reads all rounds in flight. `batch` is scheduled: it keeps its pages, and loses the
+        requests that turn out to be finished."""
+        self.parts.kv.scheduled_window = batch.shape.window
+        try:
+            has_read = self._complete_rounds(0)
+        finally:
+            self.parts.kv.scheduled_window = 0
+        batch.drop_finished()
+        return has_read
 
     def _complete_rounds(self, max_in_flight: int) -> bool:
         """Reads the oldest rounds until `max_in_flight` are left. Returns whether it read any."""
         worked = False
         while len(self._in_flight) > max_in_flight:
             launched, worked = self._in_flight.popleft(), True
-            self._batch = launched.batch
+            self._reading = launched.batch
             responding = self._update_requests(launched)
             for manager in self.resources:
                 manager.update_resources(launched.batch)
             self._finish_round(responding)
-            self._batch = ScheduledBatch()
+            self._reading = ScheduledBatch()
         return worked
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
         """Whether a drafter, a user's logits processor or a grammar must see the requests' tokens
         before the next round is launched."""
-        is_drafting = draft_len > 0 and not self.parts.drafts_in_flight
-        return is_drafting or any(map(_needs_host_tokens, self.scheduler.running))
+        overlaps = self.parts.drafts_in_flight if draft_len else self.parts.plain_in_flight
+        return not overlaps or any(map(_needs_host_tokens, self.scheduler.running))
 
     def _fetch_new_requests(self) -> None:
         new, cancelled = self.parts.queue.take()
@@ -151,7 +177,7 @@ class PyExecutor:
                 request.request_id: request
                 for request in self.scheduler.waiting + self.scheduler.running
             }
-            self._end([alive[i] for i in dict.fromkeys(cancelled) if i in alive], "cancelled")
+            self._end([alive[i] for i in cancelled if i in alive], reasons=cancelled)
 
     def _draft_len(self, generating: list[LlmRequest]) -> int:
         """The controller's draft length for the next round."""
@@ -170,7 +196,7 @@ class PyExecutor:
 
     def _schedule(self, generating: list[LlmRequest], shape: DraftShape) -> ScheduledBatch:
         batch, admitted = self.scheduler.schedule(generating, shape)
-        self._batch = batch
+        self._scheduled = batch
         batch.joining = admitted
         for request in admitted:
             if request.first_scheduled_time is None:
@@ -213,27 +239,36 @@ class PyExecutor:
     def _finish_round(self, requests: list[LlmRequest]) -> None:
         """Sends responses; finished requests give their slots and pages back."""
         interval = self.parts.stream_interval
-        self._send(
-            [
-                request
-                for request in requests
-                if request.streaming
-                and not request.is_finished
-                and request.num_output_tokens - request.num_responded >= interval
-            ]
-        )
-        self._end([request for request in requests if request.is_finished])
+        growing = [
+            request
+            for request in requests
+            if request.streaming
+            and not request.is_finished
+            and request.num_output_tokens - request.num_responded >= interval
+        ]
+        self._end([request for request in requests if request.is_finished], growing)
 
-    def _end(self, requests: list[LlmRequest], reason: str | None = None) -> None:
-        for request in requests:
-            if reason is not None:
-                request.finish(reason)
-            request.kv_len = min(request.kv_len, max(request.num_tokens - 1, 0))
-            for manager in self.resources:
-                manager.free_resources(request)
-            self.scheduler.remove(request)
-            self.totals.add_end(request)
-            self._send([request])
+    def _end(
+        self,
+        requests: list[LlmRequest],
+        growing: Iterable[LlmRequest] = (),
+        reasons: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Responds for all at once, also if freeing one of them fails. growing: requests that go
+        on and have a response. reasons: by id, where a request has no finish reason yet."""
+        ended: list[LlmRequest] = []
+        try:
+            for request in requests:
+                if (reason := reasons.get(request.request_id)) is not None:
+                    request.finish(reason)
+                request.kv_len = min(request.kv_len, max(request.num_tokens - 1, 0))
+                for manager in self.resources:
+                    manager.free_resources(request)
+                self.scheduler.remove(request)
+                self.totals.add_end(request)
+                ended.append(request)
+        finally:
+            self._send([*growing, *ended])
 
     def _send(self, requests: list[LlmRequest]) -> None:
         if requests:
@@ -246,13 +281,14 @@ class PyExecutor:
         """A round raised `error`. The requests that caused it fail with it, or all requests of the
         round if that is not known; the others go on from where they stood before the round. Raises
         the error again if the round had no requests."""
-        alive = [request for request in self._batch.requests() if request.slot >= 0]
-        self._batch = ScheduledBatch()
+        broken = self._reading or self._scheduled
+        alive = dict.fromkeys(broken.requests() + self._scheduled.requests())
+        self._reading, self._scheduled = ScheduledBatch(), ScheduledBatch()
         self._clock.stop()
         culprits = self.parts.blame()
         if culprits is None:
-            culprits = alive
-            if not alive:
+            culprits = [request for request in broken.requests() if request.slot >= 0]
+            if not culprits:
                 raise error  # no request to end: the next round would raise the same
         for request in alive:
             request.context_chunk = 0
@@ -279,6 +315,13 @@ class PyExecutor:
         """Raises AssertionError when slots or pages do not add up."""
         for manager in self.resources:
             manager.check_integrity()
+
+    def load(self) -> Load:
+        """What runs now, cheaply. Between rounds only."""
+        queues, totals = self.scheduler, self.totals
+        return Load(
+            len(queues.running), len(queues.waiting), totals.latest_draft_len, *totals.decoded()
+        )
 
     def state(self) -> dict[str, Any]:
         """Queues, totals, cache and draft lengths as plain values. Between rounds only."""

@@ -3,7 +3,8 @@ before each round, and everything else follows from that on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgpack
@@ -11,6 +12,7 @@ import msgpack
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.request_wire import pack_requests
 
 END = {"end": True}
 
@@ -18,26 +20,29 @@ END = {"end": True}
 class LeaderQueue(RequestQueue):
     """Rank 0's inbox. `take` also tells the other ranks."""
 
-    is_shared = True
-
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
         self._communicator = communicator
-        self._specs: list[Mapping[str, Any]] = []
+        self._packed: list[list[Any]] = []
+        self._num_taken = 0
 
-    def put(self, requests: list[LlmRequest], spec: Mapping[str, Any] | None = None) -> bool:
-        assert spec is not None, "the other ranks need the request as plain data"
+    def put(self, requests: list[LlmRequest]) -> bool:
+        packed = _pack(requests) if requests else None
         with self._changed:
-            if self._open:
-                self._specs.append(spec)
+            if self._open and packed is not None:
+                self._packed.append(packed)
             return super().put(requests)
 
-    def take(self) -> tuple[list[LlmRequest], list[int]]:
+    def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
         with self._changed:
             new, cancelled = super().take()
-            specs, self._specs = self._specs, []
-        self._send({"new": specs, "cancelled": cancelled})
+            packed, self._packed = self._packed, []
+        self._num_taken += 1
+        self._send({"new": packed, "cancelled": list(cancelled.items())})
         return new, cancelled
+
+    def all_failed(self, failure: str) -> bool:
+        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
 
     def end(self, failure: str | None) -> None:
         """The other ranks end, too. After a failure they may wait in the middle of a round, so they
@@ -45,7 +50,7 @@ class LeaderQueue(RequestQueue):
         if failure is None:
             self._send(END)
         else:
-            self._communicator.abort()
+            self._communicator.abort(failure)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._communicator.broadcast(msgpack.packb(message))
@@ -57,20 +62,35 @@ class RanksEnded(Exception):
 
 class FollowerQueue(RequestQueue):
     """Another rank's inbox. `take` waits for rank 0's message; raises RanksEnded after the last.
-    `make` turns a request's plain data into requests."""
+    `make` turns what `_pack` returned into requests."""
 
-    is_shared = True
-    make: Callable[[Mapping[str, Any]], list[LlmRequest]]
+    make: Callable[[Sequence[Any]], list[LlmRequest]]
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
         self._communicator = communicator
+        self._num_taken = 0
 
-    def take(self) -> tuple[list[LlmRequest], list[int]]:
-        message = msgpack.unpackb(self._communicator.broadcast(b""))
+    def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
+        message = msgpack.unpackb(self._communicator.broadcast(b""), strict_map_key=False)
         if message == END:
             raise RanksEnded
-        return [each for spec in message["new"] for each in self.make(spec)], message["cancelled"]
+        self._num_taken += 1
+        new = [request for packed in message["new"] for request in self.make(packed)]
+        return new, dict(message["cancelled"])
+
+    def all_failed(self, failure: str) -> bool:
+        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
+
+
+def _pack(requests: Sequence[LlmRequest]) -> list[Any]:
+    """A prompt's requests, their stop strings and their compiled grammar."""
+    stop, grammar = requests[0].stop_options, requests[0].grammar
+    return [
+        pack_requests(requests),
+        None if stop is None else asdict(stop),
+        None if grammar is None else grammar.compiled.serialize_json(),
+    ]
 
 
 def queue_of(communicator: Communicator) -> RequestQueue:

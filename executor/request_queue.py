@@ -2,8 +2,7 @@
 takes them between rounds."""
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from tllm_spec.executor.request import LlmRequest
 
@@ -16,25 +15,24 @@ class RequestQueue:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._new: list[LlmRequest] = []
-        self._cancelled: list[int] = []
+        self._cancelled: dict[int, str] = {}  # with the finish reason
         self._calls: list[Call] = []
         self._open = True  # until the executor's thread has ended
         self._closed = False
 
-    is_shared = False  # with other ranks
-
-    def put(self, requests: list[LlmRequest], spec: Mapping[str, Any] | None = None) -> bool:
-        """Queues requests. False when the executor has ended and will never take them. spec: the
-        requests as plain data, for other ranks."""
+    def put(self, requests: list[LlmRequest]) -> bool:
+        """Queues the requests of one prompt. False when the executor has ended and will never take
+        them."""
         with self._changed:
             if self._open:
                 self._new += requests
                 self._changed.notify()
             return self._open
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int, reason: str = "cancelled") -> None:
+        """reason: what becomes the request's finish reason."""
         with self._changed:
-            self._cancelled.append(request_id)
+            self._cancelled[request_id] = reason
             self._changed.notify()
 
     def put_call(self, call: Call) -> bool:
@@ -45,14 +43,14 @@ class RequestQueue:
                 self._changed.notify()
             return self._open
 
-    def take(self) -> tuple[list[LlmRequest], list[int]]:
-        """New requests and ids of cancelled ones. Takes no lock when there are none, which is the
-        common case of a busy loop."""
+    def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
+        """New requests, and the finish reasons of cancelled ones by their ids. Takes no lock when
+        there are none, which is the common case of a busy loop."""
         if not self._new and not self._cancelled:
-            return [], []
+            return [], {}
         with self._changed:
             taken = self._new, self._cancelled
-            self._new, self._cancelled = [], []
+            self._new, self._cancelled = [], {}
             return taken
 
     def take_calls(self, *, last: bool = False) -> list[Call]:
@@ -69,6 +67,10 @@ class RequestQueue:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def all_failed(self, failure: str) -> bool:
+        """After a round that raised: whether it did on every rank, so that all can recover."""
+        return True
 
     def end(self, failure: str | None) -> None:
         """The executor has ended."""

@@ -12,6 +12,7 @@ from operator import attrgetter
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.request_limits import Capacity
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
@@ -44,6 +45,13 @@ class Scheduler:
     ) -> None:
         """resources: every manager that a running request occupies, slots and kv included."""
         self.limits = limits
+        self.capacity = Capacity(
+            num_pages=kv.num_usable,
+            page_size=kv.cache.page_size,
+            overshoot=limits.overshoot,
+            max_num_tokens=limits.max_num_tokens,
+            chunked_prefill=limits.chunked_prefill,
+        )
         self.waiting: list[LlmRequest] = []
         self.running: list[LlmRequest] = []
         self.num_preemptions = 0
@@ -215,19 +223,7 @@ class Scheduler:
 
     def check_can_ever_run(self, request: LlmRequest) -> None:
         """Raises ValueError if not even an empty engine could run the request. Thread-safe."""
-        needed = self._kv.pages_for(self._last_token(request))
-        if needed > self._kv.num_usable:
-            raise ValueError(
-                f"the request may need {needed} KV pages (prompt {request.prompt_len} + max_tokens "
-                f"{request.max_tokens} tokens) and the cache has {self._kv.num_usable}; lower "
-                "max_tokens or raise kv_cache_config.max_tokens"
-            )
-        if request.prompt_len > self.limits.max_num_tokens and not self.limits.chunked_prefill:
-            raise ValueError(
-                f"the prompt has {request.prompt_len} tokens and max_num_tokens is "
-                f"{self.limits.max_num_tokens}; raise max_num_tokens or set "
-                "enable_chunked_prefill"
-            )
+        self.capacity.check(request.prompt_len, request.max_tokens)
 
     def _rank(self, request: LlmRequest) -> tuple[float, int]:
         return (-request.priority if self.limits.by_priority else 0.0, request.arrival)

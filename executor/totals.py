@@ -48,7 +48,7 @@ class Totals:
         self._by_finish_reason: Counter[str] = Counter()
         self._ended = _Tokens()
         self._num_changes = 0
-        self._latest_draft_len: int | None = None
+        self.latest_draft_len: int | None = None
         self.latest_batch_size = 0  # of generating requests
 
     def add_round(
@@ -58,9 +58,9 @@ class Totals:
         seconds: None for a round whose time is not comparable."""
         if not num_requests:
             return
-        if self._latest_draft_len not in (None, draft_len):
+        if self.latest_draft_len not in (None, draft_len):
             self._num_changes += 1
-        self._latest_draft_len, self.latest_batch_size = draft_len, num_requests
+        self.latest_draft_len, self.latest_batch_size = draft_len, num_requests
         row = self._by_draft_len.setdefault(draft_len, DraftLenTotals())
         row.rounds += 1
         row.request_rounds += num_requests
@@ -68,6 +68,11 @@ class Totals:
         if seconds is not None:
             row.timed_rounds += 1
             row.seconds += seconds
+
+    def decoded(self) -> tuple[int, int]:
+        """Rounds, counted once for each request in them, and the tokens that they emitted."""
+        rows = self._by_draft_len.values()
+        return sum(row.request_rounds for row in rows), sum(row.emitted_tokens for row in rows)
 
     def add_end(self, request: LlmRequest) -> None:
         assert request.finish_reason is not None
@@ -91,6 +96,6 @@ class Totals:
             "draft_len_changes": self._num_changes,
             "latest_round": {
                 "batch_size": self.latest_batch_size,
-                "draft_len": self._latest_draft_len,
+                "draft_len": self.latest_draft_len,
             },
         }

@@ -57,6 +57,10 @@ class Worker:
             raise RuntimeError(
                 "the executor's thread cannot wait for itself: this is called from inside a round"
             )
+        return self.submit(function).result()
+
+    def submit(self, function: Callable[[], Result]) -> Future[Result]:
+        """The same without waiting. Raises RuntimeError if the executor has ended."""
         answer: Future[Result] = Future()
 
         def run() -> None:
@@ -70,7 +74,7 @@ class Worker:
 
         if not self._queue.put_call(run):
             raise RuntimeError(self.why_ended)
-        return answer.result()
+        return answer
 
     @property
     def why_ended(self) -> str:
@@ -80,6 +84,12 @@ class Worker:
             if self.failure
             else "the executor has been shut down"
         )
+
+    def fail(self, reason: str) -> None:
+        """The executor cannot go on, and may wait in a round for ever: all requests fail. From any
+        thread."""
+        self.failure = reason
+        self._on_end(reason)
 
     def wait_until_idle(self) -> None:
         self._idle.wait()
@@ -98,7 +108,7 @@ class Worker:
             self._round()
         except BaseException as error:  # process border: nothing above could report it
             logger.exception("the executor died")
-            self.failure = described(error)
+            self.failure = self.failure or described(error)
         finally:
             self._ended = True
             self._run_calls(last=True)
@@ -115,18 +125,19 @@ class Worker:
         try:
             return self._executor.step()
         except BaseException as error:  # process border: other requests go on
-            if self._queue.is_shared:  # other ranks may have had no error, and wait for this one
+            if not self._queue.all_failed(described(error)):
                 raise
             logger.exception("a round failed")
-            self._recover(error)
+            recover(self._executor, error)
             return True
 
-    def _recover(self, error: BaseException) -> None:
-        """Recovery reads the round in flight, which may raise, too."""
-        try:
-            self._executor.recover(error)
-        except BaseException as another:  # process border, as above
-            if another is error:
-                raise
-            logger.exception("the round in flight failed, too")
-            self._executor.recover(another)
+
+def recover(executor: PyExecutor, error: BaseException) -> None:
+    """After a round that raised. Recovery reads the round in flight, which may raise, too."""
+    try:
+        executor.recover(error)
+    except BaseException as another:  # process border, as above
+        if another is error:
+            raise
+        logger.exception("the round in flight failed, too")
+        executor.recover(another)

@@ -9,13 +9,18 @@ a chunk, in the middle of another one or in a verified window.
 A launch is over tiles: consecutive tokens of one request with all query heads of one KV head. Tiles
 always have the same shape and are mostly empty for a single token. With few tiles the splits are
 spread over programs; with many they are iterations of one program's loop. Both do the same
-operations in the same order."""
+operations in the same order.
+
+A row of a draft tree takes its keys in the order of its path: the keys before the tree's region,
+then its ancestors, then itself. So it has the bits of the same token in a chain, whatever the tree.
+A tile's tokens share the blocks before the region; the others are loaded for each token."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention import plain_window_attention
 
@@ -36,10 +41,13 @@ class QueryTiles:
     """The tiles of a launch."""
 
     table: torch.Tensor
-    """`[4, N]` int32, on the device. Of each tile: its first row of q, the position of that token,
-    its number of tokens (at most `tokens_per_tile`), its row of the block tables."""
+    """`[4, N]` int32, on the device. Of each tile: its first row of q, the position of that token
+    (of trees: the index of their region's first key), its number of tokens (at most
+    `tokens_per_tile`), its row of the block tables."""
     max_tokens: int
     """Tokens of the largest tile."""
+    paths: TreePaths | None = None
+    """Of the rows of q, if all of them are rows of trees."""
 
     @classmethod
     def of_chunk(
@@ -69,6 +77,16 @@ class QueryTiles:
         )
         table = torch.stack([part.expand(len(kv_lens), len(offsets)) for part in parts]).flatten(1)
         return cls(table, min(window, size))
+
+    @classmethod
+    def of_trees(
+        cls, kv_lens: torch.Tensor, mask: TreeMask, request: int, size: int
+    ) -> "QueryTiles":
+        """The rows of trees of B requests with `kv_lens` `[B]` tokens. Their rows of q start at 0,
+        those of the block tables at `request`."""
+        windows = cls.of_windows(0, kv_lens, mask.bits.shape[1], request, size)
+        windows.table[1].view(len(kv_lens), -1).copy_((kv_lens - mask.length).unsqueeze(1))
+        return cls(windows.table, windows.max_tokens, TreePaths.of(mask))
 
     @staticmethod
     def joined(parts: "list[QueryTiles]") -> "QueryTiles":
@@ -105,7 +123,7 @@ def batch_invariant_attention(
     scale: float,
     results: SplitResults,
 ) -> torch.Tensor:
-    """Each query attends to the keys of its request up to its own position.
+    """Each query attends to the keys of its request up to its own position, or to its path.
 
     Keys after a tile's last token or beyond the block table are never read. A query before position
     0, which only a row of graph padding can have, gives zeros.
@@ -148,7 +166,8 @@ def launch_attention(
     assert q.stride(2) == 1 and layer.is_contiguous() and block_tables.stride(1) == 1
     assert tiles.table.is_contiguous() and tiles.table.dtype == torch.int32
     (num_rows, heads, head_dim), (page_size, kv_heads) = q.shape, layer.shape[2:4]
-    group, num_tiles = heads // kv_heads, tiles.table.shape[1]
+    group, num_tiles, paths = heads // kv_heads, tiles.table.shape[1], tiles.paths
+    own_paths = (None, None, 0) if paths is None else (paths.keys, paths.lens, paths.mask.length)
     max_len = block_tables.shape[1] * page_size
     lengths = (max_len, -(-max_len // SPLIT_KEYS), num_tiles)
     output = q.new_empty(num_rows, heads * head_dim)
@@ -161,10 +180,11 @@ def launch_attention(
         results.outputs if results else output,
         results.log_sums if results else None,
         scale * math.log2(math.e),
-        *(*q.stride()[:2], layer.stride(0), block_tables.stride(0), *lengths),
+        *(*q.stride()[:2], layer.stride(0), block_tables.stride(0), *lengths, *own_paths),
         GROUP=group,
         KV_HEADS=kv_heads,
         PAGE_SIZE=page_size,
+        TREE=paths is not None,
         SPREADS=results is not None,
         WIDEN=q.device.type == "cpu",  # the interpreter cannot multiply bfloat16
         BLOCK_M=max(TILE_ROWS, 1 << (group - 1).bit_length()),
@@ -175,7 +195,9 @@ def launch_attention(
     )
     if results is not None:
         join_kernel[(heads, tiles.max_tokens, num_tiles)](
-            *(results.outputs, results.log_sums, tiles.table, output, *lengths), **fixed
+            *(results.outputs, results.log_sums, tiles.table, output, *lengths, own_paths[1]),
+            TREE=paths is not None,
+            **fixed,
         )
     return output
 
@@ -189,6 +211,8 @@ def plain_batch_invariant_attention(
 ) -> torch.Tensor:
     """Reference of `batch_invariant_attention` with another order of sums. Computes each token as a
     window of its own."""
+    if tiles.paths is not None:
+        return _plain_trees(q, layer, block_tables, tiles, tiles.paths.mask, scale)
     first, start, count, request = tiles.table.long()
     owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
     offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
@@ -198,3 +222,18 @@ def plain_batch_invariant_attention(
         q[rows, None], layer, block_tables[request[owner]], lengths, scale
     )
     return torch.empty_like(found[:, 0]).index_copy_(0, rows, found[:, 0])
+
+
+def _plain_trees(
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    mask: TreeMask,
+    scale: float,
+) -> torch.Tensor:
+    batch = len(mask.bits)
+    _, start, _, request = tiles.table.view(4, batch, -1)[:, :, 0]
+    windows, kv_lens = q.view(batch, -1, *q.shape[1:]), start + mask.length
+    found = plain_window_attention(windows, layer, block_tables[request], kv_lens, scale, mask)
+    return found.flatten(0, 1)

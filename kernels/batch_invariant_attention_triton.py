@@ -10,6 +10,98 @@ change none of its bits: the row's maximum stays, so its decay is 2**0 = 1, and 
 import triton
 import triton.language as tl
 
+_LENGTHS = ["max_len", "num_splits", "num_tiles"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_block(
+    top: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    queries: tl.tensor,
+    layer: tl.tensor,
+    table: tl.tensor,
+    kv_head: tl.tensor,
+    indices: tl.tensor,
+    own: tl.tensor,
+    seen: tl.tensor,
+    log2_scale: tl.tensor,
+    value_offset: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The state of the online softmax after one block more: the keys at `indices` `[N]` of the
+    request if `own` `[N]`. seen: `[R, N]`."""
+    dims = tl.arange(0, BLOCK_D)
+    pages = tl.load(table + indices // PAGE_SIZE, mask=own, other=0)
+    # A pool may have more than 2**31 elements.
+    slots = pages.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
+    pointers = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+    # Values after the end may be NaN, and 0 * NaN is NaN, so they must be loaded as zeros.
+    present = own[:, None] & (dims < HEAD_DIM)[None, :]
+    keys = tl.load(pointers, mask=present, other=0.0).to(queries.dtype)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
+    scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(top - base)
+    values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
+    total = total * decay + tl.sum(weights, 1)
+    mixed = tl.dot(
+        weights.to(queries.dtype), values, mixed * decay[:, None], input_precision="ieee"
+    )
+    return new_top, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_paths(
+    top: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    queries: tl.tensor,
+    layer: tl.tensor,
+    table: tl.tensor,
+    kv_head: tl.tensor,
+    tokens: tl.tensor,
+    paths: tl.tensor,
+    path_lens: tl.tensor,
+    region: tl.tensor,
+    first_row: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    log2_scale: tl.tensor,
+    value_offset: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The state after the blocks at `first` to `end`, which have keys of the tree's region:
+    position start + i of a row is key i of its path. A token's update changes its own rows only."""
+    for block in tl.range(first, end, BLOCK_N):
+        key_positions = block + tl.arange(0, BLOCK_N)
+        in_region = key_positions >= start
+        for token in tl.range(0, count):
+            row = (first_row + token).to(tl.int64)
+            own = key_positions < tl.minimum(start + tl.load(path_lens + row), end)
+            path = paths + row * region + (key_positions - start)
+            keys = start + tl.load(path, mask=own & in_region, other=0)
+            new_top, new_total, new_mixed = _add_block(
+                top, total, mixed, queries, layer, table, kv_head,
+                tl.where(in_region, keys, key_positions), own, own[None, :], log2_scale,
+                value_offset, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D,
+            )  # fmt: skip
+            is_own = tokens == token
+            top, total = tl.where(is_own, new_top, top), tl.where(is_own, new_total, total)
+            mixed = tl.where(is_own[:, None], new_mixed, mixed)
+    return top, total, mixed
+
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
@@ -18,10 +110,18 @@ def _attend(
     layer: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
+    tokens: tl.tensor,
+    paths: tl.tensor,
+    path_lens: tl.tensor,
+    region: tl.tensor,
+    first_row: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
     log2_scale: tl.tensor,
     value_offset: tl.tensor,
+    TREE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -31,33 +131,26 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor]:
     """One split, the keys at positions `first` to `end`: each row's weighted mean of the values,
     and log2 of the sum of its weights."""
-    dims = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(first, end, BLOCK_N):
-        key_positions = start + tl.arange(0, BLOCK_N)
-        own = key_positions < end
-        pages = tl.load(table + key_positions // PAGE_SIZE, mask=own, other=0)
-        # A pool may have more than 2**31 elements.
-        slots = pages.to(tl.int64) * PAGE_SIZE + key_positions % PAGE_SIZE
-        pointers = layer + (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-        # Values after the end may be NaN, and 0 * NaN is NaN, so they must be loaded as zeros.
-        present = own[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(pointers, mask=present, other=0.0).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
+    common_end = end
+    if TREE:  # blocks without keys of the region
+        common_end = tl.minimum(end, tl.maximum(start // BLOCK_N * BLOCK_N, first))
+    for block in tl.range(first, common_end, BLOCK_N):
+        key_positions = block + tl.arange(0, BLOCK_N)
+        own = key_positions < common_end
         seen = own[None, :] & (key_positions[None, :] <= positions[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
-        values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
-        total = total * decay + tl.sum(weights, 1)
-        mixed = tl.dot(
-            weights.to(queries.dtype), values, mixed * decay[:, None], input_precision="ieee"
-        )
-        top = new_top
+        top, total, mixed = _add_block(
+            top, total, mixed, queries, layer, table, kv_head, key_positions, own, seen,
+            log2_scale, value_offset, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_D,
+        )  # fmt: skip
+    if TREE:
+        top, total, mixed = _add_paths(
+            top, total, mixed, queries, layer, table, kv_head, tokens, paths, path_lens, region,
+            first_row, count, start, common_end, end, log2_scale, value_offset,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     mean = tl.div_rn(mixed, tl.where(total == 0.0, 1.0, total)[:, None])
     return mean, top + tl.log2(total)
 
@@ -78,9 +171,17 @@ def _attend_all(
     layer: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
+    tokens: tl.tensor,
+    paths: tl.tensor,
+    path_lens: tl.tensor,
+    region: tl.tensor,
+    first_row: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
     length: tl.tensor,
     log2_scale: tl.tensor,
     value_offset: tl.tensor,
+    TREE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -95,9 +196,9 @@ def _attend_all(
     mean = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in tl.range(0, length, SPLIT_KEYS):
         own, log_sum = _attend(
-            queries, positions, layer, table, kv_head, first,
-            tl.minimum(first + SPLIT_KEYS, length), log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            queries, positions, layer, table, kv_head, tokens, paths, path_lens, region, first_row,
+            count, start, first, tl.minimum(first + SPLIT_KEYS, length), log2_scale, value_offset,
+            TREE, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         top, decay, weight = _join(top, log_sum)
         total = total * decay + weight
@@ -106,12 +207,13 @@ def _attend_all(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["table_stride", "max_len", "num_splits", "num_tiles"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["table_stride", *_LENGTHS, "region"])  # type: ignore[untyped-decorator]  # triton has no types
 def attention_kernel(
     q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor,
     output: tl.tensor, log_sums: tl.tensor, log2_scale: tl.tensor,
     token_stride: tl.tensor, head_stride: tl.tensor, value_offset: tl.tensor,
     table_stride: tl.tensor, max_len: tl.tensor, num_splits: tl.tensor, num_tiles: tl.tensor,
+    paths: tl.tensor, path_lens: tl.tensor, region: tl.tensor, TREE: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPREADS: tl.constexpr, WIDEN: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -123,12 +225,17 @@ def attention_kernel(
     first_row, start = tl.load(tile), tl.load(tile + num_tiles)
     count = tl.load(tile + 2 * num_tiles)
     table = block_tables + tl.load(tile + 3 * num_tiles).to(tl.int64) * table_stride
-    length = tl.minimum(start + count, max_len)
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    tokens, lens = rows // GROUP, rows // GROUP + 1
+    if TREE:
+        lens = tl.load(path_lens + first_row + tokens, mask=tokens < count, other=0)
+        count_seen = tl.max(lens, 0)
+    else:
+        count_seen = count
+    length = tl.minimum(start + count_seen, max_len)
     if SPREADS and split * SPLIT_KEYS >= length:  # join_kernel skips it
         return
 
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    tokens = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     real = (tokens < count)[:, None] & (dims < HEAD_DIM)[None, :]
     token_offsets = (first_row + tokens).to(tl.int64)[:, None] * token_stride
@@ -139,23 +246,25 @@ def attention_kernel(
     out_rows = (first_row + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
     if SPREADS:
         mean, log_sum = _attend(
-            queries, start + tokens, layer, table, kv_head, split * SPLIT_KEYS,
+            queries, start + lens - 1, layer, table, kv_head, tokens, paths, path_lens, region,
+            first_row, count, start, split * SPLIT_KEYS,
             tl.minimum(split * SPLIT_KEYS + SPLIT_KEYS, length), log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            TREE, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
         )
         out_rows = out_rows * num_splits + split
         tl.store(log_sums + out_rows, log_sum, mask=tokens < count)
     else:
         mean = _attend_all(
-            queries, start + tokens, layer, table, kv_head, length, log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_D,
+            queries, start + lens - 1, layer, table, kv_head, tokens, paths, path_lens, region,
+            first_row, count, start, length, log2_scale, value_offset,
+            TREE, KV_HEADS, HEAD_DIM, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_D,
         )
     pointers = output + out_rows[:, None] * HEAD_DIM + dims[None, :]
     tl.store(pointers, mean.to(output.dtype.element_ty), mask=real)
 # fmt: on
 
 
-@triton.jit(do_not_specialize=["max_len", "num_splits", "num_tiles"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=_LENGTHS)  # type: ignore[untyped-decorator]  # triton has no types
 def join_kernel(
     means: tl.tensor,
     log_sums: tl.tensor,
@@ -164,6 +273,8 @@ def join_kernel(
     max_len: tl.tensor,
     num_splits: tl.tensor,
     num_tiles: tl.tensor,
+    path_lens: tl.tensor,
+    TREE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -178,7 +289,8 @@ def join_kernel(
     )
     if token >= count:
         return
-    length = tl.minimum(start + token + 1, max_len)
+    seen = tl.load(path_lens + first_row + token) if TREE else token + 1
+    length = tl.minimum(start + seen, max_len)
     row = (first_row + token).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     dims = tl.arange(0, BLOCK_D)
     real = dims < HEAD_DIM

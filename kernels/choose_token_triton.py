@@ -102,7 +102,7 @@ def gumbel_noise_triton(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _noise(
+def part_noise(
     seed: tl.tensor, position: tl.tensor, part: tl.tensor, domain: tl.constexpr, block: tl.constexpr
 ) -> tl.tensor:
     """Gumbel noise of one part's tokens, `[block]` float32. Philox runs once per four tokens."""
@@ -117,7 +117,7 @@ def _noise(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _noise_at(
+def noise_at(
     seed: tl.tensor, position: tl.tensor, tokens: tl.tensor, domain: tl.constexpr
 ) -> tl.tensor:
     """Gumbel noise of any token ids `[block]`. Philox runs once per token."""
@@ -176,9 +176,9 @@ def _choose_part(
             if cuts is not None:
                 values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
             if token_map is None:
-                values += _noise(seed, position, part, domain, block)
+                values += part_noise(seed, position, part, domain, block)
             else:
-                values += _noise_at(
+                values += noise_at(
                     seed, position, tl.load(token_map + tokens, mask=exists, other=0), domain
                 )
     is_nan = values != values
@@ -234,5 +234,5 @@ def _write_noise(
         tl.load(seeds + row * seeds_stride),
         tl.load(positions + row * positions_stride),
     )
-    values = _noise(seed, position, part, domain, block)
+    values = part_noise(seed, position, part, domain, block)
     tl.store(noise + row * num_tokens + tokens, values, mask=tokens < num_tokens)

@@ -1,4 +1,4 @@
-"""The tables that `slot_windows` updates."""
+"""The tables that `slot_windows` and `slot_trees` update."""
 
 from dataclasses import dataclass
 
@@ -22,4 +22,13 @@ class SyntheticRates:
     stride."""
 
     rates: torch.Tensor
+    seeds: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TreeRates:
+    """Synthetic acceptance of trees (`accept_tree_by_rates`). bounds `[>= D, R]` float64,
+    contiguous; seeds as above."""
+
+    bounds: torch.Tensor
     seeds: torch.Tensor

@@ -1,4 +1,5 @@
-"""Which keys the rows of a draft tree see: one bit for each row and key of the tree's region."""
+"""Which keys the rows of a draft tree see: one bit for each row and key of the tree's region, or
+the keys of each row's path in order."""
 
 from dataclasses import dataclass
 
@@ -38,3 +39,22 @@ class TreeMask:
         shifts = in_region.clamp(0, MAX_TREE_KEYS - 1).unsqueeze(1)
         bits = (self.bits.unsqueeze(2) >> shifts) & 1 != 0
         return (bits | (in_region < 0).unsqueeze(1)) & (in_region < self.length).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class TreePaths:
+    """The keys of the region that each row sees, in order: the row's path from the region's start
+    to the row itself."""
+
+    mask: TreeMask
+    keys: torch.Tensor
+    """`[B * R, length]` int32: indices into the region; after a row's path come other keys."""
+    lens: torch.Tensor
+    """`[B * R]` int32: keys of each path."""
+
+    @classmethod
+    def of(cls, mask: TreeMask) -> "TreePaths":
+        index = torch.arange(mask.length, device=mask.bits.device)
+        sees = (mask.bits.view(-1, 1) >> index) & 1
+        keys = (sees * -MAX_TREE_KEYS + index).argsort(1)  # the row's own first
+        return cls(mask, keys.to(torch.int32), sees.sum(1, dtype=torch.int32))

@@ -21,7 +21,8 @@
 // are read together use different banks.
 //
 // Compiler options define BFLOAT16 (otherwise float16), HEAD_DIM (64 or 128), ROW_TILES (of 16 rows
-// each), WARPS, DEPTH (tiles of a warp's ring) and CTAS (least number per multiprocessor).
+// each), WARPS, DEPTH (tiles of a warp's ring), CTAS (least number per multiprocessor) and TREE
+// (whether rows see the keys of a tree's region by their bits).
 
 #include "tensor_core.cuh"
 #include "window_stage.cuh"
@@ -258,30 +259,41 @@ __device__ inline void join_cluster(const Windows& w, const Part& part, const Su
     }
 }
 
+// Whether a row sees key `key` of the tree's region. bits: of the window's tokens.
+__device__ inline bool sees(const Windows& w, const i64* bits, int row, int key) {
+    return bits[min(row / w.group, w.window - 1)] >> key & 1;
+}
+
 __device__ inline void attend_to_pool(
-    const Part& part, Stream& stream, Mixture& mixture, const uint4* queries, float scale) {
+    const Windows& w, const Part& part, Stream& stream, Mixture& mixture, const uint4* queries,
+    const i64* bits) {
 #pragma unroll 1
     for (int block = stream.first; block < part.end_block; block += WARPS) {
         float scores[ROW_TILES][2][4];
         u32 weights[ROW_TILES][4];
         multiply_keys(scores, queries, stream.take(), stream.lane, KEYS - 1);
         const int num_present = part.num_old - block * KEYS;
-        if (num_present < KEYS)
-            hide(scores, stream.lane, [&](int, int column) { return column < num_present; });
-        mixture.weigh(scores, scale, weights);
+        const int num_common = TREE ? num_present - w.offset : num_present;
+        if (num_common < KEYS)
+            hide(scores, stream.lane, [&](int row, int column) {
+                if (!TREE || column < num_common) return column < num_common;
+                return column < num_present && sees(w, bits, row, column - num_common);
+            });
+        mixture.weigh(scores, w.scale, weights);
         mixture.add(weights, stream.take(), stream.lane, KEYS - 1);
     }
 }
 
 __device__ inline void attend_to_window(
     const Windows& w, const Part& part, Mixture& mixture, const uint4* queries,
-    const uint4* own_keys, int lane) {
+    const uint4* own_keys, const i64* bits, int lane) {
     float scores[ROW_TILES][2][4];
     u32 weights[ROW_TILES][4];
     // Padding rows may have positions below 0.
     const int first = w.window - min(part.num_own, part.kv_len);
     multiply_keys(scores, queries, own_keys, lane, w.window - 1);
     hide(scores, lane, [&](int row, int column) {
+        if (TREE) return column < w.window && sees(w, bits, row, w.offset + column);
         return column >= first && column <= min(row / w.group, w.window - 1);
     });
     mixture.weigh(scores, w.scale, weights);
@@ -311,12 +323,15 @@ window_attention(const __grid_constant__ Windows w) {
     if (has_keys) {
         Mixture mixture;
         stage_window(w, part, queries, own_keys);
+        i64* bits = reinterpret_cast<i64*>(tops);  // until the sums are stored
+        if (TREE && threadIdx.x < w.window)
+            bits[threadIdx.x] = w.tree_bits[part.request * w.window + threadIdx.x];
         __syncthreads();
-        attend_to_pool(part, stream, mixture, queries, w.scale);
+        attend_to_pool(w, part, stream, mixture, queries, bits);
         // A warp that had the fewest blocks takes the window's own keys.
         const bool takes_window =
             part.has_window() && warp == (part.end_block - part.first_block) % WARPS;
-        if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, lane);
+        if (takes_window) attend_to_window(w, part, mixture, queries, own_keys, bits, lane);
         __syncthreads();  // the sums overwrite the rings
         sums.store(mixture, warp, lane);
         __syncthreads();

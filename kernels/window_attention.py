@@ -106,7 +106,7 @@ def window_attention(
     assert norm is None or norm.weight.is_contiguous()
     call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm)
     windows, layout = call.windows(), None
-    if tables.tree is None and serves(qkv, cos_sin, call.weights[0], layer):
+    if serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -122,6 +122,12 @@ class _Call:
     scale: float
     workspace: WindowWorkspace
     norm: HeadWeights | None
+
+    @property
+    def tree(self) -> tuple[torch.Tensor | None, int]:
+        """Bits and offset of the tree."""
+        tree = self.tables.tree
+        return (None, 0) if tree is None else (tree.bits, tree.offset)
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, float]:
@@ -142,18 +148,18 @@ class _Call:
 
 
 def _launch_cuda(call: _Call, windows: WindowSizes, layout: Layout) -> torch.Tensor:
-    (weights, eps), output = call.weights, call.output(windows)
-    tables, workspace = call.tables, call.workspace
+    (weights, eps), (tree_bits, offset) = call.weights, call.tree
+    tables, workspace, output = call.tables, call.workspace, call.output(windows)
     operands = Operands(
         *(call.qkv, call.cos_sin, weights, call.layer, output),
-        *(tables.block_tables, tables.kv_lens, tables.kv_slots, tables.num_padding),
+        *(tables.block_tables, tables.kv_lens, tables.kv_slots, tables.num_padding, tree_bits),
         *((None, None) if layout.in_clusters else (workspace.outputs, workspace.log_sums)),
     )
-    launch(operands, windows, layout, call.scale, eps)
+    launch(operands, windows, layout, call.scale, eps, offset)
     if not layout.in_clusters:
-        _reduce(
-            call, windows, Splits(layout.splits, layout.min_keys, True, False), BLOCK_KEYS, output
-        )
+        splits = Splits(layout.splits, layout.min_keys, True, False)
+        # The splits share all keys that were in the pool before, those of a tree's region too.
+        _reduce(call, windows, splits, BLOCK_KEYS, output, offset=0)
     return output
 
 
@@ -161,7 +167,7 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     from tllm_spec.kernels.window_attention_triton import attention_kernel
 
     qkv, layer, tables, workspace = call.qkv, call.layer, call.tables, call.workspace
-    tree = tables.tree
+    tree_bits, offset = call.tree
     output, log2_scale = call.output(windows), call.scale * math.log2(math.e)
     rows, block_d = windows.window * windows.group, power_of_two(windows.head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, power_of_two(rows)))
@@ -173,10 +179,10 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     attention_kernel[(num_tiles, windows.batch, splits.number)](
         *(qkv, call.cos_sin, *call.weights, layer, layer.stride(0), tables.kv_slots, *lengths),
         *(log2_scale, output, *partials, splits.number, splits.min_keys, tables.num_padding),
-        *((None, 0) if tree is None else (tree.bits, tree.offset)),
+        *(tree_bits, offset),
         **programmatic_launch(qkv.device),
-        TREE=tree is not None,
-        HAS_OFFSET=tree is not None and tree.offset > 0,
+        TREE=tree_bits is not None,
+        HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
         HAS_NORM=call.norm is not None,
         SPLITS=splits.number > 1,
@@ -194,18 +200,23 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
         num_stages=3,
     )
     if splits.number > 1:
-        _reduce(call, windows, splits, block_n, output)
+        _reduce(call, windows, splits, block_n, output, offset)
     return output
 
 
 def _reduce(
-    call: _Call, windows: WindowSizes, splits: Splits, block_n: int, output: torch.Tensor
+    call: _Call,
+    windows: WindowSizes,
+    splits: Splits,
+    block_n: int,
+    output: torch.Tensor,
+    offset: int,
 ) -> None:
-    """Joins the partial results of the splits, whose shares are whole blocks of `block_n` keys."""
+    """Joins the partial results of the splits. Their shares are whole blocks of `block_n` keys
+    without the window and the `offset` keys before it."""
     from tllm_spec.kernels.window_attention_triton import reduction_kernel
 
     heads, workspace, tables = windows.kv_heads * windows.group, call.workspace, call.tables
-    offset = 0 if tables.tree is None else tables.tree.offset
     rows = 8 if splits.are_rare and heads % 8 == 0 else 1
     reduction_kernel[(windows.batch * windows.window * heads // rows,)](
         *(workspace.outputs, workspace.log_sums, tables.kv_lens, output, windows.max_len),

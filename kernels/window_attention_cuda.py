@@ -174,6 +174,7 @@ class Operands:
     kv_lens: torch.Tensor
     kv_slots: torch.Tensor
     num_padding: torch.Tensor | None
+    tree_bits: torch.Tensor | None
     partials: torch.Tensor | None
     log_sums: torch.Tensor | None
 
@@ -188,27 +189,33 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("table_stride", "max_len", "window", "group", "kv_heads")
         ),
-        *((name, ctypes.c_int) for name in ("page_shift", "tiles", "splits", "min_keys")),
+        *((name, ctypes.c_int) for name in ("page_shift", "tiles", "splits", "min_keys", "offset")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
     )
 
 
 def launch(
-    operands: Operands, windows: WindowSizes, layout: Layout, scale: float, eps: float
+    operands: Operands,
+    windows: WindowSizes,
+    layout: Layout,
+    scale: float,
+    eps: float,
+    offset: int,
 ) -> None:
-    """scale: factor of the scores before the softmax; eps: of the norm."""
+    """scale: factor of the scores before the softmax; eps: of the norm; offset: of a tree."""
     device, page_size = operands.qkv.device.index or 0, operands.layer.shape[2]
     addresses = (None if one is None else one.data_ptr() for one in vars(operands).values())
     strides = operands.layer.stride(0), operands.block_tables.stride(0)
     argument = _Arguments(
         *(*addresses, *strides, windows.max_len, windows.window, windows.group, windows.kv_heads),
-        *(page_size.bit_length() - 1, windows.tiles, layout.splits, layout.min_keys),
+        *(page_size.bit_length() - 1, windows.tiles, layout.splits, layout.min_keys, offset),
         *(scale * math.log2(math.e), eps),
     )
     program, cluster = layout.program, layout.splits if layout.in_clusters else 1
     shared = shared_bytes(windows, cluster, program.warps, program.depth)
     shape = nvrtc.Launch(windows.tiles * layout.splits, 32 * program.warps, cluster, shared)
-    source = Source(operands.qkv.dtype, windows.head_dim, windows.row_tiles)
+    in_tree = operands.tree_bits is not None
+    source = Source(operands.qkv.dtype, windows.head_dim, windows.row_tiles, in_tree)
     kernel = _kernels(device, source, programs_of(windows))[program]
     kernel.launch(shape, torch.cuda.current_stream(device).cuda_stream, argument)
 
@@ -220,12 +227,14 @@ class Source:
     dtype: torch.dtype
     head_dim: int
     row_tiles: int
+    in_tree: bool
 
     def macros(self, program: Program) -> tuple[tuple[str, int], ...]:
         return (
             ("BFLOAT16", self.dtype == torch.bfloat16),
             ("HEAD_DIM", self.head_dim),
             ("ROW_TILES", self.row_tiles),
+            ("TREE", self.in_tree),
             ("WARPS", program.warps),
             ("DEPTH", program.depth),
             ("CTAS", program.ctas),

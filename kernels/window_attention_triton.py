@@ -76,6 +76,26 @@ def _is_set(bits: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _seen(
+    bits: tl.tensor,
+    offset: tl.tensor,
+    window_rows: tl.tensor,
+    num_own: tl.tensor,
+    kv_len: tl.tensor,
+    WINDOW: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    TREE: tl.constexpr,
+) -> tl.tensor:
+    """Which of the window's own keys each row sees, `[R, BLOCK_W]`."""
+    new = tl.arange(0, BLOCK_W)[None, :]
+    if TREE:
+        return (new < WINDOW) & _is_set(bits, offset + tl.arange(0, BLOCK_W))
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        first_own = WINDOW - tl.minimum(num_own, kv_len)  # padding may have positions below 0
+        return (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
     top: tl.tensor,
     total: tl.tensor,
@@ -121,6 +141,47 @@ def _attend(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _attend_to_pool(
+    queries: tl.tensor,
+    bits: tl.tensor,
+    layer: tl.tensor,
+    table: tl.tensor,
+    kv_head: tl.tensor,
+    first: tl.tensor,
+    share: tl.tensor,
+    num_old: tl.tensor,
+    region_end: tl.tensor,
+    is_last: tl.tensor,
+    log2_scale: tl.tensor,
+    value_offset: tl.tensor,
+    HAS_OFFSET: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The state of `_add_keys` after a split's share of the keys in the pool: from `first` on, and
+    for the last split also the keys `num_old` to `region_end` of a tree's region."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top, total, mixed = _attend(
+        top, total, mixed, queries, bits, layer, table, kv_head, first,
+        tl.minimum(first + share, num_old), log2_scale, value_offset,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, False, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    if HAS_OFFSET:
+        top, total, mixed = _attend(
+            top, total, mixed, queries, bits, layer, table, kv_head, num_old,
+            tl.where(is_last, region_end, num_old), log2_scale, value_offset,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, True, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    return top, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _num_own(
     num_padding: tl.tensor, request: tl.tensor, WINDOW: tl.constexpr, PADDED: tl.constexpr
 ) -> tl.tensor:
@@ -135,20 +196,16 @@ def _num_own(
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _shares(
     kv_len: tl.tensor,
-    num_own: tl.tensor,
+    num_last: tl.tensor,
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
-    offset: tl.tensor,
-    HAS_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Number of keys that were in the pool before (without `offset` keys of a tree's region), a
-    split's share of them in whole blocks, and the number of splits that have a share. The last of
-    these also has the region and the window."""
-    if HAS_OFFSET:
-        num_own += offset
-    num_old = tl.minimum(tl.maximum(kv_len - num_own, 0), max_len)
+    """Number of keys before the last `num_last`, a split's share of them in whole blocks, and the
+    number of splits that have a share. The last of these also has the last keys: the window's own,
+    and those before it in a tree's region."""
+    num_old = tl.minimum(tl.maximum(kv_len - num_last, 0), max_len)
     number = tl.minimum(tl.maximum((num_old - 1) // min_keys, 1), num_splits)
     share = tl.cdiv(tl.maximum(tl.cdiv(num_old, number), 1), BLOCK_N) * BLOCK_N
     return num_old, share, tl.maximum(tl.cdiv(num_old, share), 1)
@@ -226,16 +283,14 @@ def attention_kernel(
     # Lengths are older than the projection (programmatic_launch.py); L1 may hold stale ones.
     kv_len = tl.load(kv_lens + request, cache_modifier=".cg")
     num_own = _num_own(num_padding, request, WINDOW, PADDED)
-    num_old, share, num_used = _shares(
-        kv_len, num_own, max_len, num_splits, min_keys, offset, HAS_OFFSET, BLOCK_N
-    )
+    num_last = num_own + offset if HAS_OFFSET else num_own
+    num_old, share, num_used = _shares(kv_len, num_last, max_len, num_splits, min_keys, BLOCK_N)
     if split >= num_used:  # the reduction skips it; the first split never returns here
         return
     wait_for_previous(PDL)
 
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
-    kv_head = tile % KV_HEADS
-    dims = tl.arange(0, BLOCK_D)
+    kv_head, dims = tile % KV_HEADS, tl.arange(0, BLOCK_D)
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
     real_rows = rows < WINDOW * GROUP
     real = real_rows[:, None] & (dims < HEAD_DIM)[None, :]
@@ -244,36 +299,20 @@ def attention_kernel(
         qkv, cos_sin, norm_weights, eps, tokens, heads, real_rows,
         HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D,
     ).to(dot_type)
-    bits = tree_bits
-    if TREE:
-        bits = tl.load(tree_bits + request * WINDOW + rows // GROUP, mask=real_rows, other=0)
-    first = split * share
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    top, total, mixed = _attend(
-        top, total, mixed, queries, bits, layer, block_tables + request * table_stride, kv_head,
-        first, tl.minimum(first + share, num_old), log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, False, BLOCK_N, BLOCK_D,
+    bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
+    is_last = split == num_used - 1
+    top, total, mixed = _attend_to_pool(
+        queries, bits, layer, block_tables + request * table_stride, kv_head, split * share, share,
+        num_old, tl.minimum(num_old + offset, max_len), is_last, log2_scale, value_offset,
+        HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
     )
-    if split == num_used - 1:
-        if HAS_OFFSET:
-            top, total, mixed = _attend(
-                top, total, mixed, queries, bits, layer, block_tables + request * table_stride,
-                kv_head, num_old, tl.minimum(num_old + offset, max_len), log2_scale, value_offset,
-                KV_HEADS, HEAD_DIM, PAGE_SIZE, True, BLOCK_N, BLOCK_D,
-            )
+    if is_last:
         keys, values = _window_keys(
             qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, request,
             kv_head, HAS_NORM, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
         )
         scores = tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale
-        new = tl.arange(0, BLOCK_W)[None, :]
-        if TREE:
-            seen = (new < WINDOW) & _is_set(bits, offset + tl.arange(0, BLOCK_W))
-        else:
-            first_seen = WINDOW - tl.minimum(num_own, kv_len)  # padding may be before position 0
-            seen = (new <= (rows // GROUP)[:, None]) & (new < WINDOW) & (new >= first_seen)
+        seen = _seen(bits, offset, rows // GROUP, num_own, kv_len, WINDOW, BLOCK_W, TREE)
         scores = tl.where(seen, scores, float("-inf"))
         top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -320,9 +359,8 @@ def reduction_kernel(
         tl.load(kv_lens + request, cache_modifier=".cg"),
         _num_own(num_padding, request, WINDOW, PADDED),
     )
-    _, _, num_used = _shares(
-        kv_len, num_own, max_len, num_splits, min_keys, offset, HAS_OFFSET, BLOCK_N
-    )
+    num_last = num_own + offset if HAS_OFFSET else num_own
+    _, _, num_used = _shares(kv_len, num_last, max_len, num_splits, min_keys, BLOCK_N)
     wait_for_previous(PDL)
     if num_used == 1:  # the attention kernel wrote the output
         return

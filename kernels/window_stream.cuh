@@ -25,10 +25,11 @@ struct Windows {
     const u16 *qkv, *cos_sin, *norm_weight;
     u16 *layer, *out;
     const int *block_tables, *kv_lens;
-    const i64 *kv_slots, *num_padding;
+    const i64 *kv_slots, *num_padding, *tree_bits;
     float *partials, *log_sums;  // null if the splits of a tile form a cluster
     i64 value_offset;
     int table_stride, max_len, window, group, kv_heads, page_shift, tiles, splits, min_keys;
+    int offset;  // keys of a tree's region before the window
     float scale, eps;
 
     __device__ bool in_clusters() const { return partials == nullptr; }

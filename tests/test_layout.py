@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("executor", "kernels")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-# Request intake and the worker's main: the only places that may turn any fault into an answer.
+# The worker's main and calls of users' programs: only these may turn any fault into an answer.
 BORDERS = {
     "executor/worker.py",
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
-    "tllm_spec/server/app.py",
+    "tllm_spec/server/chat_prompt.py",  # runs the model's chat template
     "tllm_spec/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }
 
@@ -29,13 +29,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples", "tllm_spec.llmapi"),
     ("tllm_spec.bench", "tllm_spec.server"),
     ("tllm_spec.llm",),
-    ("tllm_spec.ranks",),
+    ("tllm_spec.ranks", "tllm_spec.intake"),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",
         "tllm_spec.prompts",
         "tllm_spec.grammars",
-        "tllm_spec.request_factory",
     ),
     ("tllm_spec.stop_strings",),
     ("tllm_spec.executor.worker",),
@@ -71,11 +70,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.response",
         "tllm_spec.executor.request_queue",
         "tllm_spec.executor.totals",
+        "tllm_spec.executor.request_wire",
     ),
     ("tllm_spec.executor.request", "tllm_spec.executor.rounds.result_ring"),
     (
         "tllm_spec.executor.decoding_rules",
         "tllm_spec.executor.graphs.eager_timing",
+        "tllm_spec.executor.request_limits",
         "tllm_spec.executor.faults",
         "tllm_spec.executor.rounds.round_clock",
         "tllm_spec.executor.rounds.transfer",
@@ -89,6 +90,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.kernels", "tllm_spec.distributed"),
     ("tllm_spec.config", "tllm_spec.tokenizer", "tllm_spec.grammar_compiler"),
     ("tllm_spec.speculative_config", "tllm_spec.sampling_params", "tllm_spec.outputs"),
+    ("tllm_spec.draft_tree_config",),
     ("tllm_spec.speculative_base",),
     ("tllm_spec.adaptive_config",),
     (

@@ -89,6 +89,11 @@ def test_a_bad_word_outside_the_vocabulary_is_refused_by_name(llm: LLM) -> None:
         llm.generate("import os", SamplingParams(bad_token_ids=[99999]))
 
 
+def test_a_lone_surrogate_in_a_stop_string_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"stop: character 1 is U\+D800"):
+        llm.generate("a", SamplingParams(stop=["x", "a\ud800"]))
+
+
 def test_a_lone_surrogate_in_a_bad_word_is_refused_and_affects_no_other_request(llm: LLM) -> None:
     bad = SamplingParams(bad=["a", "b\ud800"])
     sentence = "bad: character 1 is U+D800, one half of a surrogate pair"

@@ -247,6 +247,23 @@ class LlmArgs(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _check_ranks(self) -> LlmArgs:
+        if self.tensor_parallel_size == 1:
+            return self
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            raise ValueError(
+                f"tensor_parallel_size = {self.tensor_parallel_size}: the other processes cannot "
+                "get a tokenizer object; a folder is accepted"
+            )
+        spec = self.speculative_config
+        if spec is not None and not spec.serves_ranks:
+            raise ValueError(
+                f"tensor_parallel_size = {self.tensor_parallel_size} is not served with "
+                f"{spec.decoding_type}: its code might draft differently in each process"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_deterministic(self) -> LlmArgs:
         if not self.deterministic:
             return self

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
 
 
 class GrammarState:
-    """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's.
-    After the grammar's end (a stop token that did not end the text) every token is allowed."""
+    """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's, of
+    the grammar `compiled`. After the grammar's end (a stop token that did not end the text) every
+    token is allowed."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, compiled: Any = None) -> None:
         self._matcher = matcher
+        self.compiled = compiled
         self._num_read = 0  # output tokens
 
     def read(self, tokens: list[int], prompt_len: int) -> None:
@@ -48,6 +50,18 @@ class DraftNodes:
         self.tokens = tokens
         self.first_child = first_child
         self.next_sibling = next_sibling
+
+    @classmethod
+    def tree(cls, tokens: Tensor, parents: list[int]) -> DraftNodes:
+        """parents: of each node, an earlier one; -1 for the root and for nodes without any."""
+        import torch
+
+        first_child, next_sibling = [-1] * len(parents), [-1] * len(parents)
+        for node in range(len(parents) - 1, 0, -1):
+            if parents[node] >= 0:
+                next_sibling[node] = first_child[parents[node]]
+                first_child[parents[node]] = node
+        return cls(tokens, torch.tensor(first_child), torch.tensor(next_sibling))
 
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftNodes:

@@ -7,32 +7,25 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, NoReturn, cast
 
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.build import build_executor
-from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
-from tllm_spec.grammars import Grammars
+from tllm_spec.intake import Intake, Params
 from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.option_checks import refuse_not_served
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.prompts import Prompt, PromptReader, is_single
-from tllm_spec.ranks import join_ranks
-from tllm_spec.request_factory import RequestFactory, RequestSpec
+from tllm_spec.prompts import Prompt, is_single
+from tllm_spec.ranks import build_together, join_ranks
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
 from tllm_spec.tokenizer import Tokenizer, load_tokenizer
-
-Params = SamplingParams | Mapping[str, Any] | None
 
 logger = logging.getLogger(__name__)
 
@@ -51,38 +44,16 @@ class LLM:
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.tokenizer = _tokenizer(self.args)
         self._results = Results()
-        self._communicator = join_ranks(self.args)
-        built = build_executor(self.args, self.tokenizer, self._results.respond, self._communicator)
+        self._communicator = communicator = join_ranks(self.args)
+        built = build_together(self.args, self.tokenizer, self._results.respond, communicator)
         self.model_config = built.model_config
-        self.max_seq_len = built.max_seq_len
-        self._factory = RequestFactory(
-            self.tokenizer,
-            built.model_config,
-            built.max_seq_len,
-            built.max_draft_len,
-            built.new_pause,
-        )
+        self.max_seq_len = built.limits.max_seq_len
         self._queue = built.queue
         self._executor = built.executor
-        self._check_can_run: Callable[[LlmRequest], None] = (
-            built.executor.scheduler.check_can_ever_run
-        )
-        self._prompts = PromptReader(
-            self.tokenizer,
-            vocab_size=self.model_config.vocab_size,
-            max_seq_len=self.max_seq_len,
-            max_input_len=self.args.max_input_len,
-        )
-        self._grammars = Grammars(
-            self.args.guided_decoding_backend,
-            self.tokenizer,
-            self.model_config.vocab_size,
-            self._factory.end_ids,
-        )
-        self._lock = threading.Lock()
-        self._ids = count(1)
+        self._intake = Intake(self.args, self.tokenizer, built.limits)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
+        communicator.when_lost(self._worker.fail)
         self._worker.start()
         # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
         # that is inside torch then would abort the process.
@@ -149,26 +120,26 @@ class LLM:
         after shutdown or when the executor has died."""
         _refuse_not_served(not_served)
         self._check_alive()
-        params = _params(sampling_params)
-        prompt, token_ids = self._prompts.read(inputs, params)
-        rules = self._factory.rules(params)
-        grammars = self._grammars.new_states(params, params.n)
-        _check_priority(priority)
-        with self._lock:
-            ids = [next(self._ids) for _ in range(params.n)]
-        cancel = self._cancel_of(ids)
-        result = RequestHandle(ids[0], prompt, token_ids, params, self.tokenizer, cancel)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        spec = RequestSpec(ids, token_ids, params, seed, streaming, float(priority))
-        requests = self._factory.make(spec, rules, grammars)
-        plain = spec.to_plain() if self._queue.is_shared else None
-        self._check_can_run(requests[0])
-        for request in requests:
-            self._results.add(request.request_id, result)
-        if not self._queue.put(requests, plain):  # it has ended since `_check_alive`
+        submission = self._intake.submission(
+            inputs, sampling_params, streaming=streaming, priority=priority
+        )
+        result = submission.handle(self.tokenizer, self._cancel_of(submission.ids))
+        for request_id in submission.ids:
+            self._results.add(request_id, result)
+        if not self._queue.put(submission.requests):  # it has ended since `_check_alive`
             self._results.fail_all(self._worker.why_ended)
             raise RuntimeError(self._worker.why_ended)
         return result
+
+    def check_length(self, text: str) -> None:
+        """Raises ValueError for a text that has too many tokens whatever they are, without
+        tokenising it."""
+        self._intake.check_length(text)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run; each of `n` samples counts."""
+        return len(self._results.ids())
 
     def check_integrity(self) -> None:
         """Waits until the executor idles. Raises AssertionError when slots or KV pages do not add
@@ -225,10 +196,8 @@ class LLM:
         self._is_shut_down = True
         self._end()
         self._communicator.close()
-        self._grammars.close()
+        self._intake.grammars.close()
         del self._executor
-        del self._factory  # its methods would keep the executor alive
-        self._check_can_run = _refuse
 
     def __enter__(self) -> "LLM":
         return self
@@ -256,10 +225,6 @@ class LLM:
             raise RuntimeError("the LLM is shut down")
         if self._worker.failure is not None:
             raise RuntimeError(f"the executor has died: {self._worker.failure}")
-
-
-def _refuse(*_: object) -> NoReturn:
-    raise RuntimeError("the LLM is shut down")
 
 
 def _end(worker: Worker, queue: RequestQueue, results: Results) -> None:
@@ -297,18 +262,6 @@ def _tokenizer(args: LlmArgs) -> Tokenizer | None:
     if args.tokenizer is None or isinstance(args.tokenizer, str):
         return load_tokenizer(args.tokenizer or args.model)
     return cast(Tokenizer, args.tokenizer)
-
-
-def _params(params: Params) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
-
-
-def _check_priority(priority: object) -> None:
-    is_number = isinstance(priority, (int, float)) and not isinstance(priority, bool)
-    if not is_number or not 0 <= cast(float, priority) <= 1:
-        raise ValueError(f"priority = {priority!r}: a number of 0 to 1 is accepted")
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:

@@ -58,11 +58,11 @@ class PromptReader:
                 "a text prompt needs a tokenizer; give token ids, or drop skip_tokenizer_init"
             )
         if params.truncate_prompt_tokens is None:
-            self._check_length(prompt)
+            self.check_length(prompt)
         special = params.add_special_tokens
         return prompt, self._tokenizer.encode(prompt, add_special_tokens=special)
 
-    def _check_length(self, text: str) -> None:
+    def check_length(self, text: str) -> None:
         """Raises ValueError for a text that has too many tokens whatever they are. Tokenizing it
         would take long."""
         if len(text) <= self._max_tokens:

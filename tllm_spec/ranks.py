@@ -5,26 +5,47 @@ responses."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tllm_spec import __version__
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.executor.build import build_executor
+from tllm_spec.executor.build import BuiltExecutor, build_executor
+from tllm_spec.executor.faults import described
 from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
-from tllm_spec.request_factory import RequestFactory
-from tllm_spec.tokenizer import load_tokenizer
+from tllm_spec.executor.request import LlmRequest, StopOptions
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import unpack_requests
+from tllm_spec.executor.response import Response
+from tllm_spec.executor.worker import recover
+from tllm_spec.grammars import Grammars, end_ids_of
+from tllm_spec.stop_strings import StopStringChecker
+from tllm_spec.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+logger = logging.getLogger(__name__)
+
 MISSING = (
     "tensor_parallel_size = {size} needs the package mpi4py: pip install 'tllm_spec[parallel]'"
 )
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+FAILED = 1  # exit status
+
+
+def mpirun_rank() -> int:
+    """This process's rank if mpirun has started it, else 0. MPI is not initialised."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
 def join_ranks(args: LlmArgs) -> Communicator:
@@ -32,43 +53,79 @@ def join_ranks(args: LlmArgs) -> Communicator:
     processes of mpirun serve until rank 0 ends, and end with SystemExit.
 
     Raises:
-        ValueError: mpi4py is missing, or mpirun started another number of processes.
+        ValueError: mpi4py is missing, mpirun started another number of processes, or the ranks have
+            different versions or checkpoints.
     """
     if args.tensor_parallel_size == 1:
         return SINGLE
-    comm = _comm(args.tensor_parallel_size)
+    plain = _as_plain(args)
+    comm, parents = _comm(args.tensor_parallel_size)
     if comm.rank:
         follow(comm)
     from tllm_spec.distributed.process_group import ProcessGroup
 
-    group = ProcessGroup(comm)
-    group.broadcast(_as_plain(args))
+    group = ProcessGroup(comm, parents)
+    group.broadcast(plain)
+    try:
+        _check_equal(args, group)
+    except ValueError:
+        group.close()
+        raise
     return group
 
 
-def follow(comm: MPI.Intracomm) -> NoReturn:
+def build_together(
+    args: LlmArgs,
+    tokenizer: Tokenizer | None,
+    respond: Callable[[list[Response]], None],
+    communicator: Communicator,
+) -> BuiltExecutor:
+    """`build_executor` on each rank. What all ranks raise is raised; what only some of them raise
+    ends all their processes."""
+    try:
+        return build_executor(args, tokenizer, respond, communicator)
+    except Exception as error:  # a process border: the other ranks must not wait for this one
+        if not communicator.all_say(described(error)):
+            communicator.abort(described(error))
+        communicator.close()
+        raise
+
+
+def follow(comm: MPI.Intracomm, parents: Sequence[MPI.Comm] = ()) -> NoReturn:
     """Serves as another rank than the first. Ends with SystemExit."""
     import msgpack
 
     from tllm_spec.distributed.process_group import ProcessGroup
 
-    group = ProcessGroup(comm)
-    message = msgpack.unpackb(group.broadcast(b""))
-    if message["version"] != __version__:
-        print(f"rank {comm.rank} has tllm_spec {__version__}; rank 0 {message['version']}")
-        group.abort()
-    _run(LlmArgs(**message["args"]), group)
+    _mark_logs(comm.rank)
+    group = ProcessGroup(comm, parents)
+    args = LlmArgs(**msgpack.unpackb(group.broadcast(b""), strict_map_key=False))
+    tokenizer = None
+    try:
+        _check_equal(args, group)
+        if not args.skip_tokenizer_init:
+            tokenizer = load_tokenizer(args.tokenizer or args.model)
+        built = build_together(args, tokenizer, lambda responses: None, group)
+    except ValueError:  # rank 0 has the same, and reports it
+        sys.exit(FAILED)
+    try:
+        _run(built, args, tokenizer)
+    except BaseException as error:  # a process border: the other ranks must not wait for this one
+        logger.exception("rank %d has failed", comm.rank)
+        group.abort(described(error))
+    group.close()
     sys.exit(0)
 
 
-def _comm(size: int) -> MPI.Intracomm:
+def _comm(size: int) -> tuple[MPI.Intracomm, list[MPI.Comm]]:
+    """The ranks, and the communicators to part from in the end."""
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise ValueError(MISSING.format(size=size)) from error
     world = MPI.COMM_WORLD
     if world.size == size:
-        return world
+        return world, []
     if world.size > 1:
         raise ValueError(
             f"tensor_parallel_size = {size}, and mpirun has started {world.size} processes; the "
@@ -76,7 +133,8 @@ def _comm(size: int) -> MPI.Intracomm:
         )
     _put_mpiexec_on_path()
     started = MPI.COMM_SELF.Spawn(sys.executable, args=["-m", "tllm_spec.ranks"], maxprocs=size - 1)
-    return started.Merge(high=False)
+    comm = started.Merge(high=False)
+    return comm, [comm, started]
 
 
 def _put_mpiexec_on_path() -> None:
@@ -87,35 +145,115 @@ def _put_mpiexec_on_path() -> None:
 
 
 def _as_plain(args: LlmArgs) -> bytes:
-    """Raises ValueError for arguments that are objects of this process."""
     import msgpack
 
     options: dict[str, Any] = args.model_dump(mode="json", exclude_unset=True)
-    return bytes(msgpack.packb({"version": __version__, "args": options}))
+    return bytes(msgpack.packb(options))
 
 
-def _run(args: LlmArgs, communicator: Communicator) -> None:
-    """Rounds until rank 0 ends."""
-    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
-    built = build_executor(args, tokenizer, lambda responses: None, communicator)
-    factory = RequestFactory(
-        tokenizer, built.model_config, built.max_seq_len, built.max_draft_len, built.new_pause
+def _check_equal(args: LlmArgs, communicator: Communicator) -> None:
+    """Raises ValueError on all ranks if one has another version or another checkpoint."""
+    import torch
+
+    first, *others = communicator.gather(
+        {
+            "tllm_spec": __version__,
+            "torch": torch.__version__,
+            "model": _fingerprint(args.model),
+            "speculative_model": _fingerprint(_draft_of(args)),
+        }
     )
-    assert isinstance(built.queue, FollowerQueue)
-    built.queue.make = factory.make_from_plain
-    built.executor.enter_thread()
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ValueError(
+                    f"{name} is {other[name]} on rank {rank} and {value} on rank 0; all ranks need "
+                    "the same"
+                )
+
+
+def _draft_of(args: LlmArgs) -> str | None:
+    path = getattr(args.speculative_config, "speculative_model", None)
+    return None if path is None else str(path)
+
+
+def _fingerprint(model: str | None) -> str | None:
+    """Of the config's contents and the files' sizes; weights are too large to be read for it."""
+    if model is None:
+        return None
+    try:
+        folder = resolve_model(model)
+    except ValueError as error:
+        return str(error)
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
+        content = path.read_bytes() if path.suffix == ".json" else b""
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + content)
+    return f"{folder} ({digest.hexdigest()[:16]})"
+
+
+def _run(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | None) -> None:
+    """Rounds until rank 0 ends."""
+    queue, executor = built.queue, built.executor
+    assert isinstance(queue, FollowerQueue)
+    end_ids = end_ids_of(built.limits, tokenizer)
+    grammars = Grammars(
+        args.guided_decoding_backend, tokenizer, built.limits.vocab_size, end_ids
+    )
+    queue.make = partial(_requests, built.limits, tokenizer, grammars)
+    executor.enter_thread()
     try:
         while True:
-            built.executor.step()
-    except RanksEnded:
-        communicator.close()
+            try:
+                executor.step()
+            except RanksEnded:
+                return
+            except BaseException as error:  # process border: other requests go on
+                if not queue.all_failed(described(error)):
+                    raise
+                recover(executor, error)
+    finally:
+        grammars.close()
+
+
+def _requests(
+    limits: RequestLimits,
+    tokenizer: Tokenizer | None,
+    grammars: Grammars,
+    message: Sequence[Any],
+) -> list[LlmRequest]:
+    """Of a prompt, as rank 0 has them."""
+    packed, stop, grammar = message
+    ids = packed[0]
+    states = [None] * len(ids) if grammar is None else grammars.load_states(grammar, len(ids))
+    requests = unpack_requests(packed, ids, limits, states)
+    if stop is not None:
+        assert tokenizer is not None
+        options = _stop_options(stop)
+        for request in requests:
+            request.stop_options = options
+            request.stop_checker = StopStringChecker.of(tokenizer, options)
+    return requests
+
+
+def _stop_options(plain: Mapping[str, Any]) -> StopOptions:
+    return StopOptions(**{**plain, "stops": tuple(plain["stops"])})
+
+
+def _mark_logs(rank: int) -> None:
+    """Rank 0 logs for all; of the others only errors are shown."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(levelname)s rank {rank} %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
 
 
 def main() -> None:
     """A rank that `join_ranks` has started."""
     from mpi4py import MPI
 
-    follow(MPI.Comm.Get_parent().Merge(high=True))
+    parent = MPI.Comm.Get_parent()
+    comm = parent.Merge(high=True)
+    follow(comm, [comm, parent])
 
 
 if __name__ == "__main__":

@@ -113,6 +113,12 @@ class RequestHandle(RequestOutput):
                 with suppress(RuntimeError):  # the event loop was closed: no reader is left
                     self._wake()
 
+    def fail(self, message: str) -> None:
+        """Ends the request with an error, without waiting for the engine."""
+        for index in range(len(self.outputs)):
+            response = Response(self.request_id, [], index, finish_reason="error", error=message)
+            self.receive(response)
+
     def abort(self) -> None:
         """Ends the request; what was generated so far stays. No effect after its end."""
         cancel = self._cancel  # read once: another thread may set it to None

@@ -35,7 +35,6 @@ NO_SUFFIX_AUTOMATON = "drafts are not combined with those of a suffix automaton"
 NO_BENCHMARK = "synthetic acceptance is for benchmarks and changes the text"
 
 DECODING_NOT_SERVED: Mapping[str, NotServed] = {
-    "max_total_draft_tokens": NotServed((None,), f"{NO_TREE}: it must equal max_draft_len"),
     "acceptance_length_threshold": NotServed((None,), NO_GATE),
     "acceptance_window": NotServed((None, 0), NO_GATE),
     "allow_advanced_sampling": NotServed(
@@ -73,6 +72,9 @@ class DecodingBaseConfig(ConfigModel):
     """Lets the draft length of each round follow acceptance and load. A mapping, one of
     `conservative`, `aggressive` and `newest`, or the path of a JSON file as SGLang takes it; see
     `docs/adaptive.md`."""
+    max_total_draft_tokens: PositiveInt | None = None
+    """Draft tokens of a request in one round over all branches of a tree: its nodes without the
+    root. A chain has `max_draft_len`, which null stands for."""
     max_rejected_rounds: PositiveInt | None = 8
     """A request whose drafts were all rejected in about this many rounds pauses drafting; each
     pause is twice as long as the last, and an accepted draft ends it. null: requests never pause.
@@ -109,12 +111,23 @@ class DecodingBaseConfig(ConfigModel):
 
     # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
     overlaps_plain_rounds: ClassVar[bool] = True
+    # Whether every rank of a model comes to the same drafts.
+    serves_ranks: ClassVar[bool] = True
     not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {"speculative_model_dir": "speculative_model"}
 
     def __init__(self, /, **options: Any) -> None:
         options = with_lower_bounds(self._with_new_names(options))
-        super().__init__(**_without_off_values(options))
+        options = _without_off_values(options)
+        if options.get("max_total_draft_tokens") is None:
+            options["max_total_draft_tokens"] = self._default_num_nodes(options)
+        super().__init__(**options)
+
+    @classmethod
+    def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
+        """`max_total_draft_tokens` where it is not given."""
+        length = options.get("max_draft_len")
+        return length if type(length) is int and length > 0 else None
 
     @classmethod
     def _with_new_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,10 +236,20 @@ class DecodingBaseConfig(ConfigModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_num_nodes(self) -> DecodingBaseConfig:
+        total = self.max_total_draft_tokens
+        if not self.drafts_trees and total != self.max_draft_len:
+            raise ValueError(
+                f"max_total_draft_tokens = {total} is refused: {NO_TREE}, and have max_draft_len = "
+                f"{self.max_draft_len} drafts"
+            )
+        return self
+
     @property
-    def max_total_draft_tokens(self) -> int:
-        """TensorRT-LLM's name for the nodes of a draft tree. A chain has `max_draft_len`."""
-        return self.max_draft_len
+    def drafts_trees(self) -> bool:
+        """Whether the drafts of a round may have branches."""
+        return False
 
     @cached_property
     def shapes(self) -> DraftShapes:
@@ -260,9 +283,7 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
 
 def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:
     """Drops values by which TensorRT-LLM says that an option is off or follows from another."""
-    window, total = options.get("acceptance_rate_window_size"), "max_total_draft_tokens"
+    window = options.get("acceptance_rate_window_size")
     if type(window) is int and window == 0:
         options |= {"acceptance_rate_window_size": None, "acceptance_rate_threshold": None}
-    if total in options and options[total] == options.get("max_draft_len"):
-        del options[total]
     return options

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, PositiveInt, Strict, field_validator, model_validator
 
 from tllm_spec.config_base import ConfigError
+from tllm_spec.draft_tree_config import TREE_NAMES, DraftTreeDecodingConfig
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE
@@ -37,8 +38,6 @@ EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
     "eagle_choices": NotServed((None,), NO_TREE),
-    "use_dynamic_tree": NotServed((False,), NO_TREE),
-    "dynamic_tree_max_topK": NotServed((None,), NO_TREE),
     "max_non_leaves_per_layer": NotServed((None,), NO_TREE),
     "num_eagle_layers": NotServed(
         (None,),
@@ -76,7 +75,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
     }
 
 
-class DraftTargetDecodingConfig(DraftModelDecodingConfig):
+class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
     """Drafts from a smaller model with the target's tokenizer."""
 
     decoding_type: Literal["Draft_Target"] = "Draft_Target"
@@ -92,8 +91,14 @@ class DraftTargetDecodingConfig(DraftModelDecodingConfig):
             return None
         return "the draft model runs in its own engine before the target"
 
+    def _mistakes(self) -> list[str]:
+        found = super()._mistakes()
+        if self.drafts_trees and not self.draft_target_one_model:
+            found.append("use_dynamic_tree = True needs draft_target_one_model: true")
+        return found
 
-class Eagle3DecodingConfig(DraftModelDecodingConfig):
+
+class Eagle3DecodingConfig(DraftTreeDecodingConfig):
     """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target."""
 
     decoding_type: Literal["Eagle3"] = "Eagle3"
@@ -108,6 +113,7 @@ class Eagle3DecodingConfig(DraftModelDecodingConfig):
     """Architecture of the head."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = EAGLE3_NOT_SERVED
+    old_names: ClassVar[Mapping[str, str]] = TREE_NAMES
 
     @field_validator("eagle3_layers_to_capture")
     @classmethod
@@ -142,6 +148,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
     # A user's drafter sees every round end before the next one begins.
     overlaps_plain_rounds: ClassVar[bool] = False
+    serves_ranks: ClassVar[bool] = False
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ idle time, prefill.
 Each function without an underscore is one job of `h200.py`."""
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.h200_parts.figures import Figure
@@ -58,26 +59,38 @@ def eagle3_rounds(setup: Setup, report: Report) -> None:
 
 
 def other_rounds(setup: Setup, report: Report) -> None:
-    """Other draft lengths, two-model EAGLE-3, and Draft/Target on both paths."""
+    """Other draft lengths, and one-model Draft/Target."""
     models, sizes, k = setup.models, setup.scale.batch_sizes, setup.scale.draft_len
-    some = sizes[:2]
-    two_model = models.eagle3(k, eagle3_one_model=False)
     one_model = models.draft_target(k, draft_target_one_model=True)
     for name, batch_sizes, draft, config in (
         *(
-            (f"EAGLE-3 K={other}", some, "eagle3", models.eagle3(other))
+            (f"EAGLE-3 K={other}", sizes[:2], "eagle3", models.eagle3(other))
             for other in setup.scale.other_draft_lens
         ),
-        (f"EAGLE-3 two-model K={k}", sizes, "eagle3", two_model),
         (f"Draft/Target one-model K={k}", sizes, "draft", one_model),
-        (f"Draft/Target two-model K={k}", some, "draft", models.draft_target(k)),
     ):
         engine = _build(setup, batch_sizes, speculative_config=config)
-        for batch_size in batch_sizes:
-            engine.start(batch_size, setup.scale.prompt_len)
-            report(_round_figure(setup, 2, f"{name} round, batch {batch_size}", engine, draft))
+        _draft_rounds(setup, report, name, engine, batch_sizes, draft)
         del engine
         release()
+
+
+def eagle3_two_model(setup: Setup, report: Report) -> None:
+    k = setup.scale.draft_len
+    config = setup.models.eagle3(k, eagle3_one_model=False)
+    _two_model(setup, report, f"EAGLE-3 two-model K={k}", config, "eagle3")
+
+
+def draft_target_two_model(setup: Setup, report: Report) -> None:
+    k = setup.scale.draft_len
+    config = setup.models.draft_target(k)
+    _two_model(setup, report, f"Draft/Target two-model K={k}", config, "draft")
+
+
+def ngram(setup: Setup, report: Report) -> None:
+    """A drafter on the host: the device is idle while the host reads, drafts and launches."""
+    k = setup.scale.draft_len
+    _two_model(setup, report, f"NGram K={k}", setup.models.ngram(k), None)
 
 
 def prefill(setup: Setup, report: Report) -> None:
@@ -100,6 +113,32 @@ def prefill(setup: Setup, report: Report) -> None:
             details |= {"TFLOP/s": flops / ms / 1e9, "percent of 790": 100 * floor / ms}
         name = f"{number} prompt{'s' * (number > 1)} of {prompt_len}"
         report(Figure(3, name, "ms", ms, floor, details))
+
+
+def _two_model(
+    setup: Setup, report: Report, name: str, config: dict[str, Any], draft: str | None
+) -> None:
+    """Points 2, 4 and 5 of a drafter that does not run in the target's graph."""
+    sizes = setup.scale.batch_sizes
+    engine = _build(setup, sizes, speculative_config=config)
+    _draft_rounds(setup, report, name, engine, sizes, draft)
+    _host(setup, report, name, engine)
+    _idle(setup, report, name, engine)
+
+
+def _draft_rounds(
+    setup: Setup,
+    report: Report,
+    name: str,
+    engine: Rounds,
+    batch_sizes: Iterable[int],
+    draft: str | None,
+) -> None:
+    """The requests of the last batch go on running."""
+    for batch_size in batch_sizes:
+        engine.start(batch_size, setup.scale.prompt_len)
+        if 2 in setup.points:
+            report(_round_figure(setup, 2, f"{name} round, batch {batch_size}", engine, draft))
 
 
 def _build(setup: Setup, sizes: tuple[int, ...], **options: Any) -> Rounds:
@@ -152,7 +191,7 @@ def _idle(setup: Setup, report: Report, name: str, engine: Rounds) -> None:
         return
     for batch_size in (scale.batch_sizes[0], scale.batch_sizes[-1]):
         engine.start(batch_size, scale.prompt_len)
-        idle = idle_us(engine.traced(scale.rounds))
+        idle = idle_us(engine.traced(scale.rounds), scale.rounds)
         report(Figure(4, f"GPU idle between rounds, {name}, batch {batch_size}", "µs", idle))
 
 

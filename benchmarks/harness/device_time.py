@@ -48,9 +48,9 @@ def _replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     return start.elapsed_time(end) * 1e3 / replays
 
 
-def idle_us(events: Sequence[Mapping[str, Any]]) -> float:
-    """Median microseconds in which nothing runs between the work of two graph launches. Copies
-    count as work."""
+def idle_us(events: Sequence[Mapping[str, Any]], num_rounds: int) -> float:
+    """Median microseconds of a round in which nothing runs before and between its graph launches,
+    of which all rounds have equally many. Copies count as work."""
     launches = {e["args"]["correlation"] for e in events if e.get("name") == "cudaGraphLaunch"}
     work: list[tuple[float, float]] = []
     spans: dict[int, list[float]] = defaultdict(list)
@@ -59,10 +59,15 @@ def idle_us(events: Sequence[Mapping[str, Any]]) -> float:
             work.append((event["ts"], event["ts"] + event["dur"]))
             if event["args"].get("correlation") in launches:
                 spans[event["args"]["correlation"]] += work[-1]
-    rounds = sorted((min(times), max(times)) for times in spans.values())
+    graphs = sorted((min(times), max(times)) for times in spans.values())
+    a_round, rest = divmod(len(graphs), num_rounds)
+    if rest or not a_round:
+        raise RuntimeError(f"{len(graphs)} graph launches in {num_rounds} rounds: none is steady")
     gaps = []
-    for (_, end), (start, _) in pairwise(rounds):
+    for (_, end), (start, _) in pairwise(graphs):
         between = [(begin, stop) for begin, stop in work if begin < start and stop > end]
         busy = sum(min(stop, start) - max(begin, end) for begin, stop in between)
         gaps.append(start - end - busy)
-    return statistics.median(gaps)
+    # Round 0 begins with the first launch, so the gap before it is not known.
+    whole_rounds = (gaps[a_round * i - 1 :][:a_round] for i in range(1, num_rounds))
+    return statistics.median(map(sum, whole_rounds))

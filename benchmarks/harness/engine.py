@@ -31,6 +31,7 @@ from tllm_spec.models.linear import Linear
 from tllm_spec.sampling_params import SamplingParams
 
 WARM_UP_ROUNDS = 20
+PHASE = "phase: "
 Trace = list[dict[str, Any]]
 
 
@@ -175,10 +176,11 @@ class Rounds:
 
     def traced(self, number: int) -> Trace:
         """The events of that many rounds in Chrome's trace format."""
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        kinds = torch.profiler.ProfilerActivity
+        activities = [kinds.CPU, *([kinds.CUDA] if torch.cuda.is_available() else [])]
         with torch.profiler.profile(activities=activities) as profile:
             self.run(number)
-            torch.cuda.synchronize()
+            synchronize()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "trace.json")
             profile.export_chrome_trace(str(file))
@@ -236,6 +238,37 @@ def stopwatch(owner: object, name: str, *, with_device: bool = False) -> Iterato
 
     with mock.patch.object(owner, name, timed):
         yield seconds
+
+
+@contextmanager
+def phases_noted(engine: Rounds) -> Iterator[None]:
+    """Inside the block a trace has the phases of the host's part of a round, as annotations whose
+    names begin with PHASE."""
+    executor, parts = engine.executor, engine.executor.parts
+    round_end = parts.runner.round_end
+    with ExitStack() as stack:
+        for kind, owner, name in (
+            ("schedule", executor, "_schedule"),
+            ("launch", executor, "_launch"),
+            ("read", executor, "_update_requests"),
+            ("wait", ToHost, "wait"),
+            # Launches inside these are drafts.
+            ("draft", parts.drafter, "prepare_draft_tokens"),
+            ("draft", round_end, "after_replay"),
+            ("draft", round_end, "after_windows"),
+        ):
+            noted = _noted(getattr(owner, name), PHASE + kind)
+            stack.enter_context(mock.patch.object(owner, name, noted))
+        yield
+
+
+def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return function(*args, **kwargs)
+
+    return noted
 
 
 @contextmanager

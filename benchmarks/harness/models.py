@@ -78,6 +78,10 @@ class Models:
     def draft_target(self, draft_len: int, **options: Any) -> dict[str, Any]:
         return self._drafting("Draft_Target", "draft", draft_len) | options
 
+    def ngram(self, draft_len: int, **options: Any) -> dict[str, Any]:
+        rates = {"synthetic_acceptance_rates": RATES[:draft_len]}
+        return {"decoding_type": "NGram", "max_draft_len": draft_len} | rates | options
+
     @property
     def _load_format(self) -> dict[str, str]:
         return {"load_format": "dummy"} if self.is_8b else {}

@@ -70,23 +70,28 @@ class BuildPlan:
                 "linear layers of few rows run as torch's GEMMs, which is slower: %s", reason
             )
         if self.why_no_overlap:
-            which = "rounds with drafts" if self.max_in_flight else "rounds"
+            which = "rounds with drafts" if self.plain_in_flight else "rounds"
             logger.info("%s do not overlap: %s", which, self.why_no_overlap)
 
     @property
     def max_in_flight(self) -> int:
-        """Rounds that may be launched before the oldest is read, those with drafts only if
-        `why_no_overlap` is None."""
+        """Rounds that may be launched, or scheduled, before the oldest is read."""
+        return int(not self.args.disable_overlap_scheduler)
+
+    @property
+    def plain_in_flight(self) -> bool:
+        """Whether a round of draft length 0 may be launched before the one before it is read."""
         may_overlap = self.spec is None or self.spec.overlaps_plain_rounds
-        return int(may_overlap and not self.args.disable_overlap_scheduler)
+        return may_overlap and not self.args.disable_overlap_scheduler
 
     @property
     def extra_kv_tokens(self) -> int:
-        """Positions after the verified window that drafts after the first one are written to."""
-        plan = self.draft_plan
+        """KV entries after those of the emitted tokens that drafts after the first one take: of
+        beams, those of every step."""
+        plan, longest = self.draft_plan, self.shapes.longest
         if plan is None or not plan.shares_pages:
             return 0
-        return self.max_draft_len - 1 if plan.is_head else self.max_draft_len
+        return (longest.depth - 1) * longest.topk + (0 if plan.is_head else 1)
 
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
@@ -143,11 +148,10 @@ class BuildPlan:
 
     @property
     def overshoot(self) -> int:
-        """How far after its last token a request may write: drafts, and with overlap one more whole
-        round. Where only rounds without drafts overlap, two of these write no further than one with
-        drafts."""
+        """For how many positions after its last token a request may take pages: drafts, and one
+        more whole round where rounds are scheduled before the one before is read."""
         longest = self.shapes.longest
-        in_flight = 0 if self.why_no_overlap else longest.path
+        in_flight = longest.path if self.max_in_flight else 0
         return in_flight + max(longest.num_nodes, longest.depth + self.extra_kv_tokens)
 
     @property

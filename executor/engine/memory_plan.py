@@ -88,7 +88,8 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
 
     * Activations of `max_num_tokens` rows in the model's dtype. An attention block holds six
       hidden states (residual, normed, query, key, value, attended), an MLP three and three
-      intermediate ones (gate, up, product). Target and draft run one after the other.
+      intermediate ones (gate, up, product), a layer of experts an intermediate one and an output
+      for each expert of a token. Target and draft run one after the other.
     * Logits of every sampled row in the model's dtype, the target's and the draft's, each once
       more where only some rows are sampled. They become float32 in the kernels' registers.
     * What else sampling allocates, which is cut into parts of `SAMPLING_BYTES`
@@ -115,7 +116,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
 
 def _activation_bytes(num_rows: int, model: ServedModel) -> int:
     config = model.config
-    return num_rows * (8 * config.hidden_size + 4 * config.intermediate_size) * model.dtype.itemsize
+    return num_rows * (8 * config.hidden_size + config.mlp_row_elements) * model.dtype.itemsize
 
 
 def _num_logits(model: ServedModel) -> int:

@@ -8,6 +8,7 @@ import torch
 from tllm_spec.attention.interface import AttentionBackend, AttentionPlan, ForwardContext
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.kernels.move_kv import move_kv
 from tllm_spec.models.causal_lm import CausalLM
 
 
@@ -61,6 +62,14 @@ class ModelEngine:
             return self.model.forward(token_ids, positions, context)
         context = ForwardContext(self.backend, plan, self.spec)
         return self.model.forward(token_ids, positions, context).index_select(0, wanted)
+
+    def keep_paths(self, windows: Windows, rows: torch.Tensor, lens: torch.Tensor) -> None:
+        """Moves the KV of the accepted rows of trees to the front of their windows: lens `[B]` of
+        rows `[B, D+1]`."""
+        num_pages = -(-windows.max_kv_len // self.rows.page_size)
+        tables = self.rows.table.rows(windows.slots, num_pages)
+        planes = self.backend.pool.data.flatten(0, 1).flatten(3)
+        move_kv(planes, tables, windows.first, rows, lens)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype."""

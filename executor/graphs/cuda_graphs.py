@@ -33,7 +33,7 @@ class CudaGraphs(GraphTable[SampledTokens]):
         if number < len(lens):
             tokens, lens = tokens[:number], lens[:number]
         to_host = None if self._ring is None else self._ring.sent(number, shape.path)
-        return SampledTokens(tokens, lens, to_host)
+        return SampledTokens(tokens, lens, to_host=to_host)
 
     def result(self, key: GraphKey) -> SampledTokens:
         """Where every replay of the graph writes its results, padding included. Another replay may

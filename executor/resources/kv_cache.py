@@ -43,6 +43,8 @@ class KVCacheManager(ResourceManager):
         pages writes."""
         self.cache = cache
         self.extra_kv_tokens = extra_kv_tokens
+        # Tokens of each request in a round that has its pages and is not launched yet.
+        self.scheduled_window = 0
         self.pool = pool
         self.table = table
         self._page_size = cache.page_size
@@ -165,7 +167,7 @@ class KVCacheManager(ResourceManager):
                 continue
             # The round in flight and a drafter on the same pages write after kv_len, and the next
             # rounds would only take again what is freed here.
-            in_flight = request.tokens_in_flight
+            in_flight = request.tokens_in_flight + self.scheduled_window
             kept = request.kv_len + extra + (in_flight + next_rounds if in_flight else 0)
             if kept <= (len(row.pages) - 1) * page_size:
                 self.rewind(request, kept)

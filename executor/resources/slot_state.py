@@ -8,11 +8,14 @@ from array import array
 
 import torch
 
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.draft_shape import DraftShape, DraftShapes
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
 from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels import slot_windows
+from tllm_spec.kernels.accept_tree import Accepted, accept_tree
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
 
@@ -22,8 +25,8 @@ class SlotState:
 
     `kv_lens` `[S]`: tokens in the KV cache. `window` `[S, W]`: the next round's input, the bonus
     token and then drafts. `num_drafts` `[S]`: how many of these drafts were proposed, the rest is
-    padding. `previous_token` `[S]`: the token before the bonus token, which a draft model reads
-    again after a full acceptance."""
+    padding; of a tree, how deep the proposed ones go. `previous_token` `[S]`: the token before the
+    bonus token, which a draft model reads again after a full acceptance."""
 
     def __init__(self, slots: SeqSlotManager, shapes: DraftShapes, device: torch.device) -> None:
         num_rows, max_draft_len = slots.dummy_slot + 1, shapes.longest.depth
@@ -39,6 +42,8 @@ class SlotState:
         self._draft_limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # Kept: to make it would be a launch in every round.
         self._steps = torch.arange(max_draft_len + 1, device=device).unsqueeze(1)
+        # Where drafts are trees: how the rows of each window follow each other.
+        self._trees = SlotTrees(num_rows, shapes, device) if shapes.has_trees else None
         self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
 
     def start(self, request: LlmRequest) -> None:
@@ -56,6 +61,20 @@ class SlotState:
         """Writes drafts `[B, K]` to the next windows of slots `[B]`. `num_drafts` becomes K or the
         request's own, lower limit."""
         slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits)
+
+    def tree(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree | None:
+        """The trees in windows of this shape of slots `[B]`; None: they are chains."""
+        if self._trees is None or not shape.num_nodes:
+            return None
+        return self._trees.take(slot_ids, gather_rows(self.num_drafts, slot_ids), shape)
+
+    def write_tree(self, slot_ids: torch.Tensor, tree: DraftTree, depth: int) -> None:
+        """Writes trees of this depth to the next windows of slots `[B]`. `num_drafts` becomes the
+        depth or the request's own, lower limit."""
+        assert self._trees is not None
+        self._trees.write(slot_ids, tree)
+        self.window[slot_ids, 1 : tree.parents.shape[1]] = tree.tokens
+        self.num_drafts[slot_ids] = gather_rows(self._draft_limits, slot_ids).clamp_max(depth)
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""
@@ -81,6 +100,19 @@ class SlotState:
         Device work only."""
         return slot_windows.accept_windows(self._tables, slot_ids, kv_lens, targets, synthetic)
 
+    def accept_tree(
+        self,
+        slot_ids: torch.Tensor,
+        kv_lens: torch.Tensor,
+        targets: torch.Tensor,
+        tree: WindowTree,
+    ) -> Accepted:
+        """`accept` for windows of trees; returns what `kernels.accept_tree` does."""
+        tokens = gather_rows(self.window[:, : targets.shape[1]], slot_ids)
+        rows, new_tokens, new_lens = accept_tree(targets, tokens, tree.parents, tree.depth)
+        self.advance(slot_ids, kv_lens, new_tokens, new_lens)
+        return rows, new_tokens, new_lens
+
     def advance(
         self,
         slot_ids: torch.Tensor,
@@ -88,7 +120,7 @@ class SlotState:
         new_tokens: torch.Tensor,
         new_lens: torch.Tensor,
     ) -> None:
-        """After rejection sampling, which has emitted new_lens `[B]` of new_tokens `[B, W]`."""
+        """The rounds of slots `[B]` have emitted new_lens `[B]` of new_tokens `[B, D+1]`."""
         slot_windows.advance(self._tables, slot_ids, kv_lens, new_tokens, new_lens)
 
 

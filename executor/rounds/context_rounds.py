@@ -76,8 +76,8 @@ class ContextRounds:
         ended, group, windows = batch.last_chunk_requests, None, None
         if batch.generation_requests:
             group = self._step.group(batch)
-            windows = self._step.windows(group, batch.max_kv_len)
-        hidden = self._forward(batch, chunks, windows)
+            windows = self._step.windows(group.slots, batch.shape, batch.max_kv_len)
+        hidden = self._forward(batch, chunks, None if windows is None else windows.rows)
         self._start_joining(batch)
         logits = self._engine.compute_logits(hidden)
         parts, result = list[SampledTokens](), None

@@ -3,17 +3,30 @@
 `run` takes the requests of a batch. `from_slots` takes nothing but slot numbers on the device,
 which is what a CUDA graph captures."""
 
+from dataclasses import dataclass
+
 import torch
 
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens, ScheduledBatch
 from tllm_spec.executor.engine.model_engine import ModelEngine
-from tllm_spec.executor.engine.rows import Windows
+from tllm_spec.executor.engine.rows import TreeRows, Windows
+from tllm_spec.executor.resources.window_tree import WindowTree
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd, WindowResult
 from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.tree_mask import TreeMask
+
+
+@dataclass(frozen=True)
+class SlotWindows:
+    """The windows of slots, with drafts of one shape. `tree`: None for chains."""
+
+    rows: Windows
+    shape: DraftShape
+    tree: WindowTree | None
 
 
 class DecodeStep:
@@ -32,9 +45,9 @@ class DecodeStep:
         """The batch's windows. hidden `[B * W, H]`: of a forward that ran already; None: it
         runs here."""
         group = self.group(batch)
-        windows = self.windows(group, batch.max_kv_len)
+        windows = self.windows(group.slots, batch.shape, batch.max_kv_len)
         if hidden is None:
-            hidden = self.engine.forward([], windows)
+            hidden = self.engine.forward([], windows.rows)
         logits = self.engine.compute_logits(hidden)
         result = self.sample(group, windows, logits, batch.draft_probs, logprobs)
         self.round_end.after_windows(batch, result)
@@ -46,8 +59,8 @@ class DecodeStep:
         """The windows of the slots `[B]`, whose KV lengths are `max_kv_len` at most."""
         self._slots.reset_dummy()
         group = self._groups.of_slots(slot_ids, shape.window, sampled=is_sampled)
-        windows = self.windows(group, max_kv_len)
-        logits = self.engine.compute_logits(self.engine.forward([], windows))
+        windows = self.windows(slot_ids, shape, max_kv_len)
+        logits = self.engine.compute_logits(self.engine.forward([], windows.rows))
         result = self.sample(group, windows, logits, None, LogprobRows())
         self.round_end.in_graph(group, result, shape)
         return result.sampled
@@ -55,8 +68,8 @@ class DecodeStep:
     def forward_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
         """Hidden states of the slots' windows, `[B * W, H]`: the same for every way of sampling."""
         self._slots.reset_dummy()
-        windows = self._windows(slot_ids, shape.window, self.max_len)
-        return self.engine.forward([], windows)
+        windows = self.windows(slot_ids, shape, self.max_len)
+        return self.engine.forward([], windows.rows)
 
     @property
     def max_len(self) -> int:
@@ -66,26 +79,30 @@ class DecodeStep:
     def group(self, batch: ScheduledBatch) -> RowGroup:
         return self._groups.get(batch.generation_requests, batch.shape.window)
 
-    def windows(self, group: RowGroup, max_kv_len: int) -> Windows:
-        return self._windows(group.slots, group.window, max_kv_len)
+    def windows(self, slot_ids: torch.Tensor, shape: DraftShape, max_kv_len: int) -> SlotWindows:
+        tree, width = self._slots.tree(slot_ids, shape), shape.window
+        rows = Windows(
+            slots=slot_ids,
+            first=gather_rows(self._slots.kv_lens, slot_ids),
+            token_ids=gather_rows(self._slots.window[:, :width], slot_ids),
+            max_kv_len=max_kv_len,
+            tree=None if tree is None else TreeRows(tree.depths, TreeMask(tree.bits, width), 0),
+        )
+        return SlotWindows(rows, shape, tree)
 
     def sample(
         self,
         group: RowGroup,
-        windows: Windows,
+        windows: SlotWindows,
         logits: torch.Tensor,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> WindowResult:
         """Accepts drafts and advances the slots. logits `[B * W, V]`."""
-        probs = self.round_end.draft_probs(group, draft_probs)
-        sampled = self.sampler.sample_windows(group, logits, windows.first, probs, logprobs)
-        return WindowResult(windows, sampled)
-
-    def _windows(self, slot_ids: torch.Tensor, width: int, max_kv_len: int) -> Windows:
-        return Windows(
-            slots=slot_ids,
-            first=gather_rows(self._slots.kv_lens, slot_ids),
-            token_ids=gather_rows(self._slots.window[:, :width], slot_ids),
-            max_kv_len=max_kv_len,
+        probs, rows = self.round_end.draft_probs(group, draft_probs), windows.rows
+        sampled = self.sampler.sample_windows(
+            group, logits, rows.first, probs, logprobs, windows.tree
         )
+        if sampled.rows is not None:
+            self.engine.keep_paths(rows, sampled.rows, sampled.new_lens)
+        return WindowResult(rows, sampled, windows.shape)

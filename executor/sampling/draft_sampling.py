@@ -10,6 +10,7 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.kernels.choose_token import choose_best, choose_draft
 from tllm_spec.kernels.gumbel import DRAFT_DOMAIN
+from tllm_spec.kernels.top_tokens import top_tokens
 
 
 class DraftSampling:
@@ -56,6 +57,35 @@ class DraftSampling:
         if group.mixed:
             probs = torch.where(self._sampler.is_greedy(group), _one_hot(tokens, logits), probs)
         return self._target_ids(tokens), probs
+
+    def best(
+        self, group: RowGroup, logits: torch.Tensor, positions: torch.Tensor, topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `topk` best tokens of each row and their probabilities, `[N * n, topk]`, best first.
+
+        logits `[N * n, V_draft]`: n rows for each request; positions `[N]`: of the tokens. Coupled
+        drafts are the best by logits / temperature + noise."""
+        logits, sampled = logits[:, : self._vocab_size], group.sampled
+        if sampled is None or self._mode == "greedy":
+            return top_tokens(logits, topk, self._token_map)
+        assert group.sampled_parameters is not None
+        each = len(logits) // len(group.slots)
+        parameters = group.sampled_parameters.every(group.window)
+        subset = sampled.with_rows(each)
+        rows = subset.take(logits)
+        drawn = top_tokens(
+            rows,
+            topk,
+            self._token_map,
+            parameters.column("temperature").squeeze(1),
+            parameters.integer("seed"),
+            sampled.take_requests(positions),
+            self._sampler.cut(group, rows, parameters.repeated(each)) if group.filtered else None,
+        )
+        if subset.rows is None:
+            return drawn
+        probs, tokens = top_tokens(logits, topk, self._token_map)
+        return subset.put(probs, drawn[0]), subset.put(tokens, drawn[1])
 
     def _choose_fused(
         self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor

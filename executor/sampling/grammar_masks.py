@@ -40,7 +40,9 @@ class GrammarMasks:
             self._index = {request.request_id: i for i, request in enumerate(guided)}
             slot_ids = to_device([request.slot for request in guided], self._slots.device)
             windows = self._slots.window[:, : batch.shape.window].index_select(0, slot_ids)
-            self._windows = ToHost([windows], self._buffers)
+            tree = self._slots.tree(slot_ids, batch.shape)
+            sent = [windows] if tree is None else [windows, tree.parents]
+            self._windows = ToHost(sent, self._buffers)
 
     def apply(self, group: RowGroup, logits: torch.Tensor) -> None:
         """Masks the rows of the group's requests with grammars, in place. logits `[N * W, V]`."""
@@ -73,8 +75,11 @@ class GrammarMasks:
         if window == 1:
             return [DraftNodes.chain(torch.zeros(1, dtype=torch.int64)) for _ in requests]
         assert self._windows is not None, "the round has not begun"
-        (windows,) = self._windows.wait()
+        windows, *parents = self._windows.wait()
+        at = [self._index[request.request_id] for request in requests]
+        if parents:
+            return [DraftNodes.tree(windows[i], parents[0][i].tolist()) for i in at]
         return [
-            DraftNodes.chain(windows[self._index[r.request_id], : 1 + r.py_num_draft_tokens])
-            for r in requests
+            DraftNodes.chain(windows[i, : 1 + request.py_num_draft_tokens])
+            for i, request in zip(at, requests, strict=True)
         ]

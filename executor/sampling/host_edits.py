@@ -7,6 +7,7 @@ position is edited with exactly the tokens that plain decoding would have before
 import torch
 
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.window_tree import WindowTree
 from tllm_spec.executor.sampling.row_group import RowGroup
 
 
@@ -30,18 +31,43 @@ class HostEdits:
             return []
         return [culprit]
 
-    def apply(self, group: RowGroup, logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """logits `[N * W, V]`, drafts `[N, W-1]`. Returns the edited logits."""
+    def apply(
+        self,
+        group: RowGroup,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        tree: WindowTree | None = None,
+    ) -> torch.Tensor:
+        """logits `[N * W, V]`, drafts `[N, W-1]`, tree: of the windows. Returns the edited
+        logits."""
         host_drafts = drafts[group.edited].tolist()
+        parents = None if tree is None else tree.parents[group.edited].tolist()
         logits = logits.clone()
-        for index, row_drafts in zip(group.edited, host_drafts, strict=True):
+        for number, index in enumerate(group.edited):
             request = self._culprit = group.requests[index]
-            # After the proposed drafts comes padding, which no user's code should see.
-            for offset in range(min(group.window, 1 + request.py_num_draft_tokens)):
-                row, self._is_after_drafts = index * group.window + offset, offset > 0
-                logits[row] = _edit_row(request, request.tokens + row_drafts[:offset], logits[row])
+            paths = _paths(request, host_drafts[number], parents and parents[number])
+            for row, path in paths.items():
+                self._is_after_drafts = row > 0
+                at = index * group.window + row
+                logits[at] = _edit_row(request, request.tokens + path, logits[at])
         self._culprit = None
         return logits
+
+
+def _paths(
+    request: LlmRequest, drafts: list[int], parents: list[int] | None
+) -> dict[int, list[int]]:
+    """Of each window row that may be accepted, the drafts up to it. After the proposed drafts comes
+    padding, which no user's code should see. drafts: of rows 1 to W-1; parents: of a tree's
+    rows."""
+    if parents is None:
+        num_rows = min(len(drafts), request.py_num_draft_tokens) + 1
+        return {row: drafts[:row] for row in range(num_rows)}
+    paths: dict[int, list[int]] = {0: []}
+    for row, token in enumerate(drafts, 1):
+        if parents[row] in paths:
+            paths[row] = [*paths[parents[row]], token]
+    return paths
 
 
 def _edit_row(request: LlmRequest, tokens: list[int], logits: torch.Tensor) -> torch.Tensor:

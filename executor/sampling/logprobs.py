@@ -4,8 +4,9 @@ temperature and filters."""
 import torch
 import torch.nn.functional as F
 
+from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.sampling.row_group import RowGroup, Subset
 from tllm_spec.outputs import Logprob
 
 
@@ -16,17 +17,24 @@ class LogprobRows:
         self._found: list[tuple[list[LlmRequest], int]] = []
         self.tensors: list[torch.Tensor] = []  # values, then ids, of every group
 
-    def add(self, group: RowGroup, raw: torch.Tensor, tokens: torch.Tensor) -> None:
+    def add(
+        self, group: RowGroup, raw: torch.Tensor, subset: Subset, sampled: SampledTokens
+    ) -> None:
         """raw `[M * W, V]`: log-softmax of the rows of the group's M requests that ask for log
-        probabilities; tokens `[M, W]`: the emitted ones."""
+        probabilities, which are `subset`."""
         requests = [request for request in group.requests if request.rules.logprobs is not None]
+        tokens = subset.take_requests(sampled.new_tokens)
+        if sampled.rows is not None:
+            rows = subset.take_requests(sampled.rows)
+            firsts = torch.arange(0, len(raw), group.window, device=raw.device)
+            raw = raw.index_select(0, (rows + firsts.unsqueeze(1)).flatten())
         values, ids = token_logprobs(raw, tokens.flatten().clamp_min(0), group.num_logprobs)
-        self._found.append((requests, group.window))
+        self._found.append((requests, tokens.shape[1]))
         self.tensors += [values, ids]
 
     def per_request(self, host: list[torch.Tensor]) -> dict[int, list[dict[int, Logprob]]]:
-        """By request id, one entry for each of its W rows, of which the first `new_lens` were
-        emitted. host: the copies of `tensors`."""
+        """By request id, one entry for each token that it could have been given, of which the first
+        `new_lens` were emitted. host: the copies of `tensors`."""
         found: dict[int, list[dict[int, Logprob]]] = {}
         for (requests, window), values, ids in zip(self._found, host[::2], host[1::2], strict=True):
             rows = list(zip(values.tolist(), ids.tolist(), strict=True))

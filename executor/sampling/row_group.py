@@ -22,6 +22,13 @@ class Subset:
     requests: torch.Tensor | None  # [M]
     rows: torch.Tensor | None  # [M * W]
 
+    def with_rows(self, each: int) -> "Subset":
+        """The same requests, with `each` rows."""
+        if self.requests is None:
+            return self
+        columns = torch.arange(each, device=self.requests.device)
+        return Subset(self.requests, (self.requests.unsqueeze(1) * each + columns).flatten())
+
     def take(self, logits: torch.Tensor) -> torch.Tensor:
         """These requests' rows of `[N * W, V]`."""
         return logits if self.rows is None else logits.index_select(0, self.rows)
@@ -149,8 +156,7 @@ class RowGroups:
             if len(chosen) == len(all_rules):
                 return Subset(None, None)
             index = to_device(chosen, device)
-            rows = (index.unsqueeze(1) * window + torch.arange(window, device=device)).flatten()
-            return Subset(index, rows)
+            return Subset(index, None).with_rows(window)
 
         group = RowGroup(
             requests=requests,

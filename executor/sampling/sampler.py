@@ -10,12 +10,14 @@ import torch
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.resources.window_tree import WindowTree
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.host_edits import HostEdits
 from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
 from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
+from tllm_spec.executor.sampling.row_places import RowPlaces, window_positions
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
 from tllm_spec.executor.sampling.working_memory import bytes_per_row, rows_at_once
 from tllm_spec.kernels.choose_token import choose_best, choose_token
@@ -64,8 +66,8 @@ class Sampler:
         """Samples the first token of contexts that ended. logits `[C, V]`; tails `[C]`: the last
         context tokens. Writes the next round's inputs to the slot state, where `kv_lens` is written
         already."""
-        kv_lens = self.slots.kv_lens.index_select(0, group.slots)
-        sampled = self._sample(group, logits, kv_lens, 0, None, logprobs)
+        places = RowPlaces(self.slots.kv_lens.index_select(0, group.slots), 0)
+        sampled = self._sample(group, logits, places, None, logprobs)
         self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
         return sampled
 
@@ -76,112 +78,131 @@ class Sampler:
         kv_lens: torch.Tensor,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
+        tree: WindowTree | None = None,
     ) -> SampledTokens:
-        """Samples windows and accepts drafts. logits `[B * (K+1), V]`; kv_lens `[B]`: the slots';
-        draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn from. Writes the
-        next round's inputs to the slot state."""
-        return self._sample(group, logits, kv_lens, 1, draft_probs, logprobs)
+        """Samples windows and accepts drafts. logits `[B * W, V]`; kv_lens `[B]`: the slots';
+        draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn from; tree: of
+        the windows, None where they are chains. Writes the next round's inputs to the slot
+        state."""
+        return self._sample(group, logits, RowPlaces(kv_lens, 1, tree), draft_probs, logprobs)
 
     def _sample(
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        kv_lens: torch.Tensor,
-        ahead: int,
+        places: RowPlaces,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        """Samples a group, in parts where its rows need more memory than there is for sampling.
-
-        The token that each request's first row samples stands at kv_lens `[N]` + `ahead`: 0 after
-        contexts, 1 in windows, whose bonus token is at kv_lens. The slots of windows advance."""
+        """Samples a group, in parts where its rows need more memory than there is for sampling. The
+        slots of windows advance."""
         max_rows = rows_at_once(bytes_per_row(group, logits, rejection=self.rejection))
         if len(logits) <= max_rows:
-            return self._sample_part(group, logits, kv_lens, ahead, draft_probs, logprobs)
+            return self._sample_part(group, logits, places, draft_probs, logprobs)
         parts = self.groups.parts(group, max(1, max_rows // group.window))
         sizes = [len(part.slots) for part in parts]
         all_probs = (
             [None] * len(parts) if draft_probs is None else draft_probs.split_with_sizes(sizes)
         )
         sampled = [
-            self._sample_part(part, rows, lens, ahead, probs, logprobs)
-            for part, rows, lens, probs in zip(
+            self._sample_part(part, rows, own, probs, logprobs)
+            for part, rows, own, probs in zip(
                 parts,
                 logits.split_with_sizes([group.window * size for size in sizes]),
-                kv_lens.split_with_sizes(sizes),
+                places.split(sizes),
                 all_probs,
                 strict=True,
             )
         ]
+        rows = [part.rows for part in sampled if part.rows is not None]
         return SampledTokens(
             torch.cat([part.new_tokens for part in sampled]),
             torch.cat([part.new_lens for part in sampled]),
+            torch.cat(rows) if rows else None,
         )
 
     def _sample_part(
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        kv_lens: torch.Tensor,
-        ahead: int,
+        places: RowPlaces,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
         """`_sample` of as many requests as one part may have."""
         raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
-        logits = self._edit(group, logits, kv_lens, ahead)
+        logits = self._edit(group, logits, places)
         self.grammar_masks.apply(group, logits)
-        if self.rejection:
-            tokens, lens = self._reject(group, logits, kv_lens, ahead, draft_probs)
-            if ahead:
-                self.slots.advance(group.slots, kv_lens, tokens, lens)
-        else:
-            tokens = self._choose(group, logits, kv_lens, ahead).view(-1, group.window)
-            if ahead:
-                tokens, lens = self.slots.accept(group.slots, kv_lens, tokens, self._synthetic)
-            else:
-                lens = torch.ones_like(kv_lens)
+        sampled = self._emit(group, logits, places, draft_probs)
         if group.penalised:
-            self._count(group, group.penalised, tokens, lens)
+            self._count(group, group.penalised, sampled)
         if raw is not None:
             assert group.with_logprobs is not None
-            logprobs.add(group, raw, group.with_logprobs.take_requests(tokens))
-        return SampledTokens(tokens, lens)
+            logprobs.add(group, raw, group.with_logprobs, sampled)
+        return sampled
+
+    def _emit(
+        self,
+        group: RowGroup,
+        logits: torch.Tensor,
+        places: RowPlaces,
+        draft_probs: torch.Tensor | None,
+    ) -> SampledTokens:
+        """Chooses tokens, and accepts drafts where the rows are windows."""
+        slots, kv_lens = group.slots, places.kv_lens
+        if self.rejection:
+            tokens, lens = self._reject(group, logits, places, draft_probs)
+            if places.ahead:
+                self.slots.advance(slots, kv_lens, tokens, lens)
+            return SampledTokens(tokens, lens)
+        tokens = self._choose(group, logits, places).view(-1, group.window)
+        if not places.ahead:
+            return SampledTokens(tokens, torch.ones_like(kv_lens))
+        if places.tree is None:
+            return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
+        rows, tokens, lens = self.slots.accept_tree(slots, kv_lens, tokens, places.tree)
+        return SampledTokens(tokens, lens, rows)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
         """`[N, W-1]`, until the slots advance."""
         return self.slots.window.index_select(0, group.slots)[:, 1 : group.window]
 
-    def _edit(
-        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
-    ) -> torch.Tensor:
+    def _edit(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
         """Applies what changes logits before temperature, at each position as if it were decoded
         alone."""
         if not group.is_edited:
             return logits
         logits = logits.to(torch.float32)
         if group.penalised:
-            logits = group.penalised.put(logits, self._penalise(group, group.penalised, logits))
+            logits = group.penalised.put(
+                logits, self._penalise(group, group.penalised, logits, places.tree)
+            )
         if group.bias is not None:
             rows, tokens, values = group.bias
             logits = logits.index_put((rows, tokens), values, accumulate=True)
         if group.early:
             rows_logits = group.early.take(logits)
             slots = group.early.take_requests(group.slots).repeat_interleave(group.window)
-            positions = window_positions(group.early.take_requests(kv_lens), group.window, ahead)
+            positions = places.positions(group.window, group.early.requests)
             too_early = positions < self.state.gather(slots).integer("min_position")
             mask_stop_ids(rows_logits, self.state.stop_ids.index_select(0, slots), too_early)
             logits = group.early.put(logits, rows_logits)
         if group.edited:
-            logits = self.host_edits.apply(group, logits, self._drafts(group))
+            logits = self.host_edits.apply(group, logits, self._drafts(group), places.tree)
         return logits
 
-    def _penalise(self, group: RowGroup, subset: Subset, logits: torch.Tensor) -> torch.Tensor:
-        """A window's row j counts the drafts before it as output."""
+    def _penalise(
+        self, group: RowGroup, subset: Subset, logits: torch.Tensor, tree: WindowTree | None
+    ) -> torch.Tensor:
+        """A row of a window counts its own draft and those before it as output."""
         counts, width = self.state.counts, group.window
         rows = counts.row_of_slot[subset.take_requests(group.slots)]
         output = counts.output[rows].unsqueeze(1).repeat(1, width, 1)  # [M, W, V]
-        if width > 1:
+        if tree is not None:
+            drafts = subset.take_requests(self.slots.window.index_select(0, group.slots))
+            paths = tree.of(subset.requests).paths.to(output.dtype)
+            output.scatter_add_(2, drafts[:, None, :width].expand(-1, width, -1), paths)
+        elif width > 1:
             seen = torch.zeros_like(output)
             tokens = subset.take_requests(self._drafts(group)).unsqueeze(2)
             seen[:, 1:].scatter_(2, tokens, 1)
@@ -196,30 +217,25 @@ class Sampler:
             group.penalties.column("frequency"),
         )
 
-    def _choose(
-        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
-    ) -> torch.Tensor:
+    def _choose(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
         """The target's choice of every row, `[N * W]`."""
         if group.sampled is None:
             return choose_best(logits)
         draw = self._draw_fused if logits.is_cuda else self._draw
-        chosen = draw(group, group.sampled.take(logits), kv_lens, ahead)
+        chosen = draw(group, group.sampled.take(logits), places)
         if group.sampled.rows is None:
             return chosen
         return group.sampled.put(choose_best(logits), chosen)
 
-    def _draw(
-        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
-    ) -> torch.Tensor:
+    def _draw(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
         """Tokens of the group's sampled rows `[M * W, V]`. Coupled drafts may have made the noise
         already, so it is kept."""
-        assert group.sampled_parameters is not None
+        assert group.sampled is not None and group.sampled_parameters is not None
         scaled = self.scaled(group, logits, group.sampled_parameters)
-        return choose_best(scaled + self.noise(group, kv_lens, ahead))
+        positions = places.positions(group.window, group.sampled.requests)
+        return choose_best(scaled + self._noise(group, positions))
 
-    def _draw_fused(
-        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, ahead: int
-    ) -> torch.Tensor:
+    def _draw_fused(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
         """The same in kernels that write neither noise nor logits to memory."""
         assert group.sampled is not None and group.sampled_parameters is not None
         parameters = group.sampled_parameters
@@ -227,7 +243,7 @@ class Sampler:
             logits,
             parameters.column("temperature").squeeze(1),
             parameters.integer("seed"),
-            window_positions(group.sampled.take_requests(kv_lens), group.window, ahead),
+            places.positions(group.window, group.sampled.requests),
             cut=self.cut(group, logits, parameters),
         )
 
@@ -254,12 +270,18 @@ class Sampler:
         cut = self.cut(group, logits, parameters)
         return values if cut is None else values.masked_fill(values < cut.unsqueeze(1), -torch.inf)
 
-    def noise(self, group: RowGroup, first: torch.Tensor, ahead: int = 0) -> torch.Tensor:
-        """Noise of the group's sampled rows `[M * W, V]`, whose first positions are first `[N]` +
-        `ahead`. Made once per round: coupled drafts use the same."""
+    def noise(self, group: RowGroup, first: torch.Tensor) -> torch.Tensor:
+        """Noise of the group's sampled rows `[M * W, V]`, which follow one after another from the
+        positions first `[N]` on."""
+        assert group.sampled is not None
+        positions = window_positions(group.sampled.take_requests(first), group.window)
+        return self._noise(group, positions)
+
+    def _noise(self, group: RowGroup, positions: torch.Tensor) -> torch.Tensor:
+        """Noise of the group's sampled rows at positions `[M * W]`. Made once per round: coupled
+        drafts use the same."""
         if "noise" not in group.memo:
-            assert group.sampled is not None and group.sampled_parameters is not None
-            positions = window_positions(group.sampled.take_requests(first), group.window, ahead)
+            assert group.sampled_parameters is not None
             seeds = group.sampled_parameters.integer("seed")
             noise = gumbel_noise(seeds, positions, self.state.vocab_size)
             if group.mixed:
@@ -286,8 +308,7 @@ class Sampler:
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        kv_lens: torch.Tensor,
-        ahead: int,
+        places: RowPlaces,
         draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Classical rejection sampling. A greedy request's distribution has all mass on one
@@ -315,23 +336,14 @@ class Sampler:
             drafts,
             num_drafts,
             self.state.integers.index_select(0, group.slots)[:, 0],
-            window_positions(kv_lens, group.window, ahead).view(shape[:2]),
+            places.positions(group.window).view(shape[:2]),
         )
 
-    def _count(
-        self, group: RowGroup, subset: Subset, tokens: torch.Tensor, lens: torch.Tensor
-    ) -> None:
-        emitted = subset.take_requests(tokens)
-        valid = torch.arange(group.window, device=tokens.device) < subset.take_requests(
-            lens
-        ).unsqueeze(1)
+    def _count(self, group: RowGroup, subset: Subset, sampled: SampledTokens) -> None:
+        emitted = subset.take_requests(sampled.new_tokens)
+        columns = torch.arange(emitted.shape[1], device=emitted.device)
+        valid = columns < subset.take_requests(sampled.new_lens).unsqueeze(1)
         self.state.counts.add(subset.take_requests(group.slots), emitted, valid)
-
-
-def window_positions(first: torch.Tensor, window: int, ahead: int = 0) -> torch.Tensor:
-    """Positions of the tokens that W consecutive rows sample, from first `[N]` + `ahead` on:
-    `[N * W]`."""
-    return (first.unsqueeze(1) + torch.arange(ahead, ahead + window, device=first.device)).flatten()
 
 
 def _one_hot_of_best(logits: torch.Tensor) -> torch.Tensor:

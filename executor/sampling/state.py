@@ -31,6 +31,13 @@ class RowParameters:
         """One row per request, where each request has `window` equal rows."""
         return RowParameters(self.floats[::window], self.integers[::window])
 
+    def repeated(self, times: int) -> "RowParameters":
+        """Each row `times` times in a row."""
+        return RowParameters(
+            self.floats.repeat_interleave(times, dim=0),
+            self.integers.repeat_interleave(times, dim=0),
+        )
+
 
 class SamplingState:
     """`floats` `[S, 6]`, `integers` `[S, 3]`, `stop_ids` `[S, E]`, and the token counts of

@@ -16,6 +16,7 @@ from tests.attention.test_triton import (
 )
 from tests.kernels.interpreter import check_under_the_interpreter, only_outside_the_interpreter
 from tests.kernels.tree_problem import bits_of, random_paths
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.triton import TritonAttention
@@ -28,7 +29,7 @@ BATCHES = {
     "a whole tree": (Batch(kv_lens=(6, 17, 300), window=6), 0),
     "a later draft step": (Batch(kv_lens=(9, 80), window=3), 6),
     "one beam": (Batch(kv_lens=(5, 80), window=1), 4),
-    "64 rows": (Batch(kv_lens=(64, 100), window=64), 0),
+    "64 keys": (Batch(kv_lens=(64, 100), window=2), 62),
     "chunks and trees": (Batch(((0, 9), (7, 5)), (8, 33), window=5), 3),
 }
 
@@ -36,11 +37,12 @@ BATCHES = {
 class TreeForward(Forward):
     """The windows are the last rows of a random tree, another one for each request."""
 
-    def __init__(self, batch: Batch, offset: int, device: str) -> None:
-        super().__init__(batch, device)
-        self.chain = Forward(batch, device)
+    def __init__(self, batch: Batch, offset: int, device: str, seed: int = 0) -> None:
+        super().__init__(batch, device, seed)
+        self.chain = Forward(batch, device, seed)
         length, window, generator = offset + batch.window, batch.window, torch.Generator()
-        self.paths = [random_paths(length, generator.manual_seed(n)) for n in batch.kv_lens]
+        generator.manual_seed(seed)
+        self.paths = [random_paths(length, generator) for _ in batch.kv_lens]
         self.paths = [paths[-window:] for paths in self.paths]
         self.kv_lens, self.length = batch.kv_lens, length
         self.num_rows = window * len(batch.kv_lens)
@@ -58,6 +60,10 @@ class TreeForward(Forward):
         if kind is not FlashInferAttention:
             return backend
         return FlashInferAttention(GEOMETRY, backend.pool, PlainPrefill(GEOMETRY))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        assert self.metadata.tree is not None
+        return *super().tensors(), self.metadata.tree.bits
 
     def expected(self, backend: AttentionBackend) -> torch.Tensor:
         """Of the windows' rows, `[B * W, Hq * D]`. Reads the keys and values that `backend` left in
@@ -83,7 +89,9 @@ class TreeForward(Forward):
 
 @on_each_device
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, FlashInferAttention])
+@pytest.mark.parametrize(
+    "kind", [VanillaAttention, TritonAttention, FlashInferAttention, BatchInvariantAttention]
+)
 @torch.inference_mode()
 def test_each_row_attends_to_its_own_path_and_chunks_stay_causal(
     kind: type[AttentionBackend], name: str, device: str
@@ -96,6 +104,25 @@ def test_each_row_attends_to_its_own_path_and_chunks_stay_causal(
     chunks = forward.chain.run(forward.chain.backend(VanillaAttention))[: -forward.num_rows]
     torch.testing.assert_close(output[: -forward.num_rows], chunks, rtol=1e-4, atol=1e-4)
     forward.check(output, backend.pool)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [TritonAttention, BatchInvariantAttention])
+@torch.inference_mode()
+def test_a_captured_forward_can_be_replayed_with_other_trees(kind: type[AttentionBackend]) -> None:
+    batch = BATCHES["a later draft step"]
+    captured, other = TreeForward(*batch, "cuda"), TreeForward(*batch, "cuda", seed=1)
+    assert captured.paths != other.paths
+    backend = other.backend(kind)
+    captured.run(backend)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = captured.run(backend)
+    backend.pool.data.copy_(other.pool_data)
+    for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
+        mine.copy_(new)
+    graph.replay()
+    other.check(output, backend.pool)
 
 
 @only_outside_the_interpreter

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import cpu, draft_sampling, ngram, rounds
+from benchmarks import cpu, draft_sampling, moe, ngram, rounds
 from benchmarks.harness import engine, report
 from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.engine import Rounds, in_turns, stopwatch
@@ -59,14 +59,27 @@ def test_sides_take_turns_and_the_first_turn_does_not_count() -> None:
     assert log == ["a", "b"] * 3
 
 
-def test_idle_time_between_graphs_does_not_include_copies() -> None:
-    def work(start: float, duration: float, graph: int, kind: str = "kernel") -> dict[str, object]:
-        return {"cat": kind, "ts": start, "dur": duration, "args": {"correlation": graph}}
+def work(start: float, duration: float, graph: int, kind: str = "kernel") -> dict[str, object]:
+    return {"cat": kind, "ts": start, "dur": duration, "args": {"correlation": graph}}
 
-    launches = [{"name": "cudaGraphLaunch", "args": {"correlation": number}} for number in (1, 2)]
+
+def launches(number: int) -> list[dict[str, object]]:
+    return [{"name": "cudaGraphLaunch", "args": {"correlation": 1 + i}} for i in range(number)]
+
+
+def test_idle_time_between_graphs_does_not_include_copies() -> None:
     copy = work(105, 10, 7, "gpu_memcpy")
-    events = [*launches, work(0, 50, 1), work(40, 60, 1), copy, work(130, 50, 2)]
-    assert idle_us(events) == 20
+    events = [*launches(2), work(0, 50, 1), work(40, 60, 1), copy, work(130, 50, 2)]
+    assert idle_us(events, 2) == 20
+
+
+def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None:
+    """Three rounds: the gap before each, then 1 between its target and its draft."""
+    starts = (0, 11, 25, 36, 56, 67)
+    events = launches(6) + [work(start, 10, 1 + i) for i, start in enumerate(starts)]
+    assert idle_us(events, 3) == (5 + 11) / 2
+    with pytest.raises(RuntimeError, match="6 graph launches in 4 rounds"):
+        idle_us(events, 4)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +89,7 @@ def test_idle_time_between_graphs_does_not_include_copies() -> None:
         (rounds, "sampling_params", 8),
         (ngram, "host_time", 16),
         (ngram, "step", 4),
+        (moe, "rounds", 4),
         (draft_sampling, "ways", 3),
         pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
     ],

@@ -31,6 +31,9 @@ SMALL_POOL = {
 }
 
 
+TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
+
+
 def eagle3(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
     """Keyword arguments for EAGLE-3 decoding of a two-layer target."""
     return {
@@ -47,7 +50,10 @@ def eagle3(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
 def one_model(
     draft: Path, head: Path, mode: str, draft_len: int = 3, **options: Any
 ) -> dict[str, Any]:
-    """Keyword arguments of a mode whose drafts share the target's pages, or `plain`."""
+    """Keyword arguments of a mode whose drafts share the target's pages, or `plain`; with the
+    ending `_tree` it drafts trees."""
+    if mode.endswith("_tree"):
+        mode, options = mode.removesuffix("_tree"), TREE | options
     if mode == "plain":
         return {}
     if mode == "draft_target":

@@ -22,6 +22,7 @@ from tllm_spec.executor.speculative.modes import Speculation
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
+MODES += ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree"]
 
 
 def speculate(tiny_draft: Path, head: Path, mode: str, **options: Any) -> dict[str, Any]:
@@ -34,7 +35,8 @@ def with_graphs(
     model: Path, sizes: tuple[int, ...], draft_lens: set[int], *, pads: bool = True, **options: Any
 ) -> Harness:
     harness = Harness(model, **options)
-    capture_rounds(harness, graph_keys(sizes, lambda _: draft_lens), pads=pads)
+    shape_of = harness.parts.slots.shapes.of
+    capture_rounds(harness, graph_keys(sizes, lambda _: draft_lens, shape_of), pads=pads)
     return harness
 
 

@@ -156,4 +156,5 @@ def tensors_of(result: SampledTokens | torch.Tensor | None) -> list[torch.Tensor
     """What a graph leaves in its memory."""
     if not isinstance(result, SampledTokens):
         return [] if result is None else [result]
-    return [result.new_tokens, result.new_lens]
+    rows = [] if result.rows is None else [result.rows]
+    return [result.new_tokens, result.new_lens, *rows]

@@ -13,6 +13,7 @@ from tests.executor.harness import (
     output_of,
     user_provided,
 )
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -170,8 +171,8 @@ def test_a_request_preempted_before_the_reading_of_its_round_breaks_off_runs_on(
     others = [harness.submit([4 + position, 5, 6], 30) for position in range(5)]
     schedule, preempted = harness.parts.scheduler.schedule, []
 
-    def watched(generating: list[LlmRequest]) -> Any:
-        scheduled = schedule(generating)
+    def watched(generating: list[LlmRequest], shape: DraftShape) -> Any:
+        scheduled = schedule(generating, shape)
         found = [
             each for each in others if each.tokens_in_flight and each.state is RequestState.WAITING
         ]

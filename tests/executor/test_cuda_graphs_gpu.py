@@ -15,7 +15,7 @@ from tests.executor.graph_rounds import (
 )
 from tests.executor.harness import all_pages_are_back, output_of
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.draft_shape import NO_DRAFTS
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import SampledTokens
 
 
@@ -33,9 +33,9 @@ def test_on_a_gpu_rounds_without_drafts_are_graphs_of_draft_length_0(
     graphs: Any = harness.parts.runner.graphs
     replay, lengths = graphs.replay, []
 
-    def watched(slots: list[int], draft_len: int, sampled: bool) -> SampledTokens | None:
-        result = replay(slots, draft_len, sampled)
-        lengths.append(draft_len if result is not None else None)
+    def watched(slots: list[int], shape: DraftShape, sampled: bool) -> SampledTokens | None:
+        result = replay(slots, shape, sampled)
+        lengths.append(shape.depth if result is not None else None)
         return result
 
     graphs.replay = watched

@@ -288,21 +288,3 @@ def test_on_a_gpu_traffic_that_is_cancelled_and_preempted_is_plain_decodings(
         assert output_of(ours) == output_of(theirs)[: len(output_of(ours))]
     assert harness.parts.scheduler.num_preemptions and all_pages_are_back(harness.executor)
     assert all(pool.data.isfinite().all() for pool in pools_of(harness))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-def test_on_a_gpu_a_steady_round_never_waits(
-    tiny: Path, drafts: tuple[Path, Path], mode: str
-) -> None:
-    harness = on_cuda(tiny, [4], **two_model(drafts, mode))
-    requests = [harness.submit([5, i], max_tokens=100) for i in range(3)]
-    for request in requests:
-        harness.run_until(request, RequestState.GENERATION)
-    harness.round()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(10):
-            assert harness.executor.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -43,7 +43,8 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-MODES = ["draft_target", "eagle3", "eagle3_two_model"]
+CHAINS = ["draft_target", "eagle3", "eagle3_two_model"]
+MODES = [*CHAINS, *(f"{mode}_tree" for mode in CHAINS)]
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +80,9 @@ def test_the_draft_cache_always_equals_a_prefill_of_the_true_tokens(
         ]
         for name in ("by_drafted", "by_accepted")
     )
-    assert num_checked > 20 and accepted[0] > 10
+    assert num_checked > 20 and accepted[0] >= 10
     if situation == "pauses":
-        assert drafted[0] > 20 and drafted[3] > 10
+        assert drafted[0] > 20 and drafted[3] >= 10
     else:
         assert sum(accepted[1:]) > 5
     assert bool(harness.parts.scheduler.num_preemptions) == (situation == "preemption")
@@ -90,7 +91,7 @@ def test_the_draft_cache_always_equals_a_prefill_of_the_true_tokens(
     assert all_pages_are_back(harness.executor)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CHAINS)
 @pytest.mark.parametrize(
     ("draft_len", "sampling"), [(1, "coupled"), (4, "coupled"), (1, "greedy"), (4, "greedy")]
 )
@@ -169,7 +170,7 @@ def test_after_a_pause_a_model_that_drafts_for_itself_is_accepted_at_once(tiny: 
     assert request.counters.by_drafted == [20, 0, 0, 10] == request.counters.by_accepted
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CHAINS)
 def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts(
     tiny: Path, tiny_draft: Path, head: Path, mode: str
 ) -> None:

@@ -197,9 +197,9 @@ def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path)
         assert type(parts.drafter) is drafter and type(parts.runner.round_end) is round_end
         assert parts.max_in_flight == 1 and parts.kv.extra_kv_tokens == extra
         assert parts.drafts_in_flight == in_flight
-        rounds = 1 + in_flight
-        assert parts.scheduler.limits.overshoot == rounds * 4 - 1 + extra
-        assert Harness(tiny, **options, disable_overlap_scheduler=True).parts.max_in_flight == 0
+        assert parts.scheduler.limits.overshoot == 2 * 4 - 1 + extra
+        alone = Harness(tiny, **options, disable_overlap_scheduler=True).parts
+        assert alone.max_in_flight == 0 and alone.scheduler.limits.overshoot == 4 - 1 + extra
 
 
 def test_a_head_with_a_reduced_vocabulary_drafts_the_targets_ids(

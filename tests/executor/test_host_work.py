@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.executor.scripted_rounds import ScriptedEngine
-from tllm_spec.draft_shape import chain_of
+from tllm_spec.draft_shape import DraftShape, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState, StopMatch
 from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD
@@ -162,6 +162,39 @@ def test_shortcuts_of_a_round_miss_no_page_no_stop_and_no_response(
         assert watched.num_borders and watched.parts.kv.num_available == watched.parts.kv.num_usable
     assert reasons == {"cancelled", "stop", "length", "error"}
     assert bool(num_preemptions) == may_preempt
+
+
+@pytest.mark.parametrize("may_preempt", [False, True])
+def test_a_round_that_is_scheduled_before_the_last_is_read_keeps_its_pages_and_no_ended_request(
+    may_preempt: bool,
+) -> None:
+    """As for a drafter on the host. The draft length changes, so the read round may have fewer
+    tokens than the scheduled one."""
+    num_pages = 61 if may_preempt else None
+    watched = Watched(RATES["seven"], may_preempt=may_preempt, num_pages=num_pages)
+    watched.parts.drafts_in_flight = watched.parts.plain_in_flight = False
+    random, schedule = Random(2), watched.parts.scheduler.schedule
+    watched.parts.draft_len_for = lambda *_: random.choice((0, 0, 0, 2, 7))
+    launch, in_flight = watched.parts.runner.launch, Counter[str]()
+
+    def watched_schedule(generating: list[LlmRequest], shape: DraftShape) -> Any:
+        in_flight["schedule"] += len(watched.executor._in_flight)
+        return schedule(generating, shape)
+
+    def watched_launch(batch: ScheduledBatch) -> LaunchedRound:
+        in_flight["launch"] += len(watched.executor._in_flight)
+        assert not any(request.is_finished for request in batch.requests())
+        return launch(batch)
+
+    watched.parts.runner.launch = watched_launch
+    with mock.patch.object(watched.parts.scheduler, "schedule", watched_schedule):
+        requests = submit_all_kinds(watched, Random(5))
+        watched.run()
+    for request, stops in requests:
+        check_outcome(watched, request, stops)
+    assert in_flight["schedule"] > 50 and not in_flight["launch"]
+    assert bool(watched.parts.scheduler.num_preemptions) == may_preempt
+    assert watched.parts.kv.num_available == watched.parts.kv.num_usable
 
 
 def test_only_streamed_requests_get_a_response_in_every_round() -> None:

@@ -159,7 +159,7 @@ def test_a_preempted_request_keeps_the_pages_that_its_draft_model_has_read(
     for _ in range(30):
         harness.round()
     harness.executor._complete_rounds(0)
-    harness.parts.scheduler._preempt(request, harness.executor._batch)
+    harness.parts.scheduler._preempt(request, harness.executor._scheduled)
     assert harness.parts.kv.cache.match(request.tokens) == len(PROMPT)
     read = watch_tokens(harness)
     harness.round()

@@ -22,7 +22,7 @@ def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> 
     config = SimpleNamespace(
         attention_geometry=lambda mapping: GEOMETRY,
         hidden_size=hidden,
-        intermediate_size=intermediate,
+        mlp_row_elements=4 * intermediate,
         vocab_size=vocab,
     )
     return SimpleNamespace(config=config, dtype=dtype, device=torch.device("cuda"))

@@ -99,7 +99,8 @@ def test_a_round_keeps_the_pages_of_accepted_tokens_and_gives_back_all_others(
     tiny: Path, tiny_draft: Path
 ) -> None:
     pages_of_two = {"tokens_per_block": 2}
-    harness = Harness(tiny, kv_cache_config=pages_of_two, **draft_target(tiny_draft))
+    no_overlap = {"disable_overlap_scheduler": True}
+    harness = Harness(tiny, kv_cache_config=pages_of_two, **draft_target(tiny_draft), **no_overlap)
     request = harness.submit(PROMPT, max_tokens=200, temperature=1.0)
     harness.run_until(request, RequestState.GENERATION)
     num_rejected = set()
@@ -124,7 +125,8 @@ def test_a_round_may_hold_nothing_but_a_piece_of_a_prompt(tiny: Path) -> None:
 
 
 def test_windows_shrink_when_the_token_budget_is_short(tiny: Path) -> None:
-    harness = Harness(tiny, max_num_tokens=8, **draft_target(tiny))
+    no_overlap = {"disable_overlap_scheduler": True}
+    harness = Harness(tiny, max_num_tokens=8, **draft_target(tiny), **no_overlap)
     requests = [harness.submit(PROMPT[:length], max_tokens=9) for length in (2, 2, 4)]
     harness.round()
     harness.round()

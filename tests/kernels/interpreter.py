@@ -26,6 +26,9 @@ if INTERPRETED:
     quick_interpreter.install()
 
 only_outside_the_interpreter = pytest.mark.skipif(INTERPRETED, reason="runs outside it")
+only_with_the_compiler = pytest.mark.skipif(
+    INTERPRETED or importlib.util.find_spec("triton") is None, reason="Triton does not compile"
+)
 
 # The largest relative error of rounding float32. The interpreter truncates to bfloat16.
 ROUNDING = {

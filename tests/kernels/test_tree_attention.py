@@ -12,17 +12,28 @@ from tests.kernels.tree_problem import TreeProblem
 from tests.kernels.window_problem import TOLERANCE, Case, Problem
 from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.window_attention_cuda import serves
 
 BF16 = torch.bfloat16
 # A case, and the keys of the tree's region before the window.
 CASES = {
     "a tree alone": (Case((5, 16, 40), 5, 2, 16, 16), 0),
     "a draft step of one beam": (Case((7, 33), 1, 3, 16, 16), 6),
-    "beams over pages": (Case((12, 33, 150), 4, 2, 32, 4, num_programs=24, padding=(12,)), 8),
+    "beams over pages": (Case((12, 33, 150), 4, 2, 32, 4, num_programs=24, padding=(12, 10**9)), 8),
     "64 keys in a window": (Case((64, 70), 64, 2, 16, 16, kv_heads=1), 0),
     "64 keys, splits": (Case((64, 300), 3, 2, 16, 16, num_programs=32, spare_pages=3), 61),
     "two tiles of rows": (Case((40, 130), 24, 4, 16, 32, kv_heads=1, num_programs=8), 9),
     "bfloat16": (Case((33, 300), 8, 4, 64, 32, kv_heads=1, num_programs=12, dtype=BF16), 8),
+}
+
+
+# For the CUDA kernel, which has windows of up to 16 tokens and 32 rows.
+CUDA_CASES = {
+    "a tree of eight": (Case((8, 17, 300), 8, 4, 128, 32, spare_pages=2, dtype=BF16), 0),
+    "beams": (Case((12, 27, 64, 600), 4, 4, 128, 64, padding=(12, 10**9), dtype=BF16), 8),
+    "64 keys": (Case((64, 65, 290), 8, 4, 128, 16, dtype=BF16), 56),
+    "sixteen tokens": (Case((16, 31, 400), 16, 2, 64, 16, dtype=torch.float16), 0),
+    "long requests": (Case((5000, 40, 9000), 4, 4, 128, 64, kv_heads=1, dtype=BF16), 33),
 }
 
 
@@ -69,9 +80,18 @@ def test_a_mask_has_one_bit_for_each_key_and_at_most_64() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_processors", [132, 30, 14, 1])  # as in test_window_attention_cuda.py
+@pytest.mark.parametrize("name", CUDA_CASES)
+def test_the_cuda_kernel_gives_each_row_its_own_path(name: str, num_processors: int) -> None:
+    problem = TreeProblem(*CUDA_CASES[name], "cuda")
+    assert serves(problem.qkv, problem.cos_sin, None, problem.layer)
+    problem.check(problem.attend(replace(problem.workspace(), num_processors=num_processors)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES | CUDA_CASES)
 def test_a_captured_launch_can_be_replayed_with_other_lengths_and_trees(name: str) -> None:
-    case, offset = CASES[name]
+    case, offset = (CASES | CUDA_CASES)[name]
     captured = TreeProblem(case, offset, "cuda")
     workspace = captured.workspace()
     captured.attend(workspace)  # compiles

@@ -66,6 +66,8 @@ def test_every_layout_fits_a_multiprocessor_and_its_rings_hold_the_sums() -> Non
         registers = 128 if windows.row_tiles == 1 else 256
         assert program.ctas * program.warps * 32 * registers <= 65536
         assert program in programs_of(windows)
+        # The bits of a tree are stored where the warps' highest scores come later.
+        assert 8 * windows.window <= 4 * program.warps * 16 * windows.row_tiles
 
 
 def test_clusters_are_as_large_as_fit_on_the_device_at_once() -> None:
@@ -109,16 +111,21 @@ def test_unsupported_and_slower_shapes_use_the_triton_kernel() -> None:
     assert not serves(problem.qkv, problem.cos_sin, None, problem.layer)  # on a CPU
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "in_tree"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
+    ids=["bfloat16", "float16", "tree"],
+)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize(("window", "head_dim"), [(4, 128), (8, 64)])
 @pytest.mark.usefixtures("own_cache")
 def test_the_source_compiles(
-    window: int, head_dim: int, batch: int, architecture: str, dtype: torch.dtype
+    window: int, head_dim: int, batch: int, architecture: str, dtype: torch.dtype, in_tree: bool
 ) -> None:
     windows = replace(OF_8B, batch=batch, window=window, head_dim=head_dim)
-    macros = Source(dtype, head_dim, windows.row_tiles).macros(layout(windows).program)
+    source = Source(dtype, head_dim, windows.row_tiles, in_tree)
+    macros = source.macros(layout(windows).program)
     assert nvrtc.compile_source("window_attention.cu", architecture, macros).startswith(b"\x7fELF")
 
 

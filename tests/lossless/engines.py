@@ -24,7 +24,10 @@ MODES: dict[str, dict[str, Any] | None] = {
         "eagle3_one_model": False,
     },
 }
-OVERLAPPING = ("plain", "draft_target_one_model", "eagle3", "eagle3_two_model")
+DYNAMIC_TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
+TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model")
+MODES |= {f"{mode}_tree": (MODES[mode] or {}) | DYNAMIC_TREE for mode in TREES}
+OVERLAPPING = tuple(mode for mode in MODES if mode not in ("ngram", "draft_target"))
 
 
 def engine(

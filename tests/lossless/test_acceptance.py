@@ -98,6 +98,8 @@ def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
     options = (
         SITUATIONS[situation] | engine(mode, DRAFT_LEN, **NEVER_PAUSES) | {"max_batch_size": 8}
     )
+    if mode.endswith("_tree") and "max_num_tokens" in options:
+        options["max_num_tokens"] = 140  # room for six windows of 17 rows and a part of a prompt
     with LLM("zoo:llama", **options) as llm:
         if situation in CACHED:
             prompts = [
@@ -183,6 +185,28 @@ def test_the_zoos_head_reaches_its_trained_acceptance(
     # 2.82 when this was written, and 2.58 when each step is fed the target's state instead of the
     # step's before.
     assert stats.acceptance_length >= 2.7
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "draft_target_one_model"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_of_16_nodes_is_accepted_further_than_a_chain_of_its_depth(
+    long_prompts: list[list[int]], mode: str, temperature: float
+) -> None:
+    found: dict[str, float] = {}
+    for name, options in {mode: {}, f"{mode}_tree": {"max_total_draft_tokens": 16}}.items():
+        with LLM("zoo:llama", max_batch_size=8, **engine(name, DRAFT_LEN, **options)) as llm:
+            params = [
+                SamplingParams(
+                    max_tokens=OUTPUT_LEN, ignore_eos=True, seed=i, temperature=temperature
+                )
+                for i in range(NUM_PROMPTS)
+            ]
+            outputs = llm.generate(long_prompts, params, use_tqdm=False)
+        assert isinstance(outputs, list)
+        all_stats = [each.speculative_decoding or SpeculativeStats() for each in outputs]
+        found[name] = sum(all_stats, SpeculativeStats()).acceptance_length
+    print(f"T = {temperature}: {found}")
+    assert found[f"{mode}_tree"] >= 1.1 * found[mode]
 
 
 @pytest.mark.parametrize("mode", ["draft_target", "draft_target_one_model"])

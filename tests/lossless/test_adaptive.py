@@ -1,7 +1,7 @@
 """Draft lengths that change at any time: every drafter gives the tokens of plain decoding."""
 
 from collections.abc import Callable
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,7 @@ MAX_DRAFT_LEN = 4
 # Seconds by batch size and draft length: long drafts are cheap for small batches.
 ROUND_TIMES = MeasuredRoundTimes({1: {0: 1, 1: 1.2, 4: 0.9}, 7: {0: 1, 1: 1.5, 4: 3}})
 DRAFTING = ("user_provided", *(mode for mode in MODES if mode != "plain"))
-# On the two-model path rounds of draft length 0 overlap; a user's objects see each round end.
-RUNS = [
-    (mode, overlap)
-    for mode in DRAFTING
-    for overlap in (True, False)
-    if mode != "user_provided" or not overlap
-]
+RUNS = list(product(DRAFTING, (True, False)))
 EVERY_ROUND = {"update_interval": 1, "warmup_batches": 0, "ema_alpha": 0.9}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "cost_model": {
@@ -95,8 +89,9 @@ def options_of(
             "drafter": half_right(plain),
             "max_draft_len": MAX_DRAFT_LEN,
         }
-        return {"speculative_config": own | speculation}
-    options = tiny_engine(mode, drafts, MAX_DRAFT_LEN, **speculation)
+        options: dict[str, Any] = {"speculative_config": own | speculation}
+    else:
+        options = tiny_engine(mode, drafts, MAX_DRAFT_LEN, **speculation)
     return options | {"disable_overlap_scheduler": not overlap}
 
 

@@ -133,9 +133,8 @@ def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
         if not coming:
             coming.extend([random.randrange(draft_len + 1)] * random.choice((1, 1, 3)))
             coming.extend([0] * random.choice((0, 0, 2, 17)))
-        return max(
-            0, min(coming.pop(), harness.executor.scheduler.limits.max_num_tokens // batch_size - 1)
-        )
+        rows = harness.executor.scheduler.limits.max_num_tokens // batch_size
+        return min(coming.pop(), harness.parts.slots.shapes.length_within(rows))
 
     harness.parts.draft_len_for = draft_len_for
 

@@ -14,6 +14,7 @@ from tests.kernels.interpreter import (
     check_under_the_interpreter,
     only_outside_the_interpreter,
 )
+from tests.models.helpers import save_checkpoint
 from tllm_spec.config import LlmArgs
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
@@ -68,11 +69,14 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of Triton's interpreter")
-@pytest.mark.parametrize("device", [pytest.param("cpu", id="interpreted")])
+@pytest.mark.parametrize("has_experts", [False, True], ids=["interpreted", "interpreted experts"])
 def test_every_bit_is_that_of_a_request_alone(
-    device: str, tmp_path: Path, exact_dots: None
+    has_experts: bool, tmp_path: Path, exact_dots: None
 ) -> None:
     model = write_tiny_llama(tmp_path)
+    if has_experts:
+        sizes = {"num_local_experts": 4, "hidden_size": 32, "max_position_embeddings": 80}
+        save_checkpoint(tmp_path, "Mixtral", **sizes)
     alone = outputs_of(model, 1)
     assert all(one.error is None and one.outputs[0].length == 4 for one in alone)
     for name, options in RUNS.items():
@@ -90,4 +94,4 @@ def test_every_bit_is_that_of_a_request_alone(
 
 @only_outside_the_interpreter
 def test_the_tiny_model_passes_in_a_process_of_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=1)
+    check_under_the_interpreter(__file__, num_tests=2)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
 from tests.lossless.drafters import AdversarialDrafter, expected_rounds
-from tests.lossless.engines import MODES, OVERLAPPING, engine
+from tests.lossless.engines import MODES, engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
@@ -52,6 +52,9 @@ FLOORS = {
     "draft_target_one_model": 1.3,
     "eagle3": 1.3,
     "eagle3_two_model": 1.3,
+    "eagle3_tree": 1.5,
+    "eagle3_two_model_tree": 1.5,
+    "draft_target_one_model_tree": 1.5,
 }
 
 
@@ -76,7 +79,7 @@ def covering_runs() -> list[Run]:
     runs = []
     for (i, mode), (j, setting) in product(enumerate(FLOORS), enumerate(SETTINGS)):
         sizes = BATCH_SIZES[setting]
-        overlap = mode in OVERLAPPING and (i + j) % 3 != 1
+        overlap = (i + j) % 3 != 1
         draft_len = 0 if mode == "plain" else DRAFT_LENS[(i + j) % len(DRAFT_LENS)]
         runs.append(Run(mode, setting, draft_len, sizes[i % len(sizes)], overlap))
     return runs
@@ -88,14 +91,19 @@ def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
         options |= engine(run.mode, run.draft_len, overlap=run.overlap)
     else:
         own = {"decoding_type": "User_Provided", "drafter": known, "max_draft_len": run.draft_len}
-        options["speculative_config"] = own
+        options |= {"speculative_config": own, "disable_overlap_scheduler": not run.overlap}
     if run.setting == "chunked_prefill":
         # Room for all windows and a few prompt tokens: prompts come in many chunks next to
         # generating requests.
-        options["max_num_tokens"] = run.batch_size * (run.draft_len + 1) + 10
+        options["max_num_tokens"] = run.batch_size * window_of(run) + 10
     if run.setting.startswith("preemption"):
         options["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     return LLM("zoo:llama", **options)
+
+
+def window_of(run: Run) -> int:
+    """Rows of a request."""
+    return 1 + run.draft_len * (4 if run.mode.endswith("_tree") else 1)
 
 
 def leave_prefixes(llm: LLM, cases: list[Case]) -> None:

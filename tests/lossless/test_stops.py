@@ -25,8 +25,8 @@ def llm(
     request: pytest.FixtureRequest, known_texts: dict[tuple[int, ...], list[int]]
 ) -> Iterator[LLM]:
     """Every draft is right, beyond the stop too: rounds of 2 to 8 tokens lie differently across it.
-    "known": drafts from the host, without overlap; "itself": the target drafts for itself inside
-    its forward, and rounds overlap."""
+    "known": drafts from the host; "itself": the target drafts for itself inside its forward, and
+    rounds overlap."""
 
     def propose(request: LlmRequest) -> list[int]:
         text = known_texts[tuple(request.tokens[: request.prompt_len])]
@@ -38,7 +38,7 @@ def llm(
     else:
         options = engine("draft_target_one_model", length, speculative_model="zoo:llama")
     with LLM("zoo:llama", max_batch_size=2, **options) as llm:
-        assert llm._executor.parts.max_in_flight == (drafts == "itself")
+        assert llm._executor.parts.drafts_in_flight == (drafts == "itself")
         yield llm
         llm.check_integrity()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.lossless.engines import MODES, OVERLAPPING, tiny_engine
+from tests.lossless.engines import MODES, tiny_engine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ BUSY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*MODES, *(f"{mode} in turn" for mode in OVERLAPPING)])
+@pytest.fixture(scope="module", params=[*MODES, *(f"{mode} in turn" for mode in MODES)])
 def engine(request: pytest.FixtureRequest, drafts: tuple[Path, Path]) -> dict[str, Any]:
     """ "in turn": where rounds would overlap, they do not."""
     mode = request.param.removesuffix(" in turn")

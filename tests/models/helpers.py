@@ -39,7 +39,7 @@ def save_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            scaled = noise * parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else noise * 0.3
+            scaled = noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else noise * 0.3
             parameter.copy_(scaled + 1 if "norm" in name else scaled)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model

@@ -11,6 +11,7 @@ from tests.models.helpers import PagedRunner, load, random_tokens, reference_log
 
 TOKENS = random_tokens(40)
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, all biases, tied": (
@@ -24,6 +25,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3, bias": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+    "mixtral": ("Mixtral", {}),
+    "qwen2 moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen2 moe, no bias": ("Qwen2Moe", EXPERTS | {"qkv_bias": False, "norm_topk_prob": True}),
+    "qwen3 moe": ("Qwen3Moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen3 moe, bias": ("Qwen3Moe", EXPERTS | {"attention_bias": True}),
+    "qwen3 moe, dense first layer": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2}),
+    "qwen3 moe, dense last layer": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [1]}),
     "wide enough for packed weights": ("Llama", {"intermediate_size": 1024, "vocab_size": 1024}),
 }
 

@@ -1,17 +1,14 @@
 """A server over an LLM with known answers, and two clients."""
 
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from tests.server.fake_llm import MODEL, FakeLLM
-from tllm_spec.server.app import OpenAIServer
+from tests.server.hosted import hosted
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +18,8 @@ def llm() -> FakeLLM:
 
 @pytest.fixture(scope="module")
 def url(llm: FakeLLM) -> Iterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    app = OpenAIServer(llm, MODEL).app()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with hosted(llm) as url:
+        yield url
     assert llm.is_shut_down
 
 

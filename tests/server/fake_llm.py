@@ -41,6 +41,7 @@ STATE = {
 }
 MODEL = "fake"
 MAX_LEN = 100_000  # tokens of a prompt
+LONGEST_TOKEN = 20  # characters
 FAILING_PROMPT = "fail"
 SLOW_PROMPT = "slow"
 
@@ -62,6 +63,15 @@ class FakeLLM:
         self.aborted: set[int] = set()
         self.sampling: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
+        self.max_seq_len = MAX_LEN + 1
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running)
+
+    def check_length(self, text: str) -> None:
+        if len(text) > MAX_LEN * LONGEST_TOKEN:
+            raise ContextLengthExceeded(f"the maximum context length is {MAX_LEN} tokens")
 
     def server_info(self) -> dict[str, Any]:
         self._check_alive()

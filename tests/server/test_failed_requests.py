@@ -14,7 +14,7 @@ import pytest
 from tests.server.fake_llm import FAILING_PROMPT, MAX_LEN, MODEL, SLOW_PROMPT, FakeLLM
 from tests.server.http_answers import wait_for
 from tllm_spec.sampling_params import SamplingParams
-from tllm_spec.server.streaming import updates
+from tllm_spec.server.streaming import Running
 
 
 def test_when_one_prompt_is_refused_the_others_are_aborted(
@@ -60,7 +60,7 @@ def test_closing_the_generator_of_updates_aborts_all_requests() -> None:
         handles = [
             llm.generate_async(SLOW_PROMPT, SamplingParams(), streaming=True) for _ in range(3)
         ]
-        async with aclosing(updates(handles)) as outputs:
+        async with aclosing(Running(handles, 60).updates()) as outputs:
             await anext(outputs)
         return llm.aborted
 

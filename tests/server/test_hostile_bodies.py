@@ -90,3 +90,19 @@ def test_template_variables_of_the_wrong_type_are_a_bad_request(
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     response = post("/v1/chat/completions", messages=CHAT, chat_template_kwargs={"word": value})
     assert "do not fit the model's chat template" in message_of(response)
+
+
+def test_more_tokens_than_the_context_holds_are_refused(post: Post, llm: FakeLLM) -> None:
+    assert "maximum context length" in message_of(
+        post("/v1/completions", prompt="a", max_tokens=10**12)
+    )
+    assert post("/v1/completions", prompt="a", max_tokens=llm.max_seq_len).status_code == 200
+
+
+def test_the_text_of_an_error_is_cut(
+    post: Post, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ raise_exception(messages[0].content * 10_000) }}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    message = message_of(post("/v1/chat/completions", messages=CHAT * 10))
+    assert len(message) < 10_000 and message.endswith("...")

@@ -11,7 +11,7 @@ import pytest
 from tests.server.fake_llm import MODEL, FakeLLM
 from tests.server.http_answers import CHAT
 from tllm_spec import __version__
-from tllm_spec.server.app import LONG_BODY
+from tllm_spec.server.admission import LONG_BODY
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
@@ -61,7 +61,6 @@ def test_tokenising_a_long_prompt_delays_no_other_request(
         return [1]
 
     monkeypatch.setattr(llm.tokenizer, "encode", slow)
-    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", slow)
     own = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     client = threading.Thread(
         target=lambda: answers.append(

@@ -1,8 +1,9 @@
 """Attention for `deterministic: true`: a token's result has the same bits in every batch, chunk and
 window.
 
-Prompts and windows run in one launch of one kernel (`kernels/batch_invariant_attention.py`). The
-plan of a batch without prompts depends on no length, so a CUDA graph can hold its forward."""
+Prompts and windows run in one launch of one kernel (`kernels/batch_invariant_attention.py`), draft
+trees in another one. The plan of a batch without prompts depends on no length, so a CUDA graph can
+hold its forward."""
 
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ class BatchInvariantPlan(AttentionPlan):
 
     block_tables: torch.Tensor
     """[C + B, P] int32."""
-    tiles: QueryTiles
+    launches: tuple[tuple[slice, QueryTiles], ...]
+    """The rows of each launch, and their tiles."""
 
 
 class BatchInvariantAttention(AttentionBackend):
@@ -42,7 +44,6 @@ class BatchInvariantAttention(AttentionBackend):
         self._results = SplitResults.allocate(geometry.head_dim, pool.data.device)
 
     def plan(self, metadata: AttentionMetadata) -> BatchInvariantPlan:
-        assert metadata.tree is None
         size, row = self._tile_tokens, 0
         device, parts = metadata.kv_slots.device, []
         lengths = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
@@ -50,12 +51,20 @@ class BatchInvariantAttention(AttentionBackend):
             parts.append(QueryTiles.of_chunk(row, kv_len - length, length, request, size, device))
             row += length
         first = len(parts)
+        trees, num_rows = None, len(metadata.kv_slots)
         if metadata.num_generations:
             kv_lens = metadata.kv_lens[-metadata.num_generations :]
-            parts.append(QueryTiles.of_windows(row, kv_lens, metadata.window, first, size))
-        return BatchInvariantPlan(
-            metadata.kv_slots, metadata.block_tables, QueryTiles.joined(parts)
-        )
+            if metadata.tree is not None:
+                trees = QueryTiles.of_trees(kv_lens, metadata.tree, first, size)
+            else:
+                parts.append(QueryTiles.of_windows(row, kv_lens, metadata.window, first, size))
+        launches = []
+        if parts:
+            end = row if trees is not None else num_rows
+            launches.append((slice(0, end), QueryTiles.joined(parts)))
+        if trees is not None:
+            launches.append((slice(row, num_rows), trees))
+        return BatchInvariantPlan(metadata.kv_slots, metadata.block_tables, tuple(launches))
 
     def run(
         self,
@@ -68,11 +77,15 @@ class BatchInvariantAttention(AttentionBackend):
         assert isinstance(plan, BatchInvariantPlan)
         rotary_write(qkv, rotary, plan.kv_slots, self._layers[layer], norm)
         q, _ = self.split(qkv)
-        return batch_invariant_attention(
-            q,
-            self._layers[layer],
-            plan.block_tables,
-            plan.tiles,
-            self.geometry.scale,
-            self._results,
-        )
+        outputs = [
+            batch_invariant_attention(
+                q[rows],
+                self._layers[layer],
+                plan.block_tables,
+                tiles,
+                self.geometry.scale,
+                self._results,
+            )
+            for rows, tiles in plan.launches
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -52,9 +52,9 @@ class AttentionMetadata:
     written to `kv_slots`, and no row attends to them. The pool may hold keys of the request at
     their positions. None: no padding."""
     tree: TreeMask | None = None
-    """Which keys the generation rows see, with R = W. Then `kv_slots` are those of the last W
-    tokens up to `kv_lens`, `positions` are depths in the tree, and there is no padding. None: each
-    row sees the keys up to its own."""
+    """Which keys the generation rows see, with R = W. Then `kv_slots` are those of the last W keys,
+    `positions` follow the depths in the tree, and there is no padding. None: each row sees the keys
+    up to its own."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def default_capture_layers(num_layers: int) -> tuple[int, ...]:
 
 class SpecMetadata:
     """`layers`: ids of the layers whose outputs (residual included) are captured, in the order of
-    the head's input."""
+    the head's input. `buffer` `[T_max, n * H]`: the states of the latest forward's rows."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class SpecMetadata:
         device: torch.device,
     ) -> None:
         self.layers = layers
-        self._buffer = torch.zeros(
+        self.buffer = torch.zeros(
             (max_num_tokens, len(layers) * hidden_size), dtype=dtype, device=device
         )
         # Views of the buffer by layer id, for as many rows as the latest forward had.
@@ -48,11 +48,11 @@ class SpecMetadata:
             return
         if hidden.shape[0] != self._num_rows:
             self._num_rows = hidden.shape[0]
-            parts = self._buffer[: self._num_rows].chunk(len(self.layers), 1)
+            parts = self.buffer[: self._num_rows].chunk(len(self.layers), 1)
             self._columns = dict(zip(self.layers, parts, strict=True))
         copy_rows(hidden, self._columns[layer_id])
 
     def captured(self, num_rows: int) -> torch.Tensor:
         """The states of the latest forward, `[T, n * H]`: a view that the next forward
         overwrites."""
-        return self._buffer[:num_rows]
+        return self.buffer[:num_rows]

@@ -1,5 +1,8 @@
 """What the ranks of a model say to each other: plain data for hosts, tensors for devices."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
@@ -14,6 +17,15 @@ class Communicator:
     def broadcast(self, message: bytes) -> bytes:
         """Rank 0's message; the others' argument is ignored."""
         return message
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all ranks, by rank: on every rank."""
+        return [value]
+
+    def all_say(self, text: str) -> bool:
+        """Whether all ranks call this with the same text within seconds. After an error, when the
+        other ranks may be anywhere."""
+        return True
 
     def minimum(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
@@ -37,8 +49,12 @@ class Communicator:
     def close(self) -> None:
         """The ranks part."""
 
-    def abort(self) -> None:
-        """Ends all ranks' processes at once, after a failure that the other ranks do not know
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """`tell` is called before the process ends because another rank's has ended, with the
+        reason."""
+
+    def abort(self, reason: str) -> None:
+        """Ends this process and so all ranks', after a failure that the other ranks do not know
         of."""
 
 

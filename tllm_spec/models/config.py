@@ -12,6 +12,8 @@ import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.moe import MoEConfig
+from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 
 # The defaults of each architecture's configuration class in transformers.
 _COMMON = {
@@ -32,7 +34,24 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": _COMMON | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     "Qwen3ForCausalLM": _COMMON
     | {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    "MixtralForCausalLM": _COMMON
+    | {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    }
+    | MOE_DEFAULTS["MixtralForCausalLM"],
+    "Qwen2MoeForCausalLM": _COMMON
+    | {"max_position_embeddings": 32768, "num_key_value_heads": 16, "intermediate_size": 5632}
+    | MOE_DEFAULTS["Qwen2MoeForCausalLM"],
+    "Qwen3MoeForCausalLM": _COMMON
+    | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144}
+    | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
 }
+_NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM")
+_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 # The keys that a rope_type needs. yarn without a factor has the ratio of the two lengths.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -63,7 +82,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder. `sliding_window` is set only if a layer uses it."""
+    """A decoder. `sliding_window` is set only if a layer uses it."""
 
     architecture: str
     vocab_size: int
@@ -85,6 +104,9 @@ class ModelConfig:
     hidden_act: str
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    moe: MoEConfig | None
+    sparse_layers: frozenset[int]
+    """The layers that have experts instead of a dense MLP."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -124,14 +146,15 @@ class ModelConfig:
             max_position_embeddings=int(raw["max_position_embeddings"]),
             sliding_window=_sliding_window(raw, architecture),
             tie_word_embeddings=bool(raw["tie_word_embeddings"]),
-            qkv_bias=architecture == "Qwen2ForCausalLM"
-            or (bias and architecture != "MistralForCausalLM"),
-            o_bias=bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+            qkv_bias=_qkv_bias(raw, architecture),
+            o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
             hidden_act=raw["hidden_act"],
             dtype=_dtype(raw),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
+            moe=moe_config(architecture, raw),
+            sparse_layers=sparse_layers(architecture, raw),
         )
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
@@ -139,6 +162,12 @@ class ModelConfig:
                 f"num_attention_heads, which is {num_heads}."
             )
         return config
+
+    @property
+    def mlp_row_elements(self) -> int:
+        """Elements that a token's largest MLP has at a time in addition to hidden states."""
+        dense = 4 * self.intermediate_size
+        return dense if self.moe is None else max(dense, self.moe.row_elements)
 
     def attention_geometry(self, mapping: Mapping) -> AttentionGeometry:
         """One rank's share of the heads."""
@@ -196,6 +225,13 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
     return _DTYPES[name]
 
 
+def _qkv_bias(raw: dict[str, Any], architecture: str) -> bool:
+    if architecture == "Qwen2MoeForCausalLM":
+        return bool(raw.get("qkv_bias", True))
+    has_key = bool(raw.get("attention_bias")) and architecture not in _NO_BIAS
+    return architecture == "Qwen2ForCausalLM" or has_key
+
+
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -207,8 +243,10 @@ def _sliding_window(raw: dict[str, Any], architecture: str) -> int | None:
     window: int | None = raw.get("sliding_window")
     if raw.get("layer_types"):
         slides = "sliding_attention" in raw["layer_types"]
-    elif architecture == "MistralForCausalLM":
+    elif architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         slides = True
+    elif architecture in MOE_DEFAULTS:
+        slides = bool(raw.get("use_sliding_window"))
     else:
         slides = (
             bool(raw.get("use_sliding_window"))

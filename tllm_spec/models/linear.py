@@ -64,12 +64,13 @@ class Linear(Module):
             return small_m_gemm(x, self.weight, bias=self.bias, norm=weight)
         return self._gemm(x if norm is None else norm.forward(x))
 
-    def gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """SwiGLU of `norm(x)`, `[T, K]` to `[T, N / 2]`: the SiLU of the first half of the outputs
-        times the second half."""
+        times the second half. Without a norm, of x."""
         if self._is_fused(x):
-            return small_m_gemm(x, self.weight, bias=self.bias, norm=norm.kernel_weight, gated=True)
-        return silu_and_mul(self._gemm(norm.forward(x)))
+            weight = None if norm is None else norm.kernel_weight
+            return small_m_gemm(x, self.weight, bias=self.bias, norm=weight, gated=True)
+        return silu_and_mul(self._gemm(x if norm is None else norm.forward(x)))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Add the outputs for x `[T, K]` to `total` `[T, N]` in place, rounded once on CUDA."""

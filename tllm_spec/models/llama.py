@@ -1,4 +1,5 @@
-"""The Llama family: Llama, Mistral, Qwen2 and dense Qwen3, built from a `ModelConfig`.
+"""The Llama family: Llama, Mistral, Qwen2 and Qwen3, dense or with experts (Mixtral, Qwen2-MoE,
+Qwen3-MoE), built from a `ModelConfig`.
 
 Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 
@@ -13,6 +14,7 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear, OutputLinear, RowLinear
 from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.moe import MIXTRAL_NAMES, QWEN_NAMES, SparseMoE
 from tllm_spec.models.rotary import cos_sin_table
 
 
@@ -89,12 +91,20 @@ class MLP(Module):
 class DecoderLayer(Module):
     """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
+    mlp: MLP | SparseMoE
+
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.self_attn = Attention(config, layer, placement)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.mlp = MLP(config, placement)
+        if config.moe is None or layer not in config.sparse_layers:
+            self.mlp = MLP(config, placement)
+        elif config.architecture == "MixtralForCausalLM":
+            experts = SparseMoE(config.moe, placement, MIXTRAL_NAMES)
+            self.add_under("block_sparse_moe", "mlp", experts)
+        else:
+            self.mlp = SparseMoE(config.moe, placement, QWEN_NAMES)
 
     def forward(
         self,

@@ -66,6 +66,11 @@ class Module(nn.Module):
         super().__setattr__(name, value)
         self.__dict__[name] = value
 
+    def add_under(self, name: str, attribute: str, module: nn.Module | None) -> None:
+        """Add a submodule under its checkpoint's name, with another attribute for the code."""
+        setattr(self, name, module)
+        self.__dict__[attribute] = module
+
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """The checkpoint names of the module's own parameters, with their slots; `path` is the
         module's name."""

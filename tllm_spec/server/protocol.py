@@ -1,11 +1,10 @@
-"""Bodies of OpenAI's completion and chat requests, with our extensions, and its error object.
+"""Bodies of OpenAI's completion and chat requests, with our extensions.
 
 A body becomes prompts and `SamplingParams`, which check the ranges. OpenAI's fields that are not
 served are refused unless they have a neutral value."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
@@ -77,24 +76,6 @@ MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
     "refusal": NotServed((None,), "the text of a message is in content"),
     "tool_calls": NotServed((None, []), NO_TOOLS),
 }
-
-
-def error_body(
-    message: str, kind: str, *, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """OpenAI's error object. A lone surrogate that the message quotes becomes '?': UTF-8 cannot
-    encode it."""
-    texts = [
-        None if text is None else text.encode(errors="replace").decode()
-        for text in (message, param)
-    ]
-    return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}
-
-
-def param_of(message: str) -> str | None:
-    """The option that one of our error messages starts with."""
-    named = re.match(r"([\w.]+)(?:\[\S+\])? (?:= |is required)", message)
-    return named[1] if named else None
 
 
 def _token_ids_as_integers(bias: object) -> object:

@@ -12,36 +12,101 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from tllm_spec.outputs import RequestOutput
-from tllm_spec.server.protocol import StreamOptions, error_body
+from tllm_spec.server.protocol import StreamOptions
+from tllm_spec.server.refusals import error_body
 from tllm_spec.server.responses import Answer, Json, usage_of
 
 if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
 
-DONE = "data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
-OnFinish = Callable[[RequestOutput], None]
 
 
 class EngineError(Exception):
     """A request was started and failed."""
+
+    status = 500
+
+
+class RequestTimeout(EngineError):
+    """A request took longer than the server allows."""
+
+    status = 504
 
 
 def _ignore(output: RequestOutput) -> None:
     """An `on_finish` that does nothing."""
 
 
-async def updates(
-    handles: Sequence[RequestHandle], on_finish: OnFinish = _ignore
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yields `(index of the handle, its output so far)` for each update. An output must be read
-    before the next update, which changes it. `on_finish` is called with each finished output.
+class Running:
+    """The requests of one HTTP request. timeout: seconds that they may take. `on_finish` is called
+    with each finished output."""
 
-    Raises EngineError when a request fails. Requests that still run when the generator is closed
-    are aborted."""
+    def __init__(
+        self,
+        handles: Sequence[RequestHandle],
+        timeout: float,
+        on_finish: Callable[[RequestOutput], None] = _ignore,
+    ) -> None:
+        self.handles = handles
+        self.timeout = timeout
+        self.on_finish = on_finish
+
+    def num_tokens(self) -> tuple[int, int]:
+        """Of all prompts, and of all outputs so far."""
+        usage = usage_of(self.handles)
+        return usage["prompt_tokens"], usage["completion_tokens"]
+
+    def abort(self) -> None:
+        for handle in self.handles:
+            handle.abort()
+
+    async def updates(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yields `(index of the handle, its output so far)` for each update. An output must be read
+        before the next update, which changes it.
+
+        Raises EngineError when a request fails. Requests that still run when the generator is
+        closed are aborted."""
+        is_late = False
+
+        def end() -> None:
+            nonlocal is_late
+            is_late = True
+            for handle in self.handles:
+                handle.abort()
+                handle.fail("")
+
+        timer = asyncio.get_running_loop().call_later(self.timeout, end)
+        updates = _each(self.handles[0]) if len(self.handles) == 1 else _merged(self.handles)
+        try:
+            async with aclosing(updates):
+                async for i, result in updates:
+                    if is_late:
+                        raise RequestTimeout(f"the request took longer than {self.timeout:g} s")
+                    if result.error is not None:
+                        raise EngineError(result.error)
+                    if result.finished:
+                        self.on_finish(result)
+                    yield i, result
+        finally:
+            timer.cancel()
+            self.abort()
+
+
+async def _each(handle: RequestHandle) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async for result in handle:
+        yield 0, result
+
+
+async def _merged(
+    handles: Sequence[RequestHandle],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     streams = [aiter(handle) for handle in handles]
     waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
     try:
@@ -51,43 +116,35 @@ async def updates(
                 i, result = waiting.pop(task), task.result()
                 if result is None:
                     continue
-                if result.error is not None:
-                    raise EngineError(result.error)
-                if result.finished:
-                    on_finish(result)
                 yield i, result
                 waiting[asyncio.ensure_future(anext(streams[i], None))] = i
     finally:
         for task in waiting:
             task.cancel()
-        for handle in handles:
-            handle.abort()
 
 
-async def finished_outputs(
-    handles: Sequence[RequestHandle], on_finish: OnFinish = _ignore
-) -> list[RequestOutput]:
+async def finished_outputs(running: Running) -> list[RequestOutput]:
     """The outputs once every request has finished. Raises EngineError."""
     results: dict[int, RequestOutput] = {}
-    async with aclosing(updates(handles, on_finish)) as outputs:
+    async with aclosing(running.updates()) as outputs:
         async for i, result in outputs:
             results[i] = result
-    return [results[i] for i in range(len(handles))]
+    return [results[i] for i in range(len(running.handles))]
 
 
 async def event_stream(
-    answer: Answer, handles: Sequence[RequestHandle], options: StreamOptions, on_finish: OnFinish
-) -> AsyncGenerator[str, None]:
+    answer: Answer, running: Running, options: StreamOptions
+) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events. A request that fails ends the stream with an error
     event."""
-    async with aclosing(updates(handles, on_finish)) as outputs:
+    handles = running.handles
+    async with aclosing(running.updates()) as outputs:
         try:
             async for i, result in outputs:
                 for chunk in answer.chunks(i, result):
-                    yield _event(
-                        chunk
-                        | ({"usage": usage_of(handles)} if options.continuous_usage_stats else {})
-                    )
+                    if options.continuous_usage_stats:
+                        chunk["usage"] = usage_of(handles)
+                    yield _event(chunk)
         except EngineError as error:
             yield _event(error_body(str(error), "internal_error"))
             return
@@ -96,13 +153,45 @@ async def event_stream(
     yield DONE
 
 
-def _event(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+def _event(data: Json) -> bytes:
+    return b"data: %s\n\n" % json.dumps(data, ensure_ascii=False).encode()
+
+
+class EventStream(Response):
+    """A streamed answer. When the client disconnects, its generator is closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        sending = asyncio.ensure_future(_send_all(self._events, send))
+        watching = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            sending.cancel()
+            watching.cancel()
+
+
+async def _send_all(events: AsyncGenerator[bytes, None], send: Send) -> None:
+    async with aclosing(events):
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
     """The result of `work`, or None when the client disconnects first; then `work` is cancelled."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -111,6 +200,6 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
         watch.cancel()
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

@@ -11,6 +11,7 @@ import torch
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
 
@@ -38,6 +39,11 @@ class DraftNet(ABC):
     def captured(self, num_rows: int) -> torch.Tensor | None:
         """The hidden states that the target's latest forward captured for its first rows, `[T, n *
         H]`; None: the network reads none."""
+        return None
+
+    def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The state that `forward` takes for these rows `[R]` of the target's latest forward,
+        `[R, H]`; None: it needs none."""
         return None
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
@@ -79,6 +85,9 @@ class Eagle3Net(DraftNet):
 
     def captured(self, num_rows: int) -> torch.Tensor | None:
         return self._spec.captured(num_rows)
+
+    def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        return self.head.fuse(gather_rows(self._spec.buffer, rows))
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return self.head.fuse(captured)

@@ -80,7 +80,9 @@ class HeadDrafter(DraftWorker, GraphDrafter):
     ) -> torch.Tensor:
         """After windows of as many drafts, all of them accepted."""
         tokens = slot_ids.new_zeros((len(slot_ids), shape.path))
-        result = SampledTokens(tokens, torch.full_like(slot_ids, shape.path))
+        rows = torch.arange(shape.path, device=slot_ids.device).expand_as(tokens)
+        lens = torch.full_like(slot_ids, shape.path)
+        result = SampledTokens(tokens, lens, rows if shape.is_tree else None)
         self._draft_for(slot_ids, result, shape, sampled, min(max_kv_len, self._max_len))
         return self._slots.num_drafts[-1:]
 
@@ -96,5 +98,6 @@ class HeadDrafter(DraftWorker, GraphDrafter):
         dummy slot's may not have. max_kv_len: of the drafts."""
         group = self._groups.of_slots(slot_ids, 1, sampled=sampled)
         first = (gather_rows(self._slots.kv_lens, slot_ids) - result.new_lens).clamp_min(0)
-        windows = Windows(slot_ids, first, result.new_tokens, max_kv_len - shape.depth)
-        self.draft(None, WindowResult(windows, result), group, shape.depth)
+        longest = max_kv_len - shape.depth + (shape.window - shape.path)
+        windows = Windows(slot_ids, first, result.new_tokens, longest)
+        self.draft(None, WindowResult(windows, result, shape), group, shape.depth)

@@ -47,14 +47,33 @@ class ContextResult:
 
 @dataclass(frozen=True)
 class WindowResult:
-    """The windows that the target has verified, and the tokens that it emitted for them."""
+    """The windows that the target has verified, with drafts of this shape, and the tokens that it
+    emitted for them."""
 
     windows: Windows
     sampled: SampledTokens
+    shape: DraftShape
 
-    @property
-    def width(self) -> int:
-        return self.sampled.new_tokens.shape[1]
+    def read(self, shift: int) -> Windows:
+        """What the target emitted, as windows of a draft network that reads it; shift: of the
+        network."""
+        target, shape = self.windows, self.shape
+        return Windows(
+            target.slots,
+            target.first + shift if shift else target.first,
+            self.sampled.new_tokens.clamp_min(0),
+            target.max_kv_len - (shape.window - shape.path) + shift,
+        )
+
+    def captured_rows(self, num_before: int) -> torch.Tensor | None:
+        """Rows of the target's forward whose hidden states `read` takes, after `num_before` rows of
+        chunks, which it takes, too: `[num_before + B * (D+1)]`. None: all rows, in order."""
+        rows = self.sampled.rows
+        if rows is None:
+            return None
+        firsts = torch.arange(len(rows), device=rows.device).unsqueeze(1) * self.shape.window
+        own = (rows + (firsts + num_before)).flatten()
+        return torch.cat((torch.arange(num_before, device=rows.device), own)) if num_before else own
 
 
 class RoundEnd:

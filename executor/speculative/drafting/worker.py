@@ -7,11 +7,10 @@ tokens are overwritten by the next round. Drafting is a function of device tenso
 graph can hold it."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.engine.rows import ContextChunk, Windows
 from tllm_spec.executor.graphs.cuda_graphs import CudaGraphs
@@ -28,11 +27,12 @@ from tllm_spec.executor.speculative.drafting.round_end import (
     RoundEnd,
     WindowResult,
 )
+from tllm_spec.executor.speculative.drafting.tree_drafting import TreeDrafting
 
 
 class DraftWorker(RoundEnd):
-    """Drafts chains, inside the graph of a round (one-model path). What a round of draft length 0
-    leaves for the network to read goes to the `backlog`."""
+    """Drafts chains or trees, inside the graph of a round (one-model path). What a round of draft
+    length 0 leaves for the network to read goes to the `backlog`."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class DraftWorker(RoundEnd):
         self._backlog = backlog
         self._slots = slots
         self._sampling = sampling
+        self._trees = TreeDrafting(layers, slots, sampling)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Kept, because making them is a launch.
         num_rows = len(slots.kv_lens) * slots.shapes.longest.path
@@ -110,7 +111,7 @@ class DraftWorker(RoundEnd):
         """Reads what the target has read and drafts for the requests of `group`, one row each,
         ended contexts before windows. With `num_drafts` 0 it only reads, and windows of one token
         go to the backlog instead."""
-        if windows is not None and windows.width == 1 and not num_drafts:
+        if windows is not None and windows.shape == NO_DRAFTS and not num_drafts:
             first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
             self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
             if contexts is None:
@@ -120,6 +121,15 @@ class DraftWorker(RoundEnd):
         state, bound = self._catch_up(contexts, windows, is_drafting)
         if not is_drafting:
             return
+        shape = self._slots.shapes.of(num_drafts)
+        if self._slots.shapes.has_trees:
+            self._trees.draft(group, shape, state, bound)
+        else:
+            self._draft_chains(group, num_drafts, state, bound)
+
+    def _draft_chains(
+        self, group: RowGroup, num_drafts: int, state: torch.Tensor, bound: int
+    ) -> None:
         positions = self._slots.positions(group.slots, num_drafts)
         drafts: list[torch.Tensor] = []
         for step in range(num_drafts):
@@ -144,22 +154,18 @@ class DraftWorker(RoundEnd):
         that the first draft comes from, `[N, H]`, no rows unless `is_drafting`; and a bound of the
         KV lengths in the steps after it."""
         chunks, patched, last_rows = self._chunks(contexts)
-        shifted = None
+        read, state = None, None
         bound = max((chunk.end for chunk in chunks), default=0)
+        num_rows = sum(len(chunk.tokens) for chunk in chunks)
         if windows is not None:
-            target = windows.windows
-            shifted = replace(
-                target,
-                first=target.first + self.net.shift if self.net.shift else target.first,
-                token_ids=windows.sampled.new_tokens.clamp_min(0),
-                max_kv_len=target.max_kv_len + self.net.shift,
-            )
-            bound = max(bound, shifted.max_kv_len)
+            read = windows.read(self.net.shift)
+            bound = max(bound, read.max_kv_len)
+            captured = windows.captured_rows(num_rows)
+            state = None if captured is None else self.net.state_of(captured)
         wanted = self._no_rows
         if is_drafting:
-            num_rows = sum(len(chunk.tokens) for chunk in chunks)
             wanted = self._drafted_from(last_rows, windows, num_rows)
-        return self._layers.forward(chunks, shifted, None, patched, wanted), bound
+        return self._layers.forward(chunks, read, state, patched, wanted), bound
 
     def _drafted_from(
         self, last_rows: list[int], windows: WindowResult | None, num_rows: int

@@ -1,0 +1,40 @@
+"""Where the tokens stand that the rows of a group sample, and which drafts are before each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.executor.resources.window_tree import WindowTree
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Of N requests with W rows each. The first row's token stands at kv_lens `[N]` + `ahead`: 0
+    after contexts, 1 in windows, whose bonus token is at kv_lens. The other rows follow one after
+    another, or as the nodes of `tree`."""
+
+    kv_lens: torch.Tensor
+    ahead: int
+    tree: WindowTree | None = None
+
+    def positions(self, window: int, requests: torch.Tensor | None = None) -> torch.Tensor:
+        """`[M * W]`: of these requests; None: of all."""
+        first = self.kv_lens if requests is None else self.kv_lens.index_select(0, requests)
+        if self.tree is None:
+            return window_positions(first, window, self.ahead)
+        depths = self.tree.of(requests).depths
+        return (first.unsqueeze(1) + depths + self.ahead).flatten()
+
+    def split(self, sizes: Sequence[int]) -> list[RowPlaces]:
+        lens = self.kv_lens.split_with_sizes(list(sizes))
+        trees = [None] * len(sizes) if self.tree is None else self.tree.split(sizes)
+        return [RowPlaces(own, self.ahead, tree) for own, tree in zip(lens, trees, strict=True)]
+
+
+def window_positions(first: torch.Tensor, window: int, ahead: int = 0) -> torch.Tensor:
+    """Positions of the tokens that W consecutive rows sample, from first `[N]` + `ahead` on:
+    `[N * W]`."""
+    return (first.unsqueeze(1) + torch.arange(ahead, ahead + window, device=first.device)).flatten()

@@ -1,0 +1,175 @@
+"""The two linear layers of a mixture of experts, each one GEMM per expert that is hit: gate and up
+projections with SwiGLU, and the down projection. A Triton kernel if Triton is available, otherwise
+the plain-torch reference, which loops over the experts.
+
+Weights of an expert that no token takes are not read. Sums are float32 and rounded once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.kernels.moe_permute import ExpertRows
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.silu_and_mul import plain_silu_and_mul
+from tllm_spec.kernels.triton_support import has_kernels
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A program computes `outputs` outputs of up to `rows` rows of one expert, `inputs` inputs at a
+    time. `outputs` of a gated layer are half gates, half ups."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Tilings:
+    """Of both layers, with the same number of rows."""
+
+    gate_up: Tiling
+    down: Tiling
+
+
+# By the most rows per expert, on average. Few rows stream weights: tiles are small, so that one
+# token fills the device, and two programs share a multiprocessor. One stage of the pipeline is
+# being multiplied and one was, so the others are in flight: 48 KiB of weights per program. A
+# program of the down projection has fewer inputs, so it takes more outputs.
+TILINGS = (
+    (8, Tilings(Tiling(16, 64, 128, 4, 5), Tiling(16, 128, 64, 4, 5))),
+    (24, Tilings(Tiling(32, 64, 128, 4, 4), Tiling(32, 128, 64, 4, 4))),
+    (64, Tilings(Tiling(64, 128, 64, 4, 4), Tiling(64, 128, 64, 4, 4))),
+)
+LARGE = Tilings(Tiling(128, 256, 64, 8, 4), Tiling(128, 256, 64, 8, 4))
+FLOAT32 = Tilings(Tiling(16, 64, 32, 4, 2), Tiling(16, 64, 32, 4, 2))  # no tensor cores
+
+
+def tilings_of(num_assignments: int, num_experts: int, dtype: torch.dtype) -> Tilings:
+    """For `num_assignments` rows of all experts together."""
+    if dtype == torch.float32:
+        return FLOAT32
+    return next(
+        (tilings for rows, tilings in TILINGS if num_assignments <= rows * num_experts), LARGE
+    )
+
+
+def block_rows_of(
+    num_assignments: int, num_experts: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """The block size for `moe_permute`: a program's rows, or for the reference all rows."""
+    if not has_kernels(device):
+        return max(num_assignments, 1)
+    return tilings_of(num_assignments, num_experts, dtype).gate_up.rows
+
+
+def gate_up_silu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: ExpertRows,
+    input_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU of each assignment's token by its expert, `[P, I]` in sorted order.
+
+    Args:
+        x: `[T, H]`, contiguous.
+        weight: `[E, 2 * I, H]`, contiguous, gates first.
+        rows: the assignments.
+        input_weights: `[T, k]` float32, factors of the tokens before the projection.
+    """
+    if not has_kernels(x.device):
+        return plain_gate_up_silu(x, weight, rows, input_weights)
+    output = x.new_empty(len(rows.order), weight.shape[1] // 2)
+    _launch(x, weight, rows, output, gated=True, input_weights=input_weights)
+    return output
+
+
+def down(x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """The linear layer of each row's expert, `[P, H]` in the order of the assignments.
+
+    Args:
+        x: `[P, I]` in sorted order, contiguous.
+        weight: `[E, H, I]`, contiguous.
+        rows: the assignments.
+    """
+    if not has_kernels(x.device):
+        return plain_down(x, weight, rows)
+    output = x.new_empty(len(rows.order), weight.shape[1])
+    _launch(x, weight, rows, output, gated=False, input_weights=None)
+    return output
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: ExpertRows,
+    output: torch.Tensor,
+    *,
+    gated: bool,
+    input_weights: torch.Tensor | None,
+) -> None:
+    from tllm_spec.kernels.grouped_gemm_triton import grouped_gemm_kernel
+
+    tilings = tilings_of(len(rows.order), weight.shape[0], x.dtype)
+    tiling = tilings.gate_up if gated else tilings.down
+    assert x.is_contiguous() and weight.is_contiguous() and tiling.rows == rows.block_rows
+    room, features = rows.blocks.shape[1], output.shape[1]
+    if not room:
+        return
+    tiles = -(-features // (tiling.outputs // 2 if gated else tiling.outputs))
+    grouped_gemm_kernel[(room * tiles,)](
+        x,
+        weight,
+        input_weights,
+        output,
+        rows.order,
+        rows.blocks,
+        rows.num_blocks,
+        room,
+        x.shape[1],
+        IN=x.shape[1],
+        OUT=features,
+        TOP_K=rows.top_k,
+        GATED=gated,
+        WIDEN=x.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        BLOCK_ROWS=tiling.rows,
+        BLOCK_OUT=tiling.outputs,
+        BLOCK_IN=tiling.inputs,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **programmatic_launch(x.device),
+    )
+
+
+def plain_gate_up_silu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: ExpertRows,
+    input_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference of `gate_up_silu`."""
+    output = x.new_empty(len(rows.order), weight.shape[1] // 2)
+    for expert, first, end in hit_experts(rows):
+        assignments = rows.order[first:end]
+        gate_up = x[assignments // rows.top_k].mm(weight[expert].t())
+        if input_weights is not None:
+            gate_up = gate_up.mul_(input_weights.flatten()[assignments, None])
+        output[first:end] = plain_silu_and_mul(gate_up)
+    return output
+
+
+def plain_down(x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+    """Reference of `down`."""
+    output = x.new_empty(len(rows.order), weight.shape[1])
+    for expert, first, end in hit_experts(rows):
+        output[rows.order[first:end]] = x[first:end].mm(weight[expert].t())
+    return output
+
+
+def hit_experts(rows: ExpertRows) -> Iterator[tuple[int, int, int]]:
+    """Expert, first sorted row and end of every block. Waits for the device."""
+    for expert, first, end in rows.blocks[:, : int(rows.num_blocks)].t().tolist():
+        yield expert, first, min(first + rows.block_rows, end)

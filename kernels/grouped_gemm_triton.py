@@ -1,0 +1,108 @@
+"""The Triton kernel of grouped_gemm.py, which describes inputs and outputs. Importing this file
+imports Triton.
+
+A tile is `[outputs, rows]`, W x^T. The weight is the larger operand of the tensor cores, so every
+number of rows uses the same kind of instruction (m64nNk16 on Hopper) and sums the inputs in the
+same order."""
+
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.programmatic_launch_triton import begin
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _sum_inputs(
+    x_rows: tl.tensor,
+    w_rows: tl.tensor,
+    num_inputs: tl.tensor,
+    IN: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+) -> tl.tensor:
+    """`[BLOCK_OUT, BLOCK_ROWS]` float32, in order of the inputs."""
+    total = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for start in tl.range(0, num_inputs, BLOCK_IN):
+        inputs = start + tl.arange(0, BLOCK_IN)
+        if IN % BLOCK_IN == 0:
+            w = tl.load(w_rows + inputs[None, :])
+            x = tl.load(x_rows + inputs[:, None])
+        else:
+            w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
+            x = tl.load(x_rows + inputs[:, None], mask=(inputs < IN)[:, None], other=0.0)
+        if WIDEN:
+            w, x = w.to(tl.float32), x.to(tl.float32)
+        total = tl.dot(w, x, total, input_precision="ieee")
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _swiglu(
+    gate_up: tl.tensor, factor: tl.tensor, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr
+) -> tl.tensor:
+    """`[2 * HALF, BLOCK_ROWS]`, gates first, to `[HALF, BLOCK_ROWS]`; `factor` multiplies both."""
+    pairs = tl.reshape(gate_up, [2, HALF, BLOCK_ROWS])
+    gate, up = tl.split(tl.permute(pairs, [1, 2, 0]))
+    gate, up = gate * factor, up * factor
+    # exp(-gate) is infinite for gates below -88; the quotient is then -0, the right limit.
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit(do_not_specialize=["room", "num_inputs"])  # type: ignore[untyped-decorator]  # triton has no types
+def grouped_gemm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    input_weights: tl.tensor,
+    output: tl.tensor,
+    order: tl.tensor,
+    blocks: tl.tensor,
+    num_blocks: tl.tensor,
+    room: tl.tensor,
+    num_inputs: tl.tensor,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (blocks of rows x tiles of outputs); a block's tiles are adjacent. `num_inputs` is IN,
+    but not a compile-time constant, so that the loop is pipelined for any size."""
+    begin(PDL)
+    HALF: tl.constexpr = BLOCK_OUT // 2
+    WIDTH: tl.constexpr = HALF if GATED else BLOCK_OUT
+    TILES: tl.constexpr = (OUT + WIDTH - 1) // WIDTH
+    block, first_out = tl.program_id(0) // TILES, tl.program_id(0) % TILES * WIDTH
+    number = tl.load(num_blocks)
+    expert = tl.load(blocks + block).to(tl.int64)
+    first, end = tl.load(blocks + room + block), tl.load(blocks + 2 * room + block)
+    if block >= number:
+        return
+    rows = first + tl.arange(0, BLOCK_ROWS)
+    # Rows and outputs past the edge repeat others and are not stored: loads need no masks.
+    real_row, row = rows < end, tl.minimum(rows, end - 1)
+    assignment = tl.load(order + row)
+    outs = tl.arange(0, BLOCK_OUT)
+    if GATED:  # the first half of a tile has gates, the second the ups of the same outputs
+        weight_row = outs // HALF * OUT + (first_out + outs % HALF) % OUT
+        w_rows = weight + (expert * (2 * OUT) + weight_row)[:, None] * IN
+        x_rows = x + (assignment // TOP_K).to(tl.int64)[None, :] * IN
+    else:
+        w_rows = weight + (expert * OUT + (first_out + outs) % OUT)[:, None] * IN
+        x_rows = x + row.to(tl.int64)[None, :] * IN
+    total = _sum_inputs(x_rows, w_rows, num_inputs, IN, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN)
+
+    columns, output_row = first_out + tl.arange(0, WIDTH), assignment
+    if GATED:
+        factor = 1.0
+        if input_weights is not None:
+            factor = tl.load(input_weights + assignment)[None, :]
+        total, output_row = _swiglu(total, factor, HALF, BLOCK_ROWS), row
+    pointers = output + output_row.to(tl.int64)[None, :] * OUT + columns[:, None]
+    real = real_row[None, :] & (columns < OUT)[:, None]
+    tl.store(pointers, total.to(output.dtype.element_ty), mask=real)

@@ -1,0 +1,48 @@
+"""Sums the outputs of a token's experts with their weights: a Triton kernel if Triton is available,
+otherwise the plain-torch reference.
+
+A token's experts are added in the order of their scores, in float32, so the sum does not depend on
+other tokens."""
+
+import torch
+
+from tllm_spec.kernels.triton_support import has_kernels
+
+
+def moe_combine(
+    parts: torch.Tensor,
+    weights: torch.Tensor | None,
+    top_k: int,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`[T, H]`: the weighted sum over the k experts, rounded once; added to `add_to` if given.
+
+    Args:
+        parts: `[T * k, H]`, contiguous.
+        weights: `[T, k]` float32, or None for ones.
+        top_k: k.
+        add_to: the residual stream `[T, H]`, contiguous; changed in place and returned.
+    """
+    if not has_kernels(parts.device):
+        return plain_moe_combine(parts, weights, top_k, add_to)
+    from tllm_spec.kernels.moe_combine_triton import moe_combine_triton
+
+    return moe_combine_triton(parts, weights, top_k, add_to)
+
+
+def plain_moe_combine(
+    parts: torch.Tensor,
+    weights: torch.Tensor | None,
+    top_k: int,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference of `moe_combine`."""
+    by_token = parts.view(-1, top_k, parts.shape[1]).float()
+    if weights is not None:
+        by_token = by_token * weights[..., None]
+    total = by_token[:, 0].clone()
+    for choice in range(1, top_k):
+        total += by_token[:, choice]
+    if add_to is None:
+        return total.to(parts.dtype)
+    return add_to.copy_(total.add_(add_to))

@@ -1,0 +1,119 @@
+"""The router of a mixture of experts: scores of all experts to the top-k experts of every token and
+their weights. A Triton kernel if Triton is available, otherwise the plain-torch reference, which is
+the definition."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.triton_support import has_kernels
+
+Scoring = Literal["softmax", "sigmoid"]
+# Added to the sum that normalises, as DeepSeek V3 does.
+EPSILON = 1e-20
+ELEMENTS_PER_WARP = 512
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How scores become experts and weights."""
+
+    top_k: int
+    scoring: Scoring
+    normalises: bool = False
+    """Whether a token's weights sum to `scale`."""
+    scale: float = 1.0
+    num_groups: int = 1
+    """Groups of adjacent experts, all of the same size."""
+    top_groups: int = 1
+    """Groups that a token may take experts from: those with the best score (arXiv 2405.04434,
+    section 2.2.2). It is the best expert's, or with a correction bias the sum of the best two
+    (DeepSeek V3's published code)."""
+
+
+def moe_routing(
+    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts `[T, k]` int32, best first, and their weights `[T, k]` float32. Of equal scores the
+    expert with the lower index is better.
+
+    Args:
+        logits: `[T, E]`, contiguous.
+        rule: how to choose.
+        correction_bias: `[E]` float32, added to the scores for the choice only.
+    """
+    if not has_kernels(logits.device):
+        return plain_moe_routing(logits, rule, correction_bias)
+    (num_rows, num_experts), size = logits.shape, logits.shape[1] // rule.num_groups
+    assert logits.is_contiguous() and num_experts == size * rule.num_groups
+    experts = logits.new_empty(num_rows, rule.top_k, dtype=torch.int32)
+    weights = logits.new_empty(num_rows, rule.top_k, dtype=torch.float32)
+    if num_rows:
+        _launch(logits, rule, correction_bias, experts, weights)
+    return experts, weights
+
+
+def _launch(
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction_bias: torch.Tensor | None,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    from tllm_spec.kernels.moe_routing_triton import moe_routing_kernel
+
+    size = logits.shape[1] // rule.num_groups
+    groups, members = _power_of_2(rule.num_groups), _power_of_2(size)
+    moe_routing_kernel[(len(logits),)](
+        logits,
+        correction_bias,
+        experts,
+        weights,
+        rule.scale,
+        EPSILON=EPSILON,
+        SOFTMAX=rule.scoring == "softmax",
+        NORMALISES=rule.normalises,
+        TOP_K=rule.top_k,
+        TOP_K_PADDED=_power_of_2(rule.top_k),
+        NUM_GROUPS=rule.num_groups,
+        GROUP_SIZE=size,
+        TOP_GROUPS=rule.top_groups,
+        GROUPS=groups,
+        MEMBERS=members,
+        num_warps=max(1, min(groups * members // ELEMENTS_PER_WARP, 8)),
+        **programmatic_launch(logits.device),
+    )
+
+
+def _power_of_2(number: int) -> int:
+    """The least one that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def plain_moe_routing(
+    logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `moe_routing`."""
+    scores = logits.float()
+    scores = scores.softmax(-1) if rule.scoring == "softmax" else scores.sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias
+    if rule.num_groups > 1:
+        choice = _within_best_groups(choice, rule, 1 if correction_bias is None else 2)
+    experts = choice.argsort(dim=-1, descending=True, stable=True)[:, : rule.top_k]
+    weights = scores.gather(-1, experts)
+    if rule.normalises:
+        weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)
+    return experts.to(torch.int32), weights * rule.scale
+
+
+def _within_best_groups(choice: torch.Tensor, rule: RoutingRule, num_best: int) -> torch.Tensor:
+    """`choice` with minus infinity outside the best groups; a group's score is the sum of its
+    `num_best` best experts."""
+    size = choice.shape[1] // rule.num_groups
+    groups = choice.view(-1, rule.num_groups, size)
+    scores = groups.topk(num_best, -1).values.sum(-1)
+    best = scores.argsort(dim=-1, descending=True, stable=True)[:, : rule.top_groups]
+    outside = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)
+    return groups.masked_fill(outside[..., None], float("-inf")).view(choice.shape)

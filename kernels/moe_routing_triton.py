@@ -1,0 +1,101 @@
+"""The Triton kernel of moe_routing.py, which describes inputs and outputs. Importing this file
+imports Triton.
+
+It takes the reference's steps in float32, but sums the exponentials in another order."""
+
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.programmatic_launch_triton import begin
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _without_nan(values: tl.tensor) -> tl.tensor:
+    """NaN would make the index of the best one undefined."""
+    return tl.where(values == values, values, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _outside_best_groups(
+    choice: tl.tensor,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
+) -> tl.tensor:
+    """`[GROUPS]`: whether a group of `choice` `[GROUPS, MEMBERS]` is not among the best."""
+    groups, members = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)
+    scores, best = tl.max(choice, 1, return_indices=True)
+    if SUMS_TWO:
+        scores += tl.max(tl.where(members[None, :] == best[:, None], float("-inf"), choice), 1)
+    scores = tl.where(groups < NUM_GROUPS, scores, float("-inf"))
+    outside = groups >= 0
+    for _ in tl.static_range(TOP_GROUPS):
+        taken = groups == tl.argmax(scores, 0)
+        outside = outside & (taken == 0)
+        scores = tl.where(taken, float("-inf"), scores)
+    return outside
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def moe_routing_kernel(
+    logits: tl.tensor,
+    bias: tl.tensor,
+    experts: tl.tensor,
+    weights: tl.tensor,
+    scale: tl.tensor,
+    EPSILON: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_PADDED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One row per program, as `[GROUPS, MEMBERS]`, padded to powers of 2."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    groups, members = tl.arange(0, GROUPS)[:, None], tl.arange(0, MEMBERS)[None, :]
+    ids = groups * GROUP_SIZE + members
+    real = (groups < NUM_GROUPS) & (members < GROUP_SIZE)
+    logit = tl.load(
+        logits + row * (NUM_GROUPS * GROUP_SIZE) + ids, mask=real, other=float("-inf")
+    ).to(tl.float32)
+    if SOFTMAX:
+        powers = tl.exp(logit - tl.max(tl.reshape(logit, [GROUPS * MEMBERS]), 0))
+        scores = powers / tl.sum(tl.reshape(powers, [GROUPS * MEMBERS]), 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    choice = scores
+    if bias is not None:
+        choice += tl.load(bias + ids, mask=real, other=0.0)
+    choice = tl.where(real, _without_nan(choice), float("-inf"))
+    if NUM_GROUPS > 1:
+        outside = _outside_best_groups(
+            choice, NUM_GROUPS, TOP_GROUPS, GROUPS, MEMBERS, bias is not None
+        )
+        choice = tl.where(outside[:, None], float("-inf"), choice)
+
+    left, flat_scores = (
+        tl.reshape(choice, [GROUPS * MEMBERS]),
+        tl.reshape(scores, [GROUPS * MEMBERS]),
+    )
+    flat_ids, places = tl.arange(0, GROUPS * MEMBERS), tl.arange(0, TOP_K_PADDED)
+    chosen, found = tl.zeros([TOP_K_PADDED], tl.int32), tl.zeros([TOP_K_PADDED], tl.float32)
+    for place in tl.static_range(TOP_K):
+        best = tl.argmax(left, 0)
+        score = tl.sum(tl.where(flat_ids == best, flat_scores, 0.0), 0)
+        expert = best // MEMBERS * GROUP_SIZE + best % MEMBERS
+        chosen = tl.where(places == place, expert, chosen)
+        found = tl.where(places == place, score, found)
+        left = tl.where(flat_ids == best, float("-inf"), left)
+    if NORMALISES:
+        found = found / (tl.sum(found, 0) + EPSILON)
+    kept = places < TOP_K
+    tl.store(experts + row * TOP_K + places, chosen, mask=kept)
+    tl.store(weights + row * TOP_K + places, found * scale, mask=kept)

@@ -1,0 +1,64 @@
+"""`accept_windows` for windows that are draft trees: accept a path of drafts and advance the slots.
+On CUDA one Triton kernel, elsewhere the plain-torch reference."""
+
+import torch
+
+from tllm_spec.kernels.accept_tree import Accepted, accept_tree, accept_tree_by_rates
+from tllm_spec.kernels.gumbel import COIN_DOMAIN, uniform
+from tllm_spec.kernels.slot_tables import SlotTables, TreeRates
+from tllm_spec.kernels.slot_windows import advance
+from tllm_spec.kernels.triton_support import has_kernels
+
+
+def accept_trees(
+    tables: SlotTables,
+    parents: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    targets: torch.Tensor,
+    depth: int,
+    synthetic: TreeRates | None = None,
+) -> Accepted:
+    """Accepts paths in the windows of slots `[B]` and advances these slots.
+
+    Args:
+        parents: `[S, >= W]` int64 by slot, any stride between rows: -1 for the root, a parent
+            before its children. A layout that all slots have is expanded.
+        kv_lens: `[B]` int64: of these slots.
+        targets: `[B, W]` int64, contiguous: the target's token after each node.
+        depth: D, drafts on the longest path, at most.
+
+    Returns accepted rows `[B, D+1]`, emitted tokens `[B, D+1]` and their numbers `[B]`, see
+    `accept_tree`. Row r of request b is row `b * W + r` of the round. Duplicate slots (padding)
+    keep one of their results."""
+    if not has_kernels(slots.device):
+        return accept_trees_reference(tables, parents, slots, kv_lens, targets, depth, synthetic)
+    from tllm_spec.kernels.slot_trees_triton import accept_trees_triton
+
+    return accept_trees_triton(tables, parents, slots, kv_lens, targets, depth, synthetic)
+
+
+def accept_trees_reference(
+    tables: SlotTables,
+    parents: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    targets: torch.Tensor,
+    depth: int,
+    synthetic: TreeRates | None = None,
+) -> Accepted:
+    """Arguments and result of `accept_trees`."""
+    width = targets.shape[1]
+    tokens = tables.window.index_select(0, slots)[:, :width]
+    tree = (
+        parents.index_select(0, slots)[:, :width],
+        depth,
+        tables.num_drafts.index_select(0, slots),
+    )
+    if synthetic is None:
+        accepted = accept_tree(targets, tokens, *tree)
+    else:
+        coins = uniform(synthetic.seeds.index_select(0, slots), kv_lens + 1, COIN_DOMAIN)
+        accepted = accept_tree_by_rates(targets, tokens, *tree, synthetic.bounds, coins)
+    advance(tables, slots, kv_lens, *accepted[1:])
+    return accepted

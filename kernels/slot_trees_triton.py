@@ -1,0 +1,144 @@
+"""`accept_trees` as a Triton kernel, one program per request. Importing this file imports
+Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tllm_spec.kernels.accept_tree import Accepted
+from tllm_spec.kernels.gumbel import COIN_DOMAIN
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.programmatic_launch_triton import begin
+from tllm_spec.kernels.slot_tables import SlotTables, TreeRates
+
+
+def accept_trees_triton(
+    tables: SlotTables,
+    parents: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    targets: torch.Tensor,
+    depth: int,
+    synthetic: TreeRates | None,
+) -> Accepted:
+    """See `accept_trees`."""
+    assert targets.is_contiguous() and slots.is_contiguous() and kv_lens.is_contiguous()
+    assert parents.stride(1) == 1
+    batch, width = targets.shape
+    rows, tokens = targets.new_empty(2, batch, depth + 1)
+    lens, num_ranks = torch.empty_like(slots), 1
+    if synthetic is not None:
+        assert synthetic.bounds.is_contiguous() and len(synthetic.bounds) >= depth
+        num_ranks = synthetic.bounds.shape[1]
+    _accept[(batch,)](
+        tables.kv_lens,
+        tables.window,
+        tables.window.stride(0),
+        tables.num_drafts,
+        tables.previous_token,
+        parents,
+        parents.stride(0),
+        slots,
+        kv_lens,
+        targets,
+        synthetic.bounds if synthetic else None,
+        synthetic.seeds if synthetic else None,
+        synthetic.seeds.stride(0) if synthetic else 0,
+        rows,
+        tokens,
+        lens,
+        width,
+        triton.next_power_of_2(width),
+        depth,
+        triton.next_power_of_2(depth + 1),
+        num_ranks,
+        triton.next_power_of_2(num_ranks),
+        COIN_DOMAIN,
+        **programmatic_launch(slots.device),
+        num_warps=1,
+    )
+    return rows, tokens, lens
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _at(values: tl.tensor, indices: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """The value at one index."""
+    return tl.sum(tl.where(indices == index, values, 0), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _first_coin(
+    seed: tl.tensor, position: tl.tensor, domain: tl.constexpr, lanes: tl.constexpr
+) -> tl.tensor:
+    """The same coin in every lane, `[lanes]` float64."""
+    zeros = tl.zeros([lanes], tl.int32)
+    word, _, _, _ = tl.philox(seed, zeros, zeros + position.to(tl.int32), zeros + domain, zeros)
+    return (word.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _choose_rank(
+    bounds: tl.tensor, coin: tl.tensor, num_ranks: tl.constexpr, lanes: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The rank whose interval has the coin (num_ranks: none, the path ends), and the coin's place
+    in it."""
+    rank = tl.arange(0, lanes)
+    bound = tl.load(bounds + rank, mask=rank < num_ranks, other=2.0)
+    chosen = tl.sum((coin >= bound).to(tl.int32), axis=0)
+    lower = tl.max(tl.where(rank == chosen - 1, bound, 0.0), axis=0)
+    upper = tl.max(tl.where(rank == chosen, bound, 0.0), axis=0)
+    return chosen, (coin - lower) / tl.where(upper > lower, upper - lower, 1.0)
+
+
+@triton.jit(do_not_specialize=["seeds_stride", "parents_stride"])  # type: ignore[untyped-decorator]  # triton has no types
+def _accept(
+    all_kv_lens: tl.tensor, windows: tl.tensor, windows_stride: tl.tensor,
+    all_num_drafts: tl.tensor, previous_tokens: tl.tensor, all_parents: tl.tensor,
+    parents_stride: tl.tensor, slots: tl.tensor, kv_lens: tl.tensor, targets: tl.tensor,
+    bounds: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor, rows: tl.tensor,
+    tokens: tl.tensor, lens: tl.tensor, width: tl.constexpr, block: tl.constexpr,
+    depth: tl.constexpr, path_block: tl.constexpr, num_ranks: tl.constexpr,
+    ranks_block: tl.constexpr, coin_domain: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Descends from the root, one node a step. Once a step finds no child, no later one does."""
+    begin(PDL)
+    request, node = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    slot, kv_len = tl.load(slots + request), tl.load(kv_lens + request)
+    exists, window = node < width, windows + slot * windows_stride
+    draft = tl.load(window + node, mask=exists, other=0)
+    parent = tl.load(all_parents + slot * parents_stride + node, mask=exists, other=-1)
+    target = tl.load(targets + request * width + node, mask=exists, other=0)
+    is_draft = exists & (node > 0) & (node <= tl.load(all_num_drafts + slot))
+    if bounds is not None:
+        coin = _first_coin(
+            tl.load(seeds + slot * seeds_stride), kv_len + 1, coin_domain, ranks_block
+        )
+    path = tl.arange(0, path_block)
+    path_rows = tl.zeros([path_block], tl.int32)
+    emitted = tl.zeros([path_block], tl.int64)
+    row = tl.zeros([], tl.int32)
+    num_accepted = tl.zeros([], tl.int32)
+    for step in tl.range(0, depth):
+        is_child = is_draft & (parent == row)
+        if bounds is None:
+            is_next = is_child & (draft == _at(target, node, row))
+        else:
+            rank, coin = _choose_rank(bounds + step * num_ranks, coin, num_ranks, ranks_block)
+            is_next = is_child & (tl.cumsum(is_child.to(tl.int32), axis=0) == rank + 1)
+            is_next = is_next & (rank < num_ranks) & (num_accepted == step)
+        next_row = tl.min(tl.where(is_next, node, block), axis=0)
+        is_found = next_row < block
+        emitted = tl.where((path == step) & is_found, _at(draft, node, next_row), emitted)
+        row = tl.where(is_found, next_row, row)
+        num_accepted += is_found.to(tl.int32)
+        path_rows = tl.where(path > step, row, path_rows)
+    last = _at(target, node, row)
+    num_new = num_accepted.to(tl.int64) + 1
+    own = request * (depth + 1) + path
+    tl.store(rows + own, path_rows.to(tl.int64), mask=path <= depth)
+    tl.store(tokens + own, tl.where(path < num_accepted, emitted, last), mask=path <= depth)
+    tl.store(lens + request, num_new)
+    tl.store(previous_tokens + slot, _at(draft, node, row))  # an accepted draft, or the bonus token
+    tl.store(window, tl.maximum(last, 0))
+    tl.store(all_num_drafts + slot, tl.zeros_like(slot))
+    tl.store(all_kv_lens + slot, kv_len + num_new)

@@ -1,0 +1,118 @@
+"""Draft trees through the engine: every round's tree and accepted path are those of a slow
+reference, plain Python over paths, with a prefill for each."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import HOT, SlowDrafter, generating, one_model
+from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.kernels.gumbel import gumbel_noise
+
+PROMPT = [7, 3, 5, 11, 3, 5, 2, 3]
+MODES = ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree"]
+SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 4}}
+
+
+class Candidate(NamedTuple):
+    path: tuple[int, ...]
+    score: float
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+def children(
+    harness: Harness, request: LlmRequest, parent: Candidate, topk: int
+) -> list[Candidate]:
+    """The best next tokens, and the probabilities of their paths."""
+    drafter, temperature = SlowDrafter(harness, request.tokens), request.rules.temperature
+    for token in parent.path:
+        drafter._read(token)
+    scores, ids = drafter._logits, drafter._map
+    if temperature:
+        position = torch.tensor([request.num_tokens + len(parent.path)])
+        noise = gumbel_noise(torch.tensor([request.seed]), position, harness.vocab_size)[0]
+        scores = scores / temperature + (noise if ids is None else noise[ids])
+    probs = scores.softmax(0)
+    best = sorted(range(len(scores)), key=lambda i: -float(scores[i]))[:topk]
+    return [
+        Candidate((*parent.path, i if ids is None else int(ids[i])), parent.score * float(probs[i]))
+        for i in best
+    ]
+
+
+def slow_tree(
+    harness: Harness, request: LlmRequest, topk: int, depth: int, num_nodes: int
+) -> list[tuple[int, ...]]:
+    """The paths to the nodes, in their order."""
+    beams, found = [Candidate((), 1.0)], list[Candidate]()
+    for _ in range(depth):
+        new = [each for beam in beams for each in children(harness, request, beam, topk)]
+        found += new
+        beams = sorted(new, key=lambda each: -each.score)[:topk]
+    best = sorted(range(len(found)), key=lambda i: -found[i].score)[:num_nodes]
+    return [found[i].path for i in sorted(best)]
+
+
+def paths_in_slot(harness: Harness, request: LlmRequest) -> list[tuple[int, ...]]:
+    slots = harness.parts.slots
+    tree = slots.tree(torch.tensor([request.slot]), slots.shapes.longest)
+    assert tree is not None
+    tokens, parents = slots.window[request.slot].tolist(), tree.parents[0].tolist()
+    assert tokens[0] == request.tokens[-1]
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    assert tree.depths[0].tolist() == list(map(len, paths))
+    return paths[1:]
+
+
+def accepted_path(paths: list[tuple[int, ...]], text: list[int]) -> int:
+    """How many tokens of `text` are a path of the tree."""
+    return max((n for n in range(len(text) + 1) if n == 0 or tuple(text[:n]) in paths), default=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("depth", "topk", "num_nodes"), [(1, 3, 3), (3, 3, 9), (3, 4, 20)])
+def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str, depth: int, topk: int, num_nodes: int
+) -> None:
+    options = {"dynamic_tree_max_topK": topk, "max_total_draft_tokens": num_nodes}
+    speculation = one_model(tiny_draft, head, mode, depth, **options)
+    harness = Harness(tiny, **SMALL_PAGES, **speculation, disable_overlap_scheduler=True)
+    requests = [
+        harness.submit([i, *PROMPT], 24, temperature=temperature, seed=i)
+        for i, temperature in enumerate((None, HOT, 0.7))
+    ]
+    plain = Harness(tiny, **SMALL_PAGES)
+    expected = [
+        plain.submit([i, *PROMPT], 24, temperature=temperature, seed=i)
+        for i, temperature in enumerate((None, HOT, 0.7))
+    ]
+    plain.run()
+    num_checked = num_accepted = 0
+    for _ in range(8):
+        harness.round()
+        paths, lengths = {}, {}
+        for request in generating(harness):
+            paths[request] = slow_tree(harness, request, topk, depth, num_nodes)
+            assert paths_in_slot(harness, request) == paths[request]
+            lengths[request] = request.num_output_tokens
+            num_checked += 1
+        harness.round()
+        for request, length in lengths.items():
+            text = output_of(expected[requests.index(request)])[length:]
+            emitted = 1 + accepted_path(paths[request], text[:depth])
+            num_accepted += emitted - 1
+            assert request.num_output_tokens == min(length + emitted, 24)
+    harness.run()
+    assert list(map(output_of, requests)) == list(map(output_of, expected))
+    assert num_checked > 8 and num_accepted > 3
+    assert all_pages_are_back(harness.executor)

@@ -1,0 +1,77 @@
+"""Assignments sorted by expert, and their blocks."""
+
+import pytest
+import torch
+
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
+from tllm_spec.kernels.moe_permute import ExpertRows, max_blocks, moe_permute, plain_moe_permute
+from tllm_spec.kernels.triton_support import has_kernels
+
+# Tokens, experts per token, experts, block size, and experts that tokens really take.
+CASES = [(1, 8, 64, 16, 64), (5, 2, 8, 4, 8), (33, 4, 60, 16, 60), (64, 8, 128, 16, 128),
+         (40, 8, 64, 16, 8), (700, 8, 16, 128, 3), (3, 1, 16, 16, 1), (0, 2, 8, 16, 8)]  # fmt: skip
+on_each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def chosen(case: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
+    """Different experts for every token, `[T, k]`."""
+    num_tokens, top_k, num_experts, _, num_hit = case
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.randperm(num_experts, generator=generator)[:num_hit]
+    rows = [torch.randperm(num_hit, generator=generator)[:top_k] for _ in range(num_tokens)]
+    picks = torch.stack(rows) if rows else torch.empty(0, top_k, dtype=torch.int64)
+    return ids[picks % num_hit].to(device, torch.int32)
+
+
+def check(rows: ExpertRows, experts: torch.Tensor, num_experts: int) -> None:
+    flat = experts.flatten().tolist()
+    assert rows.order.tolist() == sorted(range(len(flat)), key=lambda a: flat[a])
+    ordered = [flat[a] for a in rows.order.tolist()]
+    expected = []
+    for expert in sorted(set(flat)):
+        first, number = ordered.index(expert), ordered.count(expert)
+        starts = range(first, first + number, rows.block_rows)
+        expected += [[expert, start, first + number] for start in starts]
+    number = int(rows.num_blocks)
+    assert rows.blocks[:, :number].t().tolist() == expected
+    assert number <= rows.blocks.shape[1] == max_blocks(len(flat), num_experts, rows.block_rows)
+
+
+@on_each_case
+def test_the_reference_sorts_stably_and_cuts_blocks(case: tuple[int, ...]) -> None:
+    experts = chosen(case)
+    check(plain_moe_permute(experts, case[2], case[3]), experts, case[2])
+
+
+@on_each_kernel_device
+@on_each_case
+def test_the_kernel_sorts_stably_and_cuts_blocks(case: tuple[int, ...], device: str) -> None:
+    assert has_kernels(torch.device(device))
+    experts = chosen(case, device)
+    check(moe_permute(experts, case[2], case[3]), experts, case[2])
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_sorts_what_is_there_at_replay() -> None:
+    case = (64, 8, 128, 16, 128)
+    static = chosen(case, "cuda")
+    moe_permute(static, 128, 16)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = moe_permute(static, 128, 16)
+    for num_hit in (128, 8, 31):
+        static.copy_(chosen((*case[:4], num_hit)))
+        graph.replay()
+        check(rows, static, 128)
+
+
+@only_with_the_compiler
+def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
+    from tllm_spec.kernels.moe_permute_triton import moe_permute_kernel
+
+    types = dict.fromkeys(("experts", "order", "blocks", "num_blocks"), "*i32")
+    for block, num_warps in ((128, 1), (512, 2), (4096, 8)):
+        constants = {"BLOCK_ROWS": 16, "BINS": 128, "BLOCK": block, "BLOCKS": 64, "PDL": True}
+        code = compiled_for_hopper(moe_permute_kernel, types, constants, num_warps=num_warps)
+        assert ".local" not in code.asm["ptx"]

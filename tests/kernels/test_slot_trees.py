@@ -1,0 +1,142 @@
+"""Accepting paths in slots: a small example, chains like `accept_windows`, and the kernel against
+the reference with every table compared."""
+
+import random
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import on_each_kernel_device
+from tests.kernels.test_slot_windows import assert_equal, moved, one_slot
+from tllm_spec.kernels.draft_layout import DraftLayout
+from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates
+from tllm_spec.kernels.slot_trees import accept_trees, accept_trees_reference
+from tllm_spec.kernels.slot_windows import accept_windows_reference
+
+NUM_SLOTS = 17
+
+
+def random_tables(seed: int, width: int) -> SlotTables:
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(upper: int, *size: int) -> torch.Tensor:
+        return torch.randint(0, upper, size, generator=generator)
+
+    return SlotTables(
+        integers(5000, NUM_SLOTS),
+        integers(3, NUM_SLOTS, width + 2),  # the widest window that slots may have
+        integers(width + 1, NUM_SLOTS),
+        integers(3, NUM_SLOTS),
+    )
+
+
+def random_parents(seed: int, width: int) -> tuple[torch.Tensor, int]:
+    """Of a tree for each slot, and the depth of the deepest."""
+    generator = random.Random(seed)
+    layouts = [
+        DraftLayout.from_parents(
+            [-1, *(generator.randrange(max(0, node - 5), node) for node in range(1, width))]
+        )
+        for _ in range(NUM_SLOTS)
+    ]
+    depth = max(layout.max_depth for layout in layouts)
+    return torch.tensor([layout.parents for layout in layouts]), depth
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "targets", "rows", "new_tokens", "window", "previous"),
+    [
+        (5, [11, 55, 22, 55, 77, 55], [0, 2, 4, 4], [11, 22, 77, 77], 77, 22),
+        (3, [11, 55, 22, 55, 77, 55], [0, 2, 2, 2], [11, 22, 22, 22], 22, 11),
+        (0, [11, 55, 22, 55, 77, 55], [0, 0, 0, 0], [11, 11, 11, 11], 11, 99),
+        (5, [10, 20, 22, 30, 77, -1], [0, 1, 3, 5], [10, 20, 30, -1], 0, 30),
+    ],
+)
+def test_a_slot_advances_along_the_accepted_path(
+    num_drafts: int,
+    targets: list[int],
+    rows: list[int],
+    new_tokens: list[int],
+    window: int,
+    previous: int,
+) -> None:
+    tables = one_slot([99, 10, 11, 20, 22, 30], num_drafts)
+    parents, slots = torch.tensor([[-1, 0, 0, 1, 2, 3]]), torch.tensor([0])
+    kv_lens = tables.kv_lens.clone()
+    found = accept_trees(tables, parents, slots, kv_lens, torch.tensor([targets]), 3)
+    number = len(set(rows))
+    assert [each.tolist() for each in found] == [[rows], [new_tokens], [number]]
+    assert tables.kv_lens.tolist() == [10 + number] and tables.num_drafts.tolist() == [0]
+    assert tables.window[0, 0] == window and tables.previous_token.tolist() == [previous]
+
+
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_chains_are_accepted_and_advance_like_windows(synthetic: bool) -> None:
+    length, slots = 4, torch.arange(NUM_SLOTS)
+    tables, expected_tables = random_tables(1, length + 1), random_tables(1, length + 1)
+    parents = torch.tensor(DraftLayout.chain(length).parents).expand(NUM_SLOTS, -1)
+    targets = tables.window[:, 1 : length + 2].clone()
+    targets[::3, 1] += 1
+    kv_lens, rates = tables.kv_lens.clone(), torch.tensor([0.9, 0.6, 0.6, 0.5], dtype=torch.float64)
+    conditional = (rates / torch.tensor([1.0, 0.9, 0.6, 0.6])).unsqueeze(1)
+    found = accept_trees(
+        tables, parents, slots, kv_lens, targets, length,
+        TreeRates(conditional, slots) if synthetic else None,
+    )  # fmt: skip
+    tokens, lens = accept_windows_reference(
+        expected_tables, slots, kv_lens, targets,
+        SyntheticRates(rates, slots) if synthetic else None,
+    )  # fmt: skip
+    assert torch.equal(found[2], lens) and len(set(lens.tolist())) > 2
+    is_new = torch.arange(length + 1) < lens.unsqueeze(1)
+    assert torch.equal(found[1][is_new], tokens[is_new])
+    assert_equal(tables, expected_tables)
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("width", [1, 2, 9, 64])
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_the_kernel_accepts_and_advances_like_the_reference(
+    device: str, width: int, synthetic: bool
+) -> None:
+    lengths = set()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(100 + seed)
+        tables, (parents, depth) = random_tables(seed, width), random_parents(seed, width)
+        there = moved(tables, device)
+        slots = torch.randperm(NUM_SLOTS, generator=generator)[: 5 + 5 * seed]
+        targets = torch.randint(-1, 3, (len(slots), width), generator=generator)
+        seeds = torch.randint(-(2**63), 2**63 - 1, (NUM_SLOTS, 2), generator=generator)
+        bounds = torch.tensor([0.5, 0.9, 0.95], dtype=torch.float64).expand(max(depth, 1), 3)
+        rates, rates_there = (
+            TreeRates(bounds.contiguous().to(where), seeds.to(where)[:, 0]) if synthetic else None
+            for where in ("cpu", device)
+        )
+        kv_lens = tables.kv_lens[slots]
+        expected = accept_trees_reference(tables, parents, slots, kv_lens, targets, depth, rates)
+        found = accept_trees(
+            there, parents.to(device), slots.to(device), kv_lens.to(device), targets.to(device),
+            depth, rates_there,
+        )  # fmt: skip
+        assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+        assert_equal(there, tables)
+        lengths |= set(expected[2].tolist())
+    assert len(lengths) >= min(width, 3)
+
+
+@on_each_kernel_device
+def test_one_layout_serves_all_slots(device: str) -> None:
+    layout = DraftLayout.from_parents([-1, 0, 0, 1, 1, 2])
+    tables, slots = random_tables(3, 6), torch.arange(NUM_SLOTS)
+    there, parents = moved(tables, device), torch.tensor(layout.parents)
+    targets = torch.randint(0, 3, (NUM_SLOTS, 6), generator=torch.Generator().manual_seed(4))
+    kv_lens = tables.kv_lens.clone()
+    expected = accept_trees_reference(
+        tables, parents.expand(NUM_SLOTS, -1), slots, kv_lens, targets, 2
+    )
+    found = accept_trees(
+        there, parents.to(device).expand(NUM_SLOTS, -1), slots.to(device), kv_lens.to(device),
+        targets.to(device), 2,
+    )  # fmt: skip
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    assert_equal(there, tables)

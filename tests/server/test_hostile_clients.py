@@ -1,0 +1,190 @@
+"""Clients that send too much, too slowly or not at all, by raw sockets."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import pytest
+
+from tests.server.fake_llm import SLOW_PROMPT, FakeLLM
+from tests.server.hosted import Host
+from tests.server.http_answers import wait_for
+from tests.server.raw_client import completion, connect, head, read_until, status_of, until_closed
+from tllm_spec.server import guard
+from tllm_spec.server.options import ServerOptions
+
+PATH = "/v1/completions"
+
+
+@contextmanager
+def serving(**options: object) -> Iterator[Host]:
+    given = {"shutdown_timeout": 0.1, **options}
+    host = Host(FakeLLM(), ServerOptions(**given))  # type: ignore[arg-type]  # by name
+    try:
+        yield host
+    finally:
+        host.join()
+
+
+def is_serving(host: Host) -> bool:
+    return httpx.get(f"{host.url}/health", timeout=60).status_code == 200
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
+    with serving(max_body_bytes=1000) as host, connect(host.address) as client:
+        client.sendall(head(PATH, 1001, "Expect: 100-continue"))
+        answer = until_closed(client)
+        assert status_of(answer) == 413
+        assert b"at most 1000 bytes" in answer
+        assert not host.llm.prompts and is_serving(host)
+
+
+def test_a_client_that_sends_too_much_reads_the_refusal_nevertheless() -> None:
+    body = b'{"user": "' + b"x" * 1500 + b'"}'
+    with serving(max_body_bytes=1000) as host:
+        response = httpx.post(f"{host.url}{PATH}", content=body)
+        assert response.status_code == 413
+        assert response.headers["connection"] == "close"
+
+
+def test_a_chunked_body_is_cut_off_at_the_limit() -> None:
+    with serving(max_body_bytes=1000) as host, connect(host.address) as client:
+        start = head(PATH, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        client.sendall(start + b"3e9\r\n" + b"x" * 1001 + b"\r\n")
+        assert status_of(until_closed(client)) == 413
+
+
+def test_a_body_with_millions_of_values_is_refused_unparsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "MAX_VALUES", 10)
+    with serving() as host:
+        url = f"{host.url}{PATH}"
+        assert httpx.post(url, content="[" * 11).status_code == 413
+        assert httpx.post(url, content="[" * 10).status_code == 400
+
+
+def test_more_large_bodies_at_once_than_fit_are_told_to_come_again() -> None:
+    with serving(max_body_bytes=1000, body_timeout=600) as host:
+        held = [connect(host.address) for _ in range(4)]
+        for client in held:
+            client.sendall(head(PATH, 1000) + b" " * 990)
+        refusals = []
+        wait_for(
+            lambda: (
+                refusals.append(httpx.post(f"{host.url}{PATH}", content=b" " * 900))
+                or refusals[-1].status_code == 503
+            )
+        )
+        assert refusals[-1].headers["retry-after"] == "1"
+        for client in held:
+            client.close()
+        wait_for(lambda: httpx.post(f"{host.url}{PATH}", content=b" " * 900).status_code == 400)
+
+
+def test_half_a_header_is_cut_off_after_the_time_limit() -> None:
+    with serving(header_timeout=0.05) as host:
+        for sent in (b"", b"POST /v1/compl", b"POST / HTTP/1.1\r\nHost: a\r\n"):
+            with connect(host.address) as client:
+                client.sendall(sent)
+                assert until_closed(client) == b""
+
+
+def test_half_a_header_after_a_first_answer_is_cut_off_too() -> None:
+    with serving(header_timeout=0.05) as host, connect(host.address) as client:
+        client.sendall(completion("a"))
+        read_until(client, b"}}")
+        client.sendall(b"POST /v1/compl")
+        until_closed(client)
+
+
+def test_an_endless_header_is_cut_off() -> None:
+    with serving(header_timeout=600) as host, connect(host.address) as client:
+        with suppress(OSError):  # closed while this is sent
+            client.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * (1 << 20))
+        assert b"200" not in until_closed(client)[:15]
+
+
+def test_half_a_body_is_answered_with_a_time_out() -> None:
+    with serving(body_timeout=0.05) as host, connect(host.address) as client:
+        client.sendall(head(PATH, 100) + b'{"prompt": ')
+        answer = until_closed(client)
+        assert status_of(answer) == 408
+        assert b"has not arrived within 0.05 s" in answer
+
+
+def test_an_idle_connection_is_closed() -> None:
+    with serving(keep_alive_timeout=0.05) as host, connect(host.address) as client:
+        client.sendall(completion("a"))
+        assert status_of(until_closed(client)) == 200
+
+
+def test_idle_connections_make_way_for_new_ones_at_the_limit() -> None:
+    with serving(max_connections=3, header_timeout=600) as host:
+        idle = [connect(host.address) for _ in range(8)]
+        assert is_serving(host)
+        assert until_closed(idle[0]) == b"", "the oldest goes first"
+        for client in idle:
+            client.close()
+
+
+def test_a_connection_waits_while_all_others_are_being_answered() -> None:
+    with serving(max_connections=2) as host:
+        busy = [connect(host.address) for _ in range(2)]
+        for client in busy:
+            client.sendall(completion(SLOW_PROMPT, stream=True))
+            read_until(client, b"data: ")
+        with connect(host.address) as late:
+            late.sendall(head("/health", 0, method="GET"))
+            busy[0].close()
+            assert status_of(read_until(late, b"\r\n\r\n")) == 200
+        busy[1].close()
+
+
+def test_fewer_open_files_than_connections_break_nothing() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(header_timeout=600) as host:
+        assert is_serving(host)  # with the limit raised at the start
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == min(hard, 1 << 16) or soft >= limits[0]
+
+
+def test_the_number_of_connections_leaves_files_for_other_things(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tllm_spec.server.http_server.raise_file_limit", lambda: 40)
+    with serving(header_timeout=600) as host:
+        idle = [connect(host.address) for _ in range(40)]
+        assert is_serving(host)
+        for client in idle[:30]:
+            assert until_closed(client) == b""
+
+
+def test_a_full_queue_is_answered_with_429_and_when_to_come_again() -> None:
+    with serving(max_queue_size=1) as host:
+        room = host.llm.args.max_batch_size + 1
+        host.llm.running |= set(range(10_000, 10_000 + room - 2))
+        url, body = f"{host.url}{PATH}", {"model": "fake", "prompt": "a", "n": 3}
+        response = httpx.post(url, json=body)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert httpx.post(url, json=body | {"n": 2}).status_code == 200
+
+
+def test_a_request_that_no_empty_server_would_take_is_a_mistake() -> None:
+    with serving(max_queue_size=0) as host:
+        number = host.llm.args.max_batch_size + 1
+        body = {"model": "fake", "prompt": ["a"] * number}
+        response = httpx.post(f"{host.url}{PATH}", json=body)
+        assert response.status_code == 400
+        assert "send several requests" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_ended(stream: bool) -> None:
+    with serving(request_timeout=0.05) as host:
+        body = {"model": "fake", "prompt": SLOW_PROMPT, "stream": stream}
+        response = httpx.post(f"{host.url}{PATH}", json=body, timeout=60)
+        assert response.status_code == (200 if stream else 504)
+        assert "took longer than 0.05 s" in response.text
+        wait_for(lambda: host.llm.aborted == {0})

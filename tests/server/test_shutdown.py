@@ -1,0 +1,42 @@
+"""A server that shuts down lets requests finish, until a deadline."""
+
+import httpx
+import pytest
+
+from tests.server.fake_llm import SLOW_PROMPT, FakeLLM
+from tests.server.hosted import Host
+from tests.server.raw_client import completion, connect, head, read_until, until_closed
+from tllm_spec.server.options import ServerOptions
+
+
+def host_with(shutdown_timeout: float) -> Host:
+    return Host(FakeLLM(), ServerOptions(shutdown_timeout=shutdown_timeout))
+
+
+def test_a_running_request_is_finished_and_no_new_connection_is_accepted() -> None:
+    host = host_with(600)
+    with connect(host.address) as client, connect(host.address) as idle:
+        client.sendall(completion(SLOW_PROMPT, stream=True))
+        read_until(client, b"data: ")
+        host.stop()
+        assert until_closed(idle) == b""
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{host.url}/health")
+        host.llm.aborted.add(0)  # the slow answer ends
+        assert until_closed(client).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+    assert host.ended.wait(60)
+    host.join()
+
+
+def test_what_still_runs_at_the_deadline_is_ended() -> None:
+    host = host_with(0.05)
+    with connect(host.address) as client, connect(host.address) as half:
+        half.sendall(head("/v1/completions", 100) + b"{")
+        client.sendall(completion(SLOW_PROMPT, stream=True))
+        read_until(client, b"data: ")
+        host.stop()
+        assert host.ended.wait(60)
+        assert until_closed(half) == b""
+        until_closed(client)
+    assert host.llm.is_shut_down and host.llm.aborted == {0}
+    host.join()

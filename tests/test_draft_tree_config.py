@@ -1,0 +1,80 @@
+"""Options of draft trees: TensorRT-LLM's names, SGLang's aliases, and refusals with numbers."""
+
+from typing import Any
+
+import pytest
+
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, chain_of
+from tllm_spec.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
+
+TREE: dict[str, Any] = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
+
+
+def eagle3(**options: Any) -> Eagle3DecodingConfig:
+    return Eagle3DecodingConfig(speculative_model="head", **options)
+
+
+def test_a_tree_has_topk_times_depth_nodes_unless_it_says_otherwise() -> None:
+    assert eagle3(**TREE).max_total_draft_tokens == 12
+    assert eagle3(**TREE, max_total_draft_tokens=20).shapes.longest == DraftShape(3, 20, 4)
+
+
+def test_a_chain_has_as_many_nodes_as_its_length() -> None:
+    assert eagle3(max_draft_len=3).max_total_draft_tokens == 3
+    assert eagle3(max_draft_len=3, max_total_draft_tokens=3).shapes.longest == chain_of(3)
+    one_child = eagle3(**TREE | {"dynamic_tree_max_topK": 1})
+    assert not one_child.drafts_trees and one_child.shapes.longest == chain_of(3)
+
+
+def test_shorter_drafts_are_shallower_trees_of_as_many_nodes_as_there_can_be() -> None:
+    shapes = eagle3(**TREE, max_total_draft_tokens=24).shapes
+    assert [shapes.of(length) for length in range(4)] == [
+        NO_DRAFTS,
+        DraftShape(1, 4, 4),
+        DraftShape(2, 20, 4),
+        DraftShape(3, 24, 4),
+    ]
+
+
+def test_sglangs_names_mean_the_same_and_count_the_root() -> None:
+    sglang = {
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 13,
+    }
+    assert eagle3(**sglang) == eagle3(**TREE, max_total_draft_tokens=12)
+    chain = {
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+    assert eagle3(**chain).shapes.longest == chain_of(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_total_draft_tokens": 37}, "37 is more than 36: 4 paths of 3 steps have 4 .* = 36"),
+        ({"max_draft_len": 6, "max_total_draft_tokens": 64}, "64 is more than 63"),
+        ({"max_total_draft_tokens": 2}, "2 is fewer than max_draft_len = 3"),
+        ({"max_draft_len": 18, "max_total_draft_tokens": 20}, r"\(18 - 1\) \* 4 = 68 .* 64 is the"),
+        ({"dynamic_tree_max_topK": 17}, "dynamic_tree_max_topK = 17 is more than 16"),
+        ({"dynamic_tree_max_topK": None}, "needs dynamic_tree_max_topK"),
+        ({"use_dynamic_tree": False}, "dynamic_tree_max_topK = 4 needs use_dynamic_tree: true"),
+    ],
+)
+def test_an_impossible_tree_is_refused_with_its_numbers(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        eagle3(**TREE | options)
+
+
+def test_an_old_and_a_new_name_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="speculative_eagle_topk = 8 is the old name of"):
+        eagle3(**TREE, speculative_eagle_topk=8)
+
+
+def test_a_draft_model_drafts_trees_on_the_one_model_path() -> None:
+    with pytest.raises(ValueError, match="needs draft_target_one_model: true"):
+        DraftTargetDecodingConfig(speculative_model="draft", **TREE)

@@ -1,0 +1,196 @@
+"""A mixture-of-experts layer: router, experts, and the experts that every token takes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
+from tllm_spec.kernels.moe_combine import moe_combine
+from tllm_spec.kernels.moe_permute import moe_permute
+from tllm_spec.kernels.moe_routing import RoutingRule, Scoring, moe_routing
+from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
+from tllm_spec.models.module import Module, Placement, WeightSlot
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The shape of a layer, and how its router chooses."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of one expert."""
+    scoring: Scoring = "softmax"
+    normalise_top_k: bool = False
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    """Groups of experts that a token may take experts from (`RoutingRule`)."""
+    has_correction_bias: bool = False
+    """DeepSeek V3: `e_score_correction_bias` is added to the scores for the choice."""
+    shared_intermediate_size: int = 0
+    """Of the expert that every token takes; 0: there is none."""
+    shared_gate: bool = False
+    """Qwen2-MoE: the shared expert's output is multiplied by the sigmoid of one more output."""
+    apply_weight_on_input: bool = False
+    """Llama 4: an expert's weight multiplies its input instead of its output."""
+
+    @property
+    def routing(self) -> RoutingRule:
+        return RoutingRule(
+            top_k=self.top_k,
+            scoring=self.scoring,
+            normalises=self.normalise_top_k,
+            scale=self.routed_scaling_factor,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+        )
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of the activations that a token has at a time in addition to hidden states: what
+        its experts compute and put out, or the shared expert."""
+        routed = self.top_k * (self.intermediate_size + self.hidden_size)
+        return routed + 3 * self.shared_intermediate_size
+
+
+@dataclass(frozen=True)
+class MoENames:
+    """The checkpoint's names below the layer's. With `fused`, all experts are one tensor of gates
+    and ups `[E, H, 2 * I]` and one of downs `[E, I, H]`, as in Llama 4."""
+
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+    fused: bool = False
+
+
+QWEN_NAMES = MoENames()
+DEEPSEEK_NAMES = MoENames(shared="shared_experts")
+MIXTRAL_NAMES = MoENames(gate="w1", up="w3", down="w2")
+LLAMA4_NAMES = MoENames(router="router", fused=True)
+
+
+class Router(Linear):
+    """Logits of all experts, and the correction bias."""
+
+    def __init__(self, config: MoEConfig, placement: Placement) -> None:
+        super().__init__(config.hidden_size, config.num_experts, bias=False, placement=placement)
+        self.rule = config.routing
+        values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
+        self.e_score_correction_bias = (
+            nn.Parameter(values, requires_grad=False) if config.has_correction_bias else None
+        )
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`."""
+        return moe_routing(self.forward(x), self.rule, self.e_score_correction_bias)
+
+
+class Experts(Module):
+    """The weights of all experts; a rank has a slice of each expert's intermediate size."""
+
+    def __init__(self, config: MoEConfig, placement: Placement, names: MoENames) -> None:
+        super().__init__()
+        self.names, self.mapping = names, placement.mapping
+        hidden, number = config.hidden_size, config.num_experts
+        inner = placement.mapping.shard(config.intermediate_size, "moe_intermediate_size")
+        self.gate_up = placement.parameter(number, 2 * inner, hidden)
+        self.down = placement.parameter(number, hidden, inner)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        input_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its experts `[T, k]`.
+        `input_weights` `[T, k]` multiply the inputs."""
+        number = self.gate_up.shape[0]
+        block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device)
+        rows = moe_permute(experts, number, block_rows)
+        return down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        inner = self.down.shape[2]
+        if self.names.fused:
+            assert self.mapping.tp_size == 1, "a slice of fused gates and ups is two slices"
+            for name, parameter in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
+                by_inputs = parameter.transpose(1, 2)
+                yield f"{path}.{name}", WeightSlot(by_inputs, tuple(by_inputs.shape))
+            return
+        start, full = inner * self.mapping.tp_rank, inner * self.mapping.tp_size
+        for expert, (gate_up, down_weight) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up = gate_up.split(inner)
+            for name, rows in ((self.names.gate, gate), (self.names.up, up)):
+                slot = WeightSlot(rows, (full, rows.shape[1]), 0, start)
+                yield f"{path}.{expert}.{name}.weight", slot
+            slot = WeightSlot(down_weight, (down_weight.shape[0], full), 1, start)
+            yield f"{path}.{expert}.{self.names.down}.weight", slot
+
+
+class SharedExpert(Module):
+    """SwiGLU that every token takes."""
+
+    def __init__(self, config: MoEConfig, placement: Placement) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.shared_intermediate_size
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = ColumnLinear(hidden, parts, bias=False, placement=placement)
+        self.down_proj = RowLinear(inner, hidden, bias=False, placement=placement)
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor, gate: Linear | None) -> None:
+        """Add the output for x `[T, H]` to `total` `[T, H]` in place, times the sigmoid of `gate`'s
+        output `[T, 1]`."""
+        inner = self.gate_up_proj.gated(x)
+        if gate is not None:
+            inner = inner * gate.forward(x).sigmoid()
+        self.down_proj.add_to(total, inner)
+
+
+class SparseMoE(Module):
+    """Top-k routed experts, and a shared expert if the config has one."""
+
+    router: Router
+    experts: Experts
+    shared: SharedExpert | None
+    shared_gate: Linear | None
+
+    def __init__(
+        self, config: MoEConfig, placement: Placement, names: MoENames = QWEN_NAMES
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.add_under(names.router, "router", Router(config, placement))
+        self.experts = Experts(config, placement, names)
+        shared = SharedExpert(config, placement) if config.shared_intermediate_size else None
+        self.add_under(names.shared, "shared", shared)
+        gate = Linear(config.hidden_size, 1, bias=False, placement=placement)
+        self.add_under(names.shared_gate, "shared_gate", gate if config.shared_gate else None)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[T, H]` to `[T, H]`."""
+        return self._output(hidden, None)
+
+    def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
+        """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
+        self._output(norm.forward(hidden), hidden)
+
+    def _output(self, x: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
+        experts, weights = self.router.route(x)
+        if self.config.apply_weight_on_input:
+            parts = self.experts.forward(x, experts, weights)
+            total = moe_combine(parts, None, self.config.top_k, add_to)
+        else:
+            parts = self.experts.forward(x, experts)
+            total = moe_combine(parts, weights, self.config.top_k, add_to)
+        if self.shared is not None:
+            self.shared.add_to(total, x, self.shared_gate)
+        return total

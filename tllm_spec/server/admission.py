@@ -1,0 +1,120 @@
+"""Takes requests in: is there room for them, do they fit the model, then tokenises and starts
+them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tllm_spec.request_errors import ContextLengthExceeded
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.refusals import RequestRefused
+
+if TYPE_CHECKING:
+    from tllm_spec.request_handle import RequestHandle
+    from tllm_spec.server.engine import Engine
+
+ENGINE_DOWN = "the engine is down"
+LONG_BODY = 1 << 16  # bytes; tokenising this much text takes tens of milliseconds
+RETRY_AFTER = 1  # seconds
+
+
+class Admission:
+    """max_queue_size: choices that may wait for a place in the batch."""
+
+    def __init__(self, llm: Engine, max_queue_size: int) -> None:
+        self._llm = llm
+        self._max_choices = llm.args.max_batch_size + max_queue_size
+        self._num_starting = 0  # choices whose prompts are being tokenised
+        # Tokenising a long prompt takes seconds. It must delay neither the answers of other
+        # requests nor short prompts, so it has a thread of its own. Only tokenizers implemented in
+        # Rust are thread-safe.
+        self._intake = self._long_intake = _one_thread("tllm-intake")
+        if getattr(llm.tokenizer, "is_fast", False):
+            self._long_intake = _one_thread("tllm-long-intake")
+
+    def close(self) -> None:
+        for intake in (self._intake, self._long_intake):
+            intake.shutdown(cancel_futures=True)
+
+    async def start(
+        self,
+        num_prompts: int,
+        num_bytes: int,
+        prompts: Callable[[], Sequence[str | list[int]]],
+        params: SamplingParams,
+        *,
+        streaming: bool,
+    ) -> list[RequestHandle]:
+        """Starts a request for each prompt. num_bytes: of the HTTP body. Raises RequestRefused when
+        one cannot be served; then none keeps running."""
+        num_choices = num_prompts * params.n
+        self._check_room(num_choices)
+
+        def start() -> list[RequestHandle]:
+            handles: list[RequestHandle] = []
+            try:
+                for prompt in prompts():
+                    handles.append(self._llm.generate_async(prompt, params, streaming=streaming))
+            except ValueError:
+                for handle in handles:
+                    handle.abort()
+                raise
+            return handles
+
+        intake = self._long_intake if num_bytes > LONG_BODY else self._intake
+        self._num_starting += num_choices
+        try:
+            with bad_request(), engine_running():
+                self._check_max_tokens(params)
+                return await asyncio.get_running_loop().run_in_executor(intake, start)
+        finally:
+            self._num_starting -= num_choices
+
+    def _check_room(self, num_choices: int) -> None:
+        if num_choices > self._max_choices:
+            raise RequestRefused(
+                400,
+                f"the request asks for {num_choices} choices and the server takes "
+                f"{self._max_choices} at once; send several requests",
+            )
+        if self._llm.num_unfinished + self._num_starting + num_choices > self._max_choices:
+            raise RequestRefused(
+                429, "too many requests are waiting", "overloaded", retry_after=RETRY_AFTER
+            )
+
+    def _check_max_tokens(self, params: SamplingParams) -> None:
+        longest = self._llm.max_seq_len
+        name = "min_tokens" if params.min_tokens > longest else "max_tokens"
+        if (getattr(params, name) or 0) > longest:
+            raise ContextLengthExceeded(
+                f"{name} = {getattr(params, name)}: this model's maximum context length is "
+                f"{longest} tokens, prompt and output together"
+            )
+
+
+@contextmanager
+def bad_request() -> Iterator[None]:
+    """Answers a ValueError inside, which is the client's mistake, with 400."""
+    try:
+        yield
+    except ContextLengthExceeded as error:
+        raise RequestRefused(400, str(error), code="context_length_exceeded") from error
+    except ValueError as error:
+        raise RequestRefused(400, str(error)) from error
+
+
+@contextmanager
+def engine_running() -> Iterator[None]:
+    """Answers a RuntimeError inside, which says that the engine has ended, with 503."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RequestRefused(503, f"{ENGINE_DOWN}: {error}", "internal_error") from error
+
+
+def _one_thread(name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

@@ -1,0 +1,179 @@
+"""The engine's side of the connections to the front processes.
+
+The executor's thread packs and sends, once a round and front. This process's main thread reads
+what the fronts send, and makes requests of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.response import Response
+from tllm_spec.grammars import Grammars
+from tllm_spec.guided_decoding import GrammarSource
+from tllm_spec.server.link import Link
+from tllm_spec.server.wire import pack_limits, pack_response, requests_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """An unfinished request: its front, its id there, and whether it has been responded to."""
+
+    link: Link
+    front_id: int
+    is_first: bool = True
+
+
+class EnginePort:
+    """`call` runs a function, by its name in `["call", …]`, between two rounds."""
+
+    def __init__(
+        self,
+        limits: RequestLimits,
+        queue: RequestQueue,
+        grammars: Grammars,
+        call: Callable[[str], Future[Any]],
+    ) -> None:
+        self._limits = limits
+        self._queue = queue
+        self._grammars = grammars
+        self._call = call
+        self._links: list[Link] = []
+        self._entries: dict[int, Entry] = {}  # by the request's id here
+        self._own_ids: dict[Link, dict[int, int]] = {}  # by front, then by its own id
+        self._uncompiled: set[int] = set()  # ids of requests whose grammar is being compiled
+        self._ids = count(1)
+        self._down: str | None = None
+        # Compiling a grammar may take seconds.
+        self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tllm-grammars")
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._entries)
+
+    # The executor's thread calls these two.
+
+    def respond(self, responses: list[Response]) -> None:
+        """Sends what a round has brought, one message for each front."""
+        by_link: dict[Link, list[list[Any]]] = {}
+        entries = self._entries
+        for response in responses:
+            entry = entries.get(response.request_id)
+            if entry is None:
+                continue  # its front has gone
+            if response.finish_reason is not None:
+                entries.pop(response.request_id, None)
+                self._own_ids[entry.link].pop(entry.front_id, None)
+            packed = pack_response(response, entry.front_id, is_first=entry.is_first)
+            entry.is_first = False
+            by_link.setdefault(entry.link, []).append(packed)
+        for link, packed_responses in by_link.items():
+            link.send(["responses", len(entries), packed_responses])
+
+    def fail_all(self, reason: str) -> None:
+        """The executor has ended."""
+        self._down = reason
+        for link in list(self._links):
+            link.send(["down", reason])
+
+    # Everything else runs in the main thread.
+
+    def add(self, link: Link) -> None:
+        """A front has connected."""
+        self._links.append(link)
+        self._own_ids[link] = {}
+        link.send(["hello", pack_limits(self._limits)])
+        if self._down is not None:
+            link.send(["down", self._down])
+
+    def remove(self, link: Link) -> None:
+        """A front has gone: cancels its requests."""
+        self._links.remove(link)
+        link.close()
+        own = list(self._own_ids[link].values())
+        for request_id in own:
+            self._entries.pop(request_id, None)
+            self._queue.cancel(request_id)
+        if own:
+            logger.warning("a front process has gone; %d requests are cancelled", len(own))
+
+    def send_load(self) -> None:
+        """Tells every front how many requests there are."""
+        for link in self._links:
+            link.send(["load", len(self._entries)])
+
+    def receive(self, link: Link, message: Sequence[Any]) -> None:
+        kind = message[0]
+        if kind == "submit":
+            self._submit(link, message)
+        elif kind == "cancel":
+            _, front_ids, reason = message
+            for front_id in front_ids:
+                self._cancel(self._own_ids[link].get(front_id), reason)
+        else:
+            assert kind == "call", kind
+            self._answer(link, *message[1:])
+
+    def _cancel(self, request_id: int | None, reason: str) -> None:
+        if request_id in self._uncompiled:
+            self.respond([Response(request_id, [], finish_reason=reason)])
+        elif request_id is not None:
+            self._queue.cancel(request_id, reason)
+
+    def _submit(self, link: Link, message: Sequence[Any]) -> None:
+        ids = []
+        for front_id in message[1]:
+            ids.append(request_id := next(self._ids))
+            self._entries[request_id] = Entry(link, front_id)
+            self._own_ids[link][front_id] = request_id
+        source = message[6]
+        if source is None:
+            self._put(message, ids, [None] * len(ids))
+            return
+        self._uncompiled |= set(ids)
+        self._compiling.submit(self._compile_and_put, message, ids, source)
+
+    def _compile_and_put(
+        self, message: Sequence[Any], ids: list[int], source: Sequence[Any]
+    ) -> None:
+        """The front has compiled the grammar before, so mistakes are not expected here."""
+        try:
+            states = self._grammars.states_of(GrammarSource(*source), len(ids))
+        except ValueError as error:
+            self._fail(ids, str(error))
+            return
+        self._put(message, ids, states)
+        self._uncompiled -= set(ids)
+
+    def _put(self, message: Sequence[Any], ids: list[int], grammars: Sequence[Any]) -> None:
+        requests = requests_of(message, ids, self._limits, grammars)
+        if not self._queue.put([each for each in requests if each.request_id in self._entries]):
+            self._fail(ids, self._down or "the executor has ended")
+
+    def _fail(self, ids: list[int], error: str) -> None:
+        self.respond(
+            [Response(request_id, [], finish_reason="error", error=error) for request_id in ids]
+        )
+
+    def _answer(self, link: Link, call_id: int, name: str) -> None:
+        try:
+            self._call(name).add_done_callback(partial(_send_result, link, call_id))
+        except RuntimeError as error:
+            link.send(["answer", call_id, None, str(error)])
+
+
+def _send_result(link: Link, call_id: int, result: Future[Any]) -> None:
+    error = result.exception()
+    if error is None:
+        link.send(["answer", call_id, result.result(), None])
+    else:
+        link.send(["answer", call_id, None, str(error)])

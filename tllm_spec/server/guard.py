@@ -1,0 +1,216 @@
+"""What every HTTP request passes before a route sees it: Host and key, the limits of a body, a
+request id, and one line in the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from hmac import compare_digest
+from time import monotonic
+from typing import Any
+
+from tllm_spec.server.options import ServerOptions
+from tllm_spec.server.refusals import RequestRefused
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Any, Receive, Send], Awaitable[None]]
+
+access_log = logging.getLogger("tllm_spec.access")
+
+OPEN_PATHS = frozenset({"/health"})  # without a key: load balancers ask for it
+REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
+# Bodies in memory at once, as a multiple of the largest one.
+BODIES_AT_ONCE = 4
+# A body's text is cheap, its values are not: a parsed one takes up to 200 bytes.
+MAX_VALUES = 1 << 20
+SEPARATORS = (b",", b":", b"[", b"{")
+CLIENT_CLOSED_REQUEST = 499  # a status that no client receives
+CLOSES = {"Connection": "close"}
+
+
+class _Disconnected(Exception):
+    """The client has gone before its body was complete."""
+
+
+class Guard:
+    """ASGI middleware. A route that generates leaves a function in the scope's state as `tokens`,
+    for the access log: it returns the tokens of prompts and of outputs."""
+
+    def __init__(self, app: App, options: ServerOptions) -> None:
+        self._app = app
+        self._options = options
+        self._key = None if options.api_key is None else options.api_key.encode()
+        self._num_held = 0  # bytes of bodies
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        start, headers = monotonic(), dict(scope["headers"])
+        request_id = _request_id(headers)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._guarded(scope, headers, receive, send_with_id)
+        except (_Disconnected, asyncio.CancelledError):
+            # Only the server cancels this task, when it shuts down; nobody waits for the result.
+            status = CLIENT_CLOSED_REQUEST
+        finally:
+            _log_access(scope, status, monotonic() - start)
+        return None
+
+    async def _guarded(
+        self, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        try:
+            self._check_host(headers)
+            self._check_key(scope["path"], headers)
+            if scope["method"] != "POST":
+                return await self._app(scope, receive, send)
+            body = await self._body(headers, receive)
+        except RequestRefused as refusal:
+            response = refusal.response()
+            response.headers.update(CLOSES)
+            return await response(scope, receive, send)
+        held = len(body)
+
+        async def send_and_release(message: Message) -> None:
+            """What runs after the first part of an answer is bounded by the queue's size."""
+            nonlocal held
+            self._num_held, held = self._num_held - held, 0
+            await send(message)
+
+        try:
+            return await self._app(scope, _replayed(body, receive), send_and_release)
+        finally:
+            self._num_held -= held
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        hosts = self._options.hosts
+        if hosts is None:
+            return
+        given = headers.get(b"host", b"").decode("latin-1")
+        name = re.sub(r":\d*$", "", given).strip("[]").lower()
+        if name not in hosts:
+            raise RequestRefused(
+                403, f"Host {given[:100]!r} is not served; the server listens on localhost"
+            )
+
+    def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        if self._key is None or path in OPEN_PATHS:
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if not compare_digest(given.strip(), self._key) or scheme.lower() != b"bearer":
+            raise RequestRefused(
+                401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body. It counts as held until the caller is done with it."""
+        try:
+            return await asyncio.wait_for(
+                self._read_body(headers, receive), self._options.body_timeout
+            )
+        except asyncio.TimeoutError:
+            seconds = self._options.body_timeout
+            raise RequestRefused(408, f"the body has not arrived within {seconds:g} s") from None
+
+    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        limit = self._options.max_body_bytes
+        declared = headers.get(b"content-length", b"0")
+        if int(declared) > limit:
+            if b"expect" not in headers:  # such a client waits for the answer before it sends
+                await _discard(receive, 2 * limit)
+            raise self._too_large()
+        chunks: list[bytes] = []
+        size, more, is_taken = 0, True, False
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _Disconnected
+                chunk, more = message.get("body", b""), message.get("more_body", False)
+                chunks.append(chunk)
+                size += len(chunk)
+                self._num_held += len(chunk)
+                if size > limit:
+                    raise self._too_large()
+                if self._num_held > BODIES_AT_ONCE * limit:
+                    raise RequestRefused(
+                        503, "too many large bodies at once", "overloaded", retry_after=1
+                    )
+            body = b"".join(chunks)
+            if sum(map(body.count, SEPARATORS)) > MAX_VALUES:
+                raise RequestRefused(
+                    413, f"the body has more than {MAX_VALUES} JSON values; send several bodies"
+                )
+            is_taken = True
+            return body
+        finally:
+            if not is_taken:
+                self._num_held -= size
+
+    def _too_large(self) -> RequestRefused:
+        limit = self._options.max_body_bytes
+        return RequestRefused(413, f"the body is too large: at most {limit} bytes are accepted")
+
+
+async def _discard(receive: Receive, num_bytes: int) -> None:
+    """Reads on, because a client that is still sending does not read the answer."""
+    while num_bytes > 0:
+        message = await receive()
+        num_bytes -= len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body as one message, then what really arrives: the client's disconnect."""
+    given = False
+
+    async def receive_again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    """The client's own, if it can stand in a header and in a log."""
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+
+
+def _log_access(scope: Any, status: int, seconds: float) -> None:
+    if not access_log.isEnabledFor(logging.INFO):
+        return
+    host, port = scope.get("client") or ("?", 0)
+    state = scope["state"]
+    entry: dict[str, Any] = {
+        "client": f"{host}:{port}",
+        "method": scope["method"],
+        "path": scope["path"][:200],
+        "status": status,
+        "seconds": round(seconds, 4),
+        "request_id": state["request_id"],
+    }
+    text = "%(client)s %(method)s %(path)r %(status)s in %(seconds).3f s"
+    if tokens := state.get("tokens"):
+        entry["prompt_tokens"], entry["output_tokens"] = tokens()
+        text += ", %(prompt_tokens)d + %(output_tokens)d tokens"
+    access_log.info(f"{text} [%(request_id)s]", entry, extra={"fields": entry})

@@ -1,0 +1,173 @@
+"""Accepts connections and runs the application on them: uvicorn's protocol, with a limit on the
+number of connections and a shutdown that has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from tllm_spec.server.connections import Connection
+from tllm_spec.server.options import ServerOptions
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048  # connections that the kernel holds until they are accepted
+WANTED_FILES = 1 << 16
+OTHER_FILES = 32  # open files that are no connections
+FILES_EXHAUSTED_PAUSE = 0.1  # seconds until the next try to accept
+LAST_WORDS = 0.5  # seconds for the answers to requests that were ended at the deadline
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files in PEM format, as uvicorn takes them."""
+
+    certfile: str
+    keyfile: str | None = None
+    keyfile_password: str | None = None
+    ca_certs: str | None = None
+
+
+def raise_file_limit() -> int:
+    """Raises the limit of open files as far as the system allows, and returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+class _Ordered(dict[Connection, None]):
+    """A set whose oldest member comes first."""
+
+    def add(self, connection: Connection) -> None:
+        self[connection] = None
+
+    def discard(self, connection: Connection) -> None:
+        self.pop(connection, None)
+
+
+class HttpServer:
+    """Serves `app` on a listening socket. Raises ValueError for TLS files that cannot be loaded."""
+
+    def __init__(self, app: Any, options: ServerOptions, tls: Tls | None = None) -> None:
+        files = {f"ssl_{name}": value for name, value in vars(tls).items()} if tls else {}
+        self._protocol: type[Connection] = type(
+            "Limited", (Connection,), {"header_timeout": options.header_timeout}
+        )
+        self._config = uvicorn.Config(
+            app,
+            http=self._protocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=options.keep_alive_timeout,
+            server_header=False,
+            **files,
+        )
+        try:
+            self._config.load()
+        except OSError as error:  # ssl.SSLError is one, too
+            raise ValueError(f"--ssl_certfile or --ssl_keyfile: {error}") from error
+        self._state = ServerState()
+        self._state.connections = _Ordered()
+        self._shutdown_timeout = options.shutdown_timeout
+        self._max_connections = options.max_connections
+
+    async def serve(
+        self, listener: socket.socket, stop: asyncio.Event, end_requests: Callable[[], None]
+    ) -> None:
+        """Until `stop`. Then running requests have `shutdown_timeout` seconds; `end_requests` ends
+        those that are left."""
+        self._max_connections = min(self._max_connections, raise_file_limit() - OTHER_FILES)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        accepting = asyncio.create_task(self._accept_all(listener))
+        clock = asyncio.create_task(self._keep_date())
+        try:
+            await stop.wait()
+            accepting.cancel()
+            listener.close()
+            await self._drain(end_requests)
+        finally:
+            accepting.cancel()
+            clock.cancel()
+
+    async def _accept_all(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.warning("no connection can be accepted: %s", error)
+                await asyncio.sleep(FILES_EXHAUSTED_PAUSE)
+                continue
+            try:
+                await self._make_room()
+            except asyncio.CancelledError:
+                connection.close()
+                raise
+            start = loop.connect_accepted_socket(
+                self._new_connection, connection, ssl=self._config.ssl
+            )
+            if self._config.ssl is None:
+                await start
+            else:  # a handshake waits for the client
+                task = asyncio.ensure_future(start)
+                self._state.tasks.add(task)
+                task.add_done_callback(self._handshake_ended)
+
+    def _handshake_ended(self, task: asyncio.Future[Any]) -> None:
+        self._state.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.debug("a TLS handshake failed: %s", error)
+
+    async def _make_room(self) -> None:
+        """At the limit closes the oldest connection without a request, or waits for an answer to
+        end."""
+        while len(self._state.connections) >= self._max_connections:
+            idle = next((each for each in self._state.connections if each.is_idle), None)
+            if idle is not None:
+                idle.abort()
+            await asyncio.sleep(0 if idle is not None else FILES_EXHAUSTED_PAUSE)
+
+    def _new_connection(self) -> Connection:
+        return self._protocol(config=self._config, server_state=self._state, app_state={})
+
+    async def _keep_date(self) -> None:
+        while True:
+            self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+            await asyncio.sleep(1)
+
+    async def _drain(self, end_requests: Callable[[], None]) -> None:
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if not await self._all_ended(self._shutdown_timeout):
+            logger.warning(
+                "%d requests did not end within %g s",
+                len(self._state.tasks),
+                self._shutdown_timeout,
+            )
+            end_requests()
+            await self._all_ended(LAST_WORDS)
+        for connection in list(self._state.connections):
+            connection.abort()
+        for task in list(self._state.tasks):
+            task.cancel()
+        await asyncio.gather(*self._state.tasks, return_exceptions=True)
+
+    async def _all_ended(self, seconds: float) -> bool:
+        """Whether all requests have been answered within the time."""
+        if tasks := list(self._state.tasks):
+            await asyncio.wait(tasks, timeout=seconds)
+        return not self._state.tasks

@@ -1,0 +1,31 @@
+"""What the HTTP server grants one client, and what it keeps for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Times are in seconds. api_key: None, or what clients must send as a bearer token. hosts: the
+    names that a Host header may have, without port; None: any."""
+
+    max_body_bytes: int = 32 << 20
+    max_connections: int = 4096
+    max_queue_size: int = 1024  # choices that wait for a place in the batch
+    request_timeout: float = 3600.0
+    header_timeout: float = 15.0
+    body_timeout: float = 60.0
+    keep_alive_timeout: float = 60.0
+    shutdown_timeout: float = 30.0
+    api_key: str | None = None
+    hosts: frozenset[str] | None = None
+    allow_control_tokens: bool = False
+
+
+def hosts_of(address: str) -> frozenset[str] | None:
+    """The Host names to accept at a listening address. A page from elsewhere can make a browser
+    send requests to localhost, under the page's own name (DNS rebinding)."""
+    return LOCAL_HOSTS if address in LOCAL_HOSTS or address.startswith("127.") else None

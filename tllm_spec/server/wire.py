@@ -1,0 +1,111 @@
+"""What the front processes and the engine say to each other: lists of plain values in msgpack.
+
+From a front: `["submit", ids, seeds, tokens, rules, options, grammar]`, `["cancel", ids, reason]`,
+`["call", id, name]`. From the engine: `["hello", limits]`, `["responses", number of unfinished
+requests, responses]` once a round, `["load", number]`, `["answer", id, value, error]`, and
+`["down", reason]`. No message can make the other side run code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request_limits import Capacity, RequestLimits
+from tllm_spec.executor.request_wire import pack_requests, unpack_requests
+from tllm_spec.executor.response import Response
+from tllm_spec.grammar_state import GrammarState
+from tllm_spec.outputs import Logprob, SpeculativeStats
+
+MAX_BYTES = 1 << 30  # of one message; prompt log probabilities are the largest
+
+Logprobs = Sequence["dict[int, Logprob] | None"]
+
+
+def pack(message: Any) -> bytes:
+    packed: bytes = msgpack.packb(message)
+    return packed
+
+
+def new_unpacker() -> Any:
+    """Collects messages from pieces of a stream: `feed` it, then iterate."""
+    return msgpack.Unpacker(max_buffer_size=MAX_BYTES, strict_map_key=False)
+
+
+def pack_limits(limits: RequestLimits) -> dict[str, Any]:
+    return asdict(limits)
+
+
+def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
+    capacity, end_ids = Capacity(**packed["capacity"]), tuple(packed["end_ids"])
+    return RequestLimits(**packed | {"capacity": capacity, "end_ids": end_ids})
+
+
+def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:
+    """Of one prompt's requests. grammar: kind and text."""
+    return ["submit", *pack_requests(requests), grammar]
+
+
+def requests_of(
+    message: Sequence[Any],
+    ids: Sequence[int],
+    limits: RequestLimits,
+    grammars: Sequence[GrammarState | None],
+) -> list[LlmRequest]:
+    """message: a submission. ids: the requests' ids in this process."""
+    return unpack_requests(message[1:6], ids, limits, grammars)
+
+
+def pack_response(response: Response, request_id: int, *, is_first: bool) -> list[Any]:
+    """Most responses have new tokens only. request_id: the front's."""
+    finish_reason = response.finish_reason
+    if finish_reason is None and not is_first and not response.logprobs:
+        return [request_id, response.token_ids]
+    more: dict[str, Any] = {
+        "cached_tokens": response.cached_tokens,
+        "first_scheduled_time": response.first_scheduled_time,
+    }
+    if response.logprobs:
+        more["logprobs"] = _plain_logprobs(response.logprobs)
+    if response.prompt_logprobs is not None:
+        more["prompt_logprobs"] = _plain_logprobs(response.prompt_logprobs)
+    if finish_reason is not None:
+        stats = response.speculative
+        more |= {
+            "finish_reason": finish_reason,
+            "stop_reason": response.stop_reason,
+            "error": response.error,
+            "speculative": None if stats is None else list(asdict(stats).values()),
+        }
+    return [request_id, response.token_ids, more]
+
+
+def unpack_response(packed: Sequence[Any], index: int) -> Response:
+    """index: which of a prompt's samples it is."""
+    request_id, token_ids = packed[0], packed[1]
+    if len(packed) == 2:
+        return Response(request_id, token_ids, index)
+    more = packed[2]
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in more:
+            more[name] = [_logprobs(entry) for entry in more[name]]
+    if stats := more.get("speculative"):
+        rounds, emitted, drafted, accepted = stats
+        more["speculative"] = SpeculativeStats(rounds, emitted, tuple(drafted), tuple(accepted))
+    return Response(request_id, token_ids, index, **more)
+
+
+def _plain_logprobs(logprobs: Logprobs) -> list[dict[int, tuple[float, int | None]] | None]:
+    return [
+        None
+        if entry is None
+        else {token: (found.logprob, found.rank) for token, found in entry.items()}
+        for entry in logprobs
+    ]
+
+
+def _logprobs(entry: dict[int, Sequence[Any]] | None) -> dict[int, Logprob] | None:
+    return None if entry is None else {token: Logprob(*found) for token, found in entry.items()}
