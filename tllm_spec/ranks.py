@@ -10,9 +10,12 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tllm_spec import __version__
@@ -39,8 +42,18 @@ logger = logging.getLogger(__name__)
 MISSING = (
     "tensor_parallel_size = {size} needs the package mpi4py: pip install 'tllm_spec[parallel]'"
 )
+MPIEXEC = """#!{python}
+import os, sys
+os.setsid()
+os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
+"""
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 FAILED = 1  # exit status
+VERSIONS = {"the version of tllm_spec": __version__, "the version of torch": version("torch")}
+
+
+class SharedError(Exception):
+    """On another rank than the first: rank 0 has the same error, and reports it."""
 
 
 def mpirun_rank() -> int:
@@ -58,19 +71,15 @@ def join_ranks(args: LlmArgs) -> Communicator:
     """
     if args.tensor_parallel_size == 1:
         return SINGLE
-    plain = _as_plain(args)
     comm, parents = _comm(args.tensor_parallel_size)
     if comm.rank:
         follow(comm)
     from tllm_spec.distributed.process_group import ProcessGroup
 
-    group = ProcessGroup(comm, parents)
-    group.broadcast(plain)
-    try:
-        _check_equal(args, group)
-    except ValueError:
-        group.close()
-        raise
+    group = ProcessGroup(comm, parents, args.ep_size)
+    _check_equal(VERSIONS, group)
+    group.share(args)
+    _check_equal(_checkpoints(args), group)
     return group
 
 
@@ -80,41 +89,42 @@ def build_together(
     respond: Callable[[list[Response]], None],
     communicator: Communicator,
 ) -> BuiltExecutor:
-    """`build_executor` on each rank. What all ranks raise is raised; what only some of them raise
-    ends all their processes."""
+    """`build_executor` on each rank. What all ranks raise is raised, on the others as SharedError;
+    what only some of them raise ends all their processes."""
     try:
         return build_executor(args, tokenizer, respond, communicator)
     except Exception as error:  # a process border: the other ranks must not wait for this one
         if not communicator.all_say(described(error)):
             communicator.abort(described(error))
         communicator.close()
+        if communicator.mapping.rank:
+            raise SharedError from error
         raise
 
 
 def follow(comm: MPI.Intracomm, parents: Sequence[MPI.Comm] = ()) -> NoReturn:
     """Serves as another rank than the first. Ends with SystemExit."""
-    import msgpack
-
     from tllm_spec.distributed.process_group import ProcessGroup
 
     _mark_logs(comm.rank)
     group = ProcessGroup(comm, parents)
-    args = LlmArgs(**msgpack.unpackb(group.broadcast(b""), strict_map_key=False))
-    tokenizer = None
     try:
-        _check_equal(args, group)
-        if not args.skip_tokenizer_init:
-            tokenizer = load_tokenizer(args.tokenizer or args.model)
-        built = build_together(args, tokenizer, lambda responses: None, group)
-    except ValueError:  # rank 0 has the same, and reports it
+        _follow(group)
+    except SharedError:  # rank 0 reports it
         sys.exit(FAILED)
-    try:
-        _run(built, args, tokenizer)
     except BaseException as error:  # a process border: the other ranks must not wait for this one
         logger.exception("rank %d has failed", comm.rank)
         group.abort(described(error))
     group.close()
     sys.exit(0)
+
+
+def _follow(group: Communicator) -> None:
+    _check_equal(VERSIONS, group)
+    args: LlmArgs = group.share(None)
+    _check_equal(_checkpoints(args), group)
+    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
+    _run(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
 def _comm(size: int) -> tuple[MPI.Intracomm, list[MPI.Comm]]:
@@ -131,50 +141,52 @@ def _comm(size: int) -> tuple[MPI.Intracomm, list[MPI.Comm]]:
             f"tensor_parallel_size = {size}, and mpirun has started {world.size} processes; the "
             "numbers must be equal"
         )
-    _put_mpiexec_on_path()
-    started = MPI.COMM_SELF.Spawn(sys.executable, args=["-m", "tllm_spec.ranks"], maxprocs=size - 1)
+    command = sys.executable, ["-m", "tllm_spec.ranks"]
+    with _mpiexec_on_path():
+        started = MPI.COMM_SELF.Spawn(command[0], args=command[1], maxprocs=size - 1)
     comm = started.Merge(high=False)
     return comm, [comm, started]
 
 
-def _put_mpiexec_on_path() -> None:
-    """MPICH's wheel has mpiexec next to the interpreter, which need not be on PATH."""
-    if shutil.which("mpiexec") is None:
-        folder = str(Path(sys.executable).parent)
-        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+@contextmanager
+def _mpiexec_on_path() -> Iterator[None]:
+    """Spawn runs `mpiexec` from PATH. MPICH's wheel has it next to the interpreter, which need not
+    be there. When a rank dies, MPICH's mpiexec kills its own process group, so it gets one."""
+    path = os.environ.get("PATH", "")
+    own = str(Path(sys.executable).parent)
+    found = shutil.which("mpiexec", path=f"{own}{os.pathsep}{path}")
+    if found is None:
+        yield  # Spawn reports it
+        return
+    with TemporaryDirectory() as folder:
+        script = Path(folder) / "mpiexec"
+        script.write_text(MPIEXEC.format(python=sys.executable, mpiexec=found))
+        script.chmod(0o700)
+        os.environ["PATH"] = f"{folder}{os.pathsep}{path}"
+        try:
+            yield
+        finally:
+            os.environ["PATH"] = path
 
 
-def _as_plain(args: LlmArgs) -> bytes:
-    import msgpack
-
-    options: dict[str, Any] = args.model_dump(mode="json", exclude_unset=True)
-    return bytes(msgpack.packb(options))
-
-
-def _check_equal(args: LlmArgs, communicator: Communicator) -> None:
-    """Raises ValueError on all ranks if one has another version or another checkpoint."""
-    import torch
-
-    first, *others = communicator.gather(
-        {
-            "tllm_spec": __version__,
-            "torch": torch.__version__,
-            "model": _fingerprint(args.model),
-            "speculative_model": _fingerprint(_draft_of(args)),
-        }
-    )
+def _check_equal(facts: Mapping[str, str | None], communicator: Communicator) -> None:
+    """Raises ValueError if another rank has another value, on that rank SharedError."""
+    first, *others = communicator.gather(dict(facts))
     for rank, other in enumerate(others, start=1):
         for name, value in first.items():
             if other[name] != value:
+                communicator.close()
+                if communicator.mapping.rank:
+                    raise SharedError
                 raise ValueError(
                     f"{name} is {other[name]} on rank {rank} and {value} on rank 0; all ranks need "
                     "the same"
                 )
 
 
-def _draft_of(args: LlmArgs) -> str | None:
-    path = getattr(args.speculative_config, "speculative_model", None)
-    return None if path is None else str(path)
+def _checkpoints(args: LlmArgs) -> dict[str, str | None]:
+    draft = getattr(args.speculative_config, "speculative_model", None)
+    return {"model": _fingerprint(args.model), "speculative_model": _fingerprint(draft)}
 
 
 def _fingerprint(model: str | None) -> str | None:
@@ -197,9 +209,7 @@ def _run(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | None) -> No
     queue, executor = built.queue, built.executor
     assert isinstance(queue, FollowerQueue)
     end_ids = end_ids_of(built.limits, tokenizer)
-    grammars = Grammars(
-        args.guided_decoding_backend, tokenizer, built.limits.vocab_size, end_ids
-    )
+    grammars = Grammars(args.guided_decoding_backend, tokenizer, built.limits.vocab_size, end_ids)
     queue.make = partial(_requests, built.limits, tokenizer, grammars)
     executor.enter_thread()
     try:

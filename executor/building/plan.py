@@ -35,7 +35,7 @@ class BuildPlan:
         self.args = args
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
-        self.device = pick_device(args.device, self.mapping.rank)
+        self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "

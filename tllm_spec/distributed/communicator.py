@@ -18,6 +18,10 @@ class Communicator:
         """Rank 0's message; the others' argument is ignored."""
         return message
 
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, of any type that can be pickled; the others' argument is ignored."""
+        return value
+
     def gather(self, value: Any) -> list[Any]:
         """The plain values of all ranks, by rank: on every rank."""
         return [value]

@@ -37,12 +37,15 @@ FAILED = 1  # exit status
 
 class ProcessGroup(Communicator):
     """One rank of `comm`, all of whose ranks serve one model with tensor parallelism. Tensors can
-    be sent after `join`. `parts_from`: communicators to disconnect at the end."""
+    be sent after `join`. `ep_size`: as `Mapping`; rank 0's counts. `parts_from`: communicators to
+    disconnect at the end."""
 
-    def __init__(self, comm: MPI.Intracomm, parts_from: Sequence[MPI.Comm] = ()) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, parts_from: Sequence[MPI.Comm] = (), ep_size: int = 1
+    ) -> None:
         self._comm = comm
         self._parts_from = parts_from
-        self.mapping = Mapping(comm.rank, comm.size, comm.size)
+        self.mapping = Mapping(comm.rank, comm.size, comm.size, comm.bcast(ep_size))
         self._tell: Callable[[str], None] = lambda reason: None
         self._hosts = [str(host) for host in comm.allgather(socket.gethostname())]
         self._is_one_host = len(set(self._hosts)) == 1
@@ -57,6 +60,9 @@ class ProcessGroup(Communicator):
         received = self._receive(0, MESSAGE_TAG, None)
         assert received is not None
         return received
+
+    def share(self, value: Any) -> Any:
+        return self._comm.bcast(value)
 
     def gather(self, value: Any) -> list[Any]:
         return list(self._comm.allgather(value))

@@ -199,6 +199,10 @@ class RowLinear(Linear):
         self.communicator.all_reduce(part)
         total.add_(part)
 
+    def add_part_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """As `add_to`, of this rank only: the caller sums over the ranks."""
+        super().add_to(total, x)
+
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         out_features, local = self.weight.shape
         shape = (out_features, local * self.mapping.tp_size)

@@ -1,7 +1,7 @@
 """A mixture-of-experts layer: router, experts, and the experts that every token takes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -95,13 +95,15 @@ class Router(Linear):
 
 
 class Experts(Module):
-    """The weights of all experts; a rank has a slice of each expert's intermediate size."""
+    """A rank has some of the experts, and of these a slice of the intermediate size: all experts
+    without expert parallelism, whole ones with nothing else."""
 
     def __init__(self, config: MoEConfig, placement: Placement, names: MoENames) -> None:
         super().__init__()
         self.names, self.mapping = names, placement.mapping
-        hidden, number = config.hidden_size, config.num_experts
-        inner = placement.mapping.shard(config.intermediate_size, "moe_intermediate_size")
+        hidden, number = config.hidden_size, self.mapping.shard_experts(config.num_experts)
+        inner = self.mapping.shard_expert(config.intermediate_size)
+        self.first = number * self.mapping.ep_rank
         self.gate_up = placement.parameter(number, 2 * inner, hidden)
         self.down = placement.parameter(number, hidden, inner)
 
@@ -111,23 +113,37 @@ class Experts(Module):
         experts: torch.Tensor,
         input_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its experts `[T, k]`.
-        `input_weights` `[T, k]` multiply the inputs."""
+        """Each assignment's output on this rank, `[T * k, H]`, for x `[T, H]` and its experts
+        `[T, k]`. `input_weights` `[T, k]` multiply the inputs."""
         number = self.gate_up.shape[0]
         block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device)
-        rows = moe_permute(experts, number, block_rows)
-        return down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+        if self.mapping.ep_size == 1:
+            rows = moe_permute(experts, number, block_rows)
+            return down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+        experts = experts - self.first
+        is_elsewhere = (experts < 0) | (experts >= number)
+        # As one more expert, which sorts last, and whose blocks are left out.
+        experts = experts.masked_fill(is_elsewhere, number)
+        rows = moe_permute(experts, number + 1, block_rows)
+        left_out = (is_elsewhere.sum(dtype=torch.int32) + (block_rows - 1)) // block_rows
+        rows = replace(rows, num_blocks=rows.num_blocks - left_out)
+        parts = down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+        return parts.masked_fill_(is_elsewhere.view(-1, 1), 0)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         inner = self.down.shape[2]
         if self.names.fused:
-            assert self.mapping.tp_size == 1, "a slice of fused gates and ups is two slices"
+            if self.mapping.tp_size > 1:
+                raise ValueError(
+                    "tensor parallelism is not served for checkpoints whose experts are fused"
+                )
             for name, parameter in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
                 by_inputs = parameter.transpose(1, 2)
                 yield f"{path}.{name}", WeightSlot(by_inputs, tuple(by_inputs.shape))
             return
-        start, full = inner * self.mapping.tp_rank, inner * self.mapping.tp_size
-        for expert, (gate_up, down_weight) in enumerate(zip(self.gate_up, self.down, strict=True)):
+        start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
+        pairs = zip(self.gate_up, self.down, strict=True)
+        for expert, (gate_up, down_weight) in enumerate(pairs, start=self.first):
             gate, up = gate_up.split(inner)
             for name, rows in ((self.names.gate, gate), (self.names.up, up)):
                 slot = WeightSlot(rows, (full, rows.shape[1]), 0, start)
@@ -147,12 +163,12 @@ class SharedExpert(Module):
         self.down_proj = RowLinear(inner, hidden, bias=False, placement=placement)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor, gate: Linear | None) -> None:
-        """Add the output for x `[T, H]` to `total` `[T, H]` in place, times the sigmoid of `gate`'s
-        output `[T, 1]`."""
+        """Add this rank's part of the output for x `[T, H]` to `total` `[T, H]` in place, times the
+        sigmoid of `gate`'s output `[T, 1]`."""
         inner = self.gate_up_proj.gated(x)
         if gate is not None:
             inner = inner * gate.forward(x).sigmoid()
-        self.down_proj.add_to(total, inner)
+        self.down_proj.add_part_to(total, inner)
 
 
 class SparseMoE(Module):
@@ -167,7 +183,8 @@ class SparseMoE(Module):
         self, config: MoEConfig, placement: Placement, names: MoENames = QWEN_NAMES
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.communicator = config, placement.communicator
+        self.is_shared = placement.mapping.tp_size > 1
         self.add_under(names.router, "router", Router(config, placement))
         self.experts = Experts(config, placement, names)
         shared = SharedExpert(config, placement) if config.shared_intermediate_size else None
@@ -177,13 +194,20 @@ class SparseMoE(Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[T, H]` to `[T, H]`."""
-        return self._output(hidden, None)
+        output = self._output(hidden, None)
+        self.communicator.all_reduce(output)
+        return output
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
-        self._output(norm.forward(hidden), hidden)
+        x = norm.forward(hidden)
+        if self.is_shared:
+            hidden.add_(self.forward(x))
+        else:
+            self._output(x, hidden)
 
     def _output(self, x: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
+        """This rank's part, added to `add_to` if given."""
         experts, weights = self.router.route(x)
         if self.config.apply_weight_on_input:
             parts = self.experts.forward(x, experts, weights)
