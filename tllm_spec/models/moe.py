@@ -142,13 +142,15 @@ class Experts(Module):
                 yield f"{path}.{name}", WeightSlot(by_inputs, tuple(by_inputs.shape))
             return
         start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
-        pairs = zip(self.gate_up, self.down, strict=True)
-        for expert, (gate_up, down_weight) in enumerate(pairs, start=self.first):
-            gate, up = gate_up.split(inner)
+        number, hidden, _ = self.down.shape
+        for expert in range(number * self.mapping.ep_size):
+            own = expert - self.first
+            is_here = 0 <= own < number
+            gate, up = self.gate_up[own].split(inner) if is_here else (None, None)
+            down_weight = self.down[own] if is_here else None
             for name, rows in ((self.names.gate, gate), (self.names.up, up)):
-                slot = WeightSlot(rows, (full, rows.shape[1]), 0, start)
-                yield f"{path}.{expert}.{name}.weight", slot
-            slot = WeightSlot(down_weight, (down_weight.shape[0], full), 1, start)
+                yield f"{path}.{expert}.{name}.weight", WeightSlot(rows, (full, hidden), 0, start)
+            slot = WeightSlot(down_weight, (hidden, full), 1, start)
             yield f"{path}.{expert}.{self.names.down}.weight", slot
 
 
