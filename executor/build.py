@@ -17,7 +17,7 @@ from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_threads
 from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
-from tllm_spec.executor.ranks import agreed, queue_of
+from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
@@ -85,6 +85,8 @@ def build_executor(
     draft_len_for: Callable[[int], int] = controller.steps_for
     if controller.compares_times:  # each rank has a clock of its own
         draft_len_for = agreed(communicator, draft_len_for)
+    # Several ranks might not agree on what took too long.
+    sampler.grammar_masks.limits_time = communicator.mapping.world_size == 1
     resources = [*speculation.resources, kv, plan.slots]
     scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
     parts = ExecutorParts(
@@ -105,6 +107,9 @@ def build_executor(
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
+        ranks=communicator.gather(
+            rank_facts(communicator.mapping.rank, plan.device, engines.models)
+        ),
     )
     return BuiltExecutor(
         PyExecutor(parts, respond),

@@ -3,11 +3,15 @@ before each round, and everything else follows from that on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgpack
+import torch
+from torch import nn
 
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request import LlmRequest
@@ -100,6 +104,23 @@ def queue_of(communicator: Communicator) -> RequestQueue:
     if communicator.mapping.rank == 0:
         return LeaderQueue(communicator)
     return FollowerQueue(communicator)
+
+
+def rank_facts(rank: int, device: torch.device, models: Iterable[nn.Module]) -> dict[str, Any]:
+    """A rank as `/server_info` shows it. Memory in bytes; on CUDA `device_bytes` is all that torch
+    has allocated there."""
+    facts = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "device": str(device),
+        "weight_bytes": sum(
+            each.numel() * each.element_size() for model in models for each in model.parameters()
+        ),
+    }
+    if device.type == "cuda":
+        facts["device_bytes"] = torch.cuda.memory_allocated(device)
+    return facts
 
 
 def agreed(communicator: Communicator, decide: Callable[[int], int]) -> Callable[[int], int]:

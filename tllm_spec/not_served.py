@@ -27,7 +27,7 @@ NO_HOST_CACHE = "evicted pages are not kept in host memory"
 ALL_TOKENS = "every layer keeps all tokens"
 
 LLM_NOT_SERVED: Mapping[str, NotServed] = {
-    "allreduce_strategy": NotServed(("AUTO",), "the way of summing over devices is chosen by measurement"),
+    "allreduce_strategy": NotServed(("AUTO",), "sums over devices are NCCL's all-reduce"),
     "attention_dp_config": NotServed((None,), NO_ATTENTION_DP),
     "attn_backend": NotServed(
         ("auto", "TRTLLM", "VANILLA", "TRITON", "FLASHINFER"),

@@ -35,6 +35,18 @@ def run_world(num_ranks: int, arguments: list[str]) -> World:
     return run(mpirun(num_ranks, arguments))
 
 
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """As `run`, without waiting."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
 def run(command: list[str]) -> World:
     """In a session of its own: mpirun signals its process group when a rank dies."""
     done = subprocess.run(
