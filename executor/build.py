@@ -29,6 +29,7 @@ from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.models.config import ModelConfig
@@ -82,9 +83,6 @@ def build_executor(
         return speculation.blame()
 
     queue, kv = queue_of(communicator), engines.kv
-    draft_len_for: Callable[[int], int] = controller.steps_for
-    if controller.compares_times:  # each rank has a clock of its own
-        draft_len_for = agreed(communicator, draft_len_for)
     # Several ranks might not agree on what took too long.
     sampler.grammar_masks.limits_time = communicator.mapping.world_size == 1
     resources = [*speculation.resources, kv, plan.slots]
@@ -99,7 +97,7 @@ def build_executor(
         drafter=speculation.drafter,
         sampler=sampler,
         controller=controller,
-        draft_len_for=draft_len_for,
+        draft_len_for=_draft_len_for(controller, communicator),
         blame=blame,
         max_in_flight=plan.max_in_flight,
         drafts_in_flight=plan.why_no_overlap is None,
@@ -115,14 +113,26 @@ def build_executor(
         PyExecutor(parts, respond),
         queue,
         plan.config,
-        RequestLimits(
-            vocab_size=plan.config.vocab_size,
-            end_ids=tuple(plan.config.eos_token_ids),
-            max_seq_len=plan.max_seq_len,
-            max_draft_len=plan.max_draft_len,
-            pause_patience=plan.pause_patience,
-            capacity=scheduler.capacity,
-        ),
+        _limits(plan, scheduler),
+    )
+
+
+def _draft_len_for(
+    controller: AdaptiveController, communicator: Communicator
+) -> Callable[[int], int]:
+    if not controller.compares_times:
+        return controller.steps_for
+    return agreed(communicator, controller.steps_for)  # each rank has a clock of its own
+
+
+def _limits(plan: BuildPlan, scheduler: Scheduler) -> RequestLimits:
+    return RequestLimits(
+        vocab_size=plan.config.vocab_size,
+        end_ids=tuple(plan.config.eos_token_ids),
+        max_seq_len=plan.max_seq_len,
+        max_draft_len=plan.max_draft_len,
+        pause_patience=plan.pause_patience,
+        capacity=scheduler.capacity,
     )
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
@@ -44,7 +45,7 @@ class LLM:
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.tokenizer = _tokenizer(self.args)
         self._results = Results()
-        self._communicator = communicator = join_ranks(self.args)
+        communicator = join_ranks(self.args)
         built = build_together(self.args, self.tokenizer, self._results.respond, communicator)
         self.model_config = built.model_config
         self.max_seq_len = built.limits.max_seq_len
@@ -57,7 +58,9 @@ class LLM:
         self._worker.start()
         # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
         # that is inside torch then would abort the process.
-        self._end = weakref.finalize(self, _end, self._worker, self._queue, self._results)
+        self._end = weakref.finalize(
+            self, _end, self._worker, self._queue, self._results, communicator
+        )
 
     @classmethod
     def from_args(cls, args: LlmArgs) -> "LLM":
@@ -195,7 +198,6 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        self._communicator.close()
         self._intake.grammars.close()
         del self._executor
 
@@ -227,10 +229,13 @@ class LLM:
             raise RuntimeError(f"the executor has died: {self._worker.failure}")
 
 
-def _end(worker: Worker, queue: RequestQueue, results: Results) -> None:
+def _end(
+    worker: Worker, queue: RequestQueue, results: Results, communicator: Communicator
+) -> None:
     for request_id in results.ids():
         queue.cancel(request_id)
     worker.stop()
+    communicator.close()
 
 
 def _refuse_not_served(arguments: Mapping[str, Any]) -> None:

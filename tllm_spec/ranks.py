@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,18 +48,12 @@ import os, sys
 os.setsid()
 os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
 """
-RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 FAILED = 1  # exit status
 VERSIONS = {"the version of tllm_spec": __version__, "the version of torch": version("torch")}
 
 
 class SharedError(Exception):
     """On another rank than the first: rank 0 has the same error, and reports it."""
-
-
-def mpirun_rank() -> int:
-    """This process's rank if mpirun has started it, else 0. MPI is not initialised."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
 def join_ranks(args: LlmArgs) -> Communicator:
@@ -93,7 +88,7 @@ def build_together(
     what only some of them raise ends all their processes."""
     try:
         return build_executor(args, tokenizer, respond, communicator)
-    except Exception as error:  # a process border: the other ranks must not wait for this one
+    except BaseException as error:  # a process border: the other ranks must not wait for this one
         if not communicator.all_say(described(error)):
             communicator.abort(described(error))
         communicator.close()
@@ -106,6 +101,8 @@ def follow(comm: MPI.Intracomm, parents: Sequence[MPI.Comm] = ()) -> NoReturn:
     """Serves as another rank than the first. Ends with SystemExit."""
     from tllm_spec.distributed.process_group import ProcessGroup
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides about the end
     _mark_logs(comm.rank)
     group = ProcessGroup(comm, parents)
     try:

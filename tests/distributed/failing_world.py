@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 from tests.distributed.cases import TOKEN_PROMPTS
+from tllm_spec.distributed.mpirun import mpirun_rank
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.llm import LLM
-from tllm_spec.ranks import mpirun_rank
 
 PARAMS = {"max_tokens": 8, "ignore_eos": True}
 PENALISED = PARAMS | {"presence_penalty": 1.0}

@@ -22,6 +22,7 @@ from tllm_spec.cli.trtllm_options import (
     trtllm_options,
 )
 from tllm_spec.config import LlmArgs, overlay
+from tllm_spec.distributed.mpirun import mpirun_rank
 
 
 def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> str:
@@ -86,6 +87,10 @@ def main(
     )
     try:
         args = read_args(model, options, extra_llm_api_options)
+        if args.tensor_parallel_size > 1 and mpirun_rank():
+            from tllm_spec.ranks import join_ranks  # heavy, so not at the top
+
+            join_ranks(args)  # this process serves rank 0, and ends with it
         with _listen(host, port) as listener:
             serve(args, listener, served_model_name or _name_of(args.model), log_level)
     except ValueError as error:

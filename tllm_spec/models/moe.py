@@ -146,7 +146,8 @@ class Experts(Module):
         for expert in range(number * self.mapping.ep_size):
             own = expert - self.first
             is_here = 0 <= own < number
-            gate, up = self.gate_up[own].split(inner) if is_here else (None, None)
+            gate = self.gate_up[own, :inner] if is_here else None
+            up = self.gate_up[own, inner:] if is_here else None
             down_weight = self.down[own] if is_here else None
             for name, rows in ((self.names.gate, gate), (self.names.up, up)):
                 yield f"{path}.{expert}.{name}.weight", WeightSlot(rows, (full, hidden), 0, start)
