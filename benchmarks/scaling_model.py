@@ -147,7 +147,7 @@ def all_reduce_seconds(num_bytes: float, devices: int) -> float:
 def hit_experts(experts: int, top_k: int, rows: int, parts: int) -> float:
     """The most experts that a part of them has to read, on average over random routings."""
     noise, most = random.Random(0), []
-    for _ in range(20):
+    for _ in range(4):
         hit = {expert for _ in range(rows) for expert in noise.sample(range(experts), top_k)}
         size = experts // parts
         most.append(max(sum(each // size == part for each in hit) for part in range(parts)))

@@ -229,9 +229,7 @@ class LLM:
             raise RuntimeError(f"the executor has died: {self._worker.failure}")
 
 
-def _end(
-    worker: Worker, queue: RequestQueue, results: Results, communicator: Communicator
-) -> None:
+def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Communicator) -> None:
     for request_id in results.ids():
         queue.cancel(request_id)
     worker.stop()

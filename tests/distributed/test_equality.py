@@ -53,11 +53,11 @@ def test_two_ranks_emit_the_tokens_of_one(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+@pytest.mark.parametrize("name", GRID)
 def test_every_way_of_speculating_emits_the_tokens_of_one_rank(
-    num_ranks: int, tmp_path: Path, folder: Path
+    name: str, tmp_path: Path, folder: Path
 ) -> None:
-    check(tmp_path, folder, num_ranks, list(GRID))
+    check(tmp_path, folder, 2, [name])
 
 
 @pytest.mark.slow

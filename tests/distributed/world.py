@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.distributed.cases import CASES, GRID
+from tests.distributed.cases import CASES, GPU_CASES, GRID
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     found = {}
     for name in names:
         try:
-            found[name] = (CASES | GRID)[name].outputs(folder, MPI.COMM_WORLD.size)
+            found[name] = (CASES | GPU_CASES | GRID)[name].outputs(folder, MPI.COMM_WORLD.size)
         except SystemExit as end:  # another rank than the first, after rank 0's end
             if end.code:
                 raise

@@ -23,7 +23,8 @@ def mpirun(num_ranks: int, arguments: list[str]) -> list[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     found = shutil.which("mpiexec", path=path)
     assert found is not None, "mpi4py is installed without an mpiexec"
-    return [found, "-n", str(num_ranks), sys.executable, *arguments]
+    # mpi4py's runner ends all ranks after an exception of one.
+    return [found, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 GOODBYE = b"\n"  # an empty line
 MAX_REASON = 1000  # characters
@@ -33,7 +34,7 @@ class Watch:
         self._end(GOODBYE)
 
     def fail(self, reason: str) -> None:
-        """This rank ends because of a failure. False if the others know of one."""
+        """This rank ends because of a failure."""
         line = " ".join(reason.split())[:MAX_REASON] or "?"
         self._end(line.encode() + b"\n")
 
@@ -49,11 +50,9 @@ class Watch:
 
     def _read(self, name: str, connection: socket.socket) -> None:
         data = b""
-        try:
+        with suppress(OSError):  # a reset connection is a closed one
             while not data.endswith(b"\n") and (piece := connection.recv(1 << 12)):
                 data += piece
-        except OSError:
-            data += b""  # a reset connection: as if it were closed
         if data == GOODBYE:
             return
         with self._lock:
