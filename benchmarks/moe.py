@@ -33,7 +33,7 @@ CUDA, BF16, COPIES = "cuda", torch.bfloat16, 3
 QWEN3 = MoEConfig(2048, 128, 8, 768, normalise_top_k=True)
 V3 = MoEConfig(
     2048, 64, 8, 1408, scoring="sigmoid", normalise_top_k=True, num_groups=8, top_groups=4,
-    has_correction_bias=True, shared_intermediate_size=1408,
+    has_correction_bias=True, shared_intermediate_size=1408, float32_router=True,
 )  # fmt: skip
 SHAPES = {"Qwen3-30B-A3B": QWEN3, "V3-style": V3}
 TOKENS = (1, 4, 8, 32, 64, 256, 4096, 65536)
@@ -87,10 +87,10 @@ def calls_of(layers: Sequence[SparseMoE], num_tokens: int, same: bool) -> list[C
 def floor_us(call: Call, *, shared: bool) -> float:
     """`shared`: with the shared expert."""
     config, num_tokens = call.layer.config, len(call.x)
-    own = config.shared_intermediate_size * shared
+    own = config.shared_intermediate_size * shared * (1 - config.num_shared)
     features = call.num_hit * config.intermediate_size + own
     num_bytes = 3 * config.hidden_size * features * 2
-    taken = config.top_k * config.intermediate_size + own
+    taken = config.routing.num_taken * config.intermediate_size + own
     flops = 2 * num_tokens * 3 * config.hidden_size * taken
     return max(num_bytes / READ_BYTES_PER_S, flops / MATMUL_FLOPS) * 1e6
 

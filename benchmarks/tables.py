@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and README.md, from benchmarks/results/. Measures nothing.
+"""The tables of docs/performance*.md and README.md, from benchmarks/results/. Measures nothing.
 
     python -m benchmarks.tables [--write]     # prints them; or puts them into the documents
 
@@ -10,12 +10,37 @@ import re
 from collections.abc import Sequence
 from types import ModuleType
 
-from benchmarks import cpu, draft_sampling, gpu_kernels, ngram, rounds
+from benchmarks import (
+    cpu,
+    deepseek,
+    draft_sampling,
+    gpu_kernels,
+    moe,
+    ngram,
+    rounds,
+    tree_kernels,
+    trees,
+)
 from benchmarks.h200_parts.figures import Figure, headline, summary
 from benchmarks.harness.report import ROOT, Row, load, number, table
 
-DOCUMENTS = (ROOT / "docs" / "performance.md", ROOT / "README.md")
-SCRIPTS: Sequence[ModuleType] = (rounds, gpu_kernels, cpu, ngram, draft_sampling)
+DOCUMENTS = (
+    ROOT / "docs" / "performance.md",
+    ROOT / "README.md",
+    ROOT / "docs" / "performance-moe.md",
+    ROOT / "docs" / "performance-trees.md",
+)
+SCRIPTS: Sequence[ModuleType] = (
+    rounds,
+    gpu_kernels,
+    cpu,
+    ngram,
+    draft_sampling,
+    moe,
+    deepseek,
+    tree_kernels,
+    trees,
+)
 
 
 def all_tables() -> dict[str, list[str]]:

@@ -66,7 +66,7 @@ def build_executor(
     honoured."""
     plan = BuildPlan(args, communicator)
     communicator.join(plan.device)
-    check_draft(plan.draft_plan, tokenizer)
+    check_draft(plan.draft_plan, tokenizer, plan.config)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.shapes, plan.device)
     sampler = _sampler(plan, slots)
@@ -159,12 +159,20 @@ def _surroundings(
 
 def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
     state = SamplingState(plan.slots, plan.config.vocab_size, plan.device)
-    rejection, rates = False, None
-    if plan.spec is not None:
-        rejection, rates = plan.spec.use_rejection_sampling, plan.spec.synthetic_acceptance_rates
+    rejection, rates, thresholds = False, None, (1.0, 1.0)
+    if (spec := plan.spec) is not None:
+        rejection, rates = spec.use_rejection_sampling, spec.synthetic_acceptance_rates
+        thresholds = spec.threshold_single, spec.threshold_acc
     if rates is not None:
         logger.warning(
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
             "nothing"
         )
-    return Sampler(slots, state, RowGroups(state), rejection=rejection, synthetic_rates=rates)
+    return Sampler(
+        slots,
+        state,
+        RowGroups(state),
+        rejection=rejection,
+        thresholds=thresholds,
+        synthetic_rates=rates,
+    )

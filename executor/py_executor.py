@@ -306,7 +306,6 @@ class PyExecutor:
 
     def _restart(self, request: LlmRequest) -> None:
         """Takes the request back to what the host has read of it."""
-        request.draft_kv_len = min(request.draft_kv_len, request.kv_len)
         request.num_drafts_ready = 0
         self.parts.slots.start(request)
         self.parts.kv.rewind(request, request.kv_len + self.parts.kv.extra_kv_tokens)

@@ -109,7 +109,9 @@ class LlmRequest:
     prompt_len: int = 0
     slot: int = -1
     kv_len: int = 0  # tokens whose KV is final: all but the bonus token of a generating request
-    draft_kv_len: int = 0  # the same in a draft model's cache
+    # By how many positions at most a draft model's own cache is after the target's, the rounds
+    # launched included. Below 0: it has so many more of the context.
+    draft_lag: int = 0
     # Positions that the draft layers on the target's pages have not read. Each is of one of the
     # latest rounds launched, which had draft length 0.
     draft_backlog: int = 0
@@ -120,6 +122,7 @@ class LlmRequest:
     first_scheduled_time: float | None = None  # time.monotonic()
 
     py_draft_tokens: list[int] = field(default_factory=list)  # placeholders; then drafts, padded
+    py_draft_parents: list[int] | None = None  # of a tree's tokens, from a drafter on the host
     py_num_draft_tokens: int = 0  # of these, how many were proposed by the drafter
     num_drafts_ready: int = 0  # drafts that the latest launched round made for the next one
 

@@ -107,8 +107,7 @@ def _pool(pool: BeamPool) -> tuple[torch.Tensor | int, ...]:
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _score_bits(scores: tl.tensor) -> tl.tensor:
     """Integers in the order of the scores. A NaN is less than any score."""
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
-    return tl.where(scores != scores, -1, bits)
+    return tl.where(scores != scores, -1, scores.to(tl.int32, bitcast=True))
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types

@@ -14,6 +14,7 @@ from tllm_spec.kernels.programmatic_launch_triton import begin
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _sum_inputs(
     x_rows: tl.tensor,
+    real_row: tl.tensor,
     w_rows: tl.tensor,
     num_inputs: tl.tensor,
     IN: tl.constexpr,
@@ -28,10 +29,11 @@ def _sum_inputs(
         inputs = start + tl.arange(0, BLOCK_IN)
         if IN % BLOCK_IN == 0:
             w = tl.load(w_rows + inputs[None, :])
-            x = tl.load(x_rows + inputs[:, None])
+            x = tl.load(x_rows + inputs[:, None], mask=real_row[None, :], other=0.0)
         else:
             w = tl.load(w_rows + inputs[None, :], mask=(inputs < IN)[None, :], other=0.0)
-            x = tl.load(x_rows + inputs[:, None], mask=(inputs < IN)[:, None], other=0.0)
+            x_mask = (inputs < IN)[:, None] & real_row[None, :]
+            x = tl.load(x_rows + inputs[:, None], mask=x_mask, other=0.0)
         if WIDEN:
             w, x = w.to(tl.float32), x.to(tl.float32)
         total = tl.dot(w, x, total, input_precision="ieee")
@@ -84,7 +86,8 @@ def grouped_gemm_kernel(
     if block >= number:
         return
     rows = first + tl.arange(0, BLOCK_ROWS)
-    # Rows and outputs past the edge repeat others and are not stored: loads need no masks.
+    # Rows past the end are not read: few tokens would read as much of x as of the weights. Outputs
+    # past the edge repeat others and are not stored, so that loads of weights need no mask.
     real_row, row = rows < end, tl.minimum(rows, end - 1)
     assignment = tl.load(order + row)
     outs = tl.arange(0, BLOCK_OUT)
@@ -95,7 +98,9 @@ def grouped_gemm_kernel(
     else:
         w_rows = weight + (expert * OUT + (first_out + outs) % OUT)[:, None] * IN
         x_rows = x + row.to(tl.int64)[None, :] * IN
-    total = _sum_inputs(x_rows, w_rows, num_inputs, IN, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN)
+    total = _sum_inputs(
+        x_rows, real_row, w_rows, num_inputs, IN, WIDEN, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN
+    )
 
     columns, output_row = first_out + tl.arange(0, WIDTH), assignment
     if GATED:

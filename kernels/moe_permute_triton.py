@@ -1,8 +1,9 @@
 """The Triton kernel of moe_permute.py, which describes inputs and outputs. Importing this file
 imports Triton.
 
-A program per expert reads all assignments: each finds where its expert's rows begin without waiting
-for another program."""
+For few assignments a program per expert reads them all: it finds where its expert's rows begin
+without waiting for another program. Many are counted chunk by chunk; sums over chunks and experts
+then say where each chunk's rows of an expert begin."""
 
 import triton
 import triton.language as tl
@@ -13,6 +14,7 @@ from tllm_spec.kernels.programmatic_launch_triton import begin
 @triton.jit(do_not_specialize=["number", "room"])  # type: ignore[untyped-decorator]  # triton has no types
 def moe_permute_kernel(
     experts: tl.tensor,
+    totals: tl.tensor,
     order: tl.tensor,
     blocks: tl.tensor,
     num_blocks: tl.tensor,
@@ -24,16 +26,20 @@ def moe_permute_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (experts)."""
+    """Grid (experts). With `totals` `[BINS]`, the counts of all experts, only the blocks are
+    written."""
     begin(PDL)
     expert, bins = tl.program_id(0), tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in tl.range(0, number, BLOCK):
-        assignments = start + tl.arange(0, BLOCK)
-        ids = tl.load(experts + assignments, mask=assignments < number, other=0)
-        counts += tl.histogram(ids, BINS)
-    # What was read past the end was counted as expert 0.
-    counts -= tl.where(bins == 0, tl.cdiv(number, BLOCK) * BLOCK - number, 0)
+    if totals is not None:
+        counts = tl.load(totals + bins)
+    else:
+        counts = tl.zeros([BINS], tl.int32)
+        for start in tl.range(0, number, BLOCK):
+            assignments = start + tl.arange(0, BLOCK)
+            ids = tl.load(experts + assignments, mask=assignments < number, other=0)
+            counts += tl.histogram(ids, BINS)
+        # What was read past the end was counted as expert 0.
+        counts -= tl.where(bins == 0, tl.cdiv(number, BLOCK) * BLOCK - number, 0)
     needed = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
     if expert == 0:
         tl.store(num_blocks, tl.sum(needed, 0))
@@ -50,7 +56,7 @@ def moe_permute_kernel(
         tl.store(own + room, first_rows, mask=used)
         tl.store(own + 2 * room, tl.zeros([BLOCKS], tl.int32) + end, mask=used)
 
-    if end > first:
+    if totals is None and end > first:
         for start in tl.range(0, number, BLOCK):
             assignments = start + tl.arange(0, BLOCK)
             ids = tl.load(experts + assignments, mask=assignments < number, other=-1)
@@ -58,3 +64,52 @@ def moe_permute_kernel(
             rows = first + tl.cumsum(mine, 0) - 1
             tl.store(order + rows, assignments, mask=mine != 0)
             first += tl.sum(mine, 0)
+
+
+@triton.jit(do_not_specialize=["number"])  # type: ignore[untyped-decorator]  # triton has no types
+def count_chunk_kernel(
+    experts: tl.tensor,
+    counts: tl.tensor,
+    number: tl.tensor,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (chunks): `counts` `[chunks, BINS]`."""
+    begin(PDL)
+    chunk, bins = tl.program_id(0), tl.arange(0, BINS)
+    assignments = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(experts + assignments, mask=assignments < number, other=0)
+    past = tl.maximum((chunk + 1) * CHUNK - number, 0)
+    found = tl.histogram(ids, BINS) - tl.where(bins == 0, past, 0)
+    tl.store(counts + chunk * BINS + bins, found)
+
+
+@triton.jit(do_not_specialize=["number", "last"])  # type: ignore[untyped-decorator]  # triton has no types
+def place_chunk_kernel(
+    experts: tl.tensor,
+    counts: tl.tensor,
+    ends: tl.tensor,
+    order: tl.tensor,
+    number: tl.tensor,
+    last: tl.tensor,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (chunks), of which `last` is the last one. `ends`: sums of `counts` over the chunks up
+    to each."""
+    begin(PDL)
+    chunk, bins = tl.program_id(0), tl.arange(0, BINS)
+    totals = tl.load(ends + last * BINS + bins)
+    own = chunk * BINS + bins
+    first = tl.cumsum(totals, 0) - totals + tl.load(ends + own) - tl.load(counts + own)
+    for start in tl.range(0, CHUNK, STEP):
+        assignments = chunk * CHUNK + start + tl.arange(0, STEP)
+        real = assignments < number
+        ids = tl.load(experts + assignments, mask=real, other=-1)
+        is_of = (ids[:, None] == bins[None, :]).to(tl.int32)
+        rows = tl.sum(is_of * (first[None, :] + tl.cumsum(is_of, 0) - 1), 1)
+        tl.store(order + rows, assignments, mask=real)
+        first += tl.sum(is_of, 0)

@@ -31,13 +31,20 @@ class RoutingRule:
     """Groups that a token may take experts from: those with the best score (arXiv 2405.04434,
     section 2.2.2). It is the best expert's, or with a correction bias the sum of the best two
     (DeepSeek V3's published code)."""
+    num_shared: int = 0
+    """Experts with the indices after the routed ones, which every token takes with weight 1."""
+
+    @property
+    def num_taken(self) -> int:
+        """Experts per token."""
+        return self.top_k + self.num_shared
 
 
 def moe_routing(
     logits: torch.Tensor, rule: RoutingRule, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts `[T, k]` int32, best first, and their weights `[T, k]` float32. Of equal scores the
-    expert with the lower index is better.
+    """Experts `[T, k]` int32, best first and then the shared ones, and their weights `[T, k]`
+    float32. Of equal scores the expert with the lower index is better.
 
     Args:
         logits: `[T, E]`, contiguous.
@@ -48,8 +55,8 @@ def moe_routing(
         return plain_moe_routing(logits, rule, correction_bias)
     (num_rows, num_experts), size = logits.shape, logits.shape[1] // rule.num_groups
     assert logits.is_contiguous() and num_experts == size * rule.num_groups
-    experts = logits.new_empty(num_rows, rule.top_k, dtype=torch.int32)
-    weights = logits.new_empty(num_rows, rule.top_k, dtype=torch.float32)
+    experts = logits.new_empty(num_rows, rule.num_taken, dtype=torch.int32)
+    weights = logits.new_empty(num_rows, rule.num_taken, dtype=torch.float32)
     if num_rows:
         _launch(logits, rule, correction_bias, experts, weights)
     return experts, weights
@@ -76,7 +83,8 @@ def _launch(
         SOFTMAX=rule.scoring == "softmax",
         NORMALISES=rule.normalises,
         TOP_K=rule.top_k,
-        TOP_K_PADDED=_power_of_2(rule.top_k),
+        TAKEN=rule.num_taken,
+        TAKEN_PADDED=_power_of_2(rule.num_taken),
         NUM_GROUPS=rule.num_groups,
         GROUP_SIZE=size,
         TOP_GROUPS=rule.top_groups,
@@ -105,7 +113,12 @@ def plain_moe_routing(
     weights = scores.gather(-1, experts)
     if rule.normalises:
         weights = weights / (weights.sum(-1, keepdim=True) + EPSILON)
-    return experts.to(torch.int32), weights * rule.scale
+    weights = weights * rule.scale
+    if rule.num_shared:
+        shared = torch.arange(rule.num_shared, device=logits.device) + logits.shape[1]
+        experts = torch.cat((experts, shared.expand(len(experts), -1)), 1)
+        weights = torch.cat((weights, weights.new_ones(len(weights), rule.num_shared)), 1)
+    return experts.to(torch.int32), weights
 
 
 def _within_best_groups(choice: torch.Tensor, rule: RoutingRule, num_best: int) -> torch.Tensor:

@@ -16,6 +16,16 @@ def _without_nan(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _scores(logit: tl.tensor, SOFTMAX: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    if SOFTMAX:
+        powers = tl.exp(logit - tl.max(tl.reshape(logit, [SIZE]), 0))
+        scores = powers / tl.sum(tl.reshape(powers, [SIZE]), 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    return scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _outside_best_groups(
     choice: tl.tensor,
     NUM_GROUPS: tl.constexpr,
@@ -49,7 +59,8 @@ def moe_routing_kernel(
     SOFTMAX: tl.constexpr,
     NORMALISES: tl.constexpr,
     TOP_K: tl.constexpr,
-    TOP_K_PADDED: tl.constexpr,
+    TAKEN: tl.constexpr,
+    TAKEN_PADDED: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -66,11 +77,7 @@ def moe_routing_kernel(
     logit = tl.load(
         logits + row * (NUM_GROUPS * GROUP_SIZE) + ids, mask=real, other=float("-inf")
     ).to(tl.float32)
-    if SOFTMAX:
-        powers = tl.exp(logit - tl.max(tl.reshape(logit, [GROUPS * MEMBERS]), 0))
-        scores = powers / tl.sum(tl.reshape(powers, [GROUPS * MEMBERS]), 0)
-    else:
-        scores = 1.0 / (1.0 + tl.exp(-logit))
+    scores = _scores(logit, SOFTMAX, GROUPS * MEMBERS)
     choice = scores
     if bias is not None:
         choice += tl.load(bias + ids, mask=real, other=0.0)
@@ -85,8 +92,8 @@ def moe_routing_kernel(
         tl.reshape(choice, [GROUPS * MEMBERS]),
         tl.reshape(scores, [GROUPS * MEMBERS]),
     )
-    flat_ids, places = tl.arange(0, GROUPS * MEMBERS), tl.arange(0, TOP_K_PADDED)
-    chosen, found = tl.zeros([TOP_K_PADDED], tl.int32), tl.zeros([TOP_K_PADDED], tl.float32)
+    flat_ids, places = tl.arange(0, GROUPS * MEMBERS), tl.arange(0, TAKEN_PADDED)
+    chosen, found = tl.zeros([TAKEN_PADDED], tl.int32), tl.zeros([TAKEN_PADDED], tl.float32)
     for place in tl.static_range(TOP_K):
         best = tl.argmax(left, 0)
         score = tl.sum(tl.where(flat_ids == best, flat_scores, 0.0), 0)
@@ -96,6 +103,8 @@ def moe_routing_kernel(
         left = tl.where(flat_ids == best, float("-inf"), left)
     if NORMALISES:
         found = found / (tl.sum(found, 0) + EPSILON)
-    kept = places < TOP_K
-    tl.store(experts + row * TOP_K + places, chosen, mask=kept)
-    tl.store(weights + row * TOP_K + places, found * scale, mask=kept)
+    is_shared = places >= TOP_K
+    chosen = tl.where(is_shared, NUM_GROUPS * GROUP_SIZE + places - TOP_K, chosen)
+    found = tl.where(is_shared, 1.0, found * scale)
+    tl.store(experts + row * TAKEN + places, chosen, mask=places < TAKEN)
+    tl.store(weights + row * TAKEN + places, found, mask=places < TAKEN)

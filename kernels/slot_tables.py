@@ -17,6 +17,15 @@ class SlotTables:
 
 
 @dataclass(frozen=True)
+class TreeTables:
+    """The trees in the slots' windows, `[S, W_max]` int64 each, documented in `DraftTree`."""
+
+    parents: torch.Tensor
+    depths: torch.Tensor
+    bits: torch.Tensor
+
+
+@dataclass(frozen=True)
 class SyntheticRates:
     """Synthetic acceptance (`accept_by_rates`). seeds `[S]`: of the slots, for the coins, any
     stride."""

@@ -1,11 +1,12 @@
-"""`accept_windows` for windows that are draft trees: accept a path of drafts and advance the slots.
-On CUDA one Triton kernel, elsewhere the plain-torch reference."""
+"""`slot_windows` for windows that are draft trees: accept a path of drafts and advance the slots,
+and write new trees. On CUDA one Triton kernel each, elsewhere the plain-torch references."""
 
 import torch
 
 from tllm_spec.kernels.accept_tree import Accepted, accept_tree, accept_tree_by_rates
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.gumbel import COIN_DOMAIN, uniform
-from tllm_spec.kernels.slot_tables import SlotTables, TreeRates
+from tllm_spec.kernels.slot_tables import SlotTables, TreeRates, TreeTables
 from tllm_spec.kernels.slot_windows import advance
 from tllm_spec.kernels.triton_support import has_kernels
 
@@ -38,6 +39,24 @@ def accept_trees(
     return accept_trees_triton(tables, parents, slots, kv_lens, targets, depth, synthetic)
 
 
+def write_trees(
+    tables: SlotTables,
+    trees: TreeTables,
+    slots: torch.Tensor,
+    tree: DraftTree,
+    draft_limits: torch.Tensor,
+) -> None:
+    """Writes trees whose nodes are ordered by depth into the windows of slots `[B]`. Rows after the
+    tree's stay as they are. draft_limits `[S]` int64: the depth of the deepest draft that a slot
+    may verify; deeper ones do not count as proposed."""
+    if not has_kernels(slots.device):
+        write_trees_reference(tables, trees, slots, tree, draft_limits)
+    else:
+        from tllm_spec.kernels.slot_trees_triton import write_trees_triton
+
+        write_trees_triton(tables, trees, slots, tree, draft_limits)
+
+
 def accept_trees_reference(
     tables: SlotTables,
     parents: torch.Tensor,
@@ -62,3 +81,20 @@ def accept_trees_reference(
         accepted = accept_tree_by_rates(targets, tokens, *tree, synthetic.bounds, coins)
     advance(tables, slots, kv_lens, *accepted[1:])
     return accepted
+
+
+def write_trees_reference(
+    tables: SlotTables,
+    trees: TreeTables,
+    slots: torch.Tensor,
+    tree: DraftTree,
+    draft_limits: torch.Tensor,
+) -> None:
+    """Arguments of `write_trees`."""
+    width = tree.parents.shape[1]
+    tables.window[slots, 1:width] = tree.tokens
+    trees.parents[slots, :width] = tree.parents
+    trees.depths[slots, :width] = tree.depths
+    trees.bits[slots, :width] = tree.bits
+    limits = draft_limits.index_select(0, slots).unsqueeze(1)
+    tables.num_drafts[slots] = (tree.depths[:, 1:] <= limits).sum(dim=1)

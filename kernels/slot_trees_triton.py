@@ -1,15 +1,16 @@
-"""`accept_trees` as a Triton kernel, one program per request. Importing this file imports
-Triton."""
+"""`accept_trees` and `write_trees` as Triton kernels, one program per request. Importing this file
+imports Triton."""
 
 import torch
 import triton
 import triton.language as tl
 
 from tllm_spec.kernels.accept_tree import Accepted
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.gumbel import COIN_DOMAIN
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.programmatic_launch_triton import begin
-from tllm_spec.kernels.slot_tables import SlotTables, TreeRates
+from tllm_spec.kernels.slot_tables import SlotTables, TreeRates, TreeTables
 
 
 def accept_trees_triton(
@@ -58,6 +59,36 @@ def accept_trees_triton(
         num_warps=1,
     )
     return rows, tokens, lens
+
+
+def write_trees_triton(
+    tables: SlotTables,
+    trees: TreeTables,
+    slots: torch.Tensor,
+    tree: DraftTree,
+    draft_limits: torch.Tensor,
+) -> None:
+    """See `write_trees`."""
+    stored = (trees.parents, trees.depths, trees.bits)
+    written = (tree.tokens, tree.parents, tree.depths, tree.bits)
+    assert all(each.is_contiguous() for each in (slots, draft_limits, *written))
+    assert all(each.stride() == trees.parents.stride() for each in stored)
+    assert trees.parents.stride(1) == 1
+    width = tree.parents.shape[1]
+    _write[(len(slots),)](
+        tables.window,
+        tables.window.stride(0),
+        tables.num_drafts,
+        *stored,
+        trees.parents.stride(0),
+        slots,
+        *written,
+        draft_limits,
+        width,
+        triton.next_power_of_2(width),
+        **programmatic_launch(slots.device),
+        num_warps=1,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -142,3 +173,25 @@ def _accept(
     tl.store(window, tl.maximum(last, 0))
     tl.store(all_num_drafts + slot, tl.zeros_like(slot))
     tl.store(all_kv_lens + slot, kv_len + num_new)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _write(
+    windows: tl.tensor, windows_stride: tl.tensor, all_num_drafts: tl.tensor,
+    all_parents: tl.tensor, all_depths: tl.tensor, all_bits: tl.tensor, trees_stride: tl.tensor,
+    slots: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor, bits: tl.tensor,
+    draft_limits: tl.tensor, width: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    begin(PDL)
+    request, node = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    slot, exists = tl.load(slots + request), node < width
+    is_draft = exists & (node > 0)
+    token = tl.load(tokens + request * (width - 1) + node - 1, mask=is_draft, other=0)
+    tl.store(windows + slot * windows_stride + node, token, mask=is_draft)
+    own, stored = request * width + node, slot * trees_stride + node
+    depth = tl.load(depths + own, mask=exists, other=0)
+    tl.store(all_depths + stored, depth, mask=exists)
+    tl.store(all_parents + stored, tl.load(parents + own, mask=exists, other=0), mask=exists)
+    tl.store(all_bits + stored, tl.load(bits + own, mask=exists, other=0), mask=exists)
+    is_proposed = is_draft & (depth <= tl.load(draft_limits + slot))
+    tl.store(all_num_drafts + slot, tl.sum(is_proposed.to(tl.int64), axis=0))

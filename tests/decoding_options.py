@@ -23,5 +23,9 @@ def eagle3(**options: object) -> dict[str, object]:
     }
 
 
+def mtp(**options: object) -> dict[str, object]:
+    return {"decoding_type": "MTP", "max_draft_len": 3, **options}
+
+
 def speculate(options: dict[str, object]) -> dict[str, Any]:
     return {"speculative_config": options}

@@ -36,8 +36,8 @@ from tllm_spec.config import LlmArgs
         ),
         ({"attn_backend": "XFORMERS"}, ["attn_backend = 'XFORMERS'", "'TRITON' or 'FLASHINFER'"]),
         (
-            speculate({"decoding_type": "MTP"}),
-            ["decoding_type = 'MTP'", "not served yet", "Eagle3"],
+            speculate({"decoding_type": "Medusa"}),
+            ["decoding_type = 'Medusa'", "not served yet", "Eagle3"],
         ),
         (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
         (speculate({"max_draft_len": 4}), ["decoding_type = None", "NGram"]),

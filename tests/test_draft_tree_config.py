@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, chain_of
-from tllm_spec.speculative_config import DraftTargetDecodingConfig, Eagle3DecodingConfig
+from tllm_spec.speculative_config import Eagle3DecodingConfig
 
 TREE: dict[str, Any] = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
 
@@ -75,6 +75,60 @@ def test_an_old_and_a_new_name_that_contradict_each_other_are_refused() -> None:
         eagle3(**TREE, speculative_eagle_topk=8)
 
 
-def test_a_draft_model_drafts_trees_on_the_one_model_path() -> None:
-    with pytest.raises(ValueError, match="needs draft_target_one_model: true"):
-        DraftTargetDecodingConfig(speculative_model="draft", **TREE)
+def test_a_static_tree_says_how_deep_it_is_and_how_many_nodes_it_has() -> None:
+    choices = [[1], [0], [0, 2], [0, 0], [0]]
+    ordered = ((0,), (1,), (0, 0), (0, 2))
+    for given in (choices, str(choices)):
+        spec = eagle3(eagle_choices=given)
+        assert (spec.max_draft_len, spec.max_total_draft_tokens) == (2, 4)
+        assert spec.shapes.of(2) == DraftShape(2, 4, 3, ordered)
+        assert spec.shapes.of(1) == DraftShape(1, 2, 2, ordered[:2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eagle_choices": [[0], [1, 0]]}, r"continues \[1\], which is not listed"),
+        ({"eagle_choices": [[0], [-1]]}, "a list of paths of ranks from 0 on is needed"),
+        ({"eagle_choices": "[[0], "}, "a list of paths of ranks from 0 on is needed"),
+        ({"eagle_choices": []}, "a list of paths of ranks from 0 on is needed"),
+        ({"eagle_choices": [[0]], "max_draft_len": 3}, "max_draft_len = 3 is not 1"),
+        ({"eagle_choices": [[0]], **TREE, "max_draft_len": 1}, "are exclusive"),
+        ({"eagle_choices": [[0], [16]]}, "has the rank 16; 15 is the most"),
+        ({"eagle_choices": [[0] * n for n in range(1, 65)]}, "has 64 paths; a tree has 63"),
+    ],
+)
+def test_a_static_tree_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        eagle3(**options)
+
+
+def test_thresholds_of_rejection_sampling_have_sglangs_aliases_and_need_a_tree() -> None:
+    lossy = {
+        "speculative_accept_threshold_single": 0.5,
+        "speculative_accept_threshold_acc": 0.25,
+        "use_rejection_sampling": True,
+    }
+    spec = eagle3(**TREE, **lossy)
+    assert (spec.threshold_single, spec.threshold_acc) == (0.5, 0.25)
+    with pytest.raises(ValueError, match="need use_rejection_sampling: true and a draft tree"):
+        eagle3(max_draft_len=3, **lossy)
+    with pytest.raises(ValueError, match="need use_rejection_sampling: true and a draft tree"):
+        eagle3(**TREE, threshold_acc=0.5)
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ([0.5, 0.4, 0.3], "of a tree they are a list of probabilities for each depth"),
+        ([[0.6, 0.5], [0.1], [0.1]], "add up to 1 at most"),
+        ([[0.6, -0.5], [0.1], [0.1]], "probabilities are in 0..1"),
+        ([[0.6, 0.2], [0.1]], "has length 2, not max_draft_len = 3"),
+    ],
+)
+def test_synthetic_rates_of_a_tree_are_by_depth_and_rank(rates: Any, message: str) -> None:
+    eagle3(**TREE, synthetic_acceptance_rates=[[0.6, 0.2], [0.5], [0.3, 0.3, 0.3]])
+    with pytest.raises(ValueError, match=message):
+        eagle3(**TREE, synthetic_acceptance_rates=rates)
+    with pytest.raises(ValueError, match="of a chain they are one for each draft"):
+        eagle3(max_draft_len=1, synthetic_acceptance_rates=[[0.5]])

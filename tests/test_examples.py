@@ -21,8 +21,9 @@ PROMPTS = [
     "import os\nimport sys\n\n\ndef main(argv):\n    ",
 ]
 OVERLAPPING = {
-    *("plain", "eagle3_one_model", "eagle3_two_model"),
-    *("draft_target_one_model", "adaptive"),
+    *("plain", "eagle3_one_model", "eagle3_two_model", "adaptive", "adaptive_ema"),
+    *("eagle3_dynamic_tree", "eagle3_static_tree"),
+    *("draft_target", "draft_target_one_model", "rejection_sampling", "schedule"),
 }
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -56,16 +57,8 @@ def test_an_example_gives_the_text_of_plain_greedy_decoding(
 
 
 def test_there_is_an_example_for_every_way_of_running() -> None:
-    two_model = {"ngram", "draft_target", "eagle3_two_model", "user_provided"}
-    variants = {
-        "max_utilization",
-        "rejection_sampling",
-        "schedule",
-        "no_overlap",
-        "adaptive",
-        "adaptive_ema",
-    }
-    assert OVERLAPPING | two_model | variants <= {path.stem for path in EXAMPLES}
+    others = {"ngram", "user_provided", "max_utilization", "no_overlap"}
+    assert OVERLAPPING | others <= {path.stem for path in EXAMPLES}
 
 
 @pytest.mark.parametrize(

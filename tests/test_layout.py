@@ -20,6 +20,7 @@ BORDERS = {
     "executor/worker.py",
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
     "tllm_spec/server/chat_prompt.py",  # runs the model's chat template
+    "tllm_spec/server/engine_process.py",  # loads a model with many libraries
     "tllm_spec/ranks.py",  # ends the other ranks with this one
     "tllm_spec/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }

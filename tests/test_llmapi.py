@@ -64,7 +64,7 @@ def test_a_class_that_is_not_served_says_so_when_it_is_used(name: str) -> None:
     [
         ("MoeConfig", {"moe_config": {}}),
         ("TorchCompileConfig", {"torch_compile_config": {}}),
-        ("MTPDecodingConfig", speculate({"decoding_type": "MTP"})),
+        ("MedusaDecodingConfig", speculate({"decoding_type": "Medusa"})),
         ("SaveHiddenStatesDecodingConfig", speculate({"decoding_type": "SaveState"})),
         ("SAEnhancerConfig", speculate(ngram(sa_config={}))),
         ("QuantConfig", {"quant_config": {}}),

@@ -4,26 +4,32 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.decoding_options import eagle3, speculate
+from tests.decoding_options import eagle3, mtp, speculate
 from tllm_spec.config import LlmArgs
 from tllm_spec.not_served import LLM_NOT_SERVED
 from tllm_spec.option_checks import NotServed
-from tllm_spec.speculative_config import EAGLE3_NOT_SERVED
+from tllm_spec.speculative_config import EAGLE3_NOT_SERVED, MTP_NOT_SERVED
+
+TABLES = {"": LLM_NOT_SERVED, "eagle": EAGLE3_NOT_SERVED, "mtp": MTP_NOT_SERVED}
 
 
 @pytest.mark.parametrize(
     ("table", "name"),
-    [(table, name) for table in (LLM_NOT_SERVED, EAGLE3_NOT_SERVED) for name in sorted(table)],
-    ids=lambda value: value if isinstance(value, str) else "eagle" * (value is EAGLE3_NOT_SERVED),
+    [
+        pytest.param(table, name, id=f"{kind}-{name}")
+        for kind, table in TABLES.items()
+        for name in sorted(table)
+    ],
 )
 def test_every_option_not_served_takes_its_off_values_and_refuses_others_with_the_reason(
     table: Mapping[str, NotServed], name: str
 ) -> None:
     def give(value: object) -> LlmArgs:
         options = {name: value}
-        return LlmArgs(
-            model="m", **(options if table is LLM_NOT_SERVED else speculate(eagle3(**options)))
-        )
+        if table is LLM_NOT_SERVED:
+            return LlmArgs(model="m", **options)
+        speculative = eagle3 if table is EAGLE3_NOT_SERVED else mtp
+        return LlmArgs(model="m", **speculate(speculative(**options)))
 
     for off in table[name].accepted:
         give(off)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tllm_spec.sampling_params import SamplingParams as SamplingParams
     from tllm_spec.speculative_config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from tllm_spec.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
+    from tllm_spec.speculative_config import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec.speculative_config import NGramDecodingConfig as NGramDecodingConfig
     from tllm_spec.speculative_config import (
         UserProvidedDecodingConfig as UserProvidedDecodingConfig,
@@ -38,6 +39,7 @@ _HOME = {
     "NGramDecodingConfig": "speculative_config",
     "DraftTargetDecodingConfig": "speculative_config",
     "Eagle3DecodingConfig": "speculative_config",
+    "MTPDecodingConfig": "speculative_config",
     "UserProvidedDecodingConfig": "speculative_config",
 }
 __all__ = sorted(_HOME)

@@ -315,7 +315,7 @@ class LlmArgs(ConfigModel):
         wins. Nested mappings are merged key by key.
 
         Raises ValueError for a file that cannot be read."""
-        return cls(**overlay(kwargs, _with_fraction(read_yaml(path))))
+        return cls(**with_yaml(kwargs, path))
 
     @property
     def ep_size(self) -> int:
@@ -329,6 +329,12 @@ class LlmArgs(ConfigModel):
         if self.disable_overlap_scheduler:
             return "disable_overlap_scheduler is set"
         return self.speculative_config.why_no_overlap if self.speculative_config else None
+
+
+def with_yaml(options: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options of a YAML file laid over others. Raises ValueError for a file that cannot be
+    read."""
+    return overlay(options, _with_fraction(read_yaml(path)))
 
 
 def _with_fraction(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from functools import cache
 @dataclass(frozen=True, order=True)
 class DraftShape:
     """`depth`: drafts on the longest path. `num_nodes`: drafts in a window. `topk`: children of a
-    node, at most."""
+    node, at most. `choices`: of a static tree, the child ranks that lead to each draft."""
 
     depth: int
     num_nodes: int
     topk: int = 1
+    choices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def window(self) -> int:
@@ -29,7 +30,20 @@ class DraftShape:
 
     @property
     def is_tree(self) -> bool:
-        return self.topk > 1
+        return self.topk > 1 or bool(self.choices)
+
+    @property
+    def num_read(self) -> int:
+        """Drafts that a draft network reads to draft the others: of a static tree those with
+        children, else the best `topk` of every step but the last."""
+        if self.choices:
+            return len({path[:-1] for path in self.choices if len(path) > 1})
+        return max(self.depth - 1, 0) * self.topk
+
+    @property
+    def num_beams(self) -> int:
+        """Rows of a request in a draft network's forward, at most."""
+        return self.num_nodes if self.choices else self.topk
 
 
 @cache

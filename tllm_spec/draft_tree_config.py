@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveInt, model_validator
+from pydantic import BeforeValidator, PositiveInt, model_validator
 
 from tllm_spec.config_base import ConfigError
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
-from tllm_spec.option_checks import shown
 from tllm_spec.speculative_base import DraftModelDecodingConfig
 
 MAX_TOPK = 16
@@ -24,7 +24,42 @@ TREE_NAMES: Mapping[str, str] = {
     SGLANG_TOPK: "dynamic_tree_max_topK",
     "speculative_num_steps": "max_draft_len",
     SGLANG_NODES: "max_total_draft_tokens",
+    "speculative_accept_threshold_single": "threshold_single",
+    "speculative_accept_threshold_acc": "threshold_acc",
 }
+
+
+Choices = tuple[tuple[int, ...], ...]
+
+
+def _choices_of(given: object) -> Choices:
+    """Paths in the order of the nodes, by length and then by rank, each once. Raises ValueError for
+    anything that is no list of paths; a text is read as a Python literal."""
+    try:
+        choices: Any = literal_eval(given) if isinstance(given, str) else given
+        paths = {tuple(path) for path in choices}
+        ranks = [rank for path in paths for rank in path]
+        is_list = bool(paths) and all(paths)
+    except (SyntaxError, TypeError):
+        is_list = False
+    if not is_list or any(type(rank) is not int or rank < 0 for rank in ranks):
+        raise ValueError("a list of paths of ranks from 0 on is needed, e.g. [[0], [1], [0, 0]]")
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+def _measures(choices: object) -> tuple[Any, Any]:
+    """The depth of a static tree and its number of drafts; None where it is no tree."""
+    try:
+        paths = _choices_of(choices)
+    except ValueError:
+        return None, None
+    return len(paths[-1]), len(paths)
+
+
+def _static(choices: Choices, depth: int) -> DraftShape:
+    """The tree's nodes up to a depth."""
+    paths = tuple(path for path in choices if len(path) <= depth)
+    return DraftShape(depth, len(paths), 1 + max(map(max, paths)), paths)
 
 
 class DraftTreeDecodingConfig(DraftModelDecodingConfig):
@@ -38,12 +73,19 @@ class DraftTreeDecodingConfig(DraftModelDecodingConfig):
     """Children of a node of a dynamic tree, and paths that grow, at most. SGLang's name is
     `speculative_eagle_topk`."""
 
+    eagle_choices: Annotated[Choices, BeforeValidator(_choices_of)] | None = None
+    """A static tree: a list of paths, each the ranks of the children that lead from the root to a
+    draft, e.g. `[[0], [1], [0, 0]]`. `max_draft_len` is the length of the longest path, and
+    `max_total_draft_tokens` their number."""
+
     @classmethod
     def _with_new_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         renamed, nodes = dict(options), options.get(SGLANG_NODES)
         if type(nodes) is int:
             renamed[SGLANG_NODES] = nodes - 1
         renamed = super()._with_new_names(renamed)
+        if renamed.get("eagle_choices") is not None and renamed.get("max_draft_len") is None:
+            renamed["max_draft_len"] = _measures(renamed["eagle_choices"])[0]
         topk = renamed.get("dynamic_tree_max_topK")
         if SGLANG_TOPK in options and type(topk) is int:
             renamed.setdefault("use_dynamic_tree", topk > 1)
@@ -54,13 +96,16 @@ class DraftTreeDecodingConfig(DraftModelDecodingConfig):
     @classmethod
     def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
         length, topk = super()._default_num_nodes(options), options.get("dynamic_tree_max_topK")
+        if options.get("eagle_choices") is not None:
+            return _measures(options["eagle_choices"])[1]
         if not options.get("use_dynamic_tree") or length is None or type(topk) is not int:
             return length
         return length * topk
 
     @property
     def drafts_trees(self) -> bool:
-        return self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
+        is_dynamic = self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
+        return is_dynamic or self.eagle_choices is not None
 
     @model_validator(mode="after")
     def _check_tree(self) -> DraftTreeDecodingConfig:
@@ -69,6 +114,32 @@ class DraftTreeDecodingConfig(DraftModelDecodingConfig):
         return self
 
     def _mistakes(self) -> list[str]:
+        return self._static_mistakes() if self.eagle_choices else self._dynamic_mistakes()
+
+    def _static_mistakes(self) -> list[str]:
+        choices = self.eagle_choices
+        assert choices is not None
+        depth, number = _measures(choices)
+        found = [
+            f"{name} = {value} is not {expected}, which eagle_choices has"
+            for name, value, expected in (
+                ("max_draft_len", self.max_draft_len, depth),
+                ("max_total_draft_tokens", self.max_total_draft_tokens, number),
+            )
+            if value != expected
+        ]
+        if self.use_dynamic_tree or self.dynamic_tree_max_topK is not None:
+            found.append("eagle_choices and use_dynamic_tree are exclusive: a tree is one of them")
+        missing = sorted({path[:-1] for path in choices if len(path) > 1} - set(choices))
+        if missing:
+            found.append(f"eagle_choices continues {list(missing[0])}, which is not listed")
+        if number > MAX_NODES:
+            found.append(f"eagle_choices has {number} paths; a tree has {MAX_NODES} at most")
+        if (rank := max(map(max, choices))) >= MAX_TOPK:
+            found.append(f"eagle_choices has the rank {rank}; {MAX_TOPK - 1} is the most")
+        return found
+
+    def _dynamic_mistakes(self) -> list[str]:
         topk, steps, nodes = (
             self.dynamic_tree_max_topK,
             self.max_draft_len,
@@ -102,15 +173,13 @@ class DraftTreeDecodingConfig(DraftModelDecodingConfig):
                 f"({steps} - 1) * {topk} = {keys} drafts are read by the draft network in a round, "
                 f"and {MAX_BEAM_KEYS} is the most"
             )
-        if self.use_rejection_sampling:
-            found.append("use_rejection_sampling = True is not served with a draft tree")
-        if self.synthetic_acceptance_rates is not None:
-            rates = shown(self.synthetic_acceptance_rates)
-            found.append(f"synthetic_acceptance_rates = {rates} is not served with a draft tree")
         return found
 
     @cached_property
     def shapes(self) -> DraftShapes:
+        if self.eagle_choices is not None:
+            lengths = range(1, self.max_draft_len + 1)
+            return DraftShapes([NO_DRAFTS, *(_static(self.eagle_choices, n) for n in lengths)])
         topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
         if not self.drafts_trees or topk is None or nodes is None:
             return DraftShapes.chains(self.max_draft_len)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -65,9 +65,9 @@ class Intake:
         self._lock = threading.Lock()
         self._ids = count(1)
 
-    def check_length(self, text: str) -> None:
-        """Raises ValueError for a text that has too many tokens whatever they are, without
-        tokenising it."""
+    def check_length(self, text: str | Sequence[int]) -> None:
+        """Raises ValueError for token ids that are too many, and for a text that has too many
+        whatever they are, without tokenising it."""
         self._prompts.check_length(text)
 
     def submission(

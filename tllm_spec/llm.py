@@ -134,9 +134,9 @@ class LLM:
             raise RuntimeError(self._worker.why_ended)
         return result
 
-    def check_length(self, text: str) -> None:
-        """Raises ValueError for a text that has too many tokens whatever they are, without
-        tokenising it."""
+    def check_length(self, text: str | Sequence[int]) -> None:
+        """Raises ValueError for token ids that are too many, and for a text that has too many
+        whatever they are, without tokenising it."""
         self._intake.check_length(text)
 
     @property

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tllm_spec import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec import KvCacheConfig as KvCacheConfig
     from tllm_spec import LlmArgs as LlmArgs
+    from tllm_spec import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec import NGramDecodingConfig as NGramDecodingConfig
     from tllm_spec import RequestOutput as RequestOutput
     from tllm_spec import SamplingParams as SamplingParams

@@ -45,8 +45,7 @@ class PromptReader:
                 "the prompt has token ids outside the vocabulary, which has ids 0 to "
                 f"{self._vocab_size - 1}"
             )
-        if len(token_ids) > self._max_tokens:
-            raise self._too_long(f"{len(token_ids)} tokens")
+        self.check_length(token_ids)
         return text, token_ids
 
     def _tokens_of(self, prompt: object, params: SamplingParams) -> tuple[str | None, list[int]]:
@@ -62,9 +61,13 @@ class PromptReader:
         special = params.add_special_tokens
         return prompt, self._tokenizer.encode(prompt, add_special_tokens=special)
 
-    def check_length(self, text: str) -> None:
+    def check_length(self, text: str | Sequence[int]) -> None:
         """Raises ValueError for a text that has too many tokens whatever they are. Tokenizing it
-        would take long."""
+        would take long. For token ids, too."""
+        if not isinstance(text, str):
+            if len(text) > self._max_tokens:
+                raise self._too_long(f"{len(text)} tokens")
+            return
         if len(text) <= self._max_tokens:
             return  # the common case, which needs no look at the vocabulary
         if self._longest_token and len(text) > self._max_tokens * self._longest_token:

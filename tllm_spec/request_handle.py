@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 from time import monotonic
 from typing import NamedTuple, cast
 
@@ -99,7 +98,7 @@ class RequestHandle(RequestOutput):
         self._samples = [Sample(output, params, tokenizer) for output in outputs]
         self._arrived: deque[Arrival] = deque()
         self._changed = threading.Condition()
-        self._wake: Callable[[], object] | None = None  # wakes the event loop that awaits
+        self._waiter: asyncio.Future[None] | None = None  # of the reader that awaits
 
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
         return RequestOutput, tuple(getattr(self, each.name) for each in fields(RequestOutput))
@@ -109,9 +108,9 @@ class RequestHandle(RequestOutput):
         with self._changed:
             self._arrived.append(Arrival(response, monotonic()))
             self._changed.notify()
-            if self._wake is not None:
-                with suppress(RuntimeError):  # the event loop was closed: no reader is left
-                    self._wake()
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            _wake(waiter)
 
     def fail(self, message: str) -> None:
         """Ends the request with an error, without waiting for the engine."""
@@ -168,15 +167,16 @@ class RequestHandle(RequestOutput):
         self._read()
 
     async def _await_response(self) -> None:
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        waiter = asyncio.get_running_loop().create_future()
         with self._changed:
             if self._arrived:
-                event.set()
-            self._wake = partial(loop.call_soon_threadsafe, event.set)
+                waiter.set_result(None)
+            else:
+                self._waiter = waiter
         try:
-            await event.wait()
+            await waiter
         finally:
-            self._wake = None
+            self._waiter = None
         self._read()
 
     def _start_next_diff(self) -> None:
@@ -192,6 +192,8 @@ class RequestHandle(RequestOutput):
 
     def _apply(self, response: Response, time: float) -> None:
         output = self.outputs[response.index]
+        if output.finish_reason is not None:
+            return  # `fail` came first
         metrics = self.metrics
         if response.token_ids and metrics.first_token_time is None:
             metrics.first_token_time = time
@@ -245,6 +247,22 @@ class Results:
             index = request_id - handle.request_id  # the samples of a request have consecutive ids
             handle.receive(Response(request_id, [], index, finish_reason="error", error=message))
         self._handles.clear()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    """From any thread. A front process receives responses in the reader's own event loop, where
+    `call_soon_threadsafe` would cost a system call for each of them."""
+    loop = waiter.get_loop()
+    if asyncio._get_running_loop() is loop:
+        _set(waiter)
+    else:
+        with suppress(RuntimeError):  # the event loop was closed: no reader is left
+            loop.call_soon_threadsafe(_set, waiter)
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _text_of(params: SamplingParams, tokenizer: Tokenizer | None) -> StreamedText | None:

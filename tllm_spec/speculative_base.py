@@ -57,14 +57,17 @@ def _tuple_of(sequence: object) -> object:
     """A list from YAML as a tuple. Raises ValueError for anything that has no order."""
     if not isinstance(sequence, (list, tuple)):
         raise ValueError("a list is needed")
-    return tuple(sequence)
+    return tuple(tuple(each) if isinstance(each, list) else each for each in sequence)
+
+
+Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
 class DecodingBaseConfig(ConfigModel):
     """The options that all decoding types share."""
 
     decoding_type: str
-    """Where drafts come from: `NGram`, `Draft_Target`, `Eagle3` or `User_Provided`."""
+    """Where drafts come from: `NGram`, `Draft_Target`, `Eagle3`, `MTP` or `User_Provided`."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
     longest length that may be chosen."""
@@ -78,7 +81,7 @@ class DecodingBaseConfig(ConfigModel):
     max_rejected_rounds: PositiveInt | None = 8
     """A request whose drafts were all rejected in about this many rounds pauses drafting; each
     pause is twice as long as the last, and an accepted draft ends it. null: requests never pause.
-    Refused where drafts are made in the target's round."""
+    Refused where drafts are made in the target's round or from its hidden states."""
     max_concurrency: PositiveInt | None = None
     """No drafts in batches of more requests than this."""
     draft_len_schedule_keys: Literal["lower_bound", "upper_bound"] | None = None
@@ -102,12 +105,18 @@ class DecodingBaseConfig(ConfigModel):
     draft_sampling: Literal["coupled", "greedy"] = "coupled"
     """How drafts are drawn at temperature > 0: with the noise that the target's token at that
     position is drawn with, or the draft model's best token."""
-    synthetic_acceptance_rates: Annotated[tuple[float, ...], BeforeValidator(_tuple_of)] | None = (
-        None
-    )
+    threshold_single: Probability = 1.0
+    """For rejection sampling on draft trees. Below 1 it is **lossy**: a draft is also accepted
+    where the target gives it at least this probability. SGLang's name is
+    `speculative_accept_threshold_single`."""
+    threshold_acc: Probability = 1.0
+    """For rejection sampling on draft trees. Below 1 it is **lossy**: the drafts after a node share
+    their probabilities divided by this. SGLang's name is `speculative_accept_threshold_acc`."""
+    synthetic_acceptance_rates: Annotated[Rates, BeforeValidator(_tuple_of)] | None = None
     """For benchmarks with dummy weights: **changes the text**, which then means nothing. Entry i is
     the probability that drafts 0 to i are all accepted, whatever the tokens, e.g.
-    `[0.73, 0.52, 0.35]`."""
+    `[0.73, 0.52, 0.35]`. Of trees, entry i has the probabilities that a path of i drafts continues
+    to its last node's first child, second child and so on, e.g. `[[0.6, 0.2], [0.5, 0.2, 0.1]]`."""
 
     # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
     overlaps_plain_rounds: ClassVar[bool] = True
@@ -170,18 +179,6 @@ class DecodingBaseConfig(ConfigModel):
             return schedule
         return checked(schedule, max_draft_len, info.data.get("draft_len_schedule_keys"))
 
-    @field_validator("synthetic_acceptance_rates")
-    @classmethod
-    def _check_rates(cls, rates: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if rates is not None and not all(0 <= rate <= 1 for rate in rates):
-            raise ValueError(f"probabilities are in 0..1; {NO_BENCHMARK}")
-        if rates is not None and any(later > earlier for earlier, later in pairwise(rates)):
-            raise ValueError(
-                "they cannot rise, because a draft is accepted only with all before it; "
-                f"{NO_BENCHMARK}"
-            )
-        return rates
-
     @model_validator(mode="after")
     def _check_draft_lens(self) -> DecodingBaseConfig:
         schedule = self.draft_len_schedule
@@ -203,7 +200,7 @@ class DecodingBaseConfig(ConfigModel):
         rounds = self.max_rejected_rounds
         if "max_rejected_rounds" not in self.model_fields_set:
             return self
-        if self.overlaps and rounds:
+        if rounds and not self.may_pause:
             raise ValueError(
                 f"max_rejected_rounds = {rounds} is refused: drafts that are made in the target's "
                 "round cost the same for a request that pauses; accepted: null"
@@ -223,7 +220,17 @@ class DecodingBaseConfig(ConfigModel):
                 "draft_sampling = 'greedy' contradicts use_rejection_sampling = True, which draws "
                 "its drafts from the draft model's distribution; leave one of them out"
             )
+        thresholds = self.threshold_single, self.threshold_acc
+        if thresholds != (1.0, 1.0) and not (self.use_rejection_sampling and self.drafts_trees):
+            raise ValueError(
+                f"threshold_single = {thresholds[0]} and threshold_acc = {thresholds[1]} need "
+                "use_rejection_sampling: true and a draft tree; accepted: 1.0"
+            )
         rates = self.synthetic_acceptance_rates
+        if problem := rates and rate_problem(rates, is_tree=self.drafts_trees):
+            raise ValueError(
+                f"synthetic_acceptance_rates = {shown(rates)}: {problem}; {NO_BENCHMARK}"
+            )
         if rates is not None and len(rates) != self.max_draft_len:
             raise ValueError(
                 f"synthetic_acceptance_rates = {rates} has length {len(rates)}, not max_draft_len "
@@ -266,6 +273,11 @@ class DecodingBaseConfig(ConfigModel):
         """Whether rounds with drafts may overlap."""
         return self.why_no_overlap is None
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether a request that pauses saves the time of its drafts."""
+        return True
+
 
 class DraftModelDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types that have draft weights."""
@@ -279,6 +291,25 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     @classmethod
     def _null_means_auto(cls, load_format: object) -> object:
         return "auto" if load_format is None else load_format
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        return None
+
+
+def rate_problem(rates: Rates, *, is_tree: bool) -> str | None:
+    """What is wrong with synthetic acceptance rates; None: nothing."""
+    if any(isinstance(each, tuple) != is_tree for each in rates):
+        form = "a list of probabilities for each depth" if is_tree else "one for each draft"
+        return f"of a {'tree' if is_tree else 'chain'} they are {form}"
+    numbers = [number for each in rates for number in (each if isinstance(each, tuple) else [each])]
+    if not all(0 <= number <= 1 for number in numbers):
+        return "probabilities are in 0..1"
+    if any(sum(each) > 1 + 1e-9 for each in rates if isinstance(each, tuple)):
+        return "those of one depth exclude each other, so they add up to 1 at most"
+    if not is_tree and any(later > earlier for earlier, later in pairwise(numbers)):
+        return "they cannot rise, because a draft is accepted only with all before it"
+    return None
 
 
 def _without_off_values(options: dict[str, Any]) -> dict[str, Any]:

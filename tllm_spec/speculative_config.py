@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, PositiveInt, Strict, field_validator, model_validator
 
 from tllm_spec.config_base import ConfigError
-from tllm_spec.draft_tree_config import TREE_NAMES, DraftTreeDecodingConfig
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
+from tllm_spec.draft_tree_config import MAX_NODES, TREE_NAMES, DraftTreeDecodingConfig
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE
@@ -37,7 +39,6 @@ HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
 EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
-    "eagle_choices": NotServed((None,), NO_TREE),
     "max_non_leaves_per_layer": NotServed((None,), NO_TREE),
     "num_eagle_layers": NotServed(
         (None,),
@@ -48,6 +49,20 @@ EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
         "SamplingParams say how each request is sampled, draft_sampling how its drafts are drawn",
     ),
     "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
+}
+NO_RELAXED_ACCEPTANCE = "drafts are accepted only if they equal the target's token"
+MTP_NOT_SERVED: Mapping[str, NotServed] = {
+    **DECODING_NOT_SERVED,
+    "speculative_model": NotServed((None,), "the module is in the target's checkpoint"),
+    "load_format": NotServed((None,), "the module is loaded as the target is"),
+    "use_mtp_vanilla": NotServed((False,), "one module drafts all tokens of a round"),
+    "use_relaxed_acceptance_for_thinking": NotServed((False,), NO_RELAXED_ACCEPTANCE),
+    "relaxed_topk": NotServed((1,), NO_RELAXED_ACCEPTANCE),
+    "relaxed_delta": NotServed((0.0,), NO_RELAXED_ACCEPTANCE),
+    "begin_thinking_phase_token": NotServed((128798,), NO_RELAXED_ACCEPTANCE),
+    "end_thinking_phase_token": NotServed((128799,), NO_RELAXED_ACCEPTANCE),
+    "use_dynamic_tree": NotServed((False,), NO_TREE),
+    "dynamic_tree_max_topK": NotServed((None,), NO_TREE),
 }
 
 
@@ -81,21 +96,13 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
     decoding_type: Literal["Draft_Target"] = "Draft_Target"
     """A smaller model with the target's tokenizer."""
     draft_target_one_model: bool = False
-    """True runs the draft model inside the target's forward: a round is one CUDA graph, and rounds
-    overlap. False runs it in its own engine before the forward. True is the default in newer
+    """True runs the draft model inside the target's forward: a round is one CUDA graph. False runs
+    it in its own engine before the forward. Rounds overlap either way. True is the default in newer
     versions of TensorRT-LLM."""
 
     @property
-    def why_no_overlap(self) -> str | None:
-        if self.draft_target_one_model:
-            return None
-        return "the draft model runs in its own engine before the target"
-
-    def _mistakes(self) -> list[str]:
-        found = super()._mistakes()
-        if self.drafts_trees and not self.draft_target_one_model:
-            found.append("use_dynamic_tree = True needs draft_target_one_model: true")
-        return found
+    def may_pause(self) -> bool:
+        return not self.draft_target_one_model
 
 
 class Eagle3DecodingConfig(DraftTreeDecodingConfig):
@@ -128,8 +135,32 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig):
         return tuple(sorted(set(layers)))
 
     @property
+    def may_pause(self) -> bool:
+        return False
+
+
+class MTPDecodingConfig(DecodingBaseConfig):
+    """Drafts from the next-token-prediction module in the target's own checkpoint."""
+
+    decoding_type: Literal["MTP"] = "MTP"
+    """The next-token-prediction module of the target's checkpoint (DeepSeek V3)."""
+    mtp_eagle_one_model: bool = True
+    """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
+    its own engine after the forward. Rounds overlap either way."""
+
+    not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
+    old_names: ClassVar[Mapping[str, str]] = {
+        **DecodingBaseConfig.old_names,
+        "num_nextn_predict_layers": "max_draft_len",
+    }
+
+    @property
     def why_no_overlap(self) -> str | None:
         return None
+
+    @property
+    def may_pause(self) -> bool:
+        return False
 
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):
@@ -150,6 +181,25 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     overlaps_plain_rounds: ClassVar[bool] = False
     serves_ranks: ClassVar[bool] = False
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
+
+    @property
+    def drafts_trees(self) -> bool:
+        return (self.max_total_draft_tokens or 0) > self.max_draft_len
+
+    @cached_property
+    def shapes(self) -> DraftShapes:
+        nodes, lengths = self.max_total_draft_tokens or 0, range(1, self.max_draft_len + 1)
+        if not self.drafts_trees:
+            return super().shapes
+        return DraftShapes([NO_DRAFTS, *(DraftShape(depth, nodes, nodes) for depth in lengths)])
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> UserProvidedDecodingConfig:
+        if self.drafts_trees and (self.max_total_draft_tokens or 0) > MAX_NODES:
+            raise ValueError(
+                f"max_total_draft_tokens = {self.max_total_draft_tokens} is more than {MAX_NODES}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_objects(self) -> UserProvidedDecodingConfig:
@@ -180,10 +230,11 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "DraftTarget": DraftTargetDecodingConfig,
     "Eagle3": Eagle3DecodingConfig,
     "Eagle": Eagle3DecodingConfig,
+    "MTP": MTPDecodingConfig,
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
-TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle3, User_Provided"
+TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle3, MTP, User_Provided"
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
     "AUTO": "AutoDecodingConfig",
@@ -191,7 +242,6 @@ TYPES_NOT_SERVED: Mapping[str, str] = {
     "DSpark": "DSparkDecodingConfig",
     "Lookahead": "LookaheadDecodingConfig",
     "Medusa": "MedusaDecodingConfig",
-    "MTP": "MTPDecodingConfig",
     "PARD": "PARDDecodingConfig",
     "SA": "SADecodingConfig",
     "SaveState": "SaveHiddenStatesDecodingConfig",

@@ -22,8 +22,8 @@ def draft_lens_of_rounds(
     controller: AdaptiveController, spec: DecodingBaseConfig | None, draft: DraftModel | None
 ) -> Callable[[int], set[int]]:
     """Draft lengths that rounds of a batch size can have: 0 where no request wants drafts, and any
-    shorter one where a drafter may propose fewer than it was asked for."""
-    if spec is None or (draft is not None and draft.shares_pages):
+    shorter one where a drafter on the host may propose fewer than it was asked for."""
+    if spec is None or draft is not None:
         return lambda batch_size: {0} | controller.draft_lens_at(batch_size)
     return lambda batch_size: set(range(max(controller.draft_lens_at(batch_size)) + 1))
 

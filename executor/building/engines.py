@@ -1,19 +1,21 @@
 """Loads models and builds engines around them: KV pools, caches, attention."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 import torch
 
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.choice import create_backend
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, Geometry
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
-from tllm_spec.executor.engine.memory_plan import ServedModel, plan_num_pages
+from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, ServedModel, plan_num_pages
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
@@ -24,12 +26,15 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
     draft_folder,
     load_head,
+    load_mtp,
 )
 from tllm_spec.executor.speculative.modes import DraftEngine
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.registry import LoadFormat, load_model
 from tllm_spec.zoo.registry import resolve_model
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,20 +52,34 @@ class Engines:
 def build_engines(plan: BuildPlan) -> Engines:
     """Weights first; then every pool has as many pages as the memory left allows. Raises ValueError
     for checkpoints that cannot be served."""
+    start = monotonic()
+    logger.info("loading weights: %s", plan.args.model)
     target = load_target(plan)
+    if plan.draft_plan is not None:
+        logger.info("loading weights: the drafter's")
     draft = load_draft(plan, target) if plan.draft_plan is not None else None
+    if draft is not None:
+        plan.check_trees(draft.net.config)
+    logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(
         plan.args, models, plan.max_len, plan.mapping, reserved_bytes(plan, draft)
     )
     num_pages = plan.communicator.minimum(num_pages)
+    logger.info("KV cache: %d pages of %d tokens", num_pages - DUMMY_PAGES, plan.page_size)
     engine, kv, layers = _build_engine(
-        plan, target, num_pages, draft, batch_invariant=plan.args.deterministic
+        plan,
+        target,
+        num_pages,
+        draft,
+        extra_kv_tokens=plan.extra_kv_tokens,
+        batch_invariant=plan.args.deterministic,
     )
     own_engine = None
     if draft is not None and layers is None:
         assert isinstance(draft.net, CausalLM)
-        own_engine = DraftEngine(*_build_engine(plan, draft.net, num_pages)[:2])
+        own = _build_engine(plan, draft.net, num_pages, extra_kv_tokens=plan.draft_kv_tokens)
+        own_engine = DraftEngine(*own[:2])
     return Engines(engine, kv, own_engine, layers, models)
 
 
@@ -76,6 +95,10 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
     not."""
     draft = plan.draft_plan
     assert draft is not None
+    if draft.path is None:
+        folder = resolve_model(plan.args.model)
+        max_num_tokens = plan.args.max_num_tokens
+        return load_mtp(draft, target, folder, plan.args.load_format, max_num_tokens=max_num_tokens)
     if not draft.is_head:
         return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
     return load_head(
@@ -108,6 +131,7 @@ def _build_engine(
     num_pages: int,
     draft: LoadedDraft | None = None,
     *,
+    extra_kv_tokens: int,
     batch_invariant: bool = False,
 ) -> tuple[ModelEngine, KVCacheManager, DraftLayers | None]:
     """A model with a cache of `num_pages` pages, which `draft` may share."""
@@ -126,18 +150,17 @@ def _build_engine(
         _cache(plan, pools, lookahead=int(spec is not None)),
         pools[0],
         table,
-        extra_kv_tokens=plan.extra_kv_tokens if layers else 0,
+        extra_kv_tokens=extra_kv_tokens,
     )
     if batch_invariant:
+        assert isinstance(geometry, AttentionGeometry)
         attention: AttentionBackend = BatchInvariantAttention(geometry, pools[0])
     else:
         attention = create_backend(plan.attention, geometry, pools[0])
     return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
 
 
-def _pool(
-    plan: BuildPlan, geometry: AttentionGeometry, dtype: torch.dtype, num_pages: int
-) -> KVPool:
+def _pool(plan: BuildPlan, geometry: Geometry, dtype: torch.dtype, num_pages: int) -> KVPool:
     return KVPool(
         geometry, num_pages=num_pages, page_size=plan.page_size, dtype=dtype, device=plan.device
     )

@@ -3,6 +3,7 @@ room for it."""
 
 import torch
 
+from tllm_spec.attention.choice import workspace_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
@@ -17,7 +18,9 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     sampling."""
     configs = [plan.config, *([draft.net.config] if draft else [])]
     geometries = [config.attention_geometry(plan.mapping) for config in configs]
-    num_bytes = sum(map(plan.attention.workspace_bytes, geometries))
+    num_bytes = sum(
+        workspace_bytes(plan.attention, geometry, plan.dtype) for geometry in geometries
+    )
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES
     if draft is not None and draft.plan.shares_pages:
@@ -32,7 +35,7 @@ def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
     """Of a draft network on the target's pages, for all slots."""
     num_slots, captured = plan.slots.dummy_slot + 1, draft.spec.captured(1) if draft.spec else None
     num_bytes = DraftBacklog.num_bytes(num_slots, captured)
-    if plan.spec is not None and plan.spec.use_rejection_sampling:
+    if plan.spec is not None and plan.spec.use_rejection_sampling and not plan.shapes.has_trees:
         num_rows = num_slots * plan.max_draft_len
         num_bytes += num_rows * plan.config.vocab_size * torch.float32.itemsize
     return num_bytes

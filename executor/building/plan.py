@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 
 from tllm_spec.attention.choice import choose_backend
+from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_shape import DraftShapes
@@ -23,6 +24,7 @@ from tllm_spec.executor.speculative.modes import draft_model_of
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -36,12 +38,14 @@ class BuildPlan:
         self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
+        self.config = ModelConfig.from_pretrained(resolve_model(args.model))
+        if self.config.mla is not None:
+            _refuse_for_latents(args, self.config.architecture)
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
                 "libraries' results depend on the number of rows"
             )
-        self.config = ModelConfig.from_pretrained(resolve_model(args.model))
         self.max_seq_len = _max_seq_len(args, self.config)
         self.max_draft_len = self.spec.max_draft_len if self.spec else 0
         if self.max_draft_len >= self.max_seq_len:
@@ -51,6 +55,7 @@ class BuildPlan:
             )
         self.shapes = self.spec.shapes if self.spec else DraftShapes.chains(0)
         self.draft_plan = draft_model_of(self.spec)
+        self.check_trees(self.config)
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.attention = choose_backend(args.attn_backend, self.device, self.dtype)
         self.why_no_overlap = args.why_no_overlap
@@ -58,6 +63,15 @@ class BuildPlan:
         # Every generating request has at least one row in every round.
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
         self._log()
+
+    def check_trees(self, config: ModelConfig | Eagle3Config) -> None:
+        """Raises ValueError if drafts are trees, for which the model's attention has no mask."""
+        is_latent = isinstance(config.attention_geometry(self.mapping), LatentGeometry)
+        if self.shapes.has_trees and is_latent:
+            raise ValueError(
+                f"max_total_draft_tokens = {self.shapes.longest.num_nodes} of a draft tree is "
+                "refused: a model with latent attention (MLA) reads chains only"
+            )
 
     def _log(self) -> None:
         """Consequences of the options that a user may not expect."""
@@ -88,10 +102,10 @@ class BuildPlan:
     def extra_kv_tokens(self) -> int:
         """KV entries after those of the emitted tokens that drafts after the first one take: of
         beams, those of every step."""
-        plan, longest = self.draft_plan, self.shapes.longest
+        plan = self.draft_plan
         if plan is None or not plan.shares_pages:
             return 0
-        return (longest.depth - 1) * longest.topk + (0 if plan.is_head else 1)
+        return self.shapes.longest.num_read + (0 if plan.is_head else 1)
 
     def controller(
         self, graph_batch_sizes: Iterable[int] | None = None, round_times: RoundTimes | None = None
@@ -110,7 +124,7 @@ class BuildPlan:
         """Rejected rounds after which a request pauses drafting; None where drafts are made inside
         the target's round, which costs the same for a request that pauses."""
         spec = self.spec
-        return None if spec is None or spec.overlaps else spec.max_rejected_rounds
+        return spec.max_rejected_rounds if spec is not None and spec.may_pause else None
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -152,7 +166,16 @@ class BuildPlan:
         more whole round where rounds are scheduled before the one before is read."""
         longest = self.shapes.longest
         in_flight = longest.path if self.max_in_flight else 0
-        return in_flight + max(longest.num_nodes, longest.depth + self.extra_kv_tokens)
+        after = longest.num_nodes, longest.depth + self.extra_kv_tokens, self.draft_kv_tokens
+        return in_flight + max(after)
+
+    @property
+    def draft_kv_tokens(self) -> int:
+        """The same in the cache of a draft model with pages of its own, where drafts are trees."""
+        is_separate = self.draft_plan is not None and not self.draft_plan.shares_pages
+        longest = self.shapes.longest
+        has_any = is_separate and self.shapes.has_trees
+        return max(longest.num_read, longest.path) + 1 if has_any else 0
 
     @property
     def max_len(self) -> int:
@@ -167,6 +190,15 @@ class BuildPlan:
             chunked_prefill=self.args.enable_chunked_prefill,
             may_preempt=scheduling.capacity_scheduler_policy == "MAX_UTILIZATION",
             by_priority=scheduling.waiting_queue_policy == "priority",
+        )
+
+
+def _refuse_for_latents(args: LlmArgs, architecture: str) -> None:
+    """Raises ValueError for options that attention over MLA's latents does not have."""
+    if args.deterministic:
+        raise ValueError(
+            f"deterministic = true is refused for {architecture}: attention over MLA's latents has "
+            "no batch-invariant kernel"
         )
 
 

@@ -31,7 +31,7 @@ def build_controller(
     keys = plan.round_keys(sizes)
     if not plan.args.deterministic:
         # Rows of all windows, one row per request, full chunks of contexts, and a short prompt.
-        row_counts = {rows for key in keys for rows in (key.num_tokens, key.batch_size)}
+        row_counts = {rows for key in keys for rows in key.row_counts}
         row_counts |= {max_num_tokens, max_num_tokens // 8}
         tune_linears(models, row_counts, plan.device, plan.communicator)
     pool = GraphPool(plan.device, plan.communicator.minimum)
@@ -64,7 +64,8 @@ def graph_sizes(plan: BuildPlan, runner: RoundRunner) -> tuple[int, ...]:
         )
         return ()
     draft = plan.draft_plan
-    if spec is not None and spec.use_rejection_sampling and draft and not draft.shares_pages:
+    has_probs = spec is not None and spec.use_rejection_sampling and not plan.shapes.has_trees
+    if has_probs and draft and not draft.shares_pages:
         logger.info(
             "no CUDA graphs: rejection sampling needs the distributions of a separate draft model"
         )
@@ -84,6 +85,7 @@ def _capture(
     for."""
     assert plan.args.cuda_graph_config is not None
     pads = plan.args.cuda_graph_config.enable_padding
+    logger.info("capturing %d CUDA graphs", len(keys))
     runner.capture_graphs(keys, plan.slots.dummy_slot, plan.device, pads=pads, pool=pool)
     drafter = speculation.graph_drafter
     if drafter is not None and runner.graphs is not None:

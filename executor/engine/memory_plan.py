@@ -16,6 +16,7 @@ from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.mtp import NextnModule
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ DUMMY_PAGES = 1
 # Of the driver and a graph's nodes, measured. The activations of all graphs share one pool.
 BYTES_A_GRAPH = 16 << 20
 
-ServedModel = CausalLM | Eagle3Head
+ServedModel = CausalLM | Eagle3Head | NextnModule
 
 
 def plan_num_pages(
@@ -106,7 +107,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
     num_bytes += 2 * 5 * num_requests * vocab_size
     for draft in models[1:]:
-        num_logits = num_requests * _num_logits(draft)
+        num_logits = num_requests * longest.num_beams * _num_logits(draft)
         num_bytes += 2 * num_logits * draft.dtype.itemsize
         if spec is not None and spec.use_rejection_sampling:
             num_bytes += num_logits * BYTES_PER_LOGIT

@@ -32,7 +32,9 @@ class ModelEngine:
         self.spec = spec
         self._last_token_id = model.config.vocab_size - 1
         self._clamps = input_vocab_size > model.config.vocab_size
-        self._captures_last_layer = spec is not None and model.config.num_layers - 1 in spec.layers
+        self._captures_last_layer = (
+            spec is not None and max(spec.layers) >= model.config.num_layers - 1
+        )
 
     def forward(
         self,

@@ -40,6 +40,12 @@ class GraphKey:
         """Rows of the windows."""
         return self.batch_size * self.shape.window
 
+    @property
+    def row_counts(self) -> set[int]:
+        """Of the forwards of such a round: the windows, what was emitted, and each draft step."""
+        shape = self.shape
+        return {self.batch_size * n for n in (1, shape.window, shape.path, shape.num_beams)}
+
 
 @dataclass(frozen=True)
 class SpecRuntimeState(Generic[Result]):

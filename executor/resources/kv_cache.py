@@ -151,18 +151,20 @@ class KVCacheManager(ResourceManager):
         self.table.flush()
 
     def update_resources(self, batch: ScheduledBatch) -> None:
-        if self._settled != (batch.shape, batch.generation_requests):
-            self._give_back(batch)
+        self.give_back(batch)
         for request in batch.context_requests:
             if self.holds(request) and not request.is_finished:
                 self.store(request, request.kv_len)
 
-    def _give_back(self, batch: ScheduledBatch) -> None:
+    def give_back(self, batch: ScheduledBatch) -> None:
+        """Frees the pages of rejected drafts after the batch was read."""
+        if self._settled == (batch.shape, batch.generation_requests):
+            return
         rows, page_size, finished = self._rows, self._page_size, RequestState.FINISHED
         extra = self.extra_kv_tokens
         next_rounds = batch.shape.window + ROUNDS_AHEAD * batch.shape.path
         for request in batch.generation_requests:
-            row = rows.get(request.request_id)  # None: it was preempted meanwhile
+            row = rows.get(request.request_id)  # None: preempted meanwhile, or no pages here
             if row is None or request.state is finished:
                 continue
             # The round in flight and a drafter on the same pages write after kv_len, and the next

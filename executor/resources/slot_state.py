@@ -14,10 +14,11 @@ from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.window_tree import SlotTrees, WindowTree
 from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels import slot_windows
-from tllm_spec.kernels.accept_tree import Accepted, accept_tree
+from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.row_copies import gather_rows
-from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates
+from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates
+from tllm_spec.kernels.slot_trees import accept_trees
 
 
 class SlotState:
@@ -25,8 +26,8 @@ class SlotState:
 
     `kv_lens` `[S]`: tokens in the KV cache. `window` `[S, W]`: the next round's input, the bonus
     token and then drafts. `num_drafts` `[S]`: how many of these drafts were proposed, the rest is
-    padding; of a tree, how deep the proposed ones go. `previous_token` `[S]`: the token before the
-    bonus token, which a draft model reads again after a full acceptance."""
+    padding. `previous_token` `[S]`: the token before the bonus token, which a draft model reads
+    again after a full acceptance."""
 
     def __init__(self, slots: SeqSlotManager, shapes: DraftShapes, device: torch.device) -> None:
         num_rows, max_draft_len = slots.dummy_slot + 1, shapes.longest.depth
@@ -43,7 +44,9 @@ class SlotState:
         # Kept: to make it would be a launch in every round.
         self._steps = torch.arange(max_draft_len + 1, device=device).unsqueeze(1)
         # Where drafts are trees: how the rows of each window follow each other.
-        self._trees = SlotTrees(num_rows, shapes, device) if shapes.has_trees else None
+        self._trees = (
+            SlotTrees(num_rows, shapes.longest.window, device) if shapes.has_trees else None
+        )
         self._tables = SlotTables(self.kv_lens, self.window, self.num_drafts, self.previous_token)
 
     def start(self, request: LlmRequest) -> None:
@@ -66,15 +69,29 @@ class SlotState:
         """The trees in windows of this shape of slots `[B]`; None: they are chains."""
         if self._trees is None or not shape.num_nodes:
             return None
-        return self._trees.take(slot_ids, gather_rows(self.num_drafts, slot_ids), shape)
+        return self._trees.take(slot_ids, shape)
 
-    def write_tree(self, slot_ids: torch.Tensor, tree: DraftTree, depth: int) -> None:
-        """Writes trees of this depth to the next windows of slots `[B]`. `num_drafts` becomes the
-        depth or the request's own, lower limit."""
+    def parents(self, slot_ids: torch.Tensor, width: int) -> torch.Tensor:
+        """`[B, W]`: of the rows of trees in windows of slots `[B]`; -1 for the root and for rows
+        that are padding."""
+        assert self._trees is not None
+        parents = self._trees.parents.index_select(0, slot_ids)[:, :width]
+        last = self.num_drafts.index_select(0, slot_ids).unsqueeze(1)
+        return parents.masked_fill(torch.arange(width, device=self.device) > last, -1)
+
+    def write_tree(
+        self, slot_ids: torch.Tensor, tree: DraftTree, num_drafts: torch.Tensor | None = None
+    ) -> None:
+        """Writes trees to the next windows of slots `[B]`. num_drafts `[B]`: how many of their
+        nodes were proposed; None: all up to the depth that the request limits drafts to. Nodes are
+        ordered by depth."""
         assert self._trees is not None
         self._trees.write(slot_ids, tree)
         self.window[slot_ids, 1 : tree.parents.shape[1]] = tree.tokens
-        self.num_drafts[slot_ids] = gather_rows(self._draft_limits, slot_ids).clamp_max(depth)
+        if num_drafts is None:
+            limits = gather_rows(self._draft_limits, slot_ids).unsqueeze(1)
+            num_drafts = (tree.depths[:, 1:] <= limits).sum(dim=1)
+        self.num_drafts[slot_ids] = num_drafts
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""
@@ -105,13 +122,13 @@ class SlotState:
         slot_ids: torch.Tensor,
         kv_lens: torch.Tensor,
         targets: torch.Tensor,
-        tree: WindowTree,
+        depth: int,
+        synthetic: TreeRates | None,
     ) -> Accepted:
-        """`accept` for windows of trees; returns what `kernels.accept_tree` does."""
-        tokens = gather_rows(self.window[:, : targets.shape[1]], slot_ids)
-        rows, new_tokens, new_lens = accept_tree(targets, tokens, tree.parents, tree.depth)
-        self.advance(slot_ids, kv_lens, new_tokens, new_lens)
-        return rows, new_tokens, new_lens
+        """See `accept_trees`; otherwise as `accept`."""
+        assert self._trees is not None
+        parents = self._trees.parents
+        return accept_trees(self._tables, parents, slot_ids, kv_lens, targets, depth, synthetic)
 
     def advance(
         self,

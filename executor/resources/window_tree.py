@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape, DraftShapes
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.row_copies import gather_rows
 
@@ -18,22 +18,21 @@ class WindowTree:
     `depth` (D): drafts that may be accepted, at most."""
 
     depth: int
-    parents: torch.Tensor
-    """`[B, W]` int64; -1 for the root and for rows that may not be accepted."""
     depths: torch.Tensor
     """`[B, W]` int64, contiguous."""
     bits: torch.Tensor
     """`[B, W]` int64, contiguous: which rows each row sees, its own included."""
 
     def split(self, sizes: Sequence[int]) -> list[WindowTree]:
-        parts = (tensor.split_with_sizes(list(sizes)) for tensor in self._tensors)
-        return [WindowTree(self.depth, *part) for part in zip(*parts, strict=True)]
+        depths, bits = (each.split_with_sizes(list(sizes)) for each in (self.depths, self.bits))
+        return [WindowTree(self.depth, *part) for part in zip(depths, bits, strict=True)]
 
     def of(self, requests: torch.Tensor | None) -> WindowTree:
         """Of some of the B requests; None: of all."""
         if requests is None:
             return self
-        return WindowTree(self.depth, *(own.index_select(0, requests) for own in self._tensors))
+        depths, bits = (each.index_select(0, requests) for each in (self.depths, self.bits))
+        return WindowTree(self.depth, depths, bits)
 
     @property
     def paths(self) -> torch.Tensor:
@@ -41,39 +40,26 @@ class WindowTree:
         columns = torch.arange(self.bits.shape[1], device=self.bits.device)
         return ((self.bits.unsqueeze(2) >> columns) & 1).bool() & (columns > 0)
 
-    @property
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.parents, self.depths, self.bits
-
 
 class SlotTrees:
-    """The trees of S slots, `[S, W]` each as in `WindowTree`."""
+    """The trees of S slots in windows of W rows. `parents` `[S, W]` int64: -1 for the root."""
 
-    def __init__(self, num_slots: int, shapes: DraftShapes, device: torch.device) -> None:
-        rows = torch.arange(shapes.longest.window, device=device)
-        # Of a slot whose window holds no tree, every row follows the root and sees itself.
-        self._no_tree = (
-            torch.full_like(rows, -1),
-            (rows > 0).to(torch.int64),
-            (torch.ones_like(rows) << rows) | 1,
-        )
-        self._tables = [row.repeat(num_slots, 1) for row in self._no_tree]
+    def __init__(self, num_slots: int, width: int, device: torch.device) -> None:
+        rows = torch.arange(width, device=device)
+        # A row that was never written sees the root and itself.
+        self.parents = torch.full_like(rows, -1).repeat(num_slots, 1)
+        self._depths = (rows > 0).to(torch.int64).repeat(num_slots, 1)
+        self._bits = ((torch.ones_like(rows) << rows) | 1).repeat(num_slots, 1)
 
-    def take(
-        self, slot_ids: torch.Tensor, num_drafts: torch.Tensor, shape: DraftShape
-    ) -> WindowTree:
-        """The first rows of the slots' trees, of which drafts up to a depth of num_drafts `[B]` may
-        be accepted."""
-        width = shape.window
-        parents, depths, bits = (gather_rows(own[:, :width], slot_ids) for own in self._tables)
-        parents = parents.masked_fill(depths > num_drafts.unsqueeze(1), -1)
-        return WindowTree(shape.depth, parents, depths, bits)
+    def take(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree:
+        """The first rows of the trees of slots `[B]`."""
+        depths = gather_rows(self._depths[:, : shape.window], slot_ids)
+        bits = gather_rows(self._bits[:, : shape.window], slot_ids)
+        return WindowTree(shape.depth, depths, bits)
 
     def write(self, slot_ids: torch.Tensor, tree: DraftTree) -> None:
-        """Rows after the tree's are not used."""
+        """Rows after the tree's stay as they are: they are never accepted."""
         width = tree.parents.shape[1]
-        for table, empty, own in zip(
-            self._tables, self._no_tree, (tree.parents, tree.depths, tree.bits), strict=True
-        ):
-            rest = empty[width:].expand(len(slot_ids), -1)
-            table[slot_ids] = torch.cat((own, rest), dim=1)
+        self.parents[slot_ids, :width] = tree.parents
+        self._depths[slot_ids, :width] = tree.depths
+        self._bits[slot_ids, :width] = tree.bits

@@ -41,8 +41,9 @@ class GrammarMasks:
             self._index = {request.request_id: i for i, request in enumerate(guided)}
             slot_ids = to_device([request.slot for request in guided], self._slots.device)
             windows = self._slots.window[:, : batch.shape.window].index_select(0, slot_ids)
-            tree = self._slots.tree(slot_ids, batch.shape)
-            sent = [windows] if tree is None else [windows, tree.parents]
+            sent = [windows]
+            if self._slots.shapes.has_trees:
+                sent.append(self._slots.parents(slot_ids, batch.shape.window))
             self._windows = ToHost(sent, self._buffers)
 
     def apply(self, group: RowGroup, logits: torch.Tensor) -> None:

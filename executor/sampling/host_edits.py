@@ -7,7 +7,6 @@ position is edited with exactly the tokens that plain decoding would have before
 import torch
 
 from tllm_spec.executor.request import LlmRequest
-from tllm_spec.executor.resources.window_tree import WindowTree
 from tllm_spec.executor.sampling.row_group import RowGroup
 
 
@@ -36,16 +35,16 @@ class HostEdits:
         group: RowGroup,
         logits: torch.Tensor,
         drafts: torch.Tensor,
-        tree: WindowTree | None = None,
+        parents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """logits `[N * W, V]`, drafts `[N, W-1]`, tree: of the windows. Returns the edited
-        logits."""
+        """logits `[N * W, V]`, drafts `[N, W-1]`, parents `[N, W]`: of windows that are trees.
+        Returns the edited logits."""
         host_drafts = drafts[group.edited].tolist()
-        parents = None if tree is None else tree.parents[group.edited].tolist()
+        host_parents = None if parents is None else parents[group.edited].tolist()
         logits = logits.clone()
         for number, index in enumerate(group.edited):
             request = self._culprit = group.requests[index]
-            paths = _paths(request, host_drafts[number], parents and parents[number])
+            paths = _paths(request, host_drafts[number], host_parents and host_parents[number])
             for row, path in paths.items():
                 self._is_after_drafts = row > 0
                 at = index * group.window + row

@@ -19,17 +19,19 @@ from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
 from tllm_spec.executor.sampling.row_places import RowPlaces, window_positions
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
+from tllm_spec.executor.sampling.synthetic import Rates, synthetic_acceptance
+from tllm_spec.executor.sampling.tree_rejection import reject_tree
 from tllm_spec.executor.sampling.working_memory import bytes_per_row, rows_at_once
+from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.choose_token import choose_best, choose_token
 from tllm_spec.kernels.filter_cut import filter_cut
 from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
-from tllm_spec.kernels.slot_tables import SyntheticRates
 
 
 class Sampler:
     """The target's sampler. `groups` is shared with the draft sampling, which reads the same noise.
-    With `synthetic_rates` drafts are accepted at random (`accept_by_rates`), and the text is
-    meaningless.
+    `thresholds`: of rejection sampling on trees (`reject_tree`). With `synthetic_rates` drafts are
+    accepted at random, and the text is meaningless.
 
     Logits stay in the model's dtype until something computes with them. Greedy rows, and on CUDA
     sampled ones, never become float32 in memory."""
@@ -41,13 +43,12 @@ class Sampler:
         groups: RowGroups,
         *,
         rejection: bool,
-        synthetic_rates: tuple[float, ...] | None = None,
+        thresholds: tuple[float, float] = (1.0, 1.0),
+        synthetic_rates: Rates | None = None,
     ) -> None:
-        self._synthetic = None
-        if synthetic_rates is not None:
-            rates = torch.tensor(synthetic_rates, dtype=torch.float64, device=state.device)
-            seeds = RowParameters(state.floats, state.integers).integer("seed")
-            self._synthetic = SyntheticRates(rates, seeds)
+        seeds = RowParameters(state.floats, state.integers).integer("seed")
+        self._synthetic, self._tree_synthetic = synthetic_acceptance(synthetic_rates, seeds)
+        self._thresholds = thresholds
         self.slots = slots
         self.state = state
         self.groups = groups
@@ -150,6 +151,10 @@ class Sampler:
     ) -> SampledTokens:
         """Chooses tokens, and accepts drafts where the rows are windows."""
         slots, kv_lens = group.slots, places.kv_lens
+        if self.rejection and places.tree is not None:
+            rows, tokens, lens = self._reject_tree(group, logits, kv_lens, places.tree)
+            self.slots.advance(slots, kv_lens, tokens, lens)
+            return SampledTokens(tokens, lens, rows)
         if self.rejection:
             tokens, lens = self._reject(group, logits, places, draft_probs)
             if places.ahead:
@@ -160,7 +165,9 @@ class Sampler:
             return SampledTokens(tokens, torch.ones_like(kv_lens))
         if places.tree is None:
             return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
-        rows, tokens, lens = self.slots.accept_tree(slots, kv_lens, tokens, places.tree)
+        depth = places.tree.depth
+        rates = self._tree_synthetic
+        rows, tokens, lens = self.slots.accept_tree(slots, kv_lens, tokens, depth, rates)
         return SampledTokens(tokens, lens, rows)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
@@ -188,7 +195,10 @@ class Sampler:
             mask_stop_ids(rows_logits, self.state.stop_ids.index_select(0, slots), too_early)
             logits = group.early.put(logits, rows_logits)
         if group.edited:
-            logits = self.host_edits.apply(group, logits, self._drafts(group), places.tree)
+            parents = None
+            if places.tree is not None:
+                parents = self.slots.parents(group.slots, group.window)
+            logits = self.host_edits.apply(group, logits, self._drafts(group), parents)
         return logits
 
     def _penalise(
@@ -311,19 +321,7 @@ class Sampler:
         places: RowPlaces,
         draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Classical rejection sampling. A greedy request's distribution has all mass on one
-        token."""
-        probs = _one_hot_of_best(logits)
-        if group.sampled is not None:
-            assert group.sampled_parameters is not None
-            sampled = self.scaled(
-                group, group.sampled.take(logits), group.sampled_parameters
-            ).softmax(-1)
-            if group.mixed:
-                sampled = torch.where(
-                    group.sampled_parameters.column("temperature") > 0, sampled, probs
-                )
-            probs = group.sampled.put(probs, sampled)
+        """Classical rejection sampling."""
         drafts, num_drafts = self._drafts(group), None
         if group.window > 1:  # the slots may have more drafts than this round verifies
             num_drafts = self.slots.num_drafts.index_select(0, group.slots).clamp_max(
@@ -331,13 +329,42 @@ class Sampler:
             )
         shape = (len(drafts), group.window, -1)
         return reject_chain(
-            probs.view(shape),
+            self._probs(group, logits).view(shape),
             draft_probs,
             drafts,
             num_drafts,
             self.state.integers.index_select(0, group.slots)[:, 0],
             places.positions(group.window).view(shape[:2]),
         )
+
+    def _reject_tree(
+        self, group: RowGroup, logits: torch.Tensor, kv_lens: torch.Tensor, tree: WindowTree
+    ) -> Accepted:
+        tokens = self.slots.window.index_select(0, group.slots)[:, : group.window]
+        return reject_tree(
+            self._probs(group, logits).view(*tokens.shape, -1),
+            tokens,
+            self.slots.parents(group.slots, group.window),
+            tree.depth,
+            None,
+            self.state.integers.index_select(0, group.slots)[:, 0],
+            kv_lens + 1,
+            *self._thresholds,
+        )
+
+    def _probs(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:
+        """The distribution of every row, `[N * W, V]`. A greedy request's has all mass on one
+        token."""
+        probs = _one_hot_of_best(logits)
+        if group.sampled is None:
+            return probs
+        assert group.sampled_parameters is not None
+        rows = group.sampled.take(logits)
+        sampled = self.scaled(group, rows, group.sampled_parameters).softmax(-1)
+        if group.mixed:
+            is_sampled = group.sampled_parameters.column("temperature") > 0
+            sampled = torch.where(is_sampled, sampled, probs)
+        return group.sampled.put(probs, sampled)
 
     def _count(self, group: RowGroup, subset: Subset, sampled: SampledTokens) -> None:
         emitted = subset.take_requests(sampled.new_tokens)

@@ -16,21 +16,24 @@ from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
+from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.drafter import Drafter, NoDrafter, OneModelDrafter
 from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
+from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+from tllm_spec.executor.speculative.drafting.model_tree_drafter import ModelTreeDrafter
 from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
-    DraftModelDecodingConfig,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -75,7 +78,7 @@ class Speculation:
 class DraftModel:
     """Which draft weights are to be loaded, and where their KV goes."""
 
-    path: str
+    path: str | None  # None: in the target's checkpoint, loaded as the target is
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
     # Of the target, for a head; None: the head's own choice or the default.
@@ -129,7 +132,8 @@ def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Sp
 def _on_host(
     drafter: Drafter, manager: ResourceManager | None, around: Surroundings
 ) -> Speculation:
-    host = HostDrafter(drafter, manager, around.slots, around.sampler.state.vocab_size)
+    kind = HostTreeDrafter if around.slots.shapes.has_trees else HostDrafter
+    host = kind(drafter, manager, around.slots, around.sampler.state.vocab_size)
     return Speculation(host, [] if manager is None else [manager], host.blame)
 
 
@@ -138,28 +142,38 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
     if config.draft_target_one_model:
         return _one_model(config, around)
     assert around.draft is not None
-    engine, kv = around.draft.engine, around.draft.kv
+    engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
     sampling = DraftSampling(around.sampler, _draws(config))
-    drafter = ModelDrafter(
-        engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
-    )
-    return Speculation(drafter, [DraftKVManager(kv)], graph_drafter=drafter)
+    kind = ModelTreeDrafter if config.drafts_trees else ModelDrafter
+    drafter = kind(engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens)
+    return Speculation(drafter, [kv], round_end=drafter, graph_drafter=drafter)
 
 
 def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     assert isinstance(config, Eagle3DecodingConfig)
     if config.eagle3_one_model:
         return _one_model(config, around)
+    return _head_in_own_launches(config, around)
+
+
+def _build_mtp(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    assert isinstance(config, MTPDecodingConfig)
+    if config.mtp_eagle_one_model:
+        return _one_model(config, around)
+    return _head_in_own_launches(config, around)
+
+
+def _head_in_own_launches(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     drafter = HeadDrafter(*_worker_parts(config, around), around.dummy_slot)
     return Speculation(drafter, round_end=drafter, graph_drafter=drafter)
 
 
-def _one_model(config: DraftModelDecodingConfig, around: Surroundings) -> Speculation:
+def _one_model(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     return Speculation(OneModelDrafter(), round_end=DraftWorker(*_worker_parts(config, around)))
 
 
 def _worker_parts(
-    config: DraftModelDecodingConfig, around: Surroundings
+    config: DecodingBaseConfig, around: Surroundings
 ) -> tuple[DraftLayers, SlotState, RowGroups, DraftSampling, DraftBacklog]:
     """What `DraftWorker` is made of."""
     layers, slots = around.layers, around.slots
@@ -169,8 +183,11 @@ def _worker_parts(
     return layers, slots, around.sampler.groups, sampling, backlog
 
 
-def _draws(config: DraftModelDecodingConfig) -> str:
-    return "independent" if config.use_rejection_sampling else config.draft_sampling
+def _draws(config: DecodingBaseConfig) -> str:
+    if not config.use_rejection_sampling:
+        return config.draft_sampling
+    # On trees the rule needs no draft probabilities: the likeliest tokens are tried.
+    return "greedy" if config.drafts_trees else "independent"
 
 
 def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
@@ -197,11 +214,24 @@ def _eagle3_head(config: DecodingBaseConfig) -> DraftModel:
     )
 
 
+def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
+    assert isinstance(config, MTPDecodingConfig)
+    return DraftModel(
+        None,
+        "auto",
+        is_head=True,
+        capture_layers=None,
+        shares_pages=True,
+        in_target_forward=config.mtp_eagle_one_model,
+    )
+
+
 _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_draft_target_model),
     Eagle3DecodingConfig: Mode(_build_eagle3, draft_model=_eagle3_head),
+    MTPDecodingConfig: Mode(_build_mtp, draft_model=_mtp_module),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from tllm_spec.attention.choice import choose_backend, create_backend
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
@@ -54,7 +54,7 @@ def test_name_device_and_dtype_choose_the_backend_and_one_line_is_logged(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
-    kind: type[AttentionBackend],
+    kind: type[HeadsBackend],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):

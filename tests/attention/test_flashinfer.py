@@ -10,7 +10,7 @@ import torch
 from tests.attention.plain_prefill import PlainPrefill
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, ContextPlans
+from tllm_spec.attention.interface import AttentionMetadata, ContextPlans, HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.kernels.paged_prefill import PrefillLimits, PrefillRows
@@ -117,7 +117,7 @@ class Forward:
         pytest.importorskip("flashinfer")
         return FlashInferAttention(self.geometry, self.pool())
 
-    def run(self, backend: AttentionBackend, plan: Any = None) -> torch.Tensor:
+    def run(self, backend: HeadsBackend, plan: Any = None) -> torch.Tensor:
         plan = backend.plan(self.metadata) if plan is None else plan
         return backend.run(LAYER, self.qkv.clone(), self.rotary, plan)  # its rotation is in place
 

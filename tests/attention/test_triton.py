@@ -13,7 +13,7 @@ from tests.kernels.interpreter import (
 )
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
@@ -97,7 +97,7 @@ class Forward:
         sines = angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(HEAD_DIM // 2)
         self.table = torch.stack((angles.cos(), sines), dim=1)[:, :, None].to(self.device)
 
-    def backend(self, kind: type[AttentionBackend]) -> AttentionBackend:
+    def backend(self, kind: type[HeadsBackend]) -> HeadsBackend:
         pool = KVPool(
             GEOMETRY,
             num_pages=self.num_pages,
@@ -113,12 +113,12 @@ class Forward:
         own = self.metadata
         return self.qkv, self.table, own.block_tables, own.kv_lens, own.positions, own.kv_slots
 
-    def run(self, backend: AttentionBackend, plan: AttentionPlan | None = None) -> torch.Tensor:
+    def run(self, backend: HeadsBackend, plan: AttentionPlan | None = None) -> torch.Tensor:
         plan = backend.plan(self.metadata) if plan is None else plan
         rotary = Rotary(self.table, self.metadata.positions)
         return backend.run(1, self.qkv.clone(), rotary, plan)  # its rotation is in place
 
-    def write(self, backend: AttentionBackend) -> None:
+    def write(self, backend: HeadsBackend) -> None:
         rotary = Rotary(self.table, self.metadata.positions)
         backend.write(1, self.qkv.clone(), rotary, AttentionPlan(self.metadata.kv_slots))
 
@@ -150,7 +150,7 @@ def test_every_kind_of_batch_equals_vanilla(name: str, device: str) -> None:
 @pytest.mark.parametrize("kind", [TritonAttention, VanillaAttention, BatchInvariantAttention])
 @torch.inference_mode()
 def test_write_leaves_the_same_keys_and_values_as_run(
-    kind: type[AttentionBackend], name: str, device: str
+    kind: type[HeadsBackend], name: str, device: str
 ) -> None:
     forward = Forward(BATCHES[name], device)
     backend = forward.backend(kind)

@@ -8,7 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import cpu, draft_sampling, moe, ngram, rounds
+from benchmarks import (
+    cpu,
+    deepseek,
+    draft_sampling,
+    moe,
+    ngram,
+    rounds,
+    tree_acceptance,
+    tree_scores,
+    trees,
+)
 from benchmarks.harness import engine, report
 from benchmarks.harness.device_time import idle_us
 from benchmarks.harness.engine import Rounds, in_turns, stopwatch
@@ -90,7 +100,14 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (ngram, "host_time", 16),
         (ngram, "step", 4),
         (moe, "rounds", 4),
+        (deepseek, "plain", 7),
+        (deepseek, "mtp1", 4),
         (draft_sampling, "ways", 3),
+        (tree_acceptance, "shapes", 4),
+        (tree_scores, "scores", 12),
+        (trees, "rounds", 2),
+        (trees, "kernels", 20),
+        pytest.param(trees, "acceptance", 6, marks=pytest.mark.slow),
         pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
     ],
 )
@@ -120,7 +137,9 @@ def test_a_subject_that_needs_a_gpu_is_refused_without_one(
     assert "deterministic needs a CUDA device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("document", "num_tables"), [(DOCUMENTS[0], 13), (DOCUMENTS[1], 1)])
+@pytest.mark.parametrize(
+    ("document", "num_tables"), list(zip(DOCUMENTS, (13, 1, 6, 3), strict=True))
+)
 def test_a_document_shows_the_tables_of_the_results(document: Path, num_tables: int) -> None:
     text = document.read_text(encoding="utf-8")
     assert text.count(": `python -m benchmarks.") == num_tables
@@ -130,3 +149,12 @@ def test_a_document_shows_the_tables_of_the_results(document: Path, num_tables: 
 def test_a_heading_without_a_result_is_refused() -> None:
     with pytest.raises(ValueError, match="no result for 'Other: `python -m benchmarks"):
         filled("### Other: `python -m benchmarks.cpu`\n")
+
+
+def test_a_tree_wins_where_its_tokens_outweigh_its_longer_round() -> None:
+    shape = trees.tree_of(32)
+    assert trees.tokens(shape, 0.7) > trees.tokens(trees.chain_of(trees.STEPS), 0.7)
+    always, never = trees.winning(shape, 1.0), trees.winning(shape, 3.0)
+    assert len(always) == 99 and not never
+    wins = trees.winning(shape, 1.3)
+    assert wins == [p for p in always if min(wins) <= p <= max(wins)] and max(wins) < 0.95

@@ -3,23 +3,29 @@
 import gc
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
-import uvicorn
 from click.testing import CliRunner, Result
 
-from tllm_spec import LLM
-from tllm_spec.cli.serve import main, read_args
+from tllm_spec.cli.serve import main, read_args, read_flags
 from tllm_spec.config import KvCacheConfig, LlmArgs
+from tllm_spec.server.child import freeze_heap
 
 
 def serve(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments))
 
 
+def args_of(flags: dict[str, Any], yaml_path: Path | None = None) -> LlmArgs:
+    given, args = read_args("m", read_flags(flags), None if yaml_path is None else str(yaml_path))
+    assert LlmArgs(**given) == args, "another process gets the same arguments"
+    return args
+
+
 def test_flags_become_arguments_and_unset_ones_leave_the_defaults() -> None:
     flags = {"max_batch_size": 4, "max_seq_len": None, "kv_cache_free_gpu_memory_fraction": 0.5}
-    args = read_args("m", {**flags, "enable_chunked_prefill": False}, None)
+    args = args_of({**flags, "enable_chunked_prefill": False})
     assert (args.model, args.max_batch_size, args.max_seq_len) == ("m", 4, None)
     assert args.kv_cache_config == KvCacheConfig(free_gpu_memory_fraction=0.5)
 
@@ -29,7 +35,7 @@ def test_the_yaml_file_takes_precedence_over_flags(tmp_path: Path) -> None:
     options.write_text(
         "max_batch_size: 8\nspeculative_config: {decoding_type: NGram, max_draft_len: 3}\n"
     )
-    args = read_args("m", {"max_batch_size": 4, "max_num_tokens": 64}, str(options))
+    args = args_of({"max_batch_size": 4, "max_num_tokens": 64}, options)
     assert (args.max_batch_size, args.max_num_tokens) == (8, 64)
     assert args.speculative_config is not None
     assert args.speculative_config.max_draft_len == 3
@@ -84,10 +90,9 @@ def test_any_other_word_next_to_the_model_is_refused(words: list[str]) -> None:
 def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        result = serve("no/such/folder", "--host", "127.0.0.1", "--port", port)
+        result = serve("zoo:llama", "--host", "127.0.0.1", "--port", port)
     assert result.exit_code == 1
     assert f"--port {port}" in result.output
-    assert "no/such/folder" not in result.output
 
 
 def test_a_flag_that_is_out_of_range_is_refused_by_its_name() -> None:
@@ -96,24 +101,62 @@ def test_a_flag_that_is_out_of_range_is_refused_by_its_name() -> None:
     assert "max_batch_size = 0: input should be greater than 0" in result.output
 
 
-def test_objects_made_at_start_up_are_excluded_from_garbage_collection(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_model_without_a_tokenizer_cannot_be_served(tmp_path: Path) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text("skip_tokenizer_init: true\n")
+    result = serve("zoo:llama", "--config", str(options))
+    assert result.exit_code == 1
+    assert "answers are text" in result.output
+
+
+def test_objects_made_at_start_up_are_excluded_from_garbage_collection() -> None:
+    try:
+        freeze_heap()
+        assert gc.get_freeze_count() > 10_000 > len(gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
+def test_print_config_names_every_option_with_its_value_and_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[int, int]] = []
-    from_args, started = LLM.from_args, list[LLM]()
-
-    def start(args: LlmArgs) -> LLM:
-        started.append(from_args(args))
-        return started[-1]
-
-    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
-        seen.append((gc.get_freeze_count(), len(gc.get_objects())))
-
-    monkeypatch.setattr(LLM, "from_args", start)
-    monkeypatch.setattr(uvicorn.Server, "run", run)
-    result = serve("zoo:llama", "--port", "0")
-    started.pop().shutdown()  # as the server does when it ends
+    options = tmp_path / "options.yaml"
+    options.write_text(
+        "max_num_tokens: 64\n"
+        "kv_cache_config: {max_tokens: 512}\n"
+        "speculative_config: {decoding_type: NGram, max_draft_len: 3}\n"
+    )
+    monkeypatch.setenv("TLLM_SPEC_API_KEY", "secret")
+    flags = ("--max_batch_size", "4", "--max_queue_size", "7", "--config", str(options))
+    result = serve("no/such/folder", *flags, "--print_config")
     assert result.exit_code == 0, result.output
-    [(num_frozen, num_watched)] = seen
-    assert num_frozen > 50_000 > num_watched
-    assert gc.get_freeze_count() == 0
+    lines = result.output.splitlines()
+    for line in (
+        "max_queue_size: 7  # command line",
+        "max_connections: 4096  # default",
+        "api_key: (set)  # environment",
+        "max_batch_size: 4  # command line",
+        "max_num_tokens: 64  # file",
+        "  max_tokens: 512  # file",
+        "  tokens_per_block: 32  # default",
+        "  max_draft_len: 3  # file",
+        "max_seq_len: null  # default",
+    ):
+        assert line in lines
+    assert "secret" not in result.output
+    assert all(f"{name}:" in result.output for name in LlmArgs.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--ssl_keyfile", "a.pem"), "--ssl_keyfile need --ssl_certfile"),
+        (("--ssl_certfile", "no.pem"), "--ssl_certfile no.pem is not a file"),
+    ],
+)
+def test_tls_files_are_checked_before_the_model_is_loaded(
+    flags: tuple[str, ...], sentence: str
+) -> None:
+    result = serve("no/such/folder", *flags)
+    assert result.exit_code == 1
+    assert sentence in result.output

@@ -15,7 +15,6 @@ from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import unread_by_draft
 from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, Eagle3Net
-from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
 
@@ -50,12 +49,14 @@ def eagle3(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
 def one_model(
     draft: Path, head: Path, mode: str, draft_len: int = 3, **options: Any
 ) -> dict[str, Any]:
-    """Keyword arguments of a mode whose drafts share the target's pages, or `plain`; with the
-    ending `_tree` it drafts trees."""
+    """Keyword arguments of a mode whose drafts share the target's pages, of `plain`, or of a draft
+    model with pages of its own. With the ending `_tree` it drafts trees."""
     if mode.endswith("_tree"):
         mode, options = mode.removesuffix("_tree"), TREE | options
     if mode == "plain":
         return {}
+    if mode == "draft_target_two_model":
+        return draft_target(draft, draft_len, **options)
     if mode == "draft_target":
         return draft_target(draft, draft_len, draft_target_one_model=True, **options)
     return eagle3(head, draft_len, eagle3_one_model=mode == "eagle3", **options)
@@ -85,7 +86,7 @@ def worker_of(harness: Harness) -> DraftWorker:
 
 def pools_of(harness: Harness) -> list[KVPool]:
     """The target's, then the one of the layers that share its pages, if there are any."""
-    if type(harness.parts.runner.round_end) is RoundEnd:
+    if not isinstance(harness.parts.runner.round_end, DraftWorker):
         return [harness.parts.kv.pool]
     return [harness.parts.kv.pool, worker_of(harness)._layers.backend.pool]
 

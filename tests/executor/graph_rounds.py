@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.executor.draft_caches import HOT, one_model
+from tests.executor.draft_caches import HOT, TREE, one_model
 from tests.executor.harness import Harness, draft_target
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.batch import ScheduledBatch
@@ -22,12 +22,13 @@ from tllm_spec.executor.speculative.modes import Speculation
 CPU = torch.device("cpu")
 DUMMY = 8  # the slot after those of max_batch_size
 MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model", "draft_target_two_model"]
-MODES += ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree"]
+MODES += [f"{mode}_tree" for mode in MODES[1:]]
 
 
 def speculate(tiny_draft: Path, head: Path, mode: str, **options: Any) -> dict[str, Any]:
-    if mode == "draft_target_two_model":
-        return draft_target(tiny_draft, 3, **options)
+    if mode.startswith("draft_target_two_model"):
+        tree = TREE if mode.endswith("_tree") else {}
+        return draft_target(tiny_draft, 3, **tree, **options)
     return one_model(tiny_draft, head, mode, **options)
 
 

@@ -17,8 +17,8 @@ from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
+from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
-from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager
 from tllm_spec.sampling_params import SamplingParams
 
 

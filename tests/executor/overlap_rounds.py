@@ -25,7 +25,7 @@ NO_OVERLAP = {"disable_overlap_scheduler": True}
 Make = Callable[..., Harness]
 
 
-MODES = ["plain", "draft_target", "eagle3", "eagle3_two_model"]
+MODES = ["plain", "draft_target", "draft_target_two_model", "eagle3", "eagle3_two_model"]
 GOOD: dict[str, Any] = {
     "logit_bias": {NAN_TOKEN: -100.0},
     "presence_penalty": 0.5,

@@ -17,7 +17,6 @@ from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.speculative.drafting.drafter import OneModelDrafter
 from tllm_spec.executor.speculative.drafting.head_drafter import HeadDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
-from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 
 PROMPT = [3, 14, 15, 9, 26]
@@ -179,24 +178,19 @@ def test_every_third_of_the_captured_states_is_written_on_the_shallowest_target_
 
 
 def test_what_the_modes_are_built_from(tiny: Path, tiny_draft: Path, head: Path) -> None:
-    """Overlap of rounds with drafts, and places behind a round's own tokens that the drafter writes
-    to."""
-    for options, drafter, round_end, in_flight, extra in (
-        (eagle3(head, 3), OneModelDrafter, DraftWorker, True, 2),
-        (eagle3(head, 3, eagle3_one_model=False), HeadDrafter, HeadDrafter, True, 2),
-        (
-            draft_target(tiny_draft, 3, draft_target_one_model=True),
-            OneModelDrafter,
-            DraftWorker,
-            True,
-            3,
-        ),
-        (draft_target(tiny_draft, 3), ModelDrafter, RoundEnd, False, 0),
+    """Rounds with drafts overlap; `extra` positions after a round's own tokens are written by the
+    drafter."""
+    one_model = draft_target(tiny_draft, 3, draft_target_one_model=True)
+    for options, drafter, round_end, extra in (
+        (eagle3(head, 3), OneModelDrafter, DraftWorker, 2),
+        (eagle3(head, 3, eagle3_one_model=False), HeadDrafter, HeadDrafter, 2),
+        (one_model, OneModelDrafter, DraftWorker, 3),
+        (draft_target(tiny_draft, 3), ModelDrafter, ModelDrafter, 0),
     ):
         parts = Harness(tiny, **options).parts
         assert type(parts.drafter) is drafter and type(parts.runner.round_end) is round_end
         assert parts.max_in_flight == 1 and parts.kv.extra_kv_tokens == extra
-        assert parts.drafts_in_flight == in_flight
+        assert parts.drafts_in_flight
         assert parts.scheduler.limits.overshoot == 2 * 4 - 1 + extra
         alone = Harness(tiny, **options, disable_overlap_scheduler=True).parts
         assert alone.max_in_flight == 0 and alone.scheduler.limits.overshoot == 4 - 1 + extra

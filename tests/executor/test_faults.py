@@ -269,7 +269,7 @@ def test_a_request_that_the_pool_can_never_hold_is_refused_with_the_figures(
         )
         assert (
             bad.error is not None
-            and "may need 15 KV pages" in bad.error
+            and "may need 16 KV pages" in bad.error
             and "cache has 10" in bad.error
         )
         assert tokens_of([first, *others]) == expected

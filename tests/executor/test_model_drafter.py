@@ -10,7 +10,8 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tllm_spec.executor.engine.model_engine import ContextChunk, Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
-from tllm_spec.executor.speculative.drafting.model_drafter import DraftKVManager, ModelDrafter
+from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
 
@@ -61,22 +62,18 @@ def test_the_draft_cache_always_equals_a_prefill_of_the_same_tokens(
         harness.submit(shared + [i] * i, max_tokens=25, temperature=0.8 if i % 2 else None)
         for i in range(8)
     ]
-    num_checked = num_fully_accepted = 0
+    num_checked = 0
     for number in range(10_000):
         if not harness.round():
             break
         for request in harness.parts.scheduler.running:
-            assert (
-                request.draft_kv_len <= request.kv_len
-                or request.state is not RequestState.GENERATION
-            )
-            num_fully_accepted += request.kv_len - request.draft_kv_len == 1
-            if number % 5 == 0 and request.draft_kv_len:
-                own = keys_and_values(kv, request, request.draft_kv_len)
-                fresh = fresh_keys_and_values(tiny_draft, request.tokens[: request.draft_kv_len])
+            num_read = request.kv_len - request.draft_lag
+            if number % 5 == 0 and num_read and kv.holds(request):
+                own = keys_and_values(kv, request, num_read)
+                fresh = fresh_keys_and_values(tiny_draft, request.tokens[:num_read])
                 assert (own - fresh).abs().max() < 1e-4
                 num_checked += 1
-    assert num_checked > 20 and num_fully_accepted > 5
+    assert num_checked > 20
     assert bool(harness.parts.scheduler.num_preemptions) == (situation == "preemption")
     assert all(request.num_output_tokens == 25 for request in requests)
     assert all_pages_are_back(harness.executor)
@@ -113,7 +110,7 @@ def test_a_pause_of_drafting_leaves_no_trace_in_the_draft_cache(overlap: bool, t
     request = harness.submit(PROMPT, max_tokens=60)
     company = harness.submit(PROMPT[::-1], max_tokens=20)
     harness.run_until(company, RequestState.FINISHED)
-    assert request.counters.by_drafted == [19, 0, 0, int(overlap)]
+    assert request.counters.by_drafted == [19, 0, 0, 0]
     harness.run()
     stats = request.counters.stats()
     assert stats.num_drafted_tokens == stats.num_accepted_tokens == 60 - 20 - (stats.rounds - 19)
@@ -132,7 +129,7 @@ def test_requests_without_speculation_take_no_draft_pages(tiny: Path) -> None:
         quiet.counters.stats().num_drafted_tokens == 0
         and quiet.counters.stats().acceptance_length == 1
     )
-    assert modest.counters.stats().per_position_drafted == (5, 0, 0, 0)
+    assert modest.counters.stats().per_position_drafted == (6, 0, 0, 0)
     assert output_of(quiet) == output_of(modest)
 
 

@@ -199,7 +199,7 @@ def test_padding_after_a_requests_own_limit_counts_as_rejected(
     tiny: Path, itself: tuple[Path, Path], mode: str
 ) -> None:
     """A request with limit 0 is not drafted for, so it does not count. That with limit 1 has a
-    window of 4 drafts, unless no request of the round wants so many."""
+    window of 4 drafts."""
     harness = Harness(tiny, **tiny_engine(mode, itself, MAX_DRAFT_LEN, adaptive=LADDER))
     told = Told(harness)
     harness.parts.draft_len_for = lambda *_: 4
@@ -210,9 +210,7 @@ def test_padding_after_a_requests_own_limit_counts_as_rejected(
     assert len(both) > 10
     for _, accepted, steps, _, more in both:
         assert len(accepted) == 1 and more["num_drafted"] == 1
-        assert steps == (
-            1 if mode == "draft_target" else 4
-        )  # its windows are as long as the longest wish
+        assert steps == 4
     if mode == "draft_target_one_model":
         assert harness.parts.controller.steps_for(1) <= 1
 

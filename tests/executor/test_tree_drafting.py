@@ -9,9 +9,11 @@ import torch
 
 from tests.executor.draft_caches import HOT, SlowDrafter, generating, one_model
 from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.models.deepseek import save_deepseek
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.kernels.gumbel import gumbel_noise
+from tllm_spec.outputs import SpeculativeStats
 
 PROMPT = [7, 3, 5, 11, 3, 5, 2, 3]
 MODES = ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree"]
@@ -62,10 +64,11 @@ def slow_tree(
 
 
 def paths_in_slot(harness: Harness, request: LlmRequest) -> list[tuple[int, ...]]:
-    slots = harness.parts.slots
-    tree = slots.tree(torch.tensor([request.slot]), slots.shapes.longest)
+    slots, slot_id = harness.parts.slots, torch.tensor([request.slot])
+    tree = slots.tree(slot_id, slots.shapes.longest)
     assert tree is not None
-    tokens, parents = slots.window[request.slot].tolist(), tree.parents[0].tolist()
+    tokens = slots.window[request.slot].tolist()
+    parents = slots.parents(slot_id, len(tokens))[0].tolist()
     assert tokens[0] == request.tokens[-1]
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
@@ -77,6 +80,21 @@ def paths_in_slot(harness: Harness, request: LlmRequest) -> list[tuple[int, ...]
 def accepted_path(paths: list[tuple[int, ...]], text: list[int]) -> int:
     """How many tokens of `text` are a path of the tree."""
     return max((n for n in range(len(text) + 1) if n == 0 or tuple(text[:n]) in paths), default=0)
+
+
+def test_synthetic_acceptance_of_trees_is_by_depth_and_rank(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    """Every node has the children that the rates ask for."""
+    rates = [[0.5, 0.2, 0.1], [0.6, 0.3]]
+    options = {"max_total_draft_tokens": 12, "synthetic_acceptance_rates": rates}
+    speculation = one_model(tiny_draft, head, "draft_target_tree", 2, **options)
+    harness = Harness(tiny, **speculation, max_seq_len=512)
+    requests = [harness.submit(PROMPT, 480, temperature=HOT, seed=seed) for seed in range(6)]
+    harness.run()
+    stats = sum((request.counters.stats() for request in requests), SpeculativeStats())
+    first, second = stats.per_position_acceptance
+    assert first == pytest.approx(0.8, abs=0.05) and second == pytest.approx(0.72, abs=0.05)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,3 +134,35 @@ def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(
     assert list(map(output_of, requests)) == list(map(output_of, expected))
     assert num_checked > 8 and num_accepted > 3
     assert all_pages_are_back(harness.executor)
+
+
+def test_a_target_with_latent_attention_refuses_trees(
+    tmp_path: Path, tiny_draft: Path, head: Path
+) -> None:
+    save_deepseek(tmp_path, "DeepseekV3")
+    for model, draft in ((tmp_path, tiny_draft), (tiny_draft, tmp_path)):
+        with pytest.raises(ValueError, match=r"a draft tree is refused: .* \(MLA\) reads chains"):
+            Harness(model, max_seq_len=32, **one_model(draft, head, "draft_target_tree"))
+
+
+@pytest.mark.parametrize("mode", ["draft_target", "eagle3", "eagle3_two_model"])
+def test_a_static_tree_has_the_tokens_of_its_ranks(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    choices = [(0,), (1,), (2,), (0, 0), (0, 2), (1, 1), (0, 0, 1), (0, 2, 0), (1, 1, 0)]
+    speculation = one_model(tiny_draft, head, mode, 3, eagle_choices=choices)
+    harness = Harness(tiny, **SMALL_PAGES, **speculation, disable_overlap_scheduler=True)
+    for i, temperature in enumerate((None, HOT, 0.7)):
+        harness.submit([i, *PROMPT], 24, temperature=temperature, seed=i)
+    num_checked = 0
+    for _ in range(8):
+        harness.round()
+        for request in generating(harness):
+            paths: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+            for ranks in choices:
+                found = children(harness, request, Candidate(paths[ranks[:-1]], 1.0), 3)
+                paths[ranks] = found[ranks[-1]].path
+            assert paths_in_slot(harness, request) == list(paths.values())[1:]
+            num_checked += 1
+    harness.run()
+    assert num_checked > 8 and all_pages_are_back(harness.executor)

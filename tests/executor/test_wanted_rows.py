@@ -10,7 +10,7 @@ from tests.executor.draft_caches import count_forwards, one_model, with_lengths,
 from tests.executor.harness import Harness
 from tests.executor.tiny_llama import write_tiny_llama
 from tests.models.tiny_eagle3 import write_tiny_eagle3
-from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.engine.rows import ContextChunk
@@ -43,7 +43,7 @@ def rows_of_mlps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def record_attention(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def record_attention(backend: HeadsBackend, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that attend from now on."""
     layers: list[int] = []
     run = backend.run

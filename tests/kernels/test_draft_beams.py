@@ -137,7 +137,8 @@ def test_the_kernels_grow_the_slow_references_tree(device: str, size: tuple[int,
     drafts = [
         random_draft(1, size[0], tied=True),
         random_draft(2, size[0], tied=False),
-        random_draft(3, size[0], tied=False, nan_depth=1),
+        random_draft(3, size[0], tied=True, nan_depth=1),
+        random_draft(4, size[0], tied=False, nan_depth=0),
     ]
     tree = grow_tree(drafts, *size, device=device)
     for row, draft in enumerate(drafts):

@@ -5,12 +5,20 @@ import torch
 
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import on_each_kernel_device, only_with_the_compiler
-from tllm_spec.kernels.moe_permute import ExpertRows, max_blocks, moe_permute, plain_moe_permute
+from tllm_spec.kernels.moe_permute import (
+    CHUNK,
+    STEP,
+    ExpertRows,
+    max_blocks,
+    moe_permute,
+    plain_moe_permute,
+)
 from tllm_spec.kernels.triton_support import has_kernels
 
 # Tokens, experts per token, experts, block size, and experts that tokens really take.
 CASES = [(1, 8, 64, 16, 64), (5, 2, 8, 4, 8), (33, 4, 60, 16, 60), (64, 8, 128, 16, 128),
-         (40, 8, 64, 16, 8), (700, 8, 16, 128, 3), (3, 1, 16, 16, 1), (0, 2, 8, 16, 8)]  # fmt: skip
+         (40, 8, 64, 16, 8), (700, 8, 16, 128, 3), (3, 1, 16, 16, 1), (0, 2, 8, 16, 8),
+         (512, 8, 20, 16, 20), (1500, 4, 60, 64, 60)]  # fmt: skip
 on_each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -68,10 +76,20 @@ def test_a_captured_graph_sorts_what_is_there_at_replay() -> None:
 
 @only_with_the_compiler
 def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
-    from tllm_spec.kernels.moe_permute_triton import moe_permute_kernel
+    from tllm_spec.kernels.moe_permute_triton import (
+        count_chunk_kernel,
+        moe_permute_kernel,
+        place_chunk_kernel,
+    )
 
     types = dict.fromkeys(("experts", "order", "blocks", "num_blocks"), "*i32")
     for block, num_warps in ((128, 1), (512, 2), (4096, 8)):
         constants = {"BLOCK_ROWS": 16, "BINS": 128, "BLOCK": block, "BLOCKS": 64, "PDL": True}
+        constants |= {"totals": None}
         code = compiled_for_hopper(moe_permute_kernel, types, constants, num_warps=num_warps)
         assert ".local" not in code.asm["ptx"]
+    types |= dict.fromkeys(("counts", "ends"), "*i32")
+    for kernel in (count_chunk_kernel, place_chunk_kernel):
+        constants = {"BINS": 128, "CHUNK": CHUNK, "STEP": STEP, "PDL": True}
+        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        assert ".local" not in compiled_for_hopper(kernel, types, own, num_warps=8).asm["ptx"]

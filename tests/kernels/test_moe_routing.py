@@ -24,6 +24,8 @@ RULES = {
     "v2": (160, RoutingRule(6, "softmax", scale=16.0, num_groups=8, top_groups=3), False),
     "v3": (256, RoutingRule(8, "sigmoid", True, 2.5, num_groups=8, top_groups=4), True),
     "v3, one group": (24, RoutingRule(3, "sigmoid", True, 2.0), True),
+    "v3, shared": (64, RoutingRule(8, "sigmoid", True, 2.5, 8, 4, num_shared=1), True),
+    "two shared": (12, RoutingRule(2, "softmax", num_shared=2), False),
     "all experts": (5, RoutingRule(5, "softmax", normalises=True), False),
 }
 on_each_rule = pytest.mark.parametrize("name", RULES)
@@ -54,8 +56,9 @@ def test_the_reference_follows_the_published_rule(name: str) -> None:
         among = [e for e in range(len(scores)) if rule.num_groups == 1 or e // size in kept]
         expected = sorted(among, key=lambda e: -choice[e])[: rule.top_k]
         total = sum(scores[e] for e in expected) if rule.normalises else 1.0
-        assert ids == expected
-        assert found == pytest.approx([scores[e] / total * rule.scale for e in expected], rel=1e-5)
+        values = [scores[e] / total * rule.scale for e in expected] + [1.0] * rule.num_shared
+        assert ids == expected + [len(scores) + i for i in range(rule.num_shared)]
+        assert found == pytest.approx(values, rel=1e-5)
 
 
 @on_each_kernel_device
@@ -97,9 +100,9 @@ def test_the_kernel_compiles_for_hopper_without_local_memory() -> None:
 
     types = {"logits": "*bf16", "bias": "*fp32", "experts": "*i32", "weights": "*fp32"}
     types |= {"scale": "fp32"}
-    v3 = {"EPSILON": EPSILON, "SOFTMAX": False, "NORMALISES": True, "TOP_K": 8, "TOP_K_PADDED": 8,
-          "NUM_GROUPS": 8, "GROUP_SIZE": 32, "TOP_GROUPS": 4, "GROUPS": 8, "MEMBERS": 32,
-          "PDL": True}  # fmt: skip
+    v3 = {"EPSILON": EPSILON, "SOFTMAX": False, "NORMALISES": True, "TOP_K": 8, "TAKEN": 9,
+          "TAKEN_PADDED": 16, "NUM_GROUPS": 8, "GROUP_SIZE": 32, "TOP_GROUPS": 4, "GROUPS": 8,
+          "MEMBERS": 32, "PDL": True}  # fmt: skip
     qwen3 = v3 | {"SOFTMAX": True, "NUM_GROUPS": 1, "GROUP_SIZE": 128, "TOP_GROUPS": 1}
     qwen3 |= {"GROUPS": 1, "MEMBERS": 128, "bias": None}
     for constants in (v3, qwen3):

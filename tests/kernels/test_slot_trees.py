@@ -8,9 +8,15 @@ import torch
 
 from tests.kernels.interpreter import on_each_kernel_device
 from tests.kernels.test_slot_windows import assert_equal, moved, one_slot
+from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.draft_layout import DraftLayout
-from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates
-from tllm_spec.kernels.slot_trees import accept_trees, accept_trees_reference
+from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates, TreeTables
+from tllm_spec.kernels.slot_trees import (
+    accept_trees,
+    accept_trees_reference,
+    write_trees,
+    write_trees_reference,
+)
 from tllm_spec.kernels.slot_windows import accept_windows_reference
 
 NUM_SLOTS = 17
@@ -140,3 +146,51 @@ def test_one_layout_serves_all_slots(device: str) -> None:
     )  # fmt: skip
     assert [each.tolist() for each in found] == [each.tolist() for each in expected]
     assert_equal(there, tables)
+
+
+def tree_of(layout: DraftLayout, batch: int, device: str = "cpu") -> DraftTree:
+    tokens = torch.arange(100, 100 + batch * (layout.num_nodes - 1)).view(batch, -1)
+    rows = (layout.parents, layout.depths, layout.bits)
+    return DraftTree(
+        tokens.to(device), *(torch.tensor(row).repeat(batch, 1).to(device) for row in rows)
+    )
+
+
+def empty_trees(width: int, device: str) -> TreeTables:
+    return TreeTables(*(torch.full((NUM_SLOTS, width), -7, device=device) for _ in range(3)))
+
+
+def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:
+    layout = DraftLayout.from_parents([-1, 0, 0, 1, 2, 3])
+    tables, trees = random_tables(1, 6), empty_trees(8, "cpu")
+    slots, limits = torch.tensor([4, 2, 9, 1]), torch.zeros(NUM_SLOTS, dtype=torch.int64)
+    limits[slots] = torch.tensor([0, 1, 2, 9])
+    roots = tables.window[slots, 0].clone()
+    write_trees(tables, trees, slots, tree_of(layout, 4), limits)
+    assert tables.num_drafts[slots].tolist() == [0, 2, 4, 5]
+    assert tables.window[2, 1:6].tolist() == [105, 106, 107, 108, 109]
+    assert torch.equal(tables.window[slots, 0], roots)
+    assert trees.parents[9].tolist() == [-1, 0, 0, 1, 2, 3, -7, -7]
+    assert trees.depths[9, :6].tolist() == list(layout.depths)
+    assert trees.bits[9, :6].tolist() == list(layout.bits)
+    assert (trees.parents[0] == -7).all()
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("width", [2, 13, 64])
+def test_the_kernel_writes_trees_like_the_reference(device: str, width: int) -> None:
+    tables, generator = random_tables(2, width), random.Random(width)
+    there = moved(tables, device)
+    paths: list[tuple[int, ...]] = [()]
+    while len(paths) < width:
+        path = (*generator.choice(paths), generator.randrange(3))
+        paths += [] if path in paths else [path]
+    layout = DraftLayout.from_paths(paths[1:])
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:9]
+    limits = torch.arange(NUM_SLOTS) % 4
+    trees, trees_there = empty_trees(width + 1, "cpu"), empty_trees(width + 1, device)
+    write_trees_reference(tables, trees, slots, tree_of(layout, 9), limits)
+    write_trees(there, trees_there, slots.to(device), tree_of(layout, 9, device), limits.to(device))
+    assert_equal(there, tables)
+    for found, expected in zip(vars(trees_there).values(), vars(trees).values(), strict=True):
+        assert torch.equal(found.cpu(), expected)

@@ -57,7 +57,7 @@ def check(
     there = (None if each is None else each.to(device) for each in arguments)
     probs, tokens = top_tokens(logits.to(device), topk, *there)
     assert tokens.tolist() == expected[1].tolist()
-    torch.testing.assert_close(probs.cpu(), expected[0], rtol=2e-5, atol=1e-7, equal_nan=True)
+    torch.testing.assert_close(probs.cpu(), expected[0], rtol=4e-5, atol=1e-7, equal_nan=True)
 
 
 def sizes() -> list[tuple[int, int, int]]:

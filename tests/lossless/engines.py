@@ -25,9 +25,17 @@ MODES: dict[str, dict[str, Any] | None] = {
     },
 }
 DYNAMIC_TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
-TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model")
+TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target")
 MODES |= {f"{mode}_tree": (MODES[mode] or {}) | DYNAMIC_TREE for mode in TREES}
-OVERLAPPING = tuple(mode for mode in MODES if mode not in ("ngram", "draft_target"))
+MODES["eagle3_static"] = MODES["eagle3"]
+OVERLAPPING = tuple(mode for mode in MODES if mode != "ngram")
+
+
+def static_choices(depth: int) -> list[list[int]]:
+    """A path of the best drafts, and next to each draft on it the second best, with one more."""
+    paths = [[0] * length for length in range(1, depth + 1)]
+    paths += [[*path[:-1], 1] for path in paths]
+    return paths + [[*path, 0] for path in paths[depth:-1]]
 
 
 def engine(
@@ -35,6 +43,8 @@ def engine(
 ) -> dict[str, Any]:
     """A mode of the zoo's models; `overlap` says nothing where the mode has none."""
     own = MODES[mode]
+    if mode.endswith("_static"):
+        speculation = {"eagle_choices": static_choices(draft_len)} | speculation
     config = None if own is None else own | {"max_draft_len": draft_len} | speculation
     return {"speculative_config": config, "disable_overlap_scheduler": not overlap}
 

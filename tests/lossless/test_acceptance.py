@@ -149,7 +149,9 @@ def test_a_second_turn_is_drafted_for_as_if_it_were_the_first(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("mode", ["draft_target_one_model", "eagle3"])
+@pytest.mark.parametrize(
+    "mode", ["draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model"]
+)
 def test_overlap_changes_no_draft(undisturbed: Callable[..., SpeculativeStats], mode: str) -> None:
     """Each request has its rounds, drafts and accepted drafts whether the host reads them soon or
     late."""
@@ -163,12 +165,7 @@ def test_overlap_changes_no_draft(undisturbed: Callable[..., SpeculativeStats], 
 def test_a_drafter_proposes_the_same_inside_the_targets_forward_and_outside(
     undisturbed: Callable[..., SpeculativeStats], one_model: str, two_model: str
 ) -> None:
-    one, two = undisturbed(one_model), undisturbed(two_model)
-    assert (one.rounds, one.num_emitted_tokens) == (two.rounds, two.num_emitted_tokens)
-    # A model in an engine of its own drafts no further than to the end of the text.
-    last_rounds = NUM_PROMPTS * DRAFT_LEN if two_model == "draft_target" else 0
-    assert 0 <= one.num_drafted_tokens - two.num_drafted_tokens <= last_rounds
-    assert 0 <= one.num_accepted_tokens - two.num_accepted_tokens <= last_rounds
+    assert undisturbed(one_model) == undisturbed(two_model)
 
 
 def test_the_zoos_head_reaches_its_trained_acceptance(

@@ -79,10 +79,14 @@ def placed_uniforms(
 
 
 def sample(
-    target: Path, params: SamplingParams, options: dict[str, Any], lengths: Sequence[int] = ()
+    target: Path,
+    params: SamplingParams,
+    options: dict[str, Any],
+    lengths: Sequence[int] = (),
+    most: float = 0.75,
 ) -> list[RequestOutput]:
-    """One output of the same prompt for every seed. About every second first draft is accepted.
-    lengths: the draft length of every round, in turn."""
+    """One output of the same prompt for every seed. About every second first draft is accepted, a
+    share of `most` at most. lengths: the draft length of every round, in turn."""
     with LLM(
         target, skip_tokenizer_init=True, max_batch_size=250, max_seq_len=40, **options
     ) as llm:
@@ -100,7 +104,7 @@ def sample(
         (output.speculative_decoding or SpeculativeStats() for output in outputs),
         SpeculativeStats(),
     )
-    assert 0.2 < stats.per_position_acceptance[0] < 0.75, stats
+    assert 0.2 < stats.per_position_acceptance[0] < most, stats
     return outputs
 
 
@@ -149,6 +153,44 @@ def test_tokens_are_drawn_from_the_targets_probabilities(
 
 
 MOVING = (3, 1, 2, 0, 3, 2, 3, 1, 1, 0, 2)
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "dynamic": {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 9},
+    "static": {"eagle_choices": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "way", "lengths"),
+    [
+        ("dynamic", "plain", ()),
+        ("static", "filtered", ()),
+        ("dynamic", "filtered", (3, 1, 2, 0, 3, 2, 3, 1, 1, 0, 2)),
+    ],
+)
+def test_rejection_sampling_on_a_tree_draws_from_the_targets_probabilities(
+    folders: tuple[Path, Path], models: list[Any], tree: str, way: str, lengths: tuple[int, ...]
+) -> None:
+    params = SamplingParams(max_tokens=OUTPUT_LEN, **WAYS[way])
+    how = {"use_rejection_sampling": True, "draft_target_one_model": True, **TREES[tree]}
+    outputs = sample(folders[0], params, draft_target(folders[1], 3, **how), lengths)
+    assert_drawn_from(
+        models[0], outputs, params, lambda texts: probabilities(models[1], texts, params)
+    )
+
+
+def test_lower_thresholds_accept_more_and_change_the_distribution(
+    folders: tuple[Path, Path], models: list[Any]
+) -> None:
+    params = SamplingParams(max_tokens=OUTPUT_LEN, **WAYS["plain"])
+    how = {"use_rejection_sampling": True, "draft_target_one_model": True, **TREES["dynamic"]}
+    lossy = draft_target(folders[1], 3, **how, threshold_acc=0.4)
+    outputs = sample(folders[0], params, lossy, most=0.95)
+    with pytest.raises(AssertionError):
+        assert_drawn_from(
+            models[0], outputs, params, lambda texts: probabilities(models[1], texts, params)
+        )
 
 
 @pytest.mark.parametrize("one_model", [True, False])

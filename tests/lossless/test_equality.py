@@ -13,7 +13,7 @@ import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
 from tests.lossless.drafters import AdversarialDrafter, expected_rounds
-from tests.lossless.engines import MODES, engine
+from tests.lossless.engines import MODES, engine, static_choices
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
@@ -53,8 +53,10 @@ FLOORS = {
     "eagle3": 1.3,
     "eagle3_two_model": 1.3,
     "eagle3_tree": 1.5,
+    "eagle3_static": 1.5,
     "eagle3_two_model_tree": 1.5,
     "draft_target_one_model_tree": 1.5,
+    "draft_target_tree": 1.5,
 }
 
 
@@ -103,6 +105,8 @@ def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
 
 def window_of(run: Run) -> int:
     """Rows of a request."""
+    if run.mode.endswith("_static"):
+        return 1 + len(static_choices(run.draft_len))
     return 1 + run.draft_len * (4 if run.mode.endswith("_tree") else 1)
 
 

@@ -2,6 +2,7 @@
 ends it, nothing of the round too many is seen, and every page comes back."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ PROMPTS = [[number + 1, 2, 3] for number in range(6)]
 DRAFT_LENS = (1, 2, 3, 5, 7)
 # A target that drafts for itself has all drafts accepted: rounds of K + 1 tokens, and every end
 # lies inside one.
+ITSELF = {"itself": "draft_target_one_model", "itself_two_model": "draft_target"}
 ENGINES = [
     ("plain", 0),
-    *[(mode, length) for mode in ("itself", "eagle3", "eagle3_two_model") for length in DRAFT_LENS],
+    *product(("itself", "itself_two_model", "eagle3", "eagle3_two_model"), DRAFT_LENS),
 ]
 
 
@@ -61,8 +63,8 @@ def harness(
     request: pytest.FixtureRequest, tiny: Path, drafts: tuple[Path, Path]
 ) -> Iterator[tuple[Watched, int]]:
     mode, draft_len = request.param
-    drafts = (tiny, drafts[1]) if mode == "itself" else drafts
-    options = tiny_engine("draft_target_one_model" if mode == "itself" else mode, drafts, draft_len)
+    drafts = (tiny, drafts[1]) if mode in ITSELF else drafts
+    options = tiny_engine(ITSELF.get(mode, mode), drafts, draft_len)
     harness = Watched(tiny, kv_cache_config={"tokens_per_block": 4}, **options)
     assert harness.parts.max_in_flight == 1
     yield harness, draft_len

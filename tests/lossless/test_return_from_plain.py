@@ -159,7 +159,7 @@ def test_acceptance_after_plain_rounds_equals_acceptance_without_them(
         (3 * BACKLOG_LEN + 2, False),
     ],
 )
-@pytest.mark.parametrize("mode", ["eagle3", "draft_target_one_model", "eagle3_two_model"])
+@pytest.mark.parametrize("mode", MODES)
 def test_acceptance_after_a_pause_does_not_depend_on_its_length(
     tokenizer: Tokenizer, mode: str, num_plain: int, overlap: bool
 ) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from tllm_spec.attention.interface import AttentionMetadata, ForwardContext
+from tllm_spec.attention.choice import create_backend
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, ForwardContext
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
@@ -36,8 +37,9 @@ def save_checkpoint(
     settings = getattr(transformers, f"{architecture}Config")(**(sizes | config))
     model = getattr(transformers, f"{architecture}ForCausalLM")(settings).eval()
     generator = torch.Generator().manual_seed(1)
+    biases = [item for item in model.named_buffers() if item[0].endswith("correction_bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             scaled = noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else noise * 0.3
             parameter.copy_(scaled + 1 if "norm" in name else scaled)
@@ -75,7 +77,7 @@ class PagedRunner:
             dtype=model.dtype,
             device=model.device,
         )
-        self.backend = VanillaAttention(geometry, self.pool)
+        self.backend: AttentionBackend = create_backend(VanillaAttention, geometry, self.pool)
         self.free = random.Random(2).sample(range(num_pages), num_pages)
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.deepseek import MODELS as DEEPSEEK_MODELS
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits, save_checkpoint
 
 TOKENS = random_tokens(40)
@@ -32,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe, bias": ("Qwen3Moe", EXPERTS | {"attention_bias": True}),
     "qwen3 moe, dense first layer": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2}),
     "qwen3 moe, dense last layer": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [1]}),
+    **DEEPSEEK_MODELS,
     "wide enough for packed weights": ("Llama", {"intermediate_size": 1024, "vocab_size": 1024}),
 }
 
@@ -131,9 +133,11 @@ def test_bfloat16_follows_transformers_in_bfloat16(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 moe", "qwen2 moe", "mixtral"])
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_gpu_gives_the_logits_of_the_cpu(window: int, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, "Qwen3", head_dim=32)
+def test_a_gpu_gives_the_logits_of_the_cpu(window: int, name: str, tmp_path: Path) -> None:
+    architecture, config = MODELS[name]
+    save_checkpoint(tmp_path, architecture, **config)
     runners = [
         PagedRunner(load(tmp_path, device=torch.device(device))) for device in ("cpu", "cuda")
     ]

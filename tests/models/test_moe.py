@@ -1,6 +1,7 @@
 """A mixture-of-experts layer: its forms of routing, of shared experts and of checkpoints."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tllm_spec.models.moe import (
     QWEN_NAMES,
     MoEConfig,
     MoENames,
+    Router,
     SparseMoE,
 )
 from tllm_spec.models.weights import fill_random, weight_table
@@ -157,7 +159,10 @@ def test_ranks_slices_of_the_routed_experts_add_up_to_the_layer(name: str) -> No
     whole, tensors = filled(name)
     x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2))
     chosen, _ = whole.router.route(x)
-    expected, total = whole.experts.forward(x, chosen), torch.zeros(4 * config.top_k, HIDDEN)
+    expected, total = (
+        whole.experts.forward(x, chosen),
+        torch.zeros(4 * config.routing.num_taken, HIDDEN),
+    )
     for rank in range(2):
         part = SparseMoE(config, Placement(torch.float32, CPU, Mapping(rank, 2, 2)), names)
         for key, slot in weight_table(part).items():
@@ -165,6 +170,21 @@ def test_ranks_slices_of_the_routed_experts_add_up_to_the_layer(name: str) -> No
             slot.load(tensors[key])
         total += part.experts.forward(x, chosen)
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("float32_router", [False, True])
+def test_a_16_bit_models_router_has_float32_logits_where_the_config_asks(
+    float32_router: bool, batch_invariant: bool
+) -> None:
+    config = replace(CONFIGS["v3"][0], float32_router=float32_router)
+    router = Router(config, Placement(torch.bfloat16, CPU, SINGLE_RANK, batch_invariant))
+    generator = torch.Generator().manual_seed(0)
+    router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+    x = torch.randn(5, HIDDEN, generator=generator).bfloat16()
+    exact = x.double() @ router.weight.double().t()
+    error = (router.logits(x).double() - exact).abs().max()
+    assert (error < 1e-5) == float32_router and error < 0.2
 
 
 def test_random_weights_depend_on_the_seed_only_and_keep_the_size_of_activations() -> None:
@@ -212,11 +232,15 @@ def test_more_experts_per_token_than_experts_are_refused(tmp_path: Path) -> None
 def test_an_expert_layer_counts_each_experts_output_as_activations() -> None:
     config, _ = CONFIGS["qwen2"]
     assert config.row_elements == 3 * (24 + HIDDEN) + 3 * 40
+    config, _ = CONFIGS["v3"]  # whose shared expert is one more
+    assert config.row_elements == 4 * (24 + HIDDEN)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama4"])
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_the_parts_of_four_ranks_sum_to_the_layer(name: str, ep_size: int) -> None:
+    if ep_size > 1 and CONFIGS[name][0].num_shared:
+        pytest.skip("a shared expert among the others is not divided")
     whole, tensors = filled(name)
     hidden = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(5))
     expected = whole.forward(hidden)

@@ -69,8 +69,8 @@ class FakeLLM:
     def num_unfinished(self) -> int:
         return len(self.running)
 
-    def check_length(self, text: str) -> None:
-        if len(text) > MAX_LEN * LONGEST_TOKEN:
+    def check_length(self, text: str | list[int]) -> None:
+        if len(text) > MAX_LEN * (LONGEST_TOKEN if isinstance(text, str) else 1):
             raise ContextLengthExceeded(f"the maximum context length is {MAX_LEN} tokens")
 
     def server_info(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
+from tllm_spec.attention.interface import AttentionMetadata, AttentionPlan, HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.kernels.batch_invariant_attention import (
     QueryTiles,
@@ -31,7 +31,7 @@ class BatchInvariantPlan(AttentionPlan):
     """The rows of each launch, and their tiles."""
 
 
-class BatchInvariantAttention(AttentionBackend):
+class BatchInvariantAttention(HeadsBackend):
     """Batch-invariant on CUDA in float32, bfloat16 and float16. On other devices the kernels'
     references run, which are not."""
 

@@ -7,22 +7,23 @@ from importlib import import_module
 import torch
 
 from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
-from tllm_spec.attention.geometry import AttentionGeometry
-from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
+from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.latent import LatentBackend, TritonLatent, VanillaLatent
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, type[AttentionBackend]] = {
+BACKENDS: dict[str, type[HeadsBackend]] = {
     "VANILLA": VanillaAttention,
     "TRITON": TritonAttention,
     "FLASHINFER": FlashInferAttention,
 }
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[HeadsBackend]:
     """The class for `attn_backend` = `name`. Raises ValueError for 'FLASHINFER' if FlashInfer
     cannot be used."""
     if name == "auto" and device.type != "cuda":
@@ -41,11 +42,12 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[
     return BACKENDS[name]
 
 
-def create_backend(
-    kind: type[AttentionBackend], geometry: AttentionGeometry, pool: KVPool
-) -> AttentionBackend:
+def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -> AttentionBackend:
     """The backend for one pool: TRITON, with a warning, if FlashInfer has no kernels for its
-    heads."""
+    heads. `kind`: what `choose_backend` returned."""
+    if isinstance(geometry, LatentGeometry):
+        return _latent_kind(kind)(geometry, pool)
+    assert isinstance(geometry, AttentionGeometry)
     if kind is not FlashInferAttention:
         return kind(geometry, pool)
     dtype = str(pool.data.dtype).removeprefix("torch.")
@@ -62,6 +64,19 @@ def create_backend(
         reason,
     )
     return TritonAttention(geometry, pool)
+
+
+def workspace_bytes(kind: type[HeadsBackend], geometry: Geometry, dtype: torch.dtype) -> int:
+    """What `create_backend` allocates besides the pool, for memory planning."""
+    if isinstance(geometry, LatentGeometry):
+        return _latent_kind(kind).workspace_bytes(geometry, dtype)
+    assert isinstance(geometry, AttentionGeometry)
+    return kind.workspace_bytes(geometry)
+
+
+def _latent_kind(kind: type[HeadsBackend]) -> type[LatentBackend]:
+    """FlashInfer's MLA kernels plan from lengths on the host; TRITON's windows do not."""
+    return VanillaLatent if kind is VanillaAttention else TritonLatent
 
 
 def _why_no_flashinfer(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -81,35 +81,42 @@ class ContextPlans(Protocol):
 
 
 class AttentionBackend(ABC):
-    """Paged attention over one pool."""
+    """Paged attention over one pool. Each `KVLayout` has a subclass with inputs of its own."""
 
     supports_graphs: ClassVar[bool] = False
     """Whether generation windows read their lengths from the device, so that a CUDA graph can hold
     them."""
 
-    def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
-        self.geometry = geometry
+    def __init__(self, pool: KVPool) -> None:
         self.pool = pool
-
-    @classmethod
-    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
-        """Device memory that each instance allocates besides the pool, for memory planning."""
-        return 0
 
     def context_plans(self, limits: PrefillLimits) -> ContextPlans | None:
         """For CUDA graphs of context chunks; None if the plan of chunks depends on lengths on the
         host."""
         return None
 
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
+        """Masks and indices that all layers of one forward share."""
+
+
+class HeadsBackend(AttentionBackend):
+    """For the pool of a `HeadsLayout`."""
+
+    def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
+        super().__init__(pool)
+        self.geometry = geometry
+
+    @classmethod
+    def workspace_bytes(cls, geometry: AttentionGeometry) -> int:
+        """Device memory that each instance allocates besides the pool, for memory planning."""
+        return 0
+
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of `[T, Hq + 2 * Hkv, D]`: q `[T, Hq, D]` and kv `[T, 2, Hkv, D]`."""
         geometry = self.geometry
         q, kv = qkv.split_with_sizes((geometry.num_heads, 2 * geometry.num_kv_heads), 1)
         return q, kv.view(-1, 2, geometry.num_kv_heads, geometry.head_dim)
-
-    @abstractmethod
-    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
-        """Masks and indices that all layers of one forward share."""
 
     @abstractmethod
     def run(
@@ -159,3 +166,8 @@ class ForwardContext:
     """[R] int64, device: the rows that the model returns. The other rows end in the last layer,
     which writes their keys and values and nothing else; what `spec` captures after that layer has
     the R rows only. None: all rows."""
+
+    @property
+    def heads_backend(self) -> HeadsBackend:
+        assert isinstance(self.backend, HeadsBackend)
+        return self.backend

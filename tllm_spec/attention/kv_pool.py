@@ -5,34 +5,38 @@ import math
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import Geometry
 
 
 class KVPool:
-    """`data`: `AttentionGeometry.pool_shape`, keys at 0 and values at 1.
+    """`data`: `[layers, *KVLayout.layer_shape]`.
 
     A slot is the index of one token: `page * page_size + offset`. The memory starts as zeros, since
     masked values are still multiplied by zero and must not be NaN."""
 
     def __init__(
         self,
-        geometry: AttentionGeometry,
+        geometry: Geometry,
         *,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = geometry.pool_shape(num_pages, page_size)
+        layout = geometry.layout
+        shape = (geometry.num_layers, *layout.layer_shape(num_pages, page_size))
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
+        self._page_dim = 1 + layout.page_dim
 
     @staticmethod
-    def page_bytes(geometry: AttentionGeometry, page_size: int, dtype: torch.dtype) -> int:
+    def page_bytes(geometry: Geometry, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, for memory planning."""
-        return math.prod(geometry.pool_shape(1, page_size)) * dtype.itemsize
+        layer = math.prod(geometry.layout.layer_shape(1, page_size))
+        return geometry.num_layers * layer * dtype.itemsize
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in all layers: a prefix that matches part of a page continues on a copy."""
-        self.data[:, :, destination].copy_(self.data[:, :, source])
+        pages = self.data.select(self._page_dim, source)
+        self.data.select(self._page_dim, destination).copy_(pages)

@@ -23,7 +23,8 @@ def default_capture_layers(num_layers: int) -> tuple[int, ...]:
 
 class SpecMetadata:
     """`layers`: ids of the layers whose outputs (residual included) are captured, in the order of
-    the head's input. `buffer` `[T_max, n * H]`: the states of the latest forward's rows."""
+    the head's input; the number of layers, as an id, is the final norm. `buffer` `[T_max, n * H]`:
+    the states of the latest forward's rows."""
 
     def __init__(
         self,

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import (
-    AttentionBackend,
     AttentionMetadata,
     AttentionPlan,
+    HeadsBackend,
 )
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate
@@ -60,7 +60,7 @@ class VanillaPlan(AttentionPlan):
     generation: GenerationPlan | None
 
 
-class VanillaAttention(AttentionBackend):
+class VanillaAttention(HeadsBackend):
     """A request's result depends on its own tokens only. Slots beyond its length are replaced, not
     only masked: they may belong to another request, whose values may be NaN, and zero times NaN is
     NaN."""

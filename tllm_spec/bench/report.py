@@ -117,7 +117,7 @@ def speculation_section(config: DecodingBaseConfig) -> dict[str, Any]:
     """Every option that has a value and an effect. The decoding type alone would not show the path
     or synthetic acceptance."""
     options = {name: getattr(config, name) for name in type(config).model_fields}
-    if config.overlaps:
+    if not config.may_pause:
         del options["max_rejected_rounds"]  # refused there, so its default has no effect
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value)

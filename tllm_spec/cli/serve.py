@@ -1,17 +1,25 @@
-"""`tllm-serve [serve] MODEL`: reads the command line and a YAML file, then runs the HTTP server."""
+"""`tllm-serve [serve] MODEL`: reads the command line and a YAML file, then runs the server."""
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import logging
+import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
+from tllm_spec.cli.print_config import llm_lines, server_lines
+from tllm_spec.cli.serve_options import (
+    SERVER_NAMES,
+    options_of,
+    server_options,
+    tls_of,
+)
 from tllm_spec.cli.trtllm_options import (
     ENGINE_OPTIONS,
     SERVER_OPTIONS,
@@ -21,8 +29,18 @@ from tllm_spec.cli.trtllm_options import (
     split_trtllm_options,
     trtllm_options,
 )
-from tllm_spec.config import LlmArgs, overlay
+from tllm_spec.config import LlmArgs, overlay, read_yaml, with_yaml
+from tllm_spec.config_base import ConfigError
 from tllm_spec.distributed.mpirun import mpirun_rank
+from tllm_spec.server.child import ChildSettings
+from tllm_spec.server.logs import configure_logs
+from tllm_spec.server.options import hosts_of
+from tllm_spec.server.supervisor import Supervisor
+from tllm_spec.zoo.registry import resolve_model
+
+logger = logging.getLogger(__name__)
+
+SERVE_NAMES = ("model", "host", "port", "served_model_name", "log_level")
 
 
 def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> str:
@@ -70,8 +88,12 @@ def _model_of(context: click.Context, parameter: click.Parameter, words: tuple[s
     "It takes precedence over the options of the command line.",
 )
 @trtllm_options(*ENGINE_OPTIONS, *SERVER_OPTIONS)
+@server_options
 @log_level_option("info")
+@click.pass_context
 def main(
+    context: click.Context,
+    /,
     model: str,
     host: str,
     port: int,
@@ -82,63 +104,87 @@ def main(
 ) -> None:
     """Serve MODEL (a local folder, or a zoo name such as zoo:llama) over an OpenAI-compatible HTTP
     API."""
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    server, llm_flags = _split(options)
     try:
-        args = read_args(model, options, extra_llm_api_options)
+        flags = read_flags(llm_flags)
+        given, args = read_args(model, flags, extra_llm_api_options)
+        if server["print_config"]:
+            return _print_config(context, [*SERVE_NAMES, *server], args, flags.arguments)
+        configure_logs(log_level, server["log_format"])
         if args.tensor_parallel_size > 1 and mpirun_rank():
             from tllm_spec.ranks import join_ranks  # heavy, so not at the top
 
-            join_ranks(args)  # this process serves rank 0, and ends with it
-        with _listen(host, port) as listener:
-            serve(args, listener, served_model_name or _name_of(args.model), log_level)
+            join_ranks(args)  # this process follows rank 0's engine, and ends with it
+        settings = ChildSettings(
+            llm=given,
+            served_model_name=served_model_name or _name_of(args.model),
+            engine_path="",
+            log_level=log_level,
+            log_format=server["log_format"],
+            server=options_of(server, host).to_plain(),
+            tls=tls_of(server),
+            import_path=sys.path,
+        )
+        resolve_model(args.model)  # a wrong path is reported before a process is started
+        with _bound(host, port) as listener:
+            status = serve(settings, listener, server["frontends"])
     except ValueError as error:
         raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:  # before the supervisor handles signals
+        status = 128 + signal.SIGINT
+    raise SystemExit(status)
 
 
-def serve(args: LlmArgs, listener: socket.socket, served_model_name: str, log_level: str) -> None:
-    """Loads the model and serves it until interrupted. Raises ValueError when it cannot be
-    served."""
-    import uvicorn  # heavy, so not at the top: --help must not load it
-
-    from tllm_spec.llm import LLM
-    from tllm_spec.server.app import OpenAIServer
-
-    app = OpenAIServer(LLM.from_args(args), served_model_name).app()
-    host, port = listener.getsockname()[:2]
-    logging.getLogger(__name__).info("serving %s on http://%s:%d", served_model_name, host, port)
-    # uvicorn shuts down cleanly on Ctrl-C and then raises KeyboardInterrupt again.
-    with _frozen_heap(), suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level=log_level)).run(sockets=[listener])
-
-
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Excludes the objects made at start-up from garbage collection. There are hundreds of
-    thousands, they live as long as the server, and a full collection would delay requests."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """The listening socket. It is opened before the model is loaded, so that a port in use is
-    reported at once."""
-    try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+def serve(settings: ChildSettings, listener: socket.socket, num_fronts: int) -> int:
+    """Serves until a signal and returns the exit status. Raises ValueError when the model cannot be
+    served, and when its engine dies."""
+    is_local = hosts_of(listener.getsockname()[0]) is not None
+    if not is_local and settings.server["api_key"] is None:
+        logger.warning(
+            "anybody who reaches %s may use this server: --api_key is not set",
+            listener.getsockname()[0],
         )
+    logger.info("loading %s", settings.served_model_name)
+    timeout = settings.server["shutdown_timeout"]
+    return asyncio.run(Supervisor(settings, listener, num_fronts, timeout).run())
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The server's options, and those of LLM."""
+    server = {name: value for name, value in options.items() if name in SERVER_NAMES}
+    return server, {name: value for name, value in options.items() if name not in server}
+
+
+def _print_config(
+    context: click.Context, names: list[str], args: LlmArgs, flags: Mapping[str, Any]
+) -> None:
+    path = context.params["extra_llm_api_options"]
+    lines = server_lines(context, names)
+    click.echo("\n".join(["# tllm-serve", *lines, "# LLM"]))
+    click.echo("\n".join(llm_lines(args, flags, {} if path is None else read_yaml(path))))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """The socket, not listening yet. It is bound before the model is loaded, so that a port in use
+    is reported at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        bound = socket.socket(family)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
     except OSError as error:
         raise ValueError(f"cannot listen on --host {host} --port {port}: {error}") from error
+    return bound
 
 
-def read_args(model: str, flags: dict[str, Any], yaml_path: str | None) -> LlmArgs:
-    """LLM's arguments; the YAML file takes precedence over the flags. Raises ValueError with every
-    flag and key that is refused."""
+class Flags(NamedTuple):
+    """Arguments of LLM that the command line gives, and what it gives that is refused."""
+
+    arguments: dict[str, Any]
+    refusals: list[str]
+
+
+def read_flags(flags: dict[str, Any]) -> Flags:
     flags, arguments, refusals = split_trtllm_options(flags)
     given = {
         name: value for name, value in flags.items() if value is not None and value is not False
@@ -146,11 +192,22 @@ def read_args(model: str, flags: dict[str, Any], yaml_path: str | None) -> LlmAr
     fraction = given.pop("kv_cache_free_gpu_memory_fraction", None)
     if fraction is not None:
         given["kv_cache_config"] = {"free_gpu_memory_fraction": fraction}
-    given = overlay(arguments, given)
-    with refused_together(refusals):
-        if yaml_path is None:
-            return LlmArgs.from_kwargs(model, **given)
-        return LlmArgs.from_yaml(yaml_path, model=model, **given)
+    return Flags(overlay(arguments, given), refusals)
+
+
+def read_args(model: str, flags: Flags, yaml_path: str | None) -> tuple[dict[str, Any], LlmArgs]:
+    """LLM's arguments as given and checked; the YAML file takes precedence over the flags. Raises
+    ValueError with every flag and key that is refused."""
+    given = {"model": model, **flags.arguments}
+    with refused_together(flags.refusals):
+        if yaml_path is not None:
+            given = with_yaml(given, yaml_path)
+        args = LlmArgs(**given)
+        if args.skip_tokenizer_init:
+            raise ConfigError(
+                ["skip_tokenizer_init = True cannot be served over HTTP: answers are text"]
+            )
+        return given, args
 
 
 def _name_of(model: str) -> str:

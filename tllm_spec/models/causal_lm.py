@@ -36,6 +36,10 @@ class CausalLM(Module, ABC):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32."""
 
+    def parameter_name(self, name: str) -> str:
+        """The checkpoint's tensor `name` without a prefix that the modules here do not have."""
+        return name
+
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may have the tensor `name` although no parameter takes it: here the
         rotary frequencies and a tied output layer, which old checkpoints store."""

@@ -10,8 +10,22 @@ from typing import Any
 
 import torch
 
-from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.geometry import AttentionGeometry, Geometry
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.deepseek_config import (
+    DEEPSEEK_DEFAULTS,
+    MLAConfig,
+    deepseek_moe,
+    deepseek_sparse_layers,
+    mla_config,
+    num_nextn_layers,
+)
+from tllm_spec.models.llama4_config import (
+    LLAMA4_DEFAULTS,
+    Llama4Config,
+    flat_llama4,
+    llama4_config,
+)
 from tllm_spec.models.moe import MoEConfig
 from tllm_spec.models.moe_config import MOE_DEFAULTS, moe_config, sparse_layers
 
@@ -49,9 +63,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": _COMMON
     | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144}
     | MOE_DEFAULTS["Qwen3MoeForCausalLM"],
-}
+    "Llama4ForCausalLM": _COMMON | LLAMA4_DEFAULTS,
+    "Llama4ForConditionalGeneration": _COMMON | LLAMA4_DEFAULTS,
+} | DEEPSEEK_DEFAULTS
+_LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 _NO_BIAS = ("MistralForCausalLM", "MixtralForCausalLM")
-_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_O_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *_LLAMA4)
 # The keys that a rope_type needs. yarn without a factor has the ratio of the two lengths.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -59,6 +76,7 @@ _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
+FP8_BLOCK = 128
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -107,6 +125,13 @@ class ModelConfig:
     moe: MoEConfig | None
     sparse_layers: frozenset[int]
     """The layers that have experts instead of a dense MLP."""
+    llama4: Llama4Config | None
+    mla: MLAConfig | None
+    """Latent attention instead of heads with keys and values of their own."""
+    num_nextn_layers: int
+    """Layers of the checkpoint that follow the decoder's and predict further tokens (MTP)."""
+    has_fp8_blocks: bool
+    """Whether weights are FP8 with a scale for each block of 128 x 128."""
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -127,7 +152,8 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
         """The same, from the parsed file."""
         architecture = _architecture(raw)
-        raw = _DEFAULTS[architecture] | raw
+        raw = flat_llama4(raw) if architecture in _LLAMA4 else raw
+        raw, is_deepseek = _DEFAULTS[architecture] | raw, architecture in DEEPSEEK_DEFAULTS
         _refuse_unserved(raw)
         bias = bool(raw.get("attention_bias"))
         num_heads = int(_required(raw, "num_attention_heads"))
@@ -149,12 +175,19 @@ class ModelConfig:
             qkv_bias=_qkv_bias(raw, architecture),
             o_bias=bias and architecture in _O_BIAS,
             mlp_bias=bool(raw.get("mlp_bias")) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+            or (architecture in _LLAMA4 and bool(raw["use_qk_norm"])),
             hidden_act=raw["hidden_act"],
             dtype=_dtype(raw),
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
-            moe=moe_config(architecture, raw),
-            sparse_layers=sparse_layers(architecture, raw),
+            llama4=llama4_config(raw) if architecture in _LLAMA4 else None,
+            moe=deepseek_moe(raw) if is_deepseek else moe_config(architecture, raw),
+            sparse_layers=deepseek_sparse_layers(raw)
+            if is_deepseek
+            else sparse_layers(architecture, raw),
+            mla=mla_config(architecture, raw),
+            num_nextn_layers=num_nextn_layers(raw) if is_deepseek else 0,
+            has_fp8_blocks=bool(raw.get("quantization_config")),
         )
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
@@ -169,8 +202,10 @@ class ModelConfig:
         dense = 4 * self.intermediate_size
         return dense if self.moe is None else max(dense, self.moe.row_elements)
 
-    def attention_geometry(self, mapping: Mapping) -> AttentionGeometry:
+    def attention_geometry(self, mapping: Mapping) -> Geometry:
         """One rank's share of the heads."""
+        if self.mla is not None:
+            return self.mla.geometry(self.num_layers, self.num_heads, mapping)
         return AttentionGeometry(
             num_layers=self.num_layers,
             num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
@@ -207,9 +242,15 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unserved(raw: dict[str, Any]) -> None:
-    if raw.get("quantization_config"):
+    quantization = raw.get("quantization_config")
+    if quantization and not (
+        quantization.get("quant_method") == "fp8"
+        and list(quantization.get("weight_block_size") or ()) == [FP8_BLOCK, FP8_BLOCK]
+    ):
         raise ValueError(
-            "config.json has a quantization_config; quantized checkpoints are not served."
+            "config.json has a quantization_config; of quantized checkpoints those with "
+            f"quant_method 'fp8' and weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}] are served, "
+            "other quantized checkpoints are not served."
         )
     if raw["hidden_act"] != "silu":
         raise ValueError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is served.")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.weights import checkpoint_tensors
 
 BIN = "pytorch_model.bin"
 # `midlayer` is the name in the paper's code; `aux_norm_*` came before the numbered norms.

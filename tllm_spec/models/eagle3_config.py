@@ -112,6 +112,8 @@ def _draft_vocab_size(flat: dict[str, Any]) -> int | None:
 
 
 def _check(config: Eagle3Config) -> None:
+    if config.has_fp8_blocks:
+        raise ValueError("The EAGLE-3 head has FP8 weights; heads are served in 16 or 32 bits.")
     if config.sliding_window is not None:
         raise ValueError(
             f"sliding_window of the EAGLE-3 head is {config.sliding_window}; sliding-window "

@@ -6,6 +6,7 @@ Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 import torch
 from torch import nn
 
+from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary
 from tllm_spec.kernels.row_copies import gather_rows
@@ -23,25 +24,28 @@ class Attention(Module):
     output projection, since it adds to the residual stream. `input_size`: the hidden size unless
     given."""
 
+    projection: type[ColumnLinear] = ColumnLinear
+
     def __init__(
         self, config: ModelConfig, layer: int, placement: Placement, input_size: int | None = None
     ) -> None:
         super().__init__()
         self.layer = layer
         geometry = config.attention_geometry(placement.mapping)
+        assert isinstance(geometry, AttentionGeometry)
         self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         copies = placement.mapping.copies_of_kv_heads(config.num_kv_heads)
-        self.qkv_proj = ColumnLinear(
+        self.qkv_proj = self.projection(
             input_size or config.hidden_size,
             parts,
             bias=config.qkv_bias,
             placement=placement,
             copies={"k_proj": copies, "v_proj": copies},
         )
-        self.qk_norm = (
+        self.qk_norm: HeadNorm | None = (
             HeadNorm(
                 self.num_heads, self.num_kv_heads, config.head_dim, config.rms_norm_eps, placement
             )
@@ -56,14 +60,14 @@ class Attention(Module):
         """The input of `o_proj`, `[T, Hq * D]`, for hidden `[T, input_size]`. `norm` is applied to
         hidden first."""
         heads, head_weights = self._heads(hidden, norm)
-        return context.backend.run(self.layer, heads, rotary, context.plan, head_weights)
+        return context.heads_backend.run(self.layer, heads, rotary, context.plan, head_weights)
 
     def write(
         self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only keys and values are computed and written."""
         heads, head_weights = self._heads(hidden, norm)
-        context.backend.write(self.layer, heads, rotary, context.plan, head_weights)
+        context.heads_backend.write(self.layer, heads, rotary, context.plan, head_weights)
 
     def _heads(
         self, hidden: torch.Tensor, norm: RMSNorm | None
@@ -91,13 +95,20 @@ class MLP(Module):
 class DecoderLayer(Module):
     """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
+    self_attn: Attention
     mlp: MLP | SparseMoE
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.self_attn = Attention(config, layer, placement)
+        self.add_attention(config, layer, placement)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.add_mlp(config, layer, placement)
+
+    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        self.self_attn = Attention(config, layer, placement)
+
+    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         if config.moe is None or layer not in config.sparse_layers:
             self.mlp = MLP(config, placement)
         elif config.architecture == "MixtralForCausalLM":
@@ -128,11 +139,17 @@ class DecoderLayer(Module):
 class LlamaModel(Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_positions: int,
+        placement: Placement,
+        layer_type: type[DecoderLayer] = DecoderLayer,
+    ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, placement) for layer in range(config.num_layers)
+            layer_type(config, layer, placement) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.cos_sin = cos_sin_table(
@@ -160,10 +177,12 @@ class LlamaModel(Module):
 class LlamaForCausalLM(CausalLM):
     """The decoder with its output layer, which may share the embedding's weight."""
 
+    layer_type: type[DecoderLayer] = DecoderLayer
+
     def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config, max_positions, placement)
+        self.model = LlamaModel(config, max_positions, placement, self.layer_type)
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = OutputLinear(
             config.hidden_size, config.vocab_size, placement=placement, tied=tied

@@ -43,6 +43,8 @@ class WeightSlot:
     """Of the whole tensor."""
     shard_dim: int | None = None
     start: int = 0
+    order: torch.Tensor | None = None
+    """int64, on the host: the tensor's rows in the order of the parameter's; None: the same."""
 
     def load(self, tensor: torch.Tensor) -> None:
         """Copy this rank's slice of `tensor`, converted to the parameter's dtype and device."""
@@ -52,6 +54,8 @@ class WeightSlot:
             tensor = tensor.narrow(
                 self.shard_dim, self.start, self.destination.shape[self.shard_dim]
             )
+        if self.order is not None:
+            tensor = tensor.index_select(0, self.order)
         self.destination.copy_(tensor)
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.grouped_gemm import block_rows_of, down, gate_up_silu
 from tllm_spec.kernels.moe_combine import moe_combine
 from tllm_spec.kernels.moe_permute import moe_permute
 from tllm_spec.kernels.moe_routing import RoutingRule, Scoring, moe_routing
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
-from tllm_spec.models.module import Module, Placement, WeightSlot
+from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,15 @@ class MoEConfig:
     """Qwen2-MoE: the shared expert's output is multiplied by the sigmoid of one more output."""
     apply_weight_on_input: bool = False
     """Llama 4: an expert's weight multiplies its input instead of its output."""
+    float32_router: bool = False
+    """DeepSeek: a model in 16 bits computes its router's logits in float32."""
+
+    @property
+    def num_shared(self) -> int:
+        """1 if the shared expert is computed as one more routed expert, which every token takes
+        with weight 1: it saves the launches of a layer of its own. Otherwise 0."""
+        has_size = self.shared_intermediate_size == self.intermediate_size
+        return int(has_size and not self.shared_gate)
 
     @property
     def routing(self) -> RoutingRule:
@@ -48,14 +58,15 @@ class MoEConfig:
             scale=self.routed_scaling_factor,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
+            num_shared=self.num_shared,
         )
 
     @property
     def row_elements(self) -> int:
         """Elements of the activations that a token has at a time in addition to hidden states: what
         its experts compute and put out, or the shared expert."""
-        routed = self.top_k * (self.intermediate_size + self.hidden_size)
-        return routed + 3 * self.shared_intermediate_size
+        taken = self.routing.num_taken * (self.intermediate_size + self.hidden_size)
+        return taken + (0 if self.num_shared else 3 * self.shared_intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -83,27 +94,45 @@ class Router(Linear):
 
     def __init__(self, config: MoEConfig, placement: Placement) -> None:
         super().__init__(config.hidden_size, config.num_experts, bias=False, placement=placement)
-        self.rule = config.routing
+        self.rule, self.in_float32 = config.routing, config.float32_router
         values = torch.empty(config.num_experts, dtype=torch.float32, device=placement.device)
         self.e_score_correction_bias = (
             nn.Parameter(values, requires_grad=False) if config.has_correction_bias else None
         )
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`."""
-        return moe_routing(self.forward(x), self.rule, self.e_score_correction_bias)
+        """Experts `[T, k]` int32 and weights `[T, k]` float32 for x `[T, H]`; k includes
+        `num_shared`."""
+        return moe_routing(self.logits(x), self.rule, self.e_score_correction_bias)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, E]`, of x's dtype or float32."""
+        if not self.in_float32 or x.dtype == torch.float32:
+            return self.forward(x)
+        if x.is_cuda and not self.batch_invariant:
+            return torch.mm(x, self.matrix, out_dtype=torch.float32)
+        wide_x, wide_weight = x.float(), self.weight.float()
+        if self.batch_invariant:
+            return batch_invariant_linear(wide_x, wide_weight)
+        return wide_x.mm(wide_weight.t())
 
 
 class Experts(Module):
     """A rank has some of the experts, and of these a slice of the intermediate size: all experts
-    without expert parallelism, whole ones with nothing else."""
+    without expert parallelism, whole ones with nothing else. The last may be the shared one."""
 
     def __init__(self, config: MoEConfig, placement: Placement, names: MoENames) -> None:
         super().__init__()
         self.names, self.mapping = names, placement.mapping
-        hidden, number = config.hidden_size, self.mapping.shard_experts(config.num_experts)
+        self.num_routed = self.mapping.shard_experts(config.num_experts)
+        if config.num_shared and self.mapping.ep_size > 1:
+            raise ValueError(
+                f"moe_expert_parallel_size = {self.mapping.ep_size} is not served for a model "
+                "whose shared expert is as large as the others; 1 is accepted"
+            )
+        hidden, number = config.hidden_size, self.num_routed + config.num_shared
         inner = self.mapping.shard_expert(config.intermediate_size)
-        self.first = number * self.mapping.ep_rank
+        self.first = self.num_routed * self.mapping.ep_rank
         self.gate_up = placement.parameter(number, 2 * inner, hidden)
         self.down = placement.parameter(number, hidden, inner)
 
@@ -131,28 +160,38 @@ class Experts(Module):
         return parts.masked_fill_(is_elsewhere.view(-1, 1), 0)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        inner = self.down.shape[2]
-        if self.names.fused:
+        names, number = self.names, self.num_routed
+        if names.fused:
             if self.mapping.tp_size > 1:
                 raise ValueError(
                     "tensor parallelism is not served for checkpoints whose experts are fused"
                 )
             for name, parameter in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
-                by_inputs = parameter.transpose(1, 2)
+                by_inputs = parameter[:number].transpose(1, 2)
                 yield f"{path}.{name}", WeightSlot(by_inputs, tuple(by_inputs.shape))
-            return
+        else:
+            for expert in range(number * self.mapping.ep_size):
+                parts = (names.gate, names.up, names.down)
+                own = expert - self.first
+                yield from self._slots_of(own, f"{path}.{expert}", parts)
+        if number < len(self.down):
+            parts = ("gate_proj", "up_proj", "down_proj")
+            yield from self._slots_of(number, sibling(path, names.shared), parts)
+
+    def _slots_of(
+        self, expert: int, path: str, parts: tuple[str, str, str]
+    ) -> Iterator[tuple[str, WeightSlot]]:
+        """expert: its index on this rank, outside of the range for another rank's. `parts`: the
+        names of gate, up and down."""
+        number, hidden, inner = self.down.shape
+        is_here = 0 <= expert < number
+        gate = self.gate_up[expert, :inner] if is_here else None
+        up = self.gate_up[expert, inner:] if is_here else None
+        down_weight = self.down[expert] if is_here else None
         start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
-        number, hidden, _ = self.down.shape
-        for expert in range(number * self.mapping.ep_size):
-            own = expert - self.first
-            is_here = 0 <= own < number
-            gate = self.gate_up[own, :inner] if is_here else None
-            up = self.gate_up[own, inner:] if is_here else None
-            down_weight = self.down[own] if is_here else None
-            for name, rows in ((self.names.gate, gate), (self.names.up, up)):
-                yield f"{path}.{expert}.{name}.weight", WeightSlot(rows, (full, hidden), 0, start)
-            slot = WeightSlot(down_weight, (hidden, full), 1, start)
-            yield f"{path}.{expert}.{self.names.down}.weight", slot
+        for name, rows in zip(parts[:2], (gate, up), strict=True):
+            yield f"{path}.{name}.weight", WeightSlot(rows, (full, hidden), 0, start)
+        yield f"{path}.{parts[2]}.weight", WeightSlot(down_weight, (hidden, full), 1, start)
 
 
 class SharedExpert(Module):
@@ -175,7 +214,8 @@ class SharedExpert(Module):
 
 
 class SparseMoE(Module):
-    """Top-k routed experts, and a shared expert if the config has one."""
+    """Top-k routed experts, and a shared expert if the config has one. `shared`: that expert, where
+    it is a layer of its own."""
 
     router: Router
     experts: Experts
@@ -190,7 +230,8 @@ class SparseMoE(Module):
         self.is_shared = placement.mapping.tp_size > 1
         self.add_under(names.router, "router", Router(config, placement))
         self.experts = Experts(config, placement, names)
-        shared = SharedExpert(config, placement) if config.shared_intermediate_size else None
+        has_layer = config.shared_intermediate_size > 0 and not config.num_shared
+        shared = SharedExpert(config, placement) if has_layer else None
         self.add_under(names.shared, "shared", shared)
         gate = Linear(config.hidden_size, 1, bias=False, placement=placement)
         self.add_under(names.shared_gate, "shared_gate", gate if config.shared_gate else None)
@@ -211,13 +252,13 @@ class SparseMoE(Module):
 
     def _output(self, x: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
         """This rank's part, added to `add_to` if given."""
-        experts, weights = self.router.route(x)
+        (experts, weights), taken = self.router.route(x), self.router.rule.num_taken
         if self.config.apply_weight_on_input:
             parts = self.experts.forward(x, experts, weights)
-            total = moe_combine(parts, None, self.config.top_k, add_to)
+            total = moe_combine(parts, None, taken, add_to)
         else:
             parts = self.experts.forward(x, experts)
-            total = moe_combine(parts, weights, self.config.top_k, add_to)
+            total = moe_combine(parts, weights, taken, add_to)
         if self.shared is not None:
             self.shared.add_to(total, x, self.shared_gate)
         return total

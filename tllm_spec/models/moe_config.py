@@ -18,6 +18,9 @@ MOE_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    # `flat_llama4` fills in what is missing.
+    "Llama4ForCausalLM": {},
+    "Llama4ForConditionalGeneration": {},
 }
 
 
@@ -31,7 +34,8 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
         return None
     is_mixtral = architecture == "MixtralForCausalLM"
     size = raw["intermediate_size" if is_mixtral else "moe_intermediate_size"]
-    has_shared = architecture == "Qwen2MoeForCausalLM"
+    is_llama4 = architecture.startswith("Llama4")
+    has_shared = is_llama4 or architecture == "Qwen2MoeForCausalLM"
     config = MoEConfig(
         hidden_size=int(raw["hidden_size"]),
         num_experts=_num_experts(raw),
@@ -39,7 +43,9 @@ def moe_config(architecture: str, raw: dict[str, Any]) -> MoEConfig | None:
         intermediate_size=int(size),
         normalise_top_k=is_mixtral or bool(raw.get("norm_topk_prob")),
         shared_intermediate_size=int(raw["shared_expert_intermediate_size"]) if has_shared else 0,
-        shared_gate=has_shared,
+        shared_gate=architecture == "Qwen2MoeForCausalLM",
+        scoring="sigmoid" if is_llama4 else "softmax",
+        apply_weight_on_input=is_llama4,
     )
     if not 0 < config.top_k <= config.num_experts:
         raise ValueError(
@@ -53,6 +59,8 @@ def sparse_layers(architecture: str, raw: dict[str, Any]) -> frozenset[int]:
     """The layers that have experts; the others have a dense MLP."""
     if architecture not in MOE_DEFAULTS:
         return frozenset()
+    if "moe_layers" in raw:
+        return frozenset(raw["moe_layers"])
     step = int(raw.get("decoder_sparse_step") or 1)
     dense = set(raw.get("mlp_only_layers") or ())
     return frozenset(

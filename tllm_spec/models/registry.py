@@ -8,13 +8,15 @@ import torch
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from tllm_spec.models.module import Placement, specialize_for_cpu
 from tllm_spec.models.weights import fill_random, load_weights
 
 LoadFormat = Literal["auto", "dummy"]
 
-MODELS = {
+MODELS: dict[str, type[LlamaForCausalLM] | type[DeepseekForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
@@ -22,6 +24,10 @@ MODELS = {
     "MixtralForCausalLM": LlamaForCausalLM,
     "Qwen2MoeForCausalLM": LlamaForCausalLM,
     "Qwen3MoeForCausalLM": LlamaForCausalLM,
+    "Llama4ForCausalLM": Llama4ForCausalLM,
+    "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
+    "DeepseekV2ForCausalLM": DeepseekForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekForCausalLM,
 }
 
 

@@ -3,18 +3,17 @@
 Tensors are copied one at a time from the memory-mapped file into the (fused, sharded) parameter, so
 the host holds no second copy. `Module.slots` says where each tensor goes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.config import read_json
+from tllm_spec.models.checkpoint import checkpoint_tensors, listed
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.fp8_blocks import dequantised_tensors
 from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.module import Module, WeightSlot
-
-INDEX = "model.safetensors.index.json"
 
 
 def load_weights(model: CausalLM, path: Path) -> None:
@@ -25,9 +24,18 @@ def load_weights(model: CausalLM, path: Path) -> None:
             them.
     """
     stored = (
-        (name, tensor) for name, tensor in checkpoint_tensors(path) if not model.ignores(name)
+        (model.parameter_name(name), tensor)
+        for name, tensor in stored_tensors(path, model.config, lambda name: not model.ignores(name))
     )
     fill(model, stored, f"The checkpoint in {path} does not fit {model.config.architecture}")
+
+
+def stored_tensors(
+    path: Path, config: ModelConfig, wants: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint whose names are wanted, dequantised. Raises ValueError for a file
+    that is missing or not readable."""
+    return (dequantised_tensors if config.has_fp8_blocks else checkpoint_tensors)(path, wants)
 
 
 def fill(model: Module, tensors: Iterable[tuple[str, torch.Tensor]], misfit: str) -> None:
@@ -44,7 +52,7 @@ def fill(model: Module, tensors: Iterable[tuple[str, torch.Tensor]], misfit: str
         else:
             surplus.append(name)
     if missing or surplus:
-        raise ValueError(f"{misfit}: missing {_listed(missing)}; surplus {_listed(surplus)}.")
+        raise ValueError(f"{misfit}: missing {listed(missing)}; surplus {listed(surplus)}.")
 
 
 def fill_random(model: Module, seed: int = 0) -> None:
@@ -69,52 +77,9 @@ def weight_table(model: Module) -> dict[str, WeightSlot]:
     return table
 
 
-def checkpoint_files(path: Path) -> list[Path]:
-    """`model.safetensors`, or the shards that the index names.
-
-    Raises:
-        ValueError: neither exists, or a shard is missing.
-    """
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    if not (path / INDEX).is_file():
-        raise ValueError(
-            f"{path} has neither model.safetensors nor {INDEX}; other weight formats are not read."
-        )
-    weight_map = read_json(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files.")
-    shards = set(weight_map.values())
-    absent = sorted(shard for shard in shards if not (path / shard).is_file())
-    if absent:
-        raise ValueError(f"{path / INDEX} names files that are not there: {_listed(absent)}.")
-    return [path / shard for shard in sorted(shards)]
-
-
-def checkpoint_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and memory-mapped tensors of the checkpoint in the folder `path`, file by file.
-
-    Raises:
-        ValueError: no checkpoint, or a file that is not readable.
-    """
-    for file in checkpoint_files(path):
-        try:
-            with safe_open(file, framework="pt") as checkpoint:
-                for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                    yield name, checkpoint.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
-
-
 def _load(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise ValueError(
             f"{name} has the shape {list(tensor.shape)}; the config asks for {list(slot.shape)}."
         )
     slot.load(tensor)
-
-
-def _listed(names: Iterable[str], limit: int = 10) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more if names else "none"

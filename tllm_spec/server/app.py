@@ -162,13 +162,16 @@ class OpenAIServer:
         self._check_servable(body)
         with bad_request():
             params = body.to_sampling_params()
+        if params.truncate_prompt_tokens is None:
+            self._check_lengths(body.prompt)
         handles = await self._admission.start(
             len(body.prompt),
-            len(await request.body()),
+            request.state.body_size,
             lambda: body.prompt,
             params,
             streaming=body.stream,
         )
+        request.state.release_body()
         answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await self._respond(body, request, answer, handles)
 
@@ -186,10 +189,18 @@ class OpenAIServer:
                 self._chat_prompts.token_ids(messages, variables, add_generation_prompt=with_prompt)
             ]
 
-        size = len(await request.body())
+        self._check_lengths([message.content for message in body.messages])
+        size = request.state.body_size
         handles = await self._admission.start(1, size, prompts, params, streaming=body.stream)
+        request.state.release_body()
         answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
         return await self._respond(body, request, answer, handles)
+
+    def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
+        """Refuses what is too long at once: it would take memory until it is tokenised."""
+        with bad_request():
+            for prompt in prompts:
+                self._llm.check_length(prompt)
 
     def _check_servable(self, body: GenerationRequest) -> None:
         self._check_healthy()

@@ -3,8 +3,13 @@ then a closed connection means stop."""
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +51,30 @@ class Control:
                 settings = ChildSettings(**message)
                 sys.path[:] = settings.import_path
                 configure_logs(settings.log_level, settings.log_format)
+                if settings.log_format == "json" or not sys.stderr.isatty():
+                    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
                 return settings
+
+    def when_ended(self, function: Callable[[], object]) -> None:
+        """Calls the function, in a thread, once the supervisor closes its end or has gone."""
+
+        def wait() -> None:
+            with suppress(OSError):
+                while self.socket.recv(1):
+                    pass
+            function()
+
+        threading.Thread(target=wait, name="tllm-control", daemon=True).start()
 
     def send(self, kind: str, text: str = "") -> None:
         try:
             self.socket.sendall(pack([kind, text]))
         except OSError:
             return  # the supervisor has gone; nobody is left to be told
+
+
+def freeze_heap() -> None:
+    """Excludes the objects made so far from garbage collection. There are hundreds of thousands,
+    they live as long as the process, and a full collection would delay requests."""
+    gc.collect()
+    gc.freeze()

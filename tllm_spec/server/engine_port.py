@@ -112,6 +112,7 @@ class EnginePort:
             link.send(["load", len(self._entries)])
 
     def receive(self, link: Link, message: Sequence[Any]) -> None:
+        """Raises ValueError, TypeError or LookupError for what no front sends."""
         kind = message[0]
         if kind == "submit":
             self._submit(link, message)
@@ -119,9 +120,10 @@ class EnginePort:
             _, front_ids, reason = message
             for front_id in front_ids:
                 self._cancel(self._own_ids[link].get(front_id), reason)
-        else:
-            assert kind == "call", kind
+        elif kind == "call":
             self._answer(link, *message[1:])
+        else:
+            raise ValueError(f"unknown message {kind!r}")
 
     def _cancel(self, request_id: int | None, reason: str) -> None:
         if request_id in self._uncompiled:

@@ -25,7 +25,8 @@ access_log = logging.getLogger("tllm_spec.access")
 OPEN_PATHS = frozenset({"/health"})  # without a key: load balancers ask for it
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 # Bodies in memory at once, as a multiple of the largest one.
-BODIES_AT_ONCE = 4
+BODIES_AT_ONCE = 2
+LARGE_BODY = 1 << 20  # bytes; only one such body is parsed and tokenised at a time
 # A body's text is cheap, its values are not: a parsed one takes up to 200 bytes.
 MAX_VALUES = 1 << 20
 SEPARATORS = (b",", b":", b"[", b"{")
@@ -38,14 +39,16 @@ class _Disconnected(Exception):
 
 
 class Guard:
-    """ASGI middleware. A route that generates leaves a function in the scope's state as `tokens`,
-    for the access log: it returns the tokens of prompts and of outputs."""
+    """ASGI middleware. It leaves `release_body` in the scope's state, which a route may call when
+    it is done with the body, and `body_size`. A route that generates leaves a function there as
+    `tokens`, for the access log: it returns the tokens of prompts and of outputs."""
 
     def __init__(self, app: App, options: ServerOptions) -> None:
         self._app = app
         self._options = options
         self._key = None if options.api_key is None else options.api_key.encode()
-        self._num_held = 0  # bytes of bodies
+        self._num_held = 0  # bytes of bodies that are being read, parsed or tokenised
+        self._one_large = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,18 +87,24 @@ class Guard:
             response = refusal.response()
             response.headers.update(CLOSES)
             return await response(scope, receive, send)
-        held = len(body)
+        is_large = len(body) > LARGE_BODY
+        if is_large:
+            await self._one_large.acquire()
+        is_held = True
 
-        async def send_and_release(message: Message) -> None:
-            """What runs after the first part of an answer is bounded by the queue's size."""
-            nonlocal held
-            self._num_held, held = self._num_held - held, 0
-            await send(message)
+        def release() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                self._num_held -= len(body)
+                if is_large:
+                    self._one_large.release()
 
+        scope["state"] |= {"release_body": release, "body_size": len(body)}
         try:
-            return await self._app(scope, _replayed(body, receive), send_and_release)
+            return await self._app(scope, _replayed(body, receive), send)
         finally:
-            self._num_held -= held
+            release()
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         hosts = self._options.hosts
@@ -159,6 +168,7 @@ class Guard:
             is_taken = True
             return body
         finally:
+            chunks.clear()  # a traceback of this frame would keep them
             if not is_taken:
                 self._num_held -= size
 

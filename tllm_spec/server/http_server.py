@@ -85,15 +85,20 @@ class HttpServer:
         self._max_connections = options.max_connections
 
     async def serve(
-        self, listener: socket.socket, stop: asyncio.Event, end_requests: Callable[[], None]
+        self,
+        listener: socket.socket,
+        stop: asyncio.Event,
+        end_requests: Callable[[], None],
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """Until `stop`. Then running requests have `shutdown_timeout` seconds; `end_requests` ends
-        those that are left."""
+        those that are left. `on_ready` is called once connections are accepted."""
         self._max_connections = min(self._max_connections, raise_file_limit() - OTHER_FILES)
         listener.setblocking(False)
         listener.listen(BACKLOG)
         accepting = asyncio.create_task(self._accept_all(listener))
         clock = asyncio.create_task(self._keep_date())
+        on_ready()
         try:
             await stop.wait()
             accepting.cancel()

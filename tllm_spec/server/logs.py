@@ -34,9 +34,7 @@ def configure_logs(level: str, log_format: LogFormat) -> None:
     """level: one of Python's names, in any case."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
     # Its messages are written for another command line.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -23,6 +24,15 @@ class ServerOptions:
     api_key: str | None = None
     hosts: frozenset[str] | None = None
     allow_control_tokens: bool = False
+
+    def to_plain(self) -> dict[str, Any]:
+        """For another process."""
+        return asdict(self) | {"hosts": None if self.hosts is None else sorted(self.hosts)}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> ServerOptions:
+        hosts = plain["hosts"]
+        return cls(**plain | {"hosts": None if hosts is None else frozenset(hosts)})
 
 
 def hosts_of(address: str) -> frozenset[str] | None:

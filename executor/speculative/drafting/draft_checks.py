@@ -4,17 +4,22 @@ from typing import Any
 
 from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
 from tllm_spec.executor.speculative.modes import DraftModel
-from tllm_spec.models.config import read_json
+from tllm_spec.models.config import ModelConfig, read_json
+from tllm_spec.models.mtp import check_nextn
 from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 
 # Keys of config.json that only EAGLE-3 heads have.
 HEAD_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
 
 
-def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None) -> None:
+def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None, target: ModelConfig) -> None:
     """Raises ValueError, naming the option, when the folder has a head instead of a model or a
-    model instead of a head, and when a model's tokenizer is not the target's."""
+    model instead of a head, when a model's tokenizer is not the target's, and when the target's
+    checkpoint has no module to draft with."""
     if draft is None:
+        return
+    if draft.path is None:
+        check_nextn(target)
         return
     folder = draft_folder(draft)
     option = f"speculative_config.speculative_model = {draft.path!r}"

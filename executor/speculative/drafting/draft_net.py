@@ -1,5 +1,5 @@
-"""One interface for the two kinds of draft networks on the target's pages: an EAGLE-3 head and a
-whole model.
+"""One interface for the kinds of draft networks on the target's pages: an EAGLE-3 head, an MTP
+module and a whole model.
 
 They differ in their inputs (a token with the hidden state before it, or a token only) and in the
 position that a token's KV goes to."""
@@ -14,6 +14,7 @@ from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.mtp import NextnModule
 
 
 class DraftNet(ABC):
@@ -105,6 +106,43 @@ class Eagle3Net(DraftNet):
 
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
         return self.head.compute_logits(state)
+
+
+class NextnNet(DraftNet):
+    """An MTP module on the target's hidden states after the final norm, which its forward captured
+    in `spec`."""
+
+    shift = 0
+    reads_tokens_only = False
+    has_one_layer = True
+
+    def __init__(self, module: NextnModule, spec: SpecMetadata) -> None:
+        self.module = module
+        self._spec = spec
+        self.vocab_size = module.config.vocab_size
+
+    def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
+        return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
+
+    def captured(self, num_rows: int) -> torch.Tensor | None:
+        return self._spec.captured(num_rows)
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        return captured
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        state: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if state is None:
+            state = self._spec.captured(token_ids.shape[0])
+        return self.module.predict(token_ids, positions, state, context)
+
+    def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
+        return self.module.compute_logits(state)
 
 
 class CausalNet(DraftNet):

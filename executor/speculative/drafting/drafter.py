@@ -44,6 +44,12 @@ class Drafter(ABC):
         ids that may follow `request.tokens` (prompt and output so far; read it, do not change it).
         More than are wanted, up to `max_draft_len`, are cut off. An exception, more tokens than
         that or an id outside the vocabulary fails that request with a message, and no other.
+
+        With more `max_total_draft_tokens` than `max_draft_len` the drafts may be a tree: a list of
+        paths, `[[5, 6], [5, 8], [9]]`, or a list of tokens, parents before children, with
+        `request.py_draft_parents`: for each the number of the token before it, counted from 1, and
+        0 for the last token of `request.tokens`. `num_drafts_wanted` is then the longest path.
+
         `resource_manager` is the one that was configured with the drafter."""
 
 

@@ -8,11 +8,19 @@ from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_laye
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, DraftNet, Eagle3Net
+from tllm_spec.executor.speculative.drafting.draft_net import (
+    CausalNet,
+    DraftNet,
+    Eagle3Net,
+    NextnNet,
+)
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.mtp import NextnModule, load_nextn
+from tllm_spec.models.registry import LoadFormat
 from tllm_spec.zoo.registry import resolve_model
 
 
@@ -21,7 +29,7 @@ class LoadedDraft:
     """`spec`: the hidden states that the target captures for a head."""
 
     plan: DraftModel
-    net: CausalLM | Eagle3Head
+    net: CausalLM | Eagle3Head | NextnModule
     spec: SpecMetadata | None
 
     def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> DraftLayers:
@@ -30,18 +38,41 @@ class LoadedDraft:
         if isinstance(self.net, Eagle3Head):
             assert self.spec is not None
             net = Eagle3Net(self.net, self.spec)
+        elif isinstance(self.net, NextnModule):
+            assert self.spec is not None
+            net = NextnNet(self.net, self.spec)
         else:
             net = CausalNet(self.net, vocab_size)
         return DraftLayers(net, backend, rows)
 
 
 def draft_folder(plan: DraftModel) -> Path:
-    """The folder of the draft weights. Raises ValueError with the option's name if it does not
-    exist."""
+    """The folder of draft weights that are not the target's. Raises ValueError with the option's
+    name if it does not exist."""
+    assert plan.path is not None
     try:
         return resolve_model(plan.path)
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_model: {error}") from None
+
+
+def load_mtp(
+    plan: DraftModel,
+    target: CausalLM,
+    folder: Path,
+    load_format: LoadFormat,
+    *,
+    max_num_tokens: int,
+) -> LoadedDraft:
+    """Load the MTP module of the target's checkpoint. Raises ValueError if tensors are missing or
+    surplus."""
+    assert isinstance(target, DeepseekForCausalLM)
+    module = load_nextn(folder, target, load_format)
+    config = target.config
+    spec = SpecMetadata(
+        (config.num_layers,), config.hidden_size, max_num_tokens, target.dtype, target.device
+    )
+    return LoadedDraft(plan, module, spec)
 
 
 def load_head(

@@ -1,7 +1,6 @@
 """The hooks through which a drafter on the device takes part in the target's rounds.
 
-`RoundEnd` itself drafts nothing: it serves plain decoding, and drafters on the host or with a KV
-cache of their own."""
+`RoundEnd` itself drafts nothing: it serves plain decoding and drafters on the host."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,9 +1,13 @@
-"""Drafts a tree: K beams grow for S steps, and the best of all their candidates become the nodes
-of the next window (EAGLE-2's dynamic trees).
+"""Drafts trees with a draft network on the target's pages.
 
-S steps need S - 1 forwards of the draft network, since the last candidates are not read by it. The
-beams' keys stand after those of the accepted tokens, step by step; a mask lets each beam see its
-own ancestors only."""
+Dynamic trees (EAGLE-2): K beams grow for S steps, and the best of all their candidates become the
+nodes of the next window. Static trees: the layout says which candidates become nodes. S steps need
+S - 1 forwards of the network, since the last candidates are not read by it.
+
+What the network reads is stored after the accepted tokens, step by step. A mask lets each draft see
+its own ancestors only."""
+
+from functools import cache
 
 import torch
 
@@ -13,72 +17,129 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroup
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
-from tllm_spec.kernels.beam_pool import BeamPool, Beams
-from tllm_spec.kernels.draft_beams import (
-    add_last,
-    first_beams,
-    grow,
-    select,
-)
+from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
+from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
+from tllm_spec.kernels.draft_layout import DraftLayout
 from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.static_beams import StaticStep, static_steps
 from tllm_spec.kernels.tree_mask import TreeMask
 
 
 class TreeDrafting:
-    """For a draft network on the target's pages."""
+    """Functions of device tensors, so that a CUDA graph can hold them."""
 
     def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
         self._layers, self._slots, self._sampling = layers, slots, sampling
+        self._static = cache(self._static_tree)
 
     def draft(self, group: RowGroup, shape: DraftShape, state: torch.Tensor, bound: int) -> None:
         """Writes trees of this shape into the slots of the group, one row each. state `[N, H]`: of
-        the last tokens that the network has read; bound: of the KV lengths up to them.
+        the last tokens that the network has read; bound: of the KV lengths up to them."""
+        kv_lens = gather_rows(self._slots.kv_lens, group.slots)
+        growth = _Growth(self._layers, self._sampling, group, kv_lens, shape.topk, bound)
+        if shape.choices:
+            tree = self._draft_static(growth, shape, state)
+        else:
+            tree = self._draft_dynamic(growth, shape, state)
+        self._slots.write_tree(group.slots, tree)
 
-        A function of device tensors, so that a CUDA graph can hold it."""
-        topk, kv_lens = shape.topk, gather_rows(self._slots.kv_lens, group.slots)
-        pool = BeamPool.allocate(len(group.slots), topk, shape.depth, state.device)
-        beams = first_beams(pool, *self._candidates(group, 0, state, kv_lens, topk))
-        if not self._layers.net.reads_tokens_only:
-            state = state.repeat_interleave(topk, dim=0)
+    def _draft_dynamic(
+        self, growth: "_Growth", shape: DraftShape, state: torch.Tensor
+    ) -> DraftTree:
+        topk = shape.topk
+        pool = BeamPool.allocate(len(growth.kv_lens), topk, shape.depth, state.device)
+        beams = first_beams(pool, *growth.candidates(0, state))
         for step in range(1, shape.depth):
-            state = self._run(group, step, beams, state, kv_lens, bound + step * topk)
-            candidates = self._candidates(group, step, state, kv_lens, topk)
+            # Of the first beams all K continue the same row.
+            parents = (beams.rows if step > 1 else beams.rows // topk).flatten()
+            num_before = (step - 1) * topk
+            state = growth.read(step, beams.tokens, beams.bits, num_before, state, parents)
+            probs, tokens = growth.candidates(step, state)
+            children = probs.view(-1, topk, topk), tokens.view(-1, topk, topk)
             if step + 1 == shape.depth:
-                add_last(pool, step, beams, *candidates)
+                add_last(pool, step, beams, *children)
             else:
-                beams = grow(pool, step, beams, *candidates)
-        self._slots.write_tree(group.slots, select(pool, shape.num_nodes), shape.depth)
+                beams = grow(pool, step, beams, *children)
+        return select(pool, shape.num_nodes)
 
-    def _run(
+    def _draft_static(self, growth: "_Growth", shape: DraftShape, state: torch.Tensor) -> DraftTree:
+        steps, layout = self._static(shape)
+        batch, num_read, found = len(growth.kv_lens), 0, list[torch.Tensor]()
+        for index, step in enumerate(steps):
+            _, tokens = growth.candidates(index, state)
+            own = step.take(tokens.view(batch, -1, shape.topk))
+            found.append(own)
+            if index + 1 < len(steps):
+                num_rows, num_parents = len(step.runs), len(state) // batch
+                firsts = torch.arange(0, len(state), num_parents, device=state.device)
+                parents = (firsts.unsqueeze(1) + step.parent_rows).flatten()
+                bits = step.bits.expand(batch, num_rows).contiguous()
+                read = own.index_select(1, step.runs)
+                state = growth.read(index + 1, read, bits, num_read, state, parents)
+                num_read += num_rows
+        rows = (each.expand(batch, -1) for each in layout)
+        return DraftTree(torch.cat(found, dim=1), *rows)
+
+    def _static_tree(
+        self, shape: DraftShape
+    ) -> tuple[list[StaticStep], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The steps of a static tree, and its parents, depths and bits."""
+        layout, device = DraftLayout.from_paths(shape.choices), self._slots.device
+        parents, depths, bits = (
+            torch.tensor(each, dtype=torch.int64, device=device)
+            for each in (layout.parents, layout.depths, layout.bits)
+        )
+        return static_steps(layout, device), (parents, depths, bits)
+
+
+class _Growth:
+    """What the steps of one round share: N requests, with their lengths kv_lens `[N]`."""
+
+    def __init__(
         self,
+        layers: DraftLayers,
+        sampling: DraftSampling,
         group: RowGroup,
-        step: int,
-        beams: Beams,
-        state: torch.Tensor,
         kv_lens: torch.Tensor,
-        max_kv_len: int,
-    ) -> torch.Tensor:
-        """The states after the beams, `[N * K, H]`. state `[N * K, H]`: of the step before."""
-        net, (num_rows, topk) = self._layers.net, beams.tokens.shape
-        if not net.reads_tokens_only:
-            state = state.index_select(0, beams.rows.flatten())
+        topk: int,
+        bound: int,
+    ) -> None:
+        self.kv_lens = kv_lens
+        self._layers, self._sampling = layers, sampling
+        self._group, self._topk, self._bound = group, topk, bound
         # See DraftNet.shift: a head's entry of a draft is at the position before it.
-        depths = torch.full((num_rows, topk), step - 1, device=state.device)
+        shift = layers.net.shift
+        self._first = kv_lens + shift if shift else kv_lens
+
+    def candidates(self, step: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best next tokens after each row and their probabilities, `[N * n, K]`, best first.
+        state `[N * n, H]`: after `step` drafts."""
+        logits = self._layers.net.compute_logits(state)
+        return self._sampling.best(self._group, logits, self.kv_lens + (1 + step), self._topk)
+
+    def read(
+        self,
+        depth: int,
+        tokens: torch.Tensor,
+        bits: torch.Tensor,
+        num_before: int,
+        state: torch.Tensor,
+        parents: torch.Tensor,
+    ) -> torch.Tensor:
+        """The states after drafts tokens `[N, R]` of a depth (from 1 on), `[N * R, H]`.
+
+        bits `[N, R]`: which of all drafts read in this round each sees; num_before: those of
+        earlier steps. state `[N * n, H]`: of the step before; parents `[N * R]`: its rows that
+        these drafts continue."""
+        length = num_before + tokens.shape[1]
+        if not self._layers.net.reads_tokens_only:
+            state = gather_rows(state, parents)
+        depths = torch.full_like(tokens, depth - 1)
         windows = Windows(
-            group.slots,
-            kv_lens + net.shift if net.shift else kv_lens,
-            beams.tokens,
-            min(max_kv_len, self._layers.rows.max_len),
-            tree=TreeRows(depths, TreeMask(beams.bits, step * topk), (step - 1) * topk),
+            self._group.slots,
+            self._first,
+            tokens,
+            min(self._bound + length, self._layers.rows.max_len),
+            tree=TreeRows(depths, TreeMask(bits, length), num_before),
         )
         return self._layers.forward([], windows, state)
-
-    def _candidates(
-        self, group: RowGroup, step: int, state: torch.Tensor, kv_lens: torch.Tensor, topk: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's best next tokens and their probabilities, `[N, K]` after the root and
-        `[N, K, K]` after beams, best first."""
-        logits = self._layers.net.compute_logits(state)
-        probs, tokens = self._sampling.best(group, logits, kv_lens + (1 + step), topk)
-        shape = (len(group.slots), topk) if step == 0 else (len(group.slots), topk, topk)
-        return probs.view(shape), tokens.view(shape)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.tree_rejection import reject_tree
 from tllm_spec.kernels.accept_tree import accept_tree
 from tllm_spec.kernels.draft_layout import DraftLayout
@@ -57,6 +58,21 @@ def test_the_emitted_tokens_have_the_targets_distribution_at_every_depth() -> No
     third = tokens[(rows[:, 2] == 3) & (lens == 3), 2]
     assert len(third) > 300 and chi_square(third, after_0) < 18.47
     assert (rows[:, 1][tokens[:, 0] == 3] == 2).all()
+
+
+def test_a_chain_is_rejected_like_reject_chain() -> None:
+    chain, number = DraftLayout.chain(2), torch.arange(DRAWS) % 3
+    generator = torch.Generator().manual_seed(2)
+    probs = torch.rand(DRAWS, 3, 5, generator=generator).softmax(-1)
+    tokens = torch.randint(0, 5, (DRAWS, 3), generator=generator)
+    parents, seeds = torch.tensor(chain.parents).expand(DRAWS, -1), torch.arange(DRAWS)
+    first = torch.full((DRAWS,), 7)
+    _, found, lens = reject_tree(probs, tokens, parents, 2, number, seeds, first)
+    positions = first.unsqueeze(1) + torch.arange(3)
+    expected, numbers = reject_chain(probs, None, tokens[:, 1:], number, seeds, positions)
+    assert torch.equal(lens, numbers) and set(lens.tolist()) == {1, 2, 3}
+    is_new = torch.arange(3) < lens.unsqueeze(1)
+    assert torch.equal(found[is_new], expected[is_new])
 
 
 def test_a_second_sibling_with_the_same_token_changes_nothing() -> None:

@@ -1,0 +1,265 @@
+"""Streamed clients of `tllm-serve` next to the same streams through `LLM` in one process.
+
+    python -m benchmarks.serving_load [--clients 1,64,256] [--configs plain,eagle3] [--frontends 1]
+    python -m benchmarks.serving_load --shape zoo --device cpu   # shows that it runs, in a minute
+
+An 8B Llama's shape in bf16 with random weights; prompts of 512 random token ids, 256 tokens out,
+greedy, synthetic acceptance. Clients are raw sockets in processes of their own. A load is warmed up
+once; each figure is over one wave of requests."""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+from benchmarks.h200_parts.llm import Stream, serving_details
+from benchmarks.harness.engine import release
+from benchmarks.harness.models import LLAMA_8B, Models, open_models
+from benchmarks.harness.report import about, save, table
+
+MAX_CLIENT_PROCESSES = 8
+DRAFT_LEN = 3
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Lengths are tokens."""
+
+    prompt_len: int
+    output_len: int
+    vocab_size: int
+
+    def prompts(self, number: int, seed: int) -> list[list[int]]:
+        random = Random(seed)
+        return [random.choices(range(self.vocab_size), k=self.prompt_len) for _ in range(number)]
+
+
+LOADS = {"llama-8b": Load(512, 256, LLAMA_8B["vocab_size"]), "zoo": Load(16, 24, 1000)}
+
+
+def llm_options(models: Models, config: str, load: Load, largest: int) -> dict[str, Any]:
+    """The arguments of `LLM`, as YAML can write them."""
+    sizes = sorted(
+        {size for size in (1, 2, 4, 8, 16, 32, 64, 128, 192, largest) if size <= largest}
+    )
+    options: dict[str, Any] = {
+        **models.options,
+        "max_batch_size": largest,
+        "max_seq_len": load.prompt_len + load.output_len + 1,
+        "cuda_graph_config": {"batch_sizes": sizes},
+    }
+    if config == "eagle3":
+        spec = models.eagle3(DRAFT_LEN)
+        rates = list(spec["synthetic_acceptance_rates"])
+        options["speculative_config"] = spec | {"synthetic_acceptance_rates": rates}
+    return options
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A word for each token: random weights have no tokenizer."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"Ġw{i}": i for i in range(vocab_size)}, unk_token="Ġw0"))
+    words.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+# In one process.
+
+
+async def in_process(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[Stream]:
+    from tllm_spec import SamplingParams
+
+    async def read(index: int, prompt: list[int]) -> Stream:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index)
+        stream = Stream(time.monotonic())
+        async for _ in llm.generate_async(prompt, params, streaming=True):
+            stream.arrivals.append(time.monotonic())
+        return stream
+
+    return await asyncio.gather(*(read(i, prompt) for i, prompt in enumerate(prompts)))
+
+
+# Served.
+
+
+@contextmanager
+def server(model: str, options: dict[str, Any], frontends: int) -> Iterator[tuple[str, int]]:
+    """Yields the address of a server that is ready."""
+    command = [sys.executable, "-m", "tllm_spec.cli.serve", model, "--port", "0"]
+    command += ["--frontends", str(frontends), "--served_model_name", "m", "--config", "/dev/stdin"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stderr is not None
+    process.stdin.write(yaml.safe_dump(options))
+    process.stdin.close()
+    log = []
+    try:
+        for line in process.stderr:
+            log.append(line)
+            if address := re.search(r"serving m on http://([\d.]+):(\d+)", line):
+                break
+        else:
+            raise RuntimeError("".join(log))
+        drain = multiprocessing.get_context("fork").Process(
+            target=lambda: process.stderr.read()  # type: ignore[union-attr]  # asserted above
+        )
+        drain.start()
+        yield address[1], int(address[2])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def served(address: tuple[str, int], prompts: list[list[int]], max_tokens: int) -> list[Stream]:
+    """Sends all prompts at once, from several processes."""
+    bodies = [
+        json.dumps(
+            {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+            | {"ignore_eos": True, "temperature": 0, "seed": index}
+        ).encode()
+        for index, prompt in enumerate(prompts)
+    ]
+    number = min(MAX_CLIENT_PROCESSES, len(bodies))
+    context = multiprocessing.get_context("fork")
+    with context.Pool(number) as pool:
+        parts = [(address, bodies[first::number]) for first in range(number)]
+        return [stream for part in pool.starmap(_read_streams, parts) for stream in part]
+
+
+def _read_streams(address: tuple[str, int], bodies: Sequence[bytes]) -> list[Stream]:
+    selector = selectors.DefaultSelector()
+    streams: list[Stream] = []
+    tails: dict[Any, bytes] = {}
+    for body in bodies:
+        connection = socket.create_connection(address)
+        streams.append(Stream(time.monotonic()))
+        connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        selector.register(connection, selectors.EVENT_READ, streams[-1])
+        tails[connection] = b""
+    while selector.get_map():
+        for key, _ in selector.select():
+            connection: Any = key.fileobj
+            data = connection.recv(1 << 16)
+            if b"data: {" in data:
+                key.data.arrivals.append(time.monotonic())
+            tails[connection] = (tails[connection] + data)[-64:]
+            if b"[DONE]" in tails[connection]:
+                selector.unregister(connection)
+                connection.close()
+            elif not data:
+                raise RuntimeError(f"a stream ended early: {tails[connection]!r}")
+    return streams
+
+
+# Both.
+
+
+def figures(streams: Sequence[Stream], output_len: int) -> dict[str, float]:
+    start = min(stream.sent for stream in streams)
+    end = max(stream.arrivals[-1] for stream in streams)
+    return {"tok/s": len(streams) * output_len / (end - start), **serving_details(streams)}
+
+
+def measure(
+    models: Models, config: str, load: Load, clients: Sequence[int], frontends: int
+) -> list[dict[str, Any]]:
+    options = llm_options(models, config, load, max(clients))
+    rows: list[dict[str, Any]] = []
+    with server(models.target, options, frontends) as address:
+        served(address, load.prompts(max(clients), 1), load.output_len)
+        for number in clients:
+            streams = served(address, load.prompts(number, 2 + number), load.output_len)
+            found = figures(streams, load.output_len)
+            rows.append({"config": config, "clients": number, "served": found})
+    # The engine that was served has left the device.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        results = pool.apply(measure_in_process, (models.target, options, load, tuple(clients)))
+    for row, found in zip(rows, results, strict=True):
+        row["in process"] = found
+    return rows
+
+
+def measure_in_process(
+    model: str, options: dict[str, Any], load: Load, clients: Sequence[int]
+) -> list[dict[str, float]]:
+    from tllm_spec import LLM
+
+    with LLM(model, **options) as llm:
+        asyncio.run(in_process(llm, load.prompts(max(clients), 1), load.output_len))
+        found = [
+            figures(
+                asyncio.run(in_process(llm, load.prompts(number, 2 + number), load.output_len)),
+                load.output_len,
+            )
+            for number in clients
+        ]
+    release()
+    return found
+
+
+def rows_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    heads = ("config", "clients", "tok/s in process", "served", "ratio", "p99 gap ms in process")
+    lines = []
+    for row in rows:
+        inside, outside = row["in process"], row["served"]
+        gap, first = "p99 of it", "first token ms"
+        lines.append(
+            [
+                row["config"],
+                str(row["clients"]),
+                f"{inside['tok/s']:,.0f}",
+                f"{outside['tok/s']:,.0f}",
+                f"{outside['tok/s'] / inside['tok/s']:.3f}",
+                f"{inside[gap]:.1f}",
+                f"{outside[gap]:.1f}",
+                f"{outside[gap] / inside[gap]:.3f}",
+                f"{inside[first]:.1f}",
+                f"{outside[first]:.1f}",
+            ]
+        )
+    more = ("served", "ratio", "first token p50 ms in process", "served")
+    return table((*heads, *more), lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clients", default="1,64,256")
+    parser.add_argument("--configs", default="plain,eagle3")
+    parser.add_argument("--frontends", type=int, default=1)
+    parser.add_argument("--shape", choices=tuple(LOADS), default="llama-8b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    clients, load = [int(each) for each in args.clients.split(",")], LOADS[args.shape]
+    rows: list[dict[str, Any]] = []
+    with open_models(args.shape, args.device) as models:
+        if models.is_8b:
+            write_tokenizer(Path(models.target), load.vocab_size)
+        for config in args.configs.split(","):
+            rows += measure(models, config, load, clients, args.frontends)
+            print("\n".join(rows_table(rows)), flush=True)
+    if args.output is not None:
+        save(args.output, {"about": about(args.device), "frontends": args.frontends, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Paged attention of generation windows over MLA's latents, in the absorbed form (arXiv 2405.04434,
+section 2.1.2): the key projection is multiplied into the queries before, the value projection into
+the result after. So all query heads of all tokens of a window attend to one shared vector per key,
+which is key and value, and each page is read once for a tile of query rows.
+
+Lengths and block tables are read on the device, and the launch depends on shapes only, so a
+captured launch can be replayed with other lengths. Each split of the keys takes an equal share of
+the request's actual length.
+
+`latent_attention` is a Triton kernel if Triton is available, otherwise the plain-torch reference,
+which is the definition."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.window_splits import power_of_two
+
+# Each split has at least so many keys.
+MIN_KEYS_PER_SPLIT = 64
+MAX_SPLITS = 64
+# Query rows whose partial results fit the workspace; with R = 512 it takes 32 MiB.
+MAX_PARTIAL_ROWS = 1 << 14
+# Elements that a program of the reduction adds up, over splits and latent.
+REDUCED_ELEMENTS = 8192
+
+
+@dataclass(frozen=True)
+class LatentTables:
+    """Positions of B windows of W tokens in the KV pool; all tensors on the device. The latents of
+    the windows themselves are in the pool."""
+
+    block_tables: torch.Tensor
+    """`[B, P]` int32."""
+    kv_lens: torch.Tensor
+    """`[B]` int32, at least 1: tokens in the cache, including the W of the window."""
+    window: int
+
+
+@dataclass(frozen=True)
+class LatentWorkspace:
+    """Partial results of the splits. One workspace serves all launches of a stream. Captured graphs
+    contain its addresses, so it must live as long as they do."""
+
+    outputs: torch.Tensor
+    """[rows, R] float32: row ((b * W + w) * H + head) * num_splits + split."""
+    log_sums: torch.Tensor
+    """[rows] float32: log2 of the summed weights of those rows."""
+    num_processors: int
+
+    @classmethod
+    def allocate(cls, latent_dim: int, device: torch.device) -> "LatentWorkspace":
+        number = 1
+        if device.type == "cuda":
+            number = torch.cuda.get_device_properties(device).multi_processor_count
+        outputs = torch.empty(MAX_PARTIAL_ROWS, latent_dim, dtype=torch.float32, device=device)
+        return cls(outputs, outputs.new_empty(MAX_PARTIAL_ROWS), number)
+
+    def num_splits(self, num_tiles: int, num_rows: int, max_len: int) -> int:
+        """For a launch that has `num_tiles` programs and `num_rows` output rows without splits: as
+        many as fill the device once."""
+        wanted = self.num_processors // num_tiles
+        fitting = len(self.outputs) // num_rows
+        return max(1, min(wanted, fitting, -(-max_len // MIN_KEYS_PER_SPLIT), MAX_SPLITS))
+
+
+def latent_attention(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    tables: LatentTables,
+    scale: float,
+    workspace: LatentWorkspace,
+) -> torch.Tensor:
+    """Query w of request b has position kv_lens[b] - W + w and attends to the keys up to there.
+
+    Keys beyond a request's length or its block table are never read. A query before position 0,
+    which only a row of graph padding can have, attends to nothing and gives zeros.
+
+    Args:
+        q_latent: `[H, B * W, R]`, contiguous: the queries times the key projection.
+        q: `[B * W, H, N + P]`, contiguous; of each head the last P elements are read, rotated.
+        layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two.
+        tables: of the windows.
+        scale: factor of the scores before the softmax.
+        workspace: for partial results; overwritten.
+
+    Returns:
+        `[H, B * W, R]`, contiguous: weighted latents.
+    """
+    if not has_kernels(q.device):
+        return plain_latent_attention(q_latent, q, layer, tables, scale)
+    for tensor in (q_latent, q, layer):
+        assert tensor.is_contiguous() and tensor.dtype == layer.dtype
+    assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
+    assert tables.block_tables.dtype == tables.kv_lens.dtype == torch.int32
+    return _launch(q_latent, q, layer, tables, scale, workspace)
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Query rows and keys of a program's step, and its launch. With R + P = 576 queries and keys in
+    flight take 164 to 184 KiB of a multiprocessor's shared memory."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile_shape(num_rows: int, element_size: int) -> TileShape:
+    if element_size > 2:
+        return TileShape(16, 16, 4, 2)
+    if num_rows > 32:
+        return TileShape(64, 64, 8, 2)
+    return TileShape(16 if num_rows <= 16 else 32, 32, 4, 3)
+
+
+def _launch(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    tables: LatentTables,
+    scale: float,
+    workspace: LatentWorkspace,
+) -> torch.Tensor:
+    from tllm_spec.kernels.latent_attention_triton import attention_kernel
+
+    (heads, num_tokens, rank), (_, page_size, width) = q_latent.shape, layer.shape
+    output = torch.empty_like(q_latent)
+    batch, window = num_tokens // tables.window, tables.window
+    rows = heads * window
+    shape = _tile_shape(rows, layer.element_size())
+    block_m, block_n = shape.rows, shape.keys
+    num_tiles, max_len = -(-rows // block_m), tables.block_tables.shape[1] * page_size
+    splits = workspace.num_splits(batch * num_tiles, num_tokens * heads, max_len)
+    attention_kernel[(num_tiles, batch, splits)](
+        *(q_latent, q, layer, tables.block_tables, tables.block_tables.stride(0)),
+        *(tables.kv_lens, max_len, num_tokens, scale * math.log2(math.e), output),
+        *(workspace.outputs, workspace.log_sums, splits),
+        **programmatic_launch(q.device),
+        SPLITS=splits > 1,
+        WINDOW=window,
+        HEADS=heads,
+        RANK=rank,
+        ROPE=width - rank,
+        HEAD_DIM=q.shape[2],
+        PAGE_SIZE=page_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_R=power_of_two(rank),
+        BLOCK_P=max(16, power_of_two(width - rank)),
+        WIDEN=q.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    if splits > 1:
+        _reduce(output, tables, max_len, block_n, splits, workspace)
+    return output
+
+
+def _reduce(
+    output: torch.Tensor,
+    tables: LatentTables,
+    max_len: int,
+    block_n: int,
+    splits: int,
+    workspace: LatentWorkspace,
+) -> None:
+    """Joins the partial results of the splits."""
+    from tllm_spec.kernels.latent_attention_triton import reduction_kernel
+
+    heads, num_tokens, rank = output.shape
+    block_s = power_of_two(splits)
+    block_r = min(REDUCED_ELEMENTS // block_s, power_of_two(rank))
+    reduction_kernel[(num_tokens * heads, -(-rank // block_r))](
+        *(workspace.outputs, workspace.log_sums, tables.kv_lens, max_len, num_tokens),
+        *(output, splits),
+        **programmatic_launch(output.device),
+        WINDOW=tables.window,
+        HEADS=heads,
+        RANK=rank,
+        BLOCK_N=block_n,
+        BLOCK_S=block_s,
+        BLOCK_R=block_r,
+        num_warps=4,
+    )
+
+
+def plain_latent_attention(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    tables: LatentTables,
+    scale: float,
+) -> torch.Tensor:
+    """Reference of `latent_attention`, in float32."""
+    (heads, num_tokens, rank), (_, page_size, width) = q_latent.shape, layer.shape
+    window = tables.window
+    batch = num_tokens // window
+    keys = torch.arange(tables.block_tables.shape[1] * page_size, device=q.device)
+    slots = tables.block_tables[:, keys // page_size] * page_size + keys % page_size  # [B, L]
+    absent = keys >= tables.kv_lens[:, None]
+    entries = layer.view(-1, width)[slots].float().masked_fill(absent[:, :, None], 0)
+    rotated = q[..., rank - width :].transpose(0, 1)
+    queries = torch.cat((q_latent, rotated), -1).float().view(heads, batch, window, width)
+    positions = tables.kv_lens[:, None] + torch.arange(-window, 0, device=q.device)
+    hidden = (keys > positions[:, :, None]) | absent[:, None]  # [B, W, L]
+    scores = torch.einsum("hbwd,bld->hbwl", queries, entries) * scale
+    # The softmax of a row without keys is NaN; it becomes zeros.
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
+    mixed = torch.einsum("hbwl,blr->hbwr", weights, entries[..., :rank])
+    return mixed.reshape(heads, num_tokens, rank).to(q.dtype)

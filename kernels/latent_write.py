@@ -1,0 +1,71 @@
+"""Between the projections of MLA and its attention: RMSNorm of the latent, rotary embedding of the
+shared key and of the queries' last elements, and the write of latent and key into their slots of
+the KV pool.
+
+`latent_write` is one Triton kernel if Triton is available, otherwise the plain-torch reference,
+which is the definition."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.kernels.rms_norm import plain_rms_norm
+from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
+from tllm_spec.kernels.triton_support import has_kernels
+
+
+@dataclass(frozen=True)
+class LatentNorm:
+    """RMSNorm of the latent."""
+
+    weight: torch.Tensor
+    """`[R]`, contiguous."""
+    eps: float
+
+
+def latent_write(
+    latent: torch.Tensor,
+    q: torch.Tensor | None,
+    rotary: Rotary,
+    kv_slots: torch.Tensor,
+    layer: torch.Tensor,
+    norm: LatentNorm,
+) -> None:
+    """Write the normed latents and the rotated keys into the pool; rotate q in place.
+
+    Args:
+        latent: `[T, R + P]` as projected, any stride between rows: the latent, then the key.
+        q: `[T, H, N + P]`, contiguous; the last P elements of each head are rotated. None: nothing
+            but the pool is written.
+        rotary: of these rows, for P elements.
+        kv_slots: `[T]` int64: page * page_size + offset.
+        layer: `[pages, page_size, R + P]`, contiguous, of latent's dtype.
+        norm: of the latent.
+    """
+    if not has_kernels(latent.device):
+        plain_latent_write(latent, q, rotary, kv_slots, layer, norm)
+        return
+    from tllm_spec.kernels.latent_write_triton import latent_write_triton
+
+    latent_write_triton(
+        latent, q, rotary.table, rotary.positions, kv_slots, layer, norm.weight, norm.eps
+    )
+
+
+def plain_latent_write(
+    latent: torch.Tensor,
+    q: torch.Tensor | None,
+    rotary: Rotary,
+    kv_slots: torch.Tensor,
+    layer: torch.Tensor,
+    norm: LatentNorm,
+) -> None:
+    """Reference of `latent_write`."""
+    size = len(norm.weight)
+    key = latent[:, None, size:].clone()
+    plain_rotate(key, rotary)
+    normed = plain_rms_norm(latent[:, :size], norm.weight, norm.eps)
+    entries = torch.cat((normed, key[:, 0]), -1)
+    layer.view(-1, layer.shape[-1]).index_copy_(0, kv_slots, entries)
+    if q is not None:
+        plain_rotate(q[..., size - layer.shape[-1] :], rotary)

@@ -1,0 +1,268 @@
+"""A draft model's own KV cache follows the target though the host reads rounds late: through
+preemptions, cancellations, prefix hits, chunks and rounds without drafts."""
+
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.draft_caches import HOT, TREE, assert_texts_are, generating
+from tests.executor.harness import Harness, all_pages_are_back, draft_target, output_of
+from tests.executor.test_late_draft_model import SMALL, conversations
+from tests.executor.test_model_drafter import (
+    PROMPT,
+    draft_kv,
+    fresh_keys_and_values,
+    keys_and_values,
+)
+from tllm_spec.executor.engine.rows import ContextChunk
+from tllm_spec.executor.request import LlmRequest, RequestState
+from tllm_spec.executor.resources.kv_cache import ROUNDS_AHEAD, KVCacheManager
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+
+MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
+
+
+def spoil_free_draft_pages(kv: KVCacheManager) -> None:
+    """A read of a position that was not written since gives NaN."""
+    kv.pool.data[:, :, kv.cache._free_pages] = torch.nan
+
+
+def assert_the_cache_is_a_prefill(harness: Harness, draft: Path, request: LlmRequest) -> None:
+    kv, num_read = draft_kv(harness), request.kv_len - request.draft_lag
+    own = keys_and_values(kv, request, num_read)
+    fresh = fresh_keys_and_values(draft, request.tokens[:num_read])
+    assert (own - fresh).abs().max() < 1e-4
+
+
+def check_that_writes_are_private(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model never writes to a page that its request does not hold alone."""
+    drafter, kv = harness.parts.drafter, draft_kv(harness)
+    assert isinstance(drafter, ModelDrafter)
+    rows = drafter._engine.rows
+    build = rows.build
+
+    def watched(*arguments: Any) -> Any:
+        metadata, token_ids = build(*arguments)
+        running = [each for each in harness.parts.scheduler.running if kv.holds(each)]
+        private = [kv.cache.private_pages(request.request_id) for request in running]
+        written = set((metadata.kv_slots // rows.page_size).tolist())
+        assert written <= {page for pages in private for page in pages}
+        return metadata, token_ids
+
+    monkeypatch.setattr(rows, "build", watched)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
+def test_the_cache_follows_through_whatever_happens(
+    tiny: Path,
+    tiny_draft: Path,
+    shape: dict[str, Any],
+    seed: int,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = SMALL | {"disable_overlap_scheduler": not overlap}
+    options |= draft_target(tiny_draft, 3, **MAY_PAUSE, **shape)
+    harness, plain = Harness(tiny, **options), Harness(tiny, **SMALL)
+    kv, random, plan = draft_kv(harness), Random(seed), Random(seed)
+    check_that_writes_are_private(harness, monkeypatch)
+    draft_len = left = num_checked = 0
+    harness.parts.draft_len_for = lambda *_: draft_len
+    requests: list[LlmRequest] = []
+    for number in range(400):
+        if not left:
+            draft_len = plan.choice((0, 2, 3, 3))
+            left = plan.randrange(1, 30)
+        left -= 1
+        if number % 12 == 0:
+            finished = [request for request in requests if request.is_finished]
+            requests += conversations(harness, random, finished, random.randrange(3))
+        harness.round()
+        harness.executor.check_integrity()
+        spoil_free_draft_pages(kv)
+        for request in generating(harness) if number % 12 == 0 else []:
+            if request.kv_len > request.draft_lag and kv.holds(request):
+                assert_the_cache_is_a_prefill(harness, tiny_draft, request)
+                num_checked += 1
+        if random.random() < 0.02 and (running := generating(harness)):
+            harness.queue.cancel(random.choice(running).request_id)
+    harness.run()
+    assert num_checked > 15 and len(requests) > 25
+    assert harness.parts.scheduler.num_preemptions
+    assert sum(request.cached_tokens for request in requests) > 200
+    assert kv.cache.stats.reused_tokens > 200
+    assert {request.finish_reason for request in requests} == {"length", "cancelled"}
+    assert sum(sum(request.counters.by_accepted[1:]) for request in requests) > 10
+    references = [
+        plain.submit(
+            request.tokens[: request.prompt_len],
+            request.max_tokens,
+            temperature=None if request.rules.is_greedy else HOT,
+            seed=request.seed,
+        )
+        for request in requests
+    ]
+    plain.run()
+    assert_texts_are(requests, references)
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_target_that_drafts_for_itself_is_always_right_whenever_drafting_resumes(
+    tiny: Path, page_size: int, overlap: bool
+) -> None:
+    """Not one draft is rejected: nothing is missing in its cache after rounds without drafts."""
+    cache = {"tokens_per_block": page_size}
+    options = {"disable_overlap_scheduler": not overlap, "kv_cache_config": cache}
+    harness, random = Harness(tiny, **options, **draft_target(tiny, 4)), Random(5)
+    lengths: list[int] = []
+    harness.parts.draft_len_for = lambda *_: lengths.pop()
+    requests = [harness.submit([i, *PROMPT], max_tokens=200) for i in range(3)]
+    for _ in range(120):
+        if not lengths:
+            lengths = [random.choice((0, 1, 3, 4))] * random.choice((1, 1, 2, 9))
+        harness.round()
+    harness.parts.draft_len_for = lambda *_: 4
+    harness.run()
+    for request in requests:
+        stats, by_drafted = request.counters.stats(), request.counters.by_drafted
+        assert by_drafted[0] > 10 and all(by_drafted[i] for i in (1, 3, 4))
+        # The last round may have more drafts than the text has tokens left.
+        assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 4
+
+
+def test_a_request_drafts_again_when_draft_pages_come_back(tiny: Path) -> None:
+    cache = {"tokens_per_block": 4, "max_tokens": 128}
+    harness = Harness(tiny, kv_cache_config=cache, **draft_target(tiny, 3))
+    kv = draft_kv(harness)
+    hog = LlmRequest(
+        request_id=99, tokens=[60] * 120, rules=harness.submit([1], 1).rules, seed=0, slot=7
+    )
+    kv.start(hog)
+    assert kv.extend(hog, 116)
+    request = harness.submit(PROMPT, max_tokens=80)
+    while request.num_output_tokens < 30:
+        harness.round()
+    assert sum(request.counters.by_drafted[1:]) <= 2, "there were pages for a few tokens"
+    kv.release(hog, 0)
+    harness.run()
+    stats = request.counters.stats()
+    assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 3
+    assert request.counters.by_accepted[3] >= (80 - 31) // 4
+    assert all_pages_are_back(harness.executor)
+
+
+def test_most_rounds_send_no_page_numbers(tiny: Path) -> None:
+    cache = {"tokens_per_block": 4}
+    harness = Harness(tiny, kv_cache_config=cache, **draft_target(tiny, 3))
+    requests = [harness.submit([i] * (3 + i), max_tokens=160) for i in range(6)]
+    for request in requests:
+        harness.run_until(request, RequestState.GENERATION)
+    table, sent = draft_kv(harness).table, []
+    flush = table.flush
+
+    def watched() -> None:
+        sent.append(bool(table._changed))
+        flush()
+
+    table.flush = watched  # type: ignore[method-assign] # the test looks on
+    for _ in range(30):
+        harness.round()
+    assert len(sent) == 30 and 1 <= sum(sent) <= 6
+
+
+def test_a_round_that_breaks_off_leaves_the_draft_cache_usable(tiny: Path) -> None:
+    """The drafts of its requests were made, and a joining request's context was read."""
+    fuse: dict[str, Any] = {"lit": False}
+
+    def raise_if_lit(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if fuse["lit"]:
+            raise LookupError("lit")
+        return logits
+
+    harness = Harness(tiny, max_num_tokens=40, enable_chunked_prefill=True, **draft_target(tiny, 3))
+    draft_len = 0
+    harness.parts.draft_len_for = lambda *_: draft_len
+    requests = [harness.submit([i, *PROMPT], max_tokens=60) for i in range(2)]
+    for _ in range(8):
+        harness.round()
+    culprit = harness.submit([9], max_tokens=9, logits_processor=raise_if_lit)
+    joining = harness.submit([7, *PROMPT] * 9, max_tokens=30)
+    draft_len = 3  # drafting resumes in the round that breaks off
+    fuse["lit"] = True
+    harness.round()
+    assert joining.draft_lag < 0 == joining.kv_len
+    requests.append(joining)
+    assert culprit.error == "LookupError: lit"
+    harness.run()
+    for request in requests:
+        stats = request.counters.stats()
+        assert request.finish_reason == "length" and stats.num_drafted_tokens > 20
+        assert stats.num_drafted_tokens - stats.num_accepted_tokens <= 3
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_that_pauses_drafts_again_with_nothing_missing(
+    tiny: Path, tiny_draft: Path, overlap: bool
+) -> None:
+    options = draft_target(tiny_draft, 3) | {"disable_overlap_scheduler": not overlap}
+    harness, plain = Harness(tiny, **options), Harness(tiny)
+    ours, theirs = (
+        [each.submit([i, *PROMPT], max_tokens=120, patience=1) for i in range(4)]
+        for each in (harness, plain)
+    )
+    for number in count():
+        if not harness.round():
+            break
+        for request in generating(harness) if number % 7 == 0 else []:
+            if request.kv_len > request.draft_lag:
+                assert_the_cache_is_a_prefill(harness, tiny_draft, request)
+    plain.run()
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
+    assert all(request.counters.by_drafted[0] > 5 for request in ours)
+    assert all(request.counters.by_drafted[3] > 2 for request in ours)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rejected_drafts_give_their_draft_pages_back(
+    tiny: Path, tiny_draft: Path, overlap: bool
+) -> None:
+    options = draft_target(tiny_draft, 7) | {"disable_overlap_scheduler": not overlap}
+    harness = Harness(tiny, kv_cache_config={"tokens_per_block": 4}, **options)
+    lengths, kv = iter([7] * 8 + [1] * 100), draft_kv(harness)
+    harness.parts.draft_len_for = lambda *_: next(lengths)
+    request = harness.submit(PROMPT, max_tokens=60)
+    held = []
+    while harness.round():
+        if request.state is RequestState.GENERATION:
+            ahead = request.tokens_in_flight + (1 + ROUNDS_AHEAD) * 2 if overlap else 0
+            held.append(kv.num_held(request) - kv.pages_for(request.kv_len + ahead))
+    assert len(held) > 30 and max(held[12:] if overlap else held) <= 0
+    assert all_pages_are_back(harness.executor)
+
+
+def test_a_prompt_is_read_once_whatever_its_chunks(
+    tiny: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = draft_target(tiny_draft, 3) | {"enable_chunked_prefill": True, "max_num_tokens": 16}
+    harness, starts, ends = Harness(tiny, **options), list[int](), list[int]()
+    drafter = harness.parts.drafter
+    assert isinstance(drafter, ModelDrafter)
+    forward = drafter._engine.forward
+
+    def watched(chunks: list[ContextChunk], *others: Any) -> torch.Tensor:
+        starts.extend(chunk.start for chunk in chunks)
+        ends.extend(chunk.end for chunk in chunks)
+        return forward(chunks, *others)
+
+    monkeypatch.setattr(drafter._engine, "forward", watched)
+    harness.submit(list(range(60)), max_tokens=30)
+    harness.run()
+    assert starts == [0, 16, 32, 48] and ends == [16, 32, 48, 60]

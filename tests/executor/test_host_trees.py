@@ -1,0 +1,149 @@
+"""Trees of drafts from the user's own drafter."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.executor.speculative.drafting.host_trees import HostTree
+from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 11]
+DEPTH, NUM_NODES = 3, 10
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "top_p": 0.95},
+    "edited": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "bad_token_ids": [[3, 5], [7]],
+    },
+}
+
+
+class Trees(Drafter):
+    """Knows the texts: the right path is the last child everywhere, next to wrong ones. In some
+    rounds it is right only at first, or there are no drafts."""
+
+    def __init__(self, texts: dict[int, list[int]], as_parents: bool) -> None:
+        self._texts, self._as_parents = texts, as_parents
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        for request in scheduled_requests.generation_requests:
+            self._propose(request)
+
+    def _propose(self, request: LlmRequest) -> None:
+        right = self._texts[request.seed][request.num_output_tokens :][: request.num_drafts_wanted]
+        turn = request.num_output_tokens % 5
+        if turn == 3 or not right:
+            return
+        if turn == 1:
+            right = [right[0], *((token + 5) % 64 for token in right[1:])]
+        wrong = [[*right[:i], (right[i] + 1) % 64] for i in range(len(right))]
+        if not self._as_parents:
+            request.py_draft_tokens = [*wrong, right]  # type: ignore[list-item] # a list of paths
+            return
+        # The right path comes first: node n continues node n - 1.
+        tokens = right + [path[-1] for path in wrong]
+        request.py_draft_tokens = tokens
+        request.py_draft_parents = [*range(len(right)), *range(len(right))]
+
+
+def trees(drafter: Drafter, **options: Any) -> dict[str, Any]:
+    config = {
+        "decoding_type": "User_Provided",
+        "drafter": drafter,
+        "max_draft_len": DEPTH,
+        "max_total_draft_tokens": NUM_NODES,
+        "max_rejected_rounds": None,
+    }
+    return {"speculative_config": config | options}
+
+
+@pytest.mark.parametrize("as_parents", [False, True], ids=["paths", "parents"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("page_size", [2, 32])
+def test_the_text_is_plain_decodings_and_the_right_path_is_accepted(
+    tiny: Path, sampling: str, as_parents: bool, page_size: int
+) -> None:
+    def submit_to(harness: Harness) -> list[LlmRequest]:
+        return [
+            harness.submit(prompt, 25, seed=i, **SAMPLING[sampling])
+            for i, prompt in enumerate(PROMPTS)
+        ]
+
+    plain = Harness(tiny)
+    expected = submit_to(plain)
+    plain.run()
+    texts = dict(enumerate(map(output_of, expected)))
+    pages = {"kv_cache_config": {"tokens_per_block": page_size}}
+    harness = Harness(tiny, **pages, **trees(Trees(texts, as_parents)))
+    requests = submit_to(harness)
+    harness.run()
+    assert list(map(output_of, requests)) == list(texts.values())
+    for request in requests:
+        accepted = request.counters.by_accepted
+        assert accepted[0] > 0 and accepted[1] > 0 and accepted[3] > 0 and not accepted[2]
+    assert all_pages_are_back(harness.executor)
+
+
+def test_paths_with_equal_beginnings_become_one_tree_ordered_by_depth() -> None:
+    tree = HostTree.of_paths([[5, 6, 7], [5, 8], [9], [5, 6, 7]])
+    assert tree == HostTree([5, 9, 6, 8, 7], [0, 0, 1, 1, 3])
+    assert tree.up_to(2) == HostTree([5, 9, 6, 8], [0, 0, 1, 1])
+    assert HostTree.of_parents([5, 6, 7, 9, 8], [0, 1, 2, 0, 1]) == tree
+    assert HostTree.of_paths([]) == HostTree([], []) and HostTree.of_paths([[]]) == HostTree([], [])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [
+        ([[1, 2, 3, 4]], None, "4 tokens on paths of up to 4; .* is 10 and max_draft_len 3"),
+        ([[i] for i in range(11)], None, "11 tokens on paths of up to 1; max_total_.* is 10"),
+        ([[1, 64]], None, "the model has token ids 0 to 63"),
+        ([[1, "x"]], None, "which are no tree of token ids"),
+        ([1, 2], [0, 2], "node 2 has the parent 2; accepted are 0 to 1"),
+        ([1, 2], [0], "2 tokens have 1 parents"),
+    ],
+)
+def test_what_is_no_tree_fails_its_request_and_no_other(
+    tiny: Path, tokens: Any, parents: Any, message: str
+) -> None:
+    class Wrong(Drafter):
+        def prepare_draft_tokens(
+            self,
+            scheduled_requests: ScheduledBatch,
+            resource_manager: ResourceManager | None = None,
+        ) -> None:
+            for request in scheduled_requests.generation_requests:
+                if request.seed == 1:
+                    request.py_draft_tokens, request.py_draft_parents = tokens, parents
+
+    harness = Harness(tiny, **trees(Wrong()))
+    good, bad = (harness.submit([1, 2, 3], 8, seed=seed) for seed in (0, 1))
+    harness.run()
+    assert good.error is None and good.num_output_tokens == 8
+    assert bad.error is not None
+    assert re.search(message, bad.error)
+    assert all_pages_are_back(harness.executor)
+
+
+def test_more_nodes_than_a_row_has_bits_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_total_draft_tokens = 64 is more than 63"):
+        UserProvidedDecodingConfig(
+            drafter=Trees({}, False), max_draft_len=4, max_total_draft_tokens=64
+        )
+
+
+def test_prompt_lookup_drafts_chains_only() -> None:
+    with pytest.raises(ValueError, match="max_total_draft_tokens = 8 is refused: drafts are"):
+        NGramDecodingConfig(max_draft_len=4, max_total_draft_tokens=8)

@@ -1,0 +1,106 @@
+"""Drafting with the MTP module of the target's checkpoint: in every situation the drafts are those
+of a slow loop over the true tokens, so its cache misses nothing."""
+
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.draft_caches import generating, with_lengths, worker_of
+from tests.executor.harness import Harness, all_pages_are_back
+from tests.models.helpers import random_tokens
+from tests.models.mtp_reference import PlainMTP, save_predictable, save_with_mtp
+
+PAGES = {"tokens_per_block": 4}
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "undisturbed": {},
+    "chunked_prefill": {"enable_chunked_prefill": True, "max_num_tokens": 12},
+    "preemption": {
+        "kv_cache_config": PAGES | {"max_tokens": 72},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    },
+}
+
+
+def mtp(draft_len: int = 3, **options: Any) -> dict[str, Any]:
+    own = {"decoding_type": "MTP", "max_draft_len": draft_len, **options}
+    return {"speculative_config": own}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainMTP]:
+    folder = tmp_path_factory.mktemp("mtp")
+    return folder, PlainMTP(*save_with_mtp(folder), folder)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("one_model", [True, False])
+def test_drafts_are_those_of_a_slow_loop(
+    one_model: bool, situation: str, plain: tuple[Path, PlainMTP]
+) -> None:
+    folder, slow = plain
+    options = {"max_batch_size": 3, "max_seq_len": 64, "kv_cache_config": PAGES}
+    options |= {"disable_overlap_scheduler": True} | SITUATIONS[situation]
+    harness = Harness(folder, **options, **mtp(mtp_eagle_one_model=one_model))
+    shared, num_checked = random_tokens(17), 0
+    requests = [harness.submit(shared + [i] * i, max_tokens=12) for i in range(6)]
+    while harness.round():
+        for request in generating(harness):
+            window = harness.parts.slots.window[request.slot].tolist()
+            assert window == [request.tokens[-1], *slow.drafts(request.tokens, 3)]
+            num_checked += 1
+    assert num_checked > 20 and all(request.num_output_tokens == 12 for request in requests)
+    assert any(request.cached_tokens >= 15 for request in requests)
+    assert bool(harness.parts.scheduler.num_preemptions) == (situation == "preemption")
+    assert all_pages_are_back(harness.executor)
+
+
+def test_after_rounds_without_drafts_the_module_misses_nothing(
+    plain: tuple[Path, PlainMTP],
+) -> None:
+    folder, slow = plain
+    harness = Harness(folder, max_seq_len=64, disable_overlap_scheduler=True, **mtp())
+
+    def lengths() -> Iterator[int]:
+        yield from cycle([3, 0, 0, 0, 3, 3, 0])
+
+    with_lengths(harness, lengths())
+    requests = [harness.submit(random_tokens(9, seed=i), max_tokens=30) for i in range(2)]
+    num_drafted = 0
+    while harness.round():
+        for request in generating(harness):
+            if harness.parts.slots.num_drafts[request.slot]:
+                window = harness.parts.slots.window[request.slot].tolist()
+                assert window == [request.tokens[-1], *slow.drafts(request.tokens, 3)]
+                num_drafted += 1
+    assert num_drafted > 10 and all(request.num_output_tokens == 30 for request in requests)
+
+
+def test_the_module_reads_the_targets_state_after_its_final_norm(
+    plain: tuple[Path, PlainMTP],
+) -> None:
+    folder, slow = plain
+    harness = Harness(folder, max_seq_len=64, **mtp())
+    prompt = random_tokens(9)
+    harness.submit(prompt, max_tokens=4)
+    harness.round()
+    captured = worker_of(harness).net.captured(len(prompt))
+    assert captured is not None
+    assert (captured - slow.target_states(prompt)).abs().max() < 1e-4
+
+
+def test_rejection_sampling_keeps_the_modules_distributions(tmp_path: Path) -> None:
+    save_predictable(tmp_path)
+    options = {"use_rejection_sampling": True}
+    harness = Harness(tmp_path, max_seq_len=64, **mtp(**options))
+    request = harness.submit(random_tokens(9), max_tokens=40, temperature=0.5)
+    harness.run()
+    stats = request.counters.stats()
+    assert request.num_output_tokens == 40 and stats.acceptance_length > 1.2
+
+
+def test_a_target_without_a_module_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"num_nextn_predict_layers of this LlamaForCausalLM is 0"):
+        Harness("zoo:llama", **mtp())

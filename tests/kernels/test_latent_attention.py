@@ -1,0 +1,177 @@
+"""Windows of MLA in the absorbed form: the kernel against the reference, and the reference against
+the expanded form."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.hopper import compiled_for_hopper
+from tests.kernels.interpreter import (
+    on_each_kernel_device,
+    only_outside_the_interpreter,
+    only_with_the_compiler,
+)
+from tllm_spec.kernels import latent_attention as module
+from tllm_spec.kernels.latent_attention import (
+    LatentTables,
+    LatentWorkspace,
+    latent_attention,
+    plain_latent_attention,
+)
+from tllm_spec.kernels.latent_prefill import ExpandedPart, expand, expanded_attention
+
+RANK, ROPE, NOPE, VALUE, PAGE_SIZE, SCALE = 48, 16, 24, 20, 8, 0.2
+ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+class Problem:
+    """Windows of requests of `kv_lens` tokens, whose pages are shuffled; what no request owns is
+    NaN."""
+
+    def __init__(
+        self, kv_lens: list[int], window: int, heads: int, dtype: torch.dtype, device: str
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        batch, width = len(kv_lens), -(-max(kv_lens) // PAGE_SIZE)
+        layer = torch.full((batch * width + 1, PAGE_SIZE, RANK + ROPE), torch.nan)
+        tables = torch.randperm(batch * width, generator=generator).view(batch, width) + 1
+        flat = layer.view(-1, RANK + ROPE)
+        self.entries = []
+        for pages, length in zip(tables, kv_lens, strict=True):
+            positions = torch.arange(length)
+            slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+            flat[slots] = torch.randn(length, RANK + ROPE, generator=generator)
+            self.entries.append(flat[slots])
+        self.layer = layer.to(device, dtype)
+        lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+        self.tables = LatentTables(tables.to(device, torch.int32), lens, window)
+        rows = batch * window
+        self.q_latent = torch.randn(heads, rows, RANK, generator=generator).to(device, dtype)
+        self.q = torch.randn(rows, heads, NOPE + ROPE, generator=generator).to(device, dtype)
+
+    def run(self, num_processors: int) -> torch.Tensor:
+        workspace = LatentWorkspace.allocate(RANK, self.q.device)
+        workspace = LatentWorkspace(workspace.outputs, workspace.log_sums, num_processors)
+        return latent_attention(self.q_latent, self.q, self.layer, self.tables, SCALE, workspace)
+
+    def reference(self) -> torch.Tensor:
+        return plain_latent_attention(self.q_latent, self.q, self.layer, self.tables, SCALE)
+
+
+@pytest.fixture
+def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short requests are split, too."""
+    monkeypatch.setattr(module, "MIN_KEYS_PER_SPLIT", 16)
+
+
+@on_each_kernel_device
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize("num_processors", [1, 40])
+@pytest.mark.parametrize(
+    ("kv_lens", "window", "heads"),
+    [([1], 1, 1), ([70, 3, 129], 1, 16), ([40, 4, 200], 4, 16), ([33, 90], 8, 5), ([9], 3, 40)],
+)
+def test_windows_equal_the_reference_for_any_number_of_splits(
+    kv_lens: list[int], window: int, heads: int, num_processors: int, device: str
+) -> None:
+    kv_lens = [max(length, window) for length in kv_lens]
+    problem = Problem(kv_lens, window, heads, torch.float32, device)
+    torch.testing.assert_close(
+        problem.run(num_processors), problem.reference(), rtol=1e-5, atol=2e-5
+    )
+
+
+@on_each_kernel_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_windows_equal_the_reference_but_for_rounding(
+    dtype: torch.dtype, device: str
+) -> None:
+    problem = Problem([150, 20], 4, 16, dtype, device)
+    torch.testing.assert_close(
+        problem.run(40).float(), problem.reference().float(), rtol=0, atol=ROUNDING[dtype]
+    )
+
+
+@on_each_kernel_device
+def test_a_query_before_position_0_gives_zeros(device: str) -> None:
+    problem = Problem([2], 1, 4, torch.float32, device)
+    problem.tables = LatentTables(problem.tables.block_tables, problem.tables.kv_lens, 3)
+    problem.q_latent, problem.q = problem.q_latent.repeat(1, 3, 1), problem.q.repeat(3, 1, 1)
+    result = problem.run(1)
+    assert not result[:, 0].any() and result[:, 1:].abs().min() > 0
+    torch.testing.assert_close(result, problem.reference(), rtol=1e-5, atol=2e-5)
+
+
+@only_outside_the_interpreter
+@pytest.mark.parametrize("window", [1, 4])
+def test_the_absorbed_form_equals_the_expanded_form(window: int) -> None:
+    heads, kv_lens = 3, [30, 11]
+    problem = Problem(kv_lens, window, heads, torch.float32, "cpu")
+    up = torch.randn(heads, NOPE + VALUE, RANK) * RANK**-0.5
+    keys, values = up.split((NOPE, VALUE), 1)
+    problem.q_latent = problem.q[..., :NOPE].transpose(0, 1) @ keys
+    absorbed = (problem.reference() @ values.mT).transpose(0, 1)
+    for request, entries in enumerate(problem.entries):
+        rows = slice(request * window, (request + 1) * window)
+        own_keys, own_values = expand(entries, up, NOPE)
+        scores = torch.einsum("whd,lhd->hwl", problem.q[rows], own_keys) * SCALE
+        seen = torch.arange(len(entries)) <= torch.arange(-window, 0)[:, None] + len(entries)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        expected = torch.einsum("hwl,lhv->whv", weights, own_values)
+        torch.testing.assert_close(absorbed[rows], expected, rtol=1e-4, atol=1e-5)
+
+
+@only_outside_the_interpreter
+def test_joined_parts_equal_one_part() -> None:
+    heads, own, before = 3, 6, 21
+    layer = torch.randn(5, PAGE_SIZE, RANK + ROPE)
+    slots = torch.randperm(5 * PAGE_SIZE)[: own + before]
+    q = torch.randn(own + 2, heads, NOPE + ROPE)
+    up = torch.randn(heads, NOPE + VALUE, RANK) * RANK**-0.5
+    rows = slice(2, own + 2)
+
+    def part(first: int, last: int, *, is_causal: bool) -> ExpandedPart:
+        return ExpandedPart.of(
+            rows, slots[first:last], (own,), (last - first,), is_causal=is_causal
+        )
+
+    def run(*parts: ExpandedPart) -> torch.Tensor:
+        out = torch.zeros(own + 2, heads, VALUE)
+        expanded_attention(q, layer, up, parts, SCALE, out)
+        return out
+
+    whole = run(part(0, own + before, is_causal=True))
+    joined = run(
+        part(0, 10, is_causal=False),
+        part(10, before, is_causal=False),
+        part(before, own + before, is_causal=True),
+    )
+    torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-5)
+    assert not whole[:2].any() and whole[2:].abs().max() > 0.1
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize(
+    ("window", "heads", "dtype"),
+    [(1, 16, "bf16"), (2, 16, "bf16"), (4, 16, "bf16"), (8, 128, "bf16"), (1, 16, "fp32")],
+)
+def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
+    window: int, heads: int, dtype: str
+) -> None:
+    from tllm_spec.kernels.latent_attention_triton import attention_kernel, reduction_kernel
+
+    shape = module._tile_shape(window * heads, 4 if dtype == "fp32" else 2)
+    types = dict.fromkeys(("q_latent", "q", "layer", "output"), f"*{dtype}")
+    types |= {"block_tables": "*i32", "kv_lens": "*i32", "log2_scale": "fp32"}
+    types |= {"partials": "*fp32", "log_sums": "*fp32"}
+    constants: dict[str, Any] = {"SPLITS": True, "WINDOW": window, "HEADS": heads, "RANK": 512}
+    constants |= {"ROPE": 64, "HEAD_DIM": 192, "PAGE_SIZE": 32, "BLOCK_M": shape.rows, "PDL": True}
+    constants |= {"BLOCK_N": shape.keys, "BLOCK_R": 512, "BLOCK_P": 64, "WIDEN": False}
+    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+    compiled = compiled_for_hopper(attention_kernel, types, constants, **options)
+    assert compiled.metadata.shared <= 227 << 10
+    own = {"WINDOW": window, "HEADS": heads, "RANK": 512, "BLOCK_N": shape.keys, "PDL": True}
+    for block_s, block_r in ((64, 128), (2, 512)):
+        sizes = {"BLOCK_S": block_s, "BLOCK_R": block_r}
+        compiled_for_hopper(reduction_kernel, types, own | sizes, num_warps=4)

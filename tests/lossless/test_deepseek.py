@@ -1,0 +1,167 @@
+"""DeepSeek's latent attention through the engine: drafts of NGram and of the model's own MTP
+module, prefix reuse, chunked prefill and preemption change no text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.deepseek import save_deepseek
+from tests.models.helpers import random_tokens
+from tests.models.mtp_reference import save_predictable
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.llm import LLM
+from tllm_spec.sampling_params import SamplingParams
+
+# With a public pool the second time finds the text of the first.
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "is_public_pool": True}
+# The first two share 12 tokens.
+SHARED = random_tokens(12, seed=9)
+PROMPTS = [
+    SHARED + random_tokens(7, seed=1),
+    SHARED + random_tokens(5, seed=2),
+    random_tokens(5, seed=3) * 4,
+    random_tokens(18, seed=4),
+]
+PLAIN = {"kv_cache_config": {"enable_block_reuse": False}, "disable_overlap_scheduler": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "undisturbed": {"kv_cache_config": {"enable_block_reuse": False}},
+    "prefix_reuse": {"kv_cache_config": {"tokens_per_block": 4}},
+    "chunks": {
+        "kv_cache_config": {"tokens_per_block": 4},
+        "enable_chunked_prefill": True,
+        "max_num_tokens": 12,
+    },
+    "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 120}},
+}
+
+
+def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
+    """Each prompt's tokens, greedy and sampled, twice, so that the second finds its prefix cached;
+    and the most accepted drafts per round."""
+    params = [
+        SamplingParams(max_tokens=40, ignore_eos=True, seed=i, temperature=0.3 * (i % 2))
+        for i in range(len(PROMPTS))
+    ]
+    sizes = {"skip_tokenizer_init": True, "max_batch_size": 3, "max_seq_len": 64}
+    with LLM(str(folder), **(sizes | options)) as llm:
+        found = llm.generate(PROMPTS, params) + llm.generate(PROMPTS, params)
+        llm.check_integrity()
+    lengths = [
+        each.speculative_decoding.acceptance_length for each in found if each.speculative_decoding
+    ]
+    return [each.outputs[0].token_ids for each in found], max(lengths, default=1.0)
+
+
+@pytest.fixture(scope="module", params=["DeepseekV2", "DeepseekV3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    save_deepseek(path, request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[int]]:
+    found, _ = texts(folder, max_batch_size=1, **PLAIN)
+    assert len({tuple(tokens) for tokens in found}) == len(PROMPTS)
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_latent_attention_gives_plain_text_with_and_without_drafts(
+    setting: str, folder: Path, plain: list[list[int]]
+) -> None:
+    without, _ = texts(folder, **SETTINGS[setting])
+    assert without == plain
+    speculated, acceptance_length = texts(folder, speculative_config=NGRAM, **SETTINGS[setting])
+    assert speculated == plain
+    assert acceptance_length > 1.1, "no draft was accepted"
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp")
+    save_predictable(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
+    return texts(with_mtp, max_batch_size=1, **PLAIN)[0]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("one_model", "draft_len"), [(True, 1), (True, 3), (False, 2)])
+def test_the_models_own_module_drafts_and_leaves_the_text_alone(
+    one_model: bool, draft_len: int, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {
+        "decoding_type": "MTP",
+        "num_nextn_predict_layers": draft_len,
+        "mtp_eagle_one_model": one_model,
+    }
+    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("one_model", [True, False])
+def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_latent_cache(
+    one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]], tmp_path: Path
+) -> None:
+    head = write_tiny_eagle3(
+        tmp_path, hidden_size=64, vocab_size=128, draft_vocab_size=100, num_captured=2
+    )
+    eagle3 = {
+        "decoding_type": "Eagle3",
+        "speculative_model": str(head),
+        "max_draft_len": 2,
+        "eagle3_layers_to_capture": [0, 2],
+        "eagle3_one_model": one_model,
+    }
+    found, _ = texts(with_mtp, speculative_config=eagle3, **SETTINGS[setting])
+    assert found == plain_of_mtp
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"deterministic": True}, "deterministic = true is refused for DeepseekV3ForCausalLM"),
+        (
+            {
+                "speculative_config": {
+                    "decoding_type": "Eagle3",
+                    "speculative_model": "head",
+                    "max_draft_len": 2,
+                    "use_dynamic_tree": True,
+                    "dynamic_tree_max_topK": 2,
+                }
+            },
+            "a draft tree is refused: a model with latent attention",
+        ),
+    ],
+)
+def test_what_latent_attention_does_not_have_is_refused(
+    options: dict[str, Any], problem: str, with_mtp: Path
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        LLM(str(with_mtp), skip_tokenizer_init=True, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
+@pytest.mark.parametrize("one_model", [None, True, False])
+def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
+    one_model: bool | None, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP", "max_draft_len": 3, "mtp_eagle_one_model": one_model}
+    spec = None if one_model is None else mtp
+    options = {"device": "cuda", "dtype": "float32", "cuda_graph_config": {"batch_sizes": [1, 3]}}
+    found, acceptance_length = texts(
+        with_mtp, speculative_config=spec, **(SETTINGS[setting] | options)
+    )
+    assert found == plain_of_mtp
+    assert one_model is None or acceptance_length > 1.3

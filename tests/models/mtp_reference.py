@@ -1,0 +1,136 @@
+"""Plain-torch transcription of an MTP module (arXiv 2412.19437, section 2.2), and checkpoints that
+have one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RMSNorm,
+)
+
+from tests.models.deepseek import save_deepseek
+
+NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+
+
+def save_with_mtp(
+    folder: Path, num_modules: int = 1, noise: float = 1.0, **config: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A random V3 with MTP modules after its layers. Returns transformers' model without them, and
+    the first module's tensors, by their names below `model.layers.N.`. `noise`: of the module's
+    projection, next to one that passes the embedding on."""
+    model = save_deepseek(folder, "DeepseekV3", **config)
+    tensors = load_file(folder / "model.safetensors")
+    number, size = model.config.num_hidden_layers, model.config.hidden_size
+    layer, prefix = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    generator = torch.Generator().manual_seed(5)
+    first: dict[str, torch.Tensor] = {}
+    for index in range(num_modules):
+        own = {
+            name.removeprefix(layer): tensor
+            + 0.1 * torch.randn(tensor.shape, generator=generator) * tensor.std()
+            for name, tensor in tensors.items()
+            if name.startswith(layer)
+        }
+        for name in NORMS:
+            own[name] = 1 + 0.3 * torch.randn(size, generator=generator)
+        own["eh_proj.weight"] = noise * torch.randn(size, 2 * size, generator=generator) * 0.1
+        own["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        own["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        prefix = f"model.layers.{number + index}."
+        tensors |= {prefix + name: tensor for name, tensor in own.items()}
+        first = first or own
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    raw["num_nextn_predict_layers"] = num_modules
+    (folder / "config.json").write_text(json.dumps(raw))
+    return model, first
+
+
+class PlainMTP:
+    """The module over whole sequences, without a cache, around transformers' decoder layer."""
+
+    def __init__(self, model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        config: Any = DeepseekV3Config.from_pretrained(folder)
+        config._attn_implementation = "eager"
+        self.model, self.tensors = model, tensors
+        self.layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers).eval()
+        self.layer.load_state_dict(self._layer_tensors(config.n_routed_experts))
+        self.eps = config.rms_norm_eps
+
+    def _layer_tensors(self, num_experts: int) -> dict[str, torch.Tensor]:
+        """transformers keeps the experts in two tensors."""
+        outer = ("enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head")
+        found = {name: x for name, x in self.tensors.items() if not name.startswith(outer)}
+
+        def expert(index: int, part: str) -> torch.Tensor:
+            return found.pop(f"mlp.experts.{index}.{part}_proj.weight")
+
+        parts = [[expert(i, part) for part in ("gate", "up", "down")] for i in range(num_experts)]
+        found["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(p[:2]) for p in parts])
+        found["mlp.experts.down_proj"] = torch.stack([p[2] for p in parts])
+        return found
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        norm = DeepseekV3RMSNorm(x.shape[-1], self.eps)
+        norm.weight = torch.nn.Parameter(self.tensors[f"{name}.weight"])
+        return norm(x)
+
+    @torch.inference_mode()
+    def states(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        """Token j + 1 and hidden state j to the state at position j, `[T, H]`."""
+        embedded = self.model.model.embed_tokens(torch.tensor(tokens))
+        both = torch.cat((self._norm("enorm", embedded), self._norm("hnorm", hidden)), -1)
+        x = (both @ self.tensors["eh_proj.weight"].t())[None]
+        positions = torch.arange(len(tokens))[None]
+        rotary = self.model.model.rotary_emb(x, position_ids=positions)
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        x = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        x = x[0] if isinstance(x, tuple) else x
+        return self._norm("shared_head.norm", x[0])
+
+    @torch.inference_mode()
+    def target_states(self, tokens: list[int]) -> torch.Tensor:
+        """The target's hidden states after its final norm, `[T, H]`."""
+        output: torch.Tensor = self.model.model(torch.tensor([tokens]), use_cache=False)[0]
+        return output[0]
+
+    @torch.inference_mode()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.model.lm_head(states)
+        return output
+
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Greedy drafts after `tokens`, whose last one the target has not read: the module reads
+        the target's states first, then its own."""
+        hidden, drafted = self.target_states(tokens[:-1]), list[int]()
+        read = tokens[1:]
+        for _ in range(count):
+            states = self.states(read, hidden)
+            drafted.append(int(self.logits(states[-1]).argmax()))
+            read = [*read, drafted[-1]]
+            hidden = torch.cat((hidden, states[-1:]))
+        return drafted
+
+
+def save_predictable(folder: Path) -> None:
+    """A checkpoint whose layers add little to the embedding, so that the module, which passes the
+    embedding on, is often right."""
+    save_with_mtp(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 0.04
+        elif name.endswith("shared_head.norm.weight"):
+            tensor.copy_(tensors["model.norm.weight"])
+    number = "model.layers.3."
+    size = len(tensors["model.norm.weight"])
+    for name in ("enorm.weight", "hnorm.weight"):
+        tensors[number + name] = torch.ones(size)
+    tensors[number + "eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

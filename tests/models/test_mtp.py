@@ -1,0 +1,109 @@
+"""An MTP module equals its plain-torch transcription, and its tensors are accounted for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
+from tests.models.mtp_reference import PlainMTP, save_with_mtp
+from tllm_spec.attention.choice import create_backend
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.deepseek import DeepseekForCausalLM
+from tllm_spec.models.mtp import NextnModule, check_nextn, load_nextn
+
+TOKENS = random_tokens(31)
+
+
+class ModuleRunner(PagedRunner):
+    """Runs a module over its own pool."""
+
+    def __init__(self, module: NextnModule) -> None:
+        super().__init__(module.target)
+        geometry = module.config.attention_geometry(SINGLE_RANK)
+        self.module = module
+        self.pool = KVPool(
+            geometry, num_pages=64, page_size=4, dtype=module.dtype, device=module.device
+        )
+        self.backend = create_backend(VanillaAttention, geometry, self.pool)
+
+    @torch.inference_mode()
+    def predict(
+        self, tokens: list[int], hidden: torch.Tensor, *, as_window: bool = False
+    ) -> torch.Tensor:
+        rows = {0: tokens}
+        metadata = self.metadata({}, rows, 0) if as_window else self.metadata(rows, {}, 0)
+        context = ForwardContext(self.backend, self.backend.plan(metadata))
+        return self.module.predict(torch.tensor(tokens), metadata.positions, hidden, context)
+
+
+def load_module(folder: Path, **options: Any) -> NextnModule:
+    target = load(folder, **options)
+    assert isinstance(target, DeepseekForCausalLM)
+    return load_nextn(folder, target, options.get("load_format", "auto"))
+
+
+def test_a_module_equals_its_transcription_in_chunks_and_windows(tmp_path: Path) -> None:
+    plain = PlainMTP(*save_with_mtp(tmp_path), tmp_path)
+    hidden = plain.target_states(TOKENS[:-1])
+    expected = plain.states(TOKENS[1:], hidden)
+    runner = ModuleRunner(load_module(tmp_path))
+    before = hidden.clone()
+    states = [
+        runner.predict(TOKENS[1:12], hidden[:11]),
+        runner.predict(TOKENS[12:24], hidden[11:23]),
+        runner.predict(TOKENS[24:28], hidden[23:27], as_window=True),
+        runner.predict(TOKENS[28:], hidden[27:], as_window=True),
+    ]
+    assert torch.equal(hidden, before)
+    torch.testing.assert_close(torch.cat(states), expected, rtol=0, atol=1e-4)
+    logits, own = runner.module.compute_logits(states[-1]), plain.logits(expected[-3:])
+    assert own.std() > 0.3
+    torch.testing.assert_close(logits, own, rtol=0, atol=1e-4)
+
+
+def test_the_target_of_a_checkpoint_with_modules_equals_transformers(tmp_path: Path) -> None:
+    model, _ = save_with_mtp(tmp_path, num_modules=2)
+    logits = PagedRunner(load(tmp_path)).step({0: TOKENS})[0]
+    torch.testing.assert_close(logits, reference_logits(model, TOKENS), rtol=0, atol=1e-4)
+
+
+def test_tensors_after_the_announced_modules_are_surplus(tmp_path: Path) -> None:
+    save_with_mtp(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.4.enorm.weight"] = torch.ones(64)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"surplus model\.layers\.4\.enorm\.weight"):
+        load(tmp_path)
+
+
+def test_missing_and_surplus_tensors_of_a_module_are_named(tmp_path: Path) -> None:
+    save_with_mtp(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.3."
+    tensors[prefix + "surprise"] = tensors.pop(prefix + "eh_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing eh_proj\.weight; surplus surprise"):
+        load_module(tmp_path)
+
+
+def test_a_checkpoint_needs_exactly_one_module(tmp_path: Path) -> None:
+    for number, problem in ((0, "is 0"), (2, "is 2; a module for each step")):
+        folder = tmp_path / str(number)
+        save_with_mtp(folder, num_modules=number)
+        with pytest.raises(ValueError, match=problem):
+            check_nextn(ModelConfig.from_pretrained(folder))
+
+
+def test_dummy_weights_need_only_the_config(tmp_path: Path) -> None:
+    save_with_mtp(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    module = load_module(tmp_path, load_format="dummy")
+    states = ModuleRunner(module).predict(TOKENS, torch.randn(len(TOKENS), 64))
+    assert 0.3 < states.std() < 3

@@ -1,0 +1,63 @@
+"""A model's forward over the nodes of a draft tree: each node's logits equal those of a plain
+forward over the prompt and the node's path, for a whole tree and for one draft step after
+another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.tree_problem import bits_of, random_paths
+from tests.models.helpers import (
+    PagedRunner,
+    load,
+    random_tokens,
+    reference_logits,
+    save_checkpoint,
+)
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.kernels.tree_mask import TreeMask
+
+PROMPT, NUM_NODES = random_tokens(9), 12
+
+
+class TreeRunner(PagedRunner):
+    """The windows of the next step are nodes of the tree with `paths`, after `offset` others."""
+
+    paths: list[list[int]] | None = None
+    offset = 0
+
+    def metadata(self, *args: Any) -> AttentionMetadata:
+        metadata = super().metadata(*args)
+        if self.paths is not None:
+            bits = torch.tensor([bits_of(self.paths)])
+            metadata.tree = TreeMask(bits, self.offset + len(self.paths))
+            depths = [len(path) - 1 for path in self.paths]
+            metadata.positions = torch.tensor(depths) + len(PROMPT)
+        return metadata
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
+def test_a_nodes_logits_are_those_of_the_prompt_and_its_path(
+    kind: type[AttentionBackend], num_steps: int, tmp_path: Path
+) -> None:
+    reference = save_checkpoint(tmp_path, "Llama")
+    runner = TreeRunner(load(tmp_path))
+    runner.backend = kind(runner.backend.geometry, runner.pool)
+    runner.step(contexts={0: PROMPT})
+    tokens = random_tokens(NUM_NODES, seed=1)
+    paths = random_paths(NUM_NODES, torch.Generator().manual_seed(3))
+    size = NUM_NODES // num_steps
+    for first in range(0, NUM_NODES, size):
+        runner.paths, runner.offset = paths[first : first + size], first
+        logits = runner.step(windows={0: tokens[first : first + size]})[0]
+        for row, path in zip(logits, runner.paths, strict=True):
+            sequence = PROMPT + [tokens[node] for node in path]
+            torch.testing.assert_close(
+                row, reference_logits(reference, sequence)[-1], rtol=1e-4, atol=1e-4
+            )

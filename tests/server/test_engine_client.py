@@ -1,0 +1,365 @@
+"""A front's client and the engine's port, with a socket between them: the same answers as `LLM`
+in one process."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.server.http_answers import wait_for
+from tllm_spec import LLM, SamplingParams
+from tllm_spec.config import LlmArgs
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.server import link
+from tllm_spec.server.engine_client import EngineClient, EngineConnection
+from tllm_spec.server.engine_process import EngineProcess
+from tllm_spec.tokenizer import load_tokenizer
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_batch_size": 4,
+    "kv_cache_config": {"max_tokens": 4096},
+    "enable_iter_perf_stats": True,
+    "speculative_config": {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 3,
+        "speculative_model": "zoo:llama-draft",
+    },
+}
+ARGS = LlmArgs.from_kwargs("zoo:llama", **OPTIONS)
+PROMPT = "def f("
+
+Use = Callable[[EngineClient], Awaitable[Any]]
+
+
+class Engine:
+    """An engine process' insides, in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "engine")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self.process = EngineProcess(ARGS, self._listener)
+        self._thread = threading.Thread(target=self.process.run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.process.stop()
+        self._thread.join()
+        self._listener.close()
+
+    def use(self, function: Use) -> Any:
+        """The function's result with a client that is connected."""
+
+        async def run() -> Any:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_unix_connection(EngineConnection, self.path)
+            limits = await connection.limits
+            client = EngineClient(ARGS, load_tokenizer("zoo:llama"), connection, limits)
+            try:
+                return await function(client)
+            finally:
+                client.shutdown()
+
+        return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(tmp_path_factory.mktemp("engine"))
+    yield engine
+    engine.close()
+    engine.process._executor.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("zoo:llama", **OPTIONS) as llm:
+        yield llm
+
+
+def texts_of(output: RequestOutput) -> list[tuple[object, ...]]:
+    return [
+        (each.text, each.token_ids, each.finish_reason, each.stop_reason, each.logprobs)
+        for each in output.outputs
+    ]
+
+
+STOPPING = {"temperature": 0.0, "max_tokens": 60}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_tokens": 20},
+        {"max_tokens": 20, "temperature": 0.8, "seed": 5, "n": 3, "top_k": 20, "min_p": 0.01},
+        {"max_tokens": 9, "logprobs": 2, "prompt_logprobs": 1},
+        {"max_tokens": 20, "bad": ["self", "return"], "logit_bias": {7: 2.5, 9: -3.0}},
+        {"max_tokens": 20, "ignore_eos": True, "min_tokens": 5, "repetition_penalty": 1.2},
+        {"max_tokens": 20, "speculation": {"enabled": False}},
+        {"max_tokens": 20, "stop_token_ids": list(range(40, 60))},
+        {**STOPPING, "stop": ["\n", "zzz"]},
+        {**STOPPING, "stop": ["\n"], "min_tokens": 30},
+        {**STOPPING, "stop": ["e", "r"], "logprobs": 1, "n": 2, "temperature": 0.9, "seed": 1},
+        {**STOPPING, "stop": ["):"], "include_stop_str_in_output": True},
+        {"max_tokens": 1, "stop": ["e"]},
+    ],
+)
+def test_the_answer_is_that_of_one_process(
+    engine: Engine, llm: LLM, params: dict[str, Any], streaming: bool
+) -> None:
+    expected = llm.generate(PROMPT, SamplingParams(**params))
+
+    async def ask(client: EngineClient) -> RequestOutput:
+        return await client.generate_async(PROMPT, SamplingParams(**params), streaming=streaming)
+
+    found = engine.use(ask)
+    assert texts_of(found) == texts_of(expected)
+    assert found.outputs[0].prompt_logprobs == expected.outputs[0].prompt_logprobs
+    assert found.prompt_token_ids == expected.prompt_token_ids
+    assert found.speculative_decoding.rounds >= expected.speculative_decoding.rounds > 0 or (
+        params["max_tokens"] == 1
+    )
+
+
+def test_pieces_of_a_stream_never_show_a_part_of_a_stop_string(engine: Engine, llm: LLM) -> None:
+    full = llm.generate(PROMPT, SamplingParams(**STOPPING)).outputs[0].text
+    stop = full[len(full) // 2 :][:6]
+
+    async def ask(client: EngineClient) -> list[str]:
+        params = SamplingParams(**STOPPING, stop=stop)
+        return [
+            output.outputs[0].text
+            async for output in client.generate_async(PROMPT, params, streaming=True)
+        ]
+
+    texts = engine.use(ask)
+    assert texts[-1] == full[: full.index(stop)]
+    assert all(texts[-1].startswith(text) for text in texts)
+
+
+def test_a_request_that_stops_at_a_string_counts_as_stopped(engine: Engine) -> None:
+    async def ask(client: EngineClient) -> tuple[dict[str, int], dict[str, int]]:
+        before = await ended(client)
+        handle = client.generate_async(PROMPT, SamplingParams(max_tokens=60, stop=["e", " "]))
+        await handle
+        return before, await ended(client)
+
+    before, after = engine.use(ask)
+    assert after["stop"] == before.get("stop", 0) + 1
+    assert after.get("cancelled") == before.get("cancelled")
+
+
+async def ended(client: EngineClient) -> dict[str, int]:
+    info = await asyncio.to_thread(client.server_info)
+    found: dict[str, int] = info["internal_states"][0]["totals"]["requests_by_finish_reason"]
+    return found
+
+
+def test_an_aborted_request_keeps_what_it_has(engine: Engine) -> None:
+    async def ask(client: EngineClient) -> RequestOutput:
+        params = SamplingParams(max_tokens=1900, ignore_eos=True)
+        handle = client.generate_async(PROMPT, params, streaming=True)
+        await anext(handle)
+        handle.abort()
+        return await handle
+
+    found = engine.use(ask)
+    assert found.outputs[0].finish_reason == "cancelled" and found.outputs[0].length > 0
+
+
+def test_requests_of_a_front_that_goes_are_cancelled(engine: Engine) -> None:
+    async def leave(client: EngineClient) -> None:
+        params = SamplingParams(max_tokens=1900, ignore_eos=True, n=3)
+        handle = client.generate_async(PROMPT, params, streaming=True)
+        await anext(handle)
+        assert client.num_unfinished == 3
+
+    engine.use(leave)
+    wait_for(lambda: engine.process._port.num_unfinished == 0)
+    wait_for(lambda: not engine.process._executor.scheduler.running)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ("a " * 10_000, {}),
+        ([10**9], {}),
+        (PROMPT, {"stop_token_ids": [10**9]}),
+        ([5] * 2000, {"max_tokens": 40, "n": 1, "stop": "\ud800"}),
+    ],
+)
+def test_mistakes_are_refused_in_front_with_the_words_of_one_process(
+    engine: Engine, llm: LLM, prompt: Any, params: dict[str, Any]
+) -> None:
+    async def ask(client: EngineClient) -> str:
+        with pytest.raises(ValueError) as refusal:
+            client.generate_async(prompt, SamplingParams(**params))
+        return str(refusal.value)
+
+    with pytest.raises(ValueError) as expected:
+        llm.generate(prompt, SamplingParams(**params))
+    assert engine.use(ask) == str(expected.value)
+
+
+def test_a_request_that_the_cache_cannot_hold_is_refused_in_front(engine: Engine, llm: LLM) -> None:
+    async def ask(client: EngineClient) -> str:
+        capacity = client._intake._limits.capacity
+        with pytest.raises(ValueError) as refusal:
+            capacity.check(5000, 10)
+        return str(refusal.value)
+
+    with pytest.raises(ValueError) as expected:
+        llm._executor.scheduler.capacity.check(5000, 10)
+    assert engine.use(ask) == str(expected.value) and "KV pages" in str(expected.value)
+
+
+def test_figures_of_the_engine_come_through_the_same_socket(engine: Engine) -> None:
+    async def ask(client: EngineClient) -> tuple[Any, Any]:
+        await client.generate_async(PROMPT, SamplingParams(max_tokens=3))
+        info = await asyncio.to_thread(client.server_info)
+        return info, await asyncio.to_thread(client.get_stats)
+
+    info, stats = engine.use(ask)
+    assert (info["max_batch_size"], info["model"]) == (4, "zoo:llama")
+    assert info["internal_states"][0]["kv_cache"]["num_pages"] > 0
+    assert stats and stats[-1]["iter"] >= 0
+
+
+def test_a_round_sends_one_message_to_each_front(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(client: EngineClient) -> tuple[list[int], int]:
+        sizes: list[int] = []
+        receive = client._respond
+
+        def watch(responses: Any) -> None:
+            sizes.append(len(responses))
+            receive(responses)
+
+        monkeypatch.setattr(client, "_respond", watch)
+        params = SamplingParams(max_tokens=40, n=4, ignore_eos=True, temperature=1.0, seed=1)
+        output = await client.generate_async(PROMPT, params, streaming=True)
+        rounds = max(each.speculative_decoding.rounds for each in output.outputs)
+        return sizes, rounds
+
+    sizes, rounds = engine.use(ask)
+    assert max(sizes) == 4, "all requests of a round are in one message"
+    assert len(sizes) <= rounds + 4, "and there is no more than one a round"
+
+
+def test_a_guided_request_matches_its_grammar(engine: Engine, llm: LLM) -> None:
+    pytest.importorskip("xgrammar")
+    params = SamplingParams(max_tokens=20, guided_decoding={"choice": ["yes", "no"]})
+
+    async def ask(client: EngineClient) -> RequestOutput:
+        return await client.generate_async(PROMPT, params)
+
+    found = engine.use(ask)
+    assert texts_of(found) == texts_of(llm.generate(PROMPT, params))
+    assert found.outputs[0].text in ("yes", "no")
+
+
+def test_when_the_engine_dies_requests_fail_and_new_ones_are_refused(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+
+    async def ask(client: EngineClient) -> str:
+        params = SamplingParams(max_tokens=1900, ignore_eos=True)
+        handle = client.generate_async(PROMPT, params, streaming=True)
+        await anext(handle)
+
+        def die() -> bool:
+            raise MemoryError("no memory")
+
+        engine.process._worker._round = die  # type: ignore[method-assign]  # a fault of the loop
+        await handle
+        assert not client.is_healthy
+        with pytest.raises(RuntimeError, match="no memory"):
+            client.generate_async(PROMPT, params)
+        with pytest.raises(RuntimeError, match="no memory"):
+            client.server_info()
+        return str(handle.error)
+
+    assert "no memory" in engine.use(ask)
+    engine.close()
+
+
+@pytest.mark.parametrize("nonsense", [["submit", "x"], ["run", "rm"], {"a": 1}, 5, ["cancel", [1]]])
+def test_a_front_that_sends_nonsense_is_cut_off_and_others_go_on(
+    engine: Engine, nonsense: Any
+) -> None:
+    async def talk(client: EngineClient) -> None:
+        handle = client.generate_async(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
+        loop = asyncio.get_running_loop()
+        _, hostile = await loop.create_unix_connection(EngineConnection, engine.path)
+        await hostile.limits
+        hostile.send(nonsense)
+        await asyncio.wait_for(hostile.closed, 60)
+        assert (await handle).outputs[0].length == 100
+
+    engine.use(talk)
+
+
+def test_bytes_that_are_no_message_cut_a_front_off(engine: Engine) -> None:
+    async def talk(client: EngineClient) -> None:
+        loop = asyncio.get_running_loop()
+        _, hostile = await loop.create_unix_connection(EngineConnection, engine.path)
+        await hostile.limits
+        hostile._transport.write(b"\xc1" * 100)
+        await asyncio.wait_for(hostile.closed, 60)
+        await client.generate_async(PROMPT, SamplingParams(max_tokens=3))
+
+    engine.use(talk)
+
+
+def test_a_front_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_BACKLOG_BYTES", 1 << 20)
+    ours, theirs = socket.socketpair()
+    woken: list[bool] = []
+    slow = link.Link(ours, lambda: woken.append(True))
+    while slow.is_open:
+        slow.send(b"x" * (1 << 16))
+    assert woken and not slow.has_backlog
+    assert slow.read() is None
+    slow.close()
+    theirs.close()
+
+
+def test_what_a_socket_does_not_take_at_once_arrives_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = link.Link(ours, lambda: None), link.Link(theirs, lambda: None)
+    for number in range(200):
+        sender.send([number, b"x" * 10_000])
+    assert sender.has_backlog
+    numbers: list[int] = []
+    while len(numbers) < 200:
+        sender.flush()
+        numbers += [number for number, _ in receiver.read() or ()]
+    assert numbers == list(range(200)) and not sender.has_backlog
+    sender.close()
+    assert receiver.read() is None
+    receiver.close()
+
+
+def test_what_is_sent_is_plain_msgpack(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    send = EngineConnection.send
+
+    def watch(connection: EngineConnection, message: Any) -> None:
+        sent.append(message)
+        send(connection, message)
+
+    async def ask(client: EngineClient) -> None:
+        await client.generate_async(PROMPT, SamplingParams(max_tokens=3, stop_token_ids=[9]))
+
+    monkeypatch.setattr(EngineConnection, "send", watch)
+    engine.use(ask)
+    assert sent[0][0] == "submit"
+    assert msgpack.unpackb(msgpack.packb(sent[0]), strict_map_key=False)[0] == "submit"

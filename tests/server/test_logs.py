@@ -1,0 +1,44 @@
+"""What the server logs: one format, and a line about the load."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from tllm_spec.executor.py_executor import Load
+from tllm_spec.server import load_log
+from tllm_spec.server.load_log import LoadLog
+from tllm_spec.server.logs import JsonFormatter
+
+
+def test_a_json_line_has_the_fields_of_the_record_and_its_exception() -> None:
+    try:
+        raise KeyError("k")
+    except KeyError:
+        record = logging.LogRecord(
+            "tllm_spec.x", logging.ERROR, "", 0, "no %s: %d", ("a\nb", 3), sys.exc_info()
+        )
+    record.fields = {"running": 2}
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    entry = json.loads(line)
+    assert entry["message"] == "no a\nb: 3" and entry["level"] == "error"
+    assert entry["running"] == 2 and "KeyError" in entry["exception"]
+    assert entry["time"].endswith("Z")
+
+
+def test_the_load_is_what_happened_since_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tllm_spec.load")
+    times = iter([0.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(load_log, "monotonic", lambda: next(times))
+    log = LoadLog()
+    log.add(Load(3, 4, 2, request_rounds=100, emitted_tokens=250))
+    log.add(Load(3, 0, 2, request_rounds=100, emitted_tokens=250))
+    log.add(Load(0, 0, 2, request_rounds=100, emitted_tokens=250))
+    assert caplog.messages == [
+        "125 tokens/s, 3 running, 4 waiting, acceptance length 2.5, draft length 2",
+        "0 tokens/s, 3 running, 0 waiting, acceptance length None, draft length 2",
+    ]

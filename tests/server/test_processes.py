@@ -1,0 +1,194 @@
+"""The processes of `tllm-serve`: which of them may die, how they start and end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.http_answers import wait_for
+from tests.server.served_process import (
+    LONG,
+    MEDIUM,
+    ROOT,
+    SHORT,
+    ServedProcess,
+    complete,
+    is_running,
+)
+
+ENGINE, FRONT = "engine_process", "front_process"
+SETS = ("SigIgn", "SigCgt")  # of signals, in a process' status
+
+
+@contextmanager
+def stream(url: str, body: dict[str, Any] = LONG) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun."""
+    path = f"{url}/v1/completions"
+    with httpx.stream("POST", path, json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path) as served, stream(served.url) as lines:
+        (engine,), (front,) = served.pids(ENGINE), served.pids(FRONT)
+        os.kill(front, signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+        wait_for(lambda: served.pids(FRONT) not in ([], [front]))
+        assert complete(served.url) == 200
+        assert served.pids(ENGINE) == [engine]
+        info = httpx.get(f"{served.url}/server_info").json()["internal_states"][0]
+        assert info["num_requests_running"] == 0
+        assert info["totals"]["requests_by_finish_reason"]["cancelled"] == 1
+        assert served.end(signal.SIGTERM) == 0
+        assert "ended with SIGKILL and is started again" in served.text
+
+
+def test_a_front_that_dies_does_not_touch_the_streams_of_another(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path, "--frontends", "2") as served:
+        with stream(served.url, MEDIUM) as lines:
+            (idle,) = [pid for pid in served.pids(FRONT) if not num_connections(pid)]
+            os.kill(idle, signal.SIGKILL)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert served.end(signal.SIGTERM) == 0
+
+
+def num_connections(pid: int) -> int:
+    """Established TCP connections of a process."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "01" and row[9] in inodes for row in rows)
+
+
+def test_when_the_engine_dies_streams_get_an_error_and_the_status_is_not_zero(
+    tmp_path: Path,
+) -> None:
+    with ServedProcess(tmp_path) as served:
+        url = served.url
+        (front,), (engine,) = served.pids(FRONT), served.pids(ENGINE)
+        with stream(url) as lines:
+            os.kill(engine, signal.SIGKILL)
+            events = [json.loads(line[6:]) for line in lines if line]
+        assert events[-1]["error"]["message"] == "the engine's process has ended"
+        assert served.wait() == 1
+        assert "Error: the engine's process ended with SIGKILL" in served.text
+        assert not is_running(front)
+
+
+def test_a_signal_lets_requests_finish_and_the_status_is_zero(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path, "--shutdown_timeout", "600") as served:
+        with stream(served.url, MEDIUM) as lines:
+            served.process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert served.wait() == 0
+        assert "Traceback" not in served.text
+
+
+def test_requests_that_do_not_finish_in_time_get_an_error(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path, "--shutdown_timeout", "0") as served:
+        with stream(served.url) as lines:
+            served.process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line]
+        assert "the server is shutting down" in events[-1]
+        assert served.wait() == 0
+
+
+def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path, "--shutdown_timeout", "600") as served:
+        url = served.url
+        children = served.pids(ENGINE) + served.pids(FRONT)
+        with stream(url):
+            served.process.send_signal(signal.SIGINT)
+            wait_for(lambda: "shutting down" in served.text)
+            assert served.end(signal.SIGINT) == 128 + signal.SIGINT
+        wait_for(lambda: not any(map(is_running, children)))
+        assert "Traceback" not in served.text
+
+
+def test_ctrl_c_while_the_model_is_loaded_prints_no_traceback(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path) as served:
+        wait_for(lambda: "loading zoo:llama" in served.text)
+        assert served.end(signal.SIGINT) == 128 + signal.SIGINT
+        assert "Traceback" not in served.text
+
+
+def test_ctrl_c_during_the_commands_imports_prints_nothing() -> None:
+    command = [sys.executable, "-m", "tllm_spec.cli.entry", "no/such/folder"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: has_default_ctrl_c(process.pid) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1] == ""
+        assert process.returncode == -signal.SIGINT
+
+
+def has_default_ctrl_c(pid: int) -> bool:
+    """Python catches SIGINT as soon as it runs, which one sees by SIGPIPE: it is ignored."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored, caught = (int(re.findall(rf"{name}:\s*(\w+)", status)[0], 16) for name in SETS)
+    return bool(ignored >> (signal.SIGPIPE - 1) & 1) and not caught >> (signal.SIGINT - 1) & 1
+
+
+def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    with ServedProcess(tmp_path) as served:
+        assert complete(served.url) == 200
+        children = served.pids(ENGINE) + served.pids(FRONT)
+        served.process.kill()
+        wait_for(lambda: not any(map(is_running, children)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_seq_len": 100_000}, "Error: max_seq_len = 100000 exceeds the model's"),
+        (
+            {
+                "speculative_config": {
+                    "decoding_type": "Draft_Target",
+                    "max_draft_len": 2,
+                    "speculative_model": "/none",
+                }
+            },
+            "'/none' is neither an existing local folder",
+        ),
+    ],
+)
+def test_an_error_of_the_engines_start_is_one_sentence_on_the_console(
+    tmp_path: Path, options: dict[str, object], sentence: str
+) -> None:
+    with ServedProcess(tmp_path, **options) as served:
+        assert served.wait() == 1
+        assert sentence in served.text and "Traceback" not in served.text
+
+
+def test_json_logs_are_one_object_a_line_and_show_the_load(tmp_path: Path) -> None:
+    flags = ("--log_format", "json", "--host", "0.0.0.0")
+    with ServedProcess(tmp_path, *flags) as served:
+        with stream(served.url) as lines:
+            wait_for(lambda: "tokens_per_second" in served.text)
+            next(lines)
+        httpx.post(f"{served.url}/v1/completions", json=SHORT, timeout=60)
+        assert served.end(signal.SIGTERM) == 0
+    entries = [json.loads(line) for line in served.log]
+    assert {"time", "level", "logger", "message", "process"} <= set.intersection(
+        *(set(entry) for entry in entries)
+    )
+    (warning,) = [entry["message"] for entry in entries if entry["level"] == "warning"]
+    assert warning == "anybody who reaches 0.0.0.0 may use this server: --api_key is not set"
+    load = next(entry for entry in entries if entry["logger"] == "tllm_spec.load")
+    assert load["running"] == 1 and load["waiting"] == 0
+    (access,) = [entry for entry in entries if entry.get("output_tokens") == 3]
+    assert (access["path"], access["status"]) == ("/v1/completions", 200)

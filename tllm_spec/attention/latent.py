@@ -1,0 +1,283 @@
+"""MLA backends (arXiv 2405.04434, section 2.1), for the pool of a `LatentLayout`.
+
+Context chunks run in the expanded form: keys and values of all heads are projected from the
+latents in the pool, those of earlier chunks and of cached prefixes included. Generation windows run
+in the absorbed form over the latents themselves."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+
+from tllm_spec.attention.geometry import LatentGeometry
+from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata, AttentionPlan
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.kernels.head_gemm import head_gemm
+from tllm_spec.kernels.latent_attention import (
+    MAX_PARTIAL_ROWS,
+    LatentTables,
+    LatentWorkspace,
+    latent_attention,
+)
+from tllm_spec.kernels.latent_prefill import MAX_EXPANDED_TOKENS, ExpandedPart, expanded_attention
+from tllm_spec.kernels.latent_write import LatentNorm, latent_write
+from tllm_spec.kernels.rotary_write import Rotary
+
+
+@dataclass(frozen=True)
+class LatentInputs:
+    """What a layer gives its attention."""
+
+    q: torch.Tensor
+    """[T, H, N + P], contiguous, as projected; the last P elements of each head are overwritten."""
+    latent: torch.Tensor
+    """[T, R + P] as projected, any stride between rows: the latent, then the shared key."""
+    norm: LatentNorm
+    up: torch.Tensor
+    """[H, N + V, R], contiguous: each head's projections of the latent to key and value."""
+
+
+@dataclass(frozen=True)
+class LatentWindows:
+    """All generation windows, which start at row `first`."""
+
+    first: int
+    tables: LatentTables
+    slots: torch.Tensor | None
+    """[B * L] int64: the pool's slots of all keys; None: the kernel reads the block tables."""
+    mask: torch.Tensor | None
+    """[B, 1, W * H, L], added to the scores; None as above."""
+
+
+@dataclass(frozen=True)
+class LatentPlan(AttentionPlan):
+    """The chunks, in parts, then the windows, if there are any."""
+
+    contexts: tuple[ExpandedPart, ...]
+    windows: LatentWindows | None
+
+
+class LatentBackend(AttentionBackend):
+    """A request's result depends on its own tokens only."""
+
+    def __init__(self, geometry: LatentGeometry, pool: KVPool) -> None:
+        super().__init__(pool)
+        self.geometry = geometry
+        self._layers = pool.data.unbind(0)
+
+    @classmethod
+    def workspace_bytes(cls, geometry: LatentGeometry, dtype: torch.dtype) -> int:
+        """Device memory that each instance allocates besides the pool, and what a forward expands
+        at a time: projected, keys and padded values."""
+        key_dim = geometry.nope_dim + geometry.rope_dim
+        elements = geometry.num_heads * (geometry.nope_dim + geometry.value_dim + 2 * key_dim)
+        return MAX_EXPANDED_TOKENS * (elements + geometry.layout.entry_dim) * dtype.itemsize
+
+    def plan(self, metadata: AttentionMetadata) -> LatentPlan:
+        windows = self._plan_windows(metadata) if metadata.num_generations else None
+        return LatentPlan(metadata.kv_slots, tuple(self._plan_contexts(metadata)), windows)
+
+    def run(
+        self, layer: int, inputs: LatentInputs, rotary: Rotary, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """Norm and write the rows' latents and rotated keys into the pool, then attend causally to
+        all keys of the row's request. Returns `[T, H * V]`."""
+        assert isinstance(plan, LatentPlan)
+        self._write(layer, inputs.latent, inputs.q, inputs.norm, rotary, plan)
+        geometry, q = self.geometry, inputs.q
+        output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
+        expanded_attention(q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output)
+        if plan.windows is not None:
+            first, nope = plan.windows.first, geometry.nope_dim
+            own = q[first:]
+            keys, values = inputs.up.split_with_sizes((nope, geometry.value_dim), 1)
+            absorbed = q.new_empty(geometry.num_heads, len(own), geometry.latent_dim)
+            head_gemm(own[..., :nope], keys, absorbed.transpose(0, 1))
+            mixed = self._run_windows(layer, absorbed, own, plan.windows)
+            head_gemm(mixed.transpose(0, 1), values.mT, output[first:])
+        return output.flatten(1)
+
+    def write(
+        self,
+        layer: int,
+        latent: torch.Tensor,
+        norm: LatentNorm,
+        rotary: Rotary,
+        plan: AttentionPlan,
+    ) -> None:
+        """The part of `run` before attention: for rows whose outputs are not needed."""
+        self._write(layer, latent, None, norm, rotary, plan)
+
+    @abstractmethod
+    def _write(
+        self,
+        layer: int,
+        latent: torch.Tensor,
+        q: torch.Tensor | None,
+        norm: LatentNorm,
+        rotary: Rotary,
+        plan: AttentionPlan,
+    ) -> None: ...
+
+    @abstractmethod
+    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows: ...
+
+    @abstractmethod
+    def _run_windows(
+        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+    ) -> torch.Tensor:
+        """As `latent_attention`."""
+
+    def _plan_contexts(self, metadata: AttentionMetadata) -> list[ExpandedPart]:
+        """Adjacent chunks that fit the bound share a part; a request with more keys has several."""
+        chunks, row = [], 0
+        lens = zip(metadata.context_lens, metadata.context_kv_lens, strict=True)
+        total, group = 0, 0
+        for request, (length, kv_len) in enumerate(lens):
+            total += kv_len
+            if total > MAX_EXPANDED_TOKENS:
+                total, group = kv_len, group + 1
+            chunks.append((group, request, slice(row, row + length), kv_len))
+            row += length
+        parts = []
+        for _, members in groupby(chunks, lambda chunk: chunk[0]):
+            own = [chunk[1:] for chunk in members]
+            if len(own) == 1 and own[0][2] > MAX_EXPANDED_TOKENS:
+                parts += self._long_parts(metadata, *own[0])
+            else:
+                parts.append(self._short_part(metadata, own))
+        return parts
+
+    def _short_part(
+        self, metadata: AttentionMetadata, chunks: list[tuple[int, slice, int]]
+    ) -> ExpandedPart:
+        rows = slice(chunks[0][1].start, chunks[-1][1].stop)
+        lens = tuple(own.stop - own.start for _, own, _ in chunks)
+        key_lens = tuple(kv_len for _, _, kv_len in chunks)
+        if lens == key_lens:  # no chunk has earlier tokens
+            slots = metadata.kv_slots[rows]
+        else:
+            slots = torch.cat([self._slots(metadata, request, 0, n) for request, _, n in chunks])
+        return ExpandedPart.of(rows, slots, lens, key_lens, is_causal=True)
+
+    def _long_parts(
+        self, metadata: AttentionMetadata, request: int, rows: slice, kv_len: int
+    ) -> list[ExpandedPart]:
+        """The earlier tokens in pieces, which all queries see, then the chunk's own."""
+        length, parts = rows.stop - rows.start, []
+        for start in range(0, kv_len - length, MAX_EXPANDED_TOKENS):
+            end = min(start + MAX_EXPANDED_TOKENS, kv_len - length)
+            slots = self._slots(metadata, request, start, end)
+            parts.append(ExpandedPart.of(rows, slots, (length,), (end - start,), is_causal=False))
+        slots = metadata.kv_slots[rows]
+        return [*parts, ExpandedPart.of(rows, slots, (length,), (length,), is_causal=True)]
+
+    def _slots(
+        self, metadata: AttentionMetadata, request: int, start: int, end: int
+    ) -> torch.Tensor:
+        """The pool's slots of the request's tokens `start` to `end`."""
+        keys = torch.arange(start, end, device=metadata.kv_slots.device)
+        return slots_of(metadata.block_tables[request, None], keys[None], self.pool.page_size)[0]
+
+
+class VanillaLatent(LatentBackend):
+    """Plain torch: the default on a CPU and the reference. Slots beyond a request's length are
+    replaced, not only masked: they may belong to another request, whose values may be NaN, and
+    zero times NaN is NaN."""
+
+    def _write(
+        self,
+        layer: int,
+        latent: torch.Tensor,
+        q: torch.Tensor | None,
+        norm: LatentNorm,
+        rotary: Rotary,
+        plan: AttentionPlan,
+    ) -> None:
+        windows = plan.windows if isinstance(plan, LatentPlan) else None
+        if windows is not None and windows.tables.window > 1:
+            # A draft whose latent is NaN would spoil the rows before it, which mask it. Its own row
+            # is NaN by its query.
+            latent = latent.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm)
+
+    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
+        batch, window, length = metadata.num_generations, metadata.window, metadata.max_kv_len
+        device, heads = metadata.kv_slots.device, self.geometry.num_heads
+        kv_lens, block_tables = metadata.kv_lens[-batch:], metadata.block_tables[-batch:]
+        keys = torch.arange(length, device=device)
+        own_keys = torch.minimum(keys, kv_lens[:, None] - 1)
+        slots = slots_of(block_tables, own_keys, self.pool.page_size).flatten()
+        queries = kv_lens[:, None] + torch.arange(-window, 0, device=device)
+        hidden = keys > queries[:, :, None]
+        mask = torch.zeros_like(hidden, dtype=self.pool.data.dtype).masked_fill_(hidden, -torch.inf)
+        mask = mask[:, None, :, None].expand(batch, 1, window, heads, length).flatten(2, 3)
+        first = sum(metadata.context_lens)
+        return LatentWindows(first, LatentTables(block_tables, kv_lens, window), slots, mask)
+
+    def _run_windows(
+        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+    ) -> torch.Tensor:
+        assert plan.slots is not None and plan.mask is not None
+        (heads, num_tokens, rank), nope = q_latent.shape, self.geometry.nope_dim
+        batch = num_tokens // plan.tables.window
+        queries = torch.cat((q_latent.transpose(0, 1), q[..., nope:]), -1)
+        entries = self._layers[layer].flatten(0, 1).index_select(0, plan.slots)
+        entries = entries.view(batch, 1, -1, entries.shape[-1])
+        mixed = F.scaled_dot_product_attention(
+            queries.view(batch, 1, -1, queries.shape[-1]),
+            entries,
+            entries[..., :rank],
+            plan.mask,
+            scale=self.geometry.scale,
+        )
+        return mixed.view(num_tokens, heads, rank).transpose(0, 1)
+
+
+class TritonLatent(LatentBackend):
+    """Windows run a kernel that reads lengths and block tables from the device. A plan without
+    context chunks depends on no length, so a CUDA graph can hold its forward."""
+
+    supports_graphs = True
+
+    def __init__(self, geometry: LatentGeometry, pool: KVPool) -> None:
+        super().__init__(geometry, pool)
+        self._workspace = LatentWorkspace.allocate(geometry.latent_dim, pool.data.device)
+
+    @classmethod
+    def workspace_bytes(cls, geometry: LatentGeometry, dtype: torch.dtype) -> int:
+        partials = MAX_PARTIAL_ROWS * (geometry.latent_dim + 1) * torch.float32.itemsize
+        return super().workspace_bytes(geometry, dtype) + partials
+
+    def _write(
+        self,
+        layer: int,
+        latent: torch.Tensor,
+        q: torch.Tensor | None,
+        norm: LatentNorm,
+        rotary: Rotary,
+        plan: AttentionPlan,
+    ) -> None:
+        latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm)
+
+    def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
+        batch = metadata.num_generations
+        tables = LatentTables(
+            metadata.block_tables[-batch:], metadata.kv_lens[-batch:], metadata.window
+        )
+        return LatentWindows(sum(metadata.context_lens), tables, None, None)
+
+    def _run_windows(
+        self, layer: int, q_latent: torch.Tensor, q: torch.Tensor, plan: LatentWindows
+    ) -> torch.Tensor:
+        return latent_attention(
+            q_latent, q, self._layers[layer], plan.tables, self.geometry.scale, self._workspace
+        )
+
+
+def slots_of(block_tables: torch.Tensor, keys: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Slots `[N, L]` of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""
+    pages = block_tables.gather(1, keys // page_size).to(torch.int64)
+    return pages * page_size + keys % page_size

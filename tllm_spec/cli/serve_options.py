@@ -1,0 +1,135 @@
+"""`tllm-serve`'s options that concern the server: what it accepts, how long it waits, what it
+logs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+import click
+
+from tllm_spec.server.options import ServerOptions, hosts_of
+
+Command = Callable[..., Any]
+
+KEY_VARIABLE = "TLLM_SPEC_API_KEY"
+MIB = 1 << 20
+DEFAULTS = ServerOptions()
+
+SERVER_CLICK_OPTIONS = (
+    click.option(
+        "--frontends",
+        type=click.IntRange(1, 64),
+        default=1,
+        help="Processes for HTTP and text, in front of the engine's process.",
+    ),
+    click.option(
+        "--max_queue_size",
+        type=click.IntRange(0),
+        default=DEFAULTS.max_queue_size,
+        help="Choices that may wait for a place in the batch. More are answered with 429.",
+    ),
+    click.option(
+        "--max_body_mib",
+        type=click.IntRange(1, 512),
+        default=DEFAULTS.max_body_bytes // MIB,
+        help="Largest body of a request, in MiB. A larger one is answered with 413.",
+    ),
+    click.option(
+        "--max_connections",
+        type=click.IntRange(1),
+        default=DEFAULTS.max_connections,
+        help="Open connections of one front process, at most.",
+    ),
+    click.option(
+        "--request_timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        default=DEFAULTS.request_timeout,
+        help="Seconds that a request may take, from its start to the last token.",
+    ),
+    click.option(
+        "--shutdown_timeout",
+        type=click.FloatRange(min=0),
+        default=DEFAULTS.shutdown_timeout,
+        help="Seconds that running requests have after SIGTERM or Ctrl-C.",
+    ),
+    click.option(
+        "--api_key",
+        envvar=KEY_VARIABLE,
+        show_envvar=True,
+        help="Key that clients must send as a bearer token, everywhere but at /health.",
+    ),
+    click.option(
+        "--allow_control_tokens",
+        is_flag=True,
+        help="Names of control tokens in chat messages become control tokens, not text.",
+    ),
+    click.option("--ssl_certfile", help="Certificate in PEM format: the server speaks HTTPS."),
+    click.option("--ssl_keyfile", help="Its private key. [default: in --ssl_certfile]"),
+    click.option("--ssl_keyfile_password", help="Password of the private key."),
+    click.option("--ssl_ca_certs", help="Certificates of authorities."),
+    click.option(
+        "--log_format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        help="json: one object a line.",
+    ),
+    click.option(
+        "--print_config",
+        is_flag=True,
+        help="Print every option with its value and where it comes from, and end.",
+    ),
+)
+
+
+SERVER_NAMES = (
+    "frontends",
+    "max_queue_size",
+    "max_body_mib",
+    "max_connections",
+    "request_timeout",
+    "shutdown_timeout",
+    "api_key",
+    "allow_control_tokens",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_keyfile_password",
+    "ssl_ca_certs",
+    "log_format",
+    "print_config",
+)
+
+
+def server_options(command: Command) -> Command:
+    """A decorator that adds the options."""
+    return reduce(lambda wrapped, option: option(wrapped), reversed(SERVER_CLICK_OPTIONS), command)
+
+
+def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
+    """given: the values of the command line; host: the address to listen on."""
+    return ServerOptions(
+        max_body_bytes=given["max_body_mib"] * MIB,
+        max_connections=given["max_connections"],
+        max_queue_size=given["max_queue_size"],
+        request_timeout=given["request_timeout"],
+        shutdown_timeout=given["shutdown_timeout"],
+        api_key=given["api_key"] or None,
+        hosts=hosts_of(host),
+        allow_control_tokens=given["allow_control_tokens"],
+    )
+
+
+def tls_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """uvicorn's TLS files. Raises ValueError for a key without a certificate, and for files that
+    do not exist."""
+    names = ("certfile", "keyfile", "keyfile_password", "ca_certs")
+    files = {name: given[f"ssl_{name}"] for name in names}
+    set_names = [f"--ssl_{name}" for name, value in files.items() if value is not None]
+    if set_names and files["certfile"] is None:
+        raise ValueError(f"{' and '.join(set_names)} need --ssl_certfile")
+    for name in ("certfile", "keyfile", "ca_certs"):
+        if files[name] is not None and not os.path.isfile(files[name]):
+            raise ValueError(f"--ssl_{name} {files[name]} is not a file")
+    return files if set_names else None

@@ -1,0 +1,59 @@
+"""The tensors of a checkpoint in safetensors files."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tllm_spec.models.config import read_json
+
+INDEX = "model.safetensors.index.json"
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """`model.safetensors`, or the shards that the index names.
+
+    Raises:
+        ValueError: neither exists, or a shard is missing.
+    """
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    if not (path / INDEX).is_file():
+        raise ValueError(
+            f"{path} has neither model.safetensors nor {INDEX}; other weight formats are not read."
+        )
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files.")
+    shards = set(weight_map.values())
+    absent = sorted(shard for shard in shards if not (path / shard).is_file())
+    if absent:
+        raise ValueError(f"{path / INDEX} names files that are not there: {listed(absent)}.")
+    return [path / shard for shard in sorted(shards)]
+
+
+def checkpoint_tensors(
+    path: Path, wants: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and memory-mapped tensors of the checkpoint in the folder `path`, file by file. Only
+    tensors whose names are wanted are read.
+
+    Raises:
+        ValueError: no checkpoint, or a file that is not readable.
+    """
+    for file in checkpoint_files(path):
+        try:
+            with safe_open(file, framework="pt") as checkpoint:
+                for name in checkpoint.keys():  # noqa: SIM118 (not a dict: it has no iterator)
+                    if wants(name):
+                        yield name, checkpoint.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a readable safetensors file: {error}.") from error
+
+
+def listed(names: Iterable[str], limit: int = 10) -> str:
+    """The first names, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more if names else "none"

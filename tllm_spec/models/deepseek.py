@@ -1,0 +1,248 @@
+"""DeepSeek V2 and V3 (R1 and Kimi K2 have V3's architecture): latent attention, dense first layers,
+then experts.
+
+Module paths are the checkpoint's names, with the projections of the hidden state fused."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.attention.latent import LatentBackend, LatentInputs
+from tllm_spec.kernels.latent_write import LatentNorm
+from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.deepseek_config import LATENT_NORM_EPS, MLAConfig
+from tllm_spec.models.layers import Embedding, RMSNorm
+from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
+from tllm_spec.models.llama import MLP
+from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
+from tllm_spec.models.moe import DEEPSEEK_NAMES, SparseMoE
+from tllm_spec.models.rotary import cos_sin_table
+
+
+@dataclass(frozen=True)
+class RotatedPart:
+    """Outputs of one checkpoint tensor: for each head `plain_dim` elements, then `rope_dim` that
+    are rotated."""
+
+    num_heads: int
+    plain_dim: int
+    rope_dim: int
+
+    @property
+    def size(self) -> int:
+        return self.num_heads * (self.plain_dim + self.rope_dim)
+
+    def order(self) -> torch.Tensor:
+        """Rows of a checkpoint whose rotated elements are pairs of neighbours, so that they become
+        the two halves that the kernels rotate. Queries and keys change alike, so the scores do
+        not."""
+        rows = torch.arange(self.size).view(self.num_heads, -1)
+        plain, rotated = rows.split_with_sizes((self.plain_dim, self.rope_dim), 1)
+        return torch.cat((plain, rotated[:, ::2], rotated[:, 1::2]), 1).flatten()
+
+
+class RotatedLinear(Linear):
+    """Projections to latents, queries and keys, fused from the checkpoint's `parts`; replicated on
+    every rank."""
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, RotatedPart],
+        *,
+        is_interleaved: bool,
+        placement: Placement,
+    ) -> None:
+        size = sum(part.size for part in parts.values())
+        super().__init__(in_features, size, bias=False, placement=placement)
+        self.parts, self.is_interleaved = parts, is_interleaved
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        first = 0
+        for name, part in self.parts.items():
+            rows = self.weight[first : first + part.size]
+            order = part.order() if self.is_interleaved and part.rope_dim else None
+            yield f"{sibling(path, name)}.weight", WeightSlot(rows, tuple(rows.shape), order=order)
+            first += part.size
+
+
+class LatentUp(Module):
+    """The projections of the latent to all heads' keys and values, `[H * (N + V), R]`, row-major:
+    attention reads views of it."""
+
+    def __init__(self, config: MLAConfig, num_heads: int, placement: Placement) -> None:
+        super().__init__()
+        size = config.nope_dim + config.value_dim
+        self.weight = placement.parameter(num_heads * size, config.kv_lora_rank)
+        self.heads = self.weight.view(num_heads, size, config.kv_lora_rank)
+
+
+class LatentAttention(Module):
+    """Projections and attention. The layer applies the output projection, since it adds to the
+    residual stream."""
+
+    q_b_proj: RotatedLinear | None
+
+    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        super().__init__()
+        assert config.mla is not None
+        self.layer, mla = layer, config.mla
+        self.config, self.num_heads = mla, config.num_heads
+        queries = RotatedPart(config.num_heads, mla.nope_dim, mla.rope_dim)
+        latent = {"kv_a_proj_with_mqa": RotatedPart(1, mla.kv_lora_rank, mla.rope_dim)}
+        rotated = partial(RotatedLinear, is_interleaved=mla.is_interleaved, placement=placement)
+        if mla.q_lora_rank is None:
+            self.a_proj = rotated(config.hidden_size, {"q_proj": queries} | latent)
+            self.q_b_proj = None
+        else:
+            rank = RotatedPart(1, mla.q_lora_rank, 0)
+            self.a_proj = rotated(config.hidden_size, {"q_a_proj": rank} | latent)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS, placement)
+            self.q_b_proj = rotated(mla.q_lora_rank, {"q_b_proj": queries})
+        self.latent_dim = mla.kv_lora_rank + mla.rope_dim
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS, placement)
+        self.norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_NORM_EPS)
+        self.kv_b_proj = LatentUp(mla, config.num_heads, placement)
+        self.o_proj = RowLinear(
+            config.num_heads * mla.value_dim, config.hidden_size, bias=False, placement=placement
+        )
+
+    def forward(
+        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, hidden_size]`."""
+        q, latent = self._project(hidden, norm)
+        if self.q_b_proj is not None:
+            q = self.q_b_proj.forward(q, self.q_a_layernorm)
+        heads = q.contiguous().view(len(q), self.num_heads, -1)
+        inputs = LatentInputs(heads, latent, self.norm, self.kv_b_proj.heads)
+        return self._backend(context).run(self.layer, inputs, rotary, context.plan)
+
+    def write(
+        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
+    ) -> None:
+        """The same, but only latents and keys are computed and written."""
+        _, latent = self._project(hidden, norm)
+        self._backend(context).write(self.layer, latent, self.norm, rotary, context.plan)
+
+    def _project(self, hidden: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        both = self.a_proj.forward(hidden, norm)
+        return both[:, : -self.latent_dim], both[:, -self.latent_dim :]
+
+    def _backend(self, context: ForwardContext) -> LatentBackend:
+        assert isinstance(context.backend, LatentBackend)
+        return context.backend
+
+
+class DeepseekLayer(Module):
+    """Pre-norm block that adds to the residual stream, in place if all rows are wanted. `number`:
+    the layer's in the checkpoint; `layer`: its index in the KV pool."""
+
+    mlp: MLP | SparseMoE
+
+    def __init__(self, config: ModelConfig, number: int, layer: int, placement: Placement) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, placement)
+        self.self_attn = LatentAttention(config, layer, placement)
+        self.post_attention_layernorm = RMSNorm(size, eps, placement)
+        if config.moe is None or number not in config.sparse_layers:
+            self.mlp = MLP(config, placement)
+        else:
+            self.mlp = SparseMoE(config.moe, placement, DEEPSEEK_NAMES)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        context: ForwardContext,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The residual stream hidden `[T, H]` after the block, or `[R, H]` of the rows `wanted`."""
+        if wanted is not None and not len(wanted):
+            self.self_attn.write(hidden, self.input_layernorm, rotary, context)
+            return hidden[:0]
+        attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
+        if wanted is not None:
+            hidden, attended = gather_rows(hidden, wanted), gather_rows(attended, wanted)
+        self.self_attn.o_proj.add_to(hidden, attended)
+        self.mlp.add_to(hidden, self.post_attention_layernorm)
+        return hidden
+
+
+class DeepseekModel(Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
+        super().__init__()
+        assert config.mla is not None
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
+        self.layers = nn.ModuleList(
+            DeepseekLayer(config, number, number, placement) for number in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.cos_sin = cos_sin_table(
+            config.rope,
+            config.mla.rope_dim,
+            max_positions,
+            dtype=placement.dtype,
+            device=placement.device,
+        )
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        rotary = Rotary(self.cos_sin, positions)
+        hidden = self.embed_tokens.forward(input_ids)
+        last, spec = len(self.layers) - 1, context.spec
+        for number, layer in enumerate(self.layers):
+            wanted = context.wanted if number == last else None
+            hidden = layer.forward(hidden, rotary, context, wanted)
+            if spec is not None:
+                spec.maybe_capture_hidden_states(number, hidden)
+        normed = self.norm.forward(hidden) if len(hidden) else hidden
+        if spec is not None:
+            spec.maybe_capture_hidden_states(last + 1, normed)
+        return normed
+
+
+class DeepseekForCausalLM(CausalLM):
+    """The decoder with its output layer."""
+
+    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
+        super().__init__()
+        if placement.mapping.tp_size > 1:
+            raise ValueError(
+                f"tp_size is {placement.mapping.tp_size}; latent attention is served with tp_size "
+                "1 only."
+            )
+        self.config = config
+        self.model = DeepseekModel(config, max_positions, placement)
+        self.lm_head = ColumnLinear(
+            config.hidden_size,
+            {"lm_head": config.vocab_size},
+            bias=False,
+            placement=placement,
+            weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
+        )
+        # The checkpoint's layers after the decoder's predict further tokens (mtp.py loads them).
+        numbers = range(config.num_layers, config.num_layers + config.num_nextn_layers)
+        self._nextn = tuple(f"model.layers.{number}." for number in numbers)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        return self.model.forward(input_ids, positions, context)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.forward(hidden)
+
+    def ignores(self, name: str) -> bool:
+        return name.startswith(self._nextn) or super().ignores(name)

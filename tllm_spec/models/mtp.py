@@ -1,0 +1,135 @@
+"""DeepSeek's next-token-prediction module (MTP, arXiv 2412.19437, section 2.2) as a draft network:
+the layer after the decoder's in the target's checkpoint.
+
+It reads a token and the target's hidden state before it. Used as in EAGLE, it then reads its own
+output instead of the target's state, so one module drafts any number of tokens. Embedding, output
+layer and rotary table are the target's."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
+from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
+from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.linear import Linear
+from tllm_spec.models.module import Module, Placement, specialize_for_cpu
+from tllm_spec.models.registry import LoadFormat
+from tllm_spec.models.weights import fill, fill_random, stored_tensors
+
+# Copies of the target's that the checkpoint has in each module.
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+
+
+class SharedHead(Module):
+    """The norm before the target's output layer."""
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+
+
+class NextnModule(DeepseekLayer):
+    """A decoder layer whose input is projected from the normed embedding and the normed hidden
+    state. Module paths are the checkpoint's names below `model.layers.N.`."""
+
+    target: DeepseekForCausalLM
+
+    def __init__(self, target: DeepseekForCausalLM, placement: Placement) -> None:
+        config = target.config
+        super().__init__(config, config.num_layers, 0, placement)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.config = replace(config, num_layers=1)
+        self.enorm = RMSNorm(size, eps, placement)
+        self.hnorm = RMSNorm(size, eps, placement)
+        self.norms = DraftInputNorms(self.enorm.weight, self.hnorm.weight, eps)
+        self.eh_proj = Linear(2 * size, size, bias=False, placement=placement)
+        self.shared_head = SharedHead(config, placement)
+        # Not a submodule: the target's weights are not this checkpoint's.
+        self.__dict__["target"] = target
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations: the target's."""
+        return self.eh_proj.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.eh_proj.weight.device
+
+    def predict(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """One step. `hidden` is not changed.
+
+        Args:
+            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
+            positions: `[T]`.
+            hidden: `[T, H]`, the target's after its final norm, or the result of the step before.
+            context: of the module's own KV pool.
+
+        Returns:
+            `[T, H]`, or `[R, H]` of the rows that the context wants, after the module's final norm:
+            for `compute_logits` and for the next step.
+        """
+        model = self.target.model
+        rotary = Rotary(model.cos_sin, positions)
+        table = model.embed_tokens.weight
+        given = draft_input(input_ids, table, hidden, self.norms, rotary, input_ids[:0])
+        total = self.eh_proj.forward(given.both)
+        total = self.forward(total, rotary, context, context.wanted)
+        return self.shared_head.norm.forward(total) if len(total) else total
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, H]`, as `predict` returns it, to `[R, V]`."""
+        return self.target.compute_logits(hidden)
+
+
+def check_nextn(config: ModelConfig) -> None:
+    """Raises ValueError unless a checkpoint with this config has one module to draft with."""
+    if not config.num_nextn_layers:
+        raise ValueError(
+            "decoding_type = 'MTP' drafts with the next-token-prediction layers of the target's "
+            f"checkpoint, and num_nextn_predict_layers of this {config.architecture} is 0"
+        )
+    if config.num_nextn_layers > 1:
+        raise ValueError(
+            f"decoding_type = 'MTP': num_nextn_predict_layers is {config.num_nextn_layers}; a "
+            "module for each step (use_mtp_vanilla) is not served, only one module for all steps"
+        )
+
+
+def load_nextn(path: Path, target: DeepseekForCausalLM, load_format: LoadFormat) -> NextnModule:
+    """The first module of the target's checkpoint in the folder `path`, in its dtype and on its
+    device.
+
+    Raises:
+        ValueError: tensors are missing or surplus.
+    """
+    placement = Placement(target.dtype, target.device, SINGLE_RANK)
+    module = NextnModule(target, placement)
+    if load_format == "dummy":
+        fill_random(module)
+    else:
+        prefix = f"model.layers.{target.config.num_layers}."
+        tensors = _below(prefix, path, target.config)
+        fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
+    specialize_for_cpu(module, placement)
+    return module
+
+
+def _below(prefix: str, path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in stored_tensors(path, config, lambda name: name.startswith(prefix)):
+        name = name.removeprefix(prefix)
+        if name not in SHARED:
+            yield name, tensor

@@ -1,0 +1,230 @@
+"""An engine in another process, with the interface that `LLM` has for the HTTP server.
+
+Requests are checked and tokenised here, and text is made here. The connection belongs to the event
+loop; the methods may be called from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import Any
+
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.intake import Intake
+from tllm_spec.request_handle import RequestHandle
+from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.server.remote_sample import RemoteSample
+from tllm_spec.server.wire import (
+    new_unpacker,
+    pack,
+    submission,
+    unpack_limits,
+    unpack_response,
+)
+from tllm_spec.server_info import server_info
+from tllm_spec.tokenizer import Tokenizer
+
+GONE = "the engine's process has ended"
+SHUT_DOWN = "the server is shutting down"
+
+
+class EngineConnection(asyncio.Protocol):
+    """Messages of the engine, as they come. `limits` is set by its first one, `closed` at the
+    end."""
+
+    def __init__(self) -> None:
+        self.limits: asyncio.Future[RequestLimits] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_message: Callable[[Sequence[Any]], None] = self._on_first
+        self.on_lost: Callable[[], None] = lambda: None
+        self._unpacker = new_unpacker()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._unpacker.feed(data)
+        for message in self._unpacker:
+            self.on_message(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.limits.done():
+            self.limits.set_exception(ConnectionError(GONE))
+        self.on_lost()
+        self.closed.set_result(None)
+
+    def send(self, message: Any) -> None:
+        assert self._transport is not None
+        self._transport.write(pack(message))
+
+    def close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()
+
+    def _on_first(self, message: Sequence[Any]) -> None:
+        assert message[0] == "hello", message
+        self.limits.set_result(unpack_limits(message[1]))
+
+
+class EngineClient:
+    """Made in the event loop of the connection."""
+
+    def __init__(
+        self,
+        args: LlmArgs,
+        tokenizer: Tokenizer,
+        connection: EngineConnection,
+        limits: RequestLimits,
+    ) -> None:
+        self.args = args
+        self.tokenizer: Tokenizer | None = tokenizer
+        self.max_seq_len = limits.max_seq_len
+        self._intake = Intake(args, tokenizer, limits)
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
+        connection.on_message, connection.on_lost = self._receive, self._lose
+        self._samples: dict[int, RemoteSample] = {}
+        self._calls: dict[int, Future[Any]] = {}
+        self._call_ids = count(1)
+        self._num_in_engine = 0  # of all fronts
+        self._down: str | None = None
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._down is None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Of all fronts, as far as this one knows."""
+        return max(len(self._samples), self._num_in_engine)
+
+    def check_length(self, text: str | Sequence[int]) -> None:
+        """As `LLM.check_length`."""
+        self._intake.check_length(text)
+
+    def generate_async(
+        self,
+        inputs: str | Sequence[int] | Mapping[str, Any],
+        sampling_params: SamplingParams,
+        *,
+        streaming: bool = False,
+    ) -> RequestHandle:
+        """As `LLM.generate_async`."""
+        self._check_alive()
+        # Stop strings are looked for here, so the tokens must come as they are made.
+        streaming = streaming or bool(sampling_params.stop_strings)
+        made = self._intake.submission(inputs, sampling_params, streaming=streaming, priority=0.5)
+        ids = made.ids
+        handle = made.handle(self.tokenizer, lambda: self._in_loop(self._cancel, ids, "cancelled"))
+        samples = {}
+        for request in made.requests:
+            checker, minimum = request.stop_checker, request.rules.min_tokens
+            samples[request.request_id] = RemoteSample(handle, request.index, checker, minimum)
+        guided = made.params.guided_decoding
+        grammar = None if guided is None else (guided.source.kind, guided.source.text)
+        self._in_loop(self._submit, samples, submission(made.requests, grammar))
+        return handle
+
+    def server_info(self) -> dict[str, Any]:
+        """As `LLM.server_info`. Not from the event loop: it waits for the engine."""
+        return server_info(self.args, self.max_seq_len, self._call("state"))
+
+    def get_stats(self) -> list[dict[str, Any]]:
+        """As `LLM.get_stats`. Not from the event loop."""
+        stats: list[dict[str, Any]] = self._call("stats")
+        return stats
+
+    def shutdown(self) -> None:
+        """Ends what still runs, with an error. May be called twice."""
+        self._fail(SHUT_DOWN)
+        self._intake.grammars.close()
+        self._connection.close()
+
+    def _check_alive(self) -> None:
+        if self._down is not None:
+            raise RuntimeError(self._down)
+
+    def _call(self, name: str) -> Any:
+        self._check_alive()
+        answer: Future[Any] = Future()
+        self._in_loop(self._send_call, name, answer)
+        return answer.result()
+
+    def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError as error:  # the loop is closed
+            raise RuntimeError(SHUT_DOWN) from error
+
+    # In the event loop.
+
+    def _submit(self, samples: dict[int, RemoteSample], message: list[Any]) -> None:
+        if self._down is not None:
+            for sample in samples.values():
+                sample.handle.fail(self._down)
+            return
+        self._samples |= samples
+        self._connection.send(message)
+
+    def _cancel(self, ids: Sequence[int], reason: str) -> None:
+        running = [request_id for request_id in ids if request_id in self._samples]
+        if running and self._down is None:
+            self._connection.send(["cancel", running, reason])
+
+    def _send_call(self, name: str, answer: Future[Any]) -> None:
+        if self._down is not None:
+            answer.set_exception(RuntimeError(self._down))
+            return
+        self._calls[call_id := next(self._call_ids)] = answer
+        self._connection.send(["call", call_id, name])
+
+    def _receive(self, message: Sequence[Any]) -> None:
+        kind = message[0]
+        if kind == "responses":
+            self._num_in_engine = message[1]
+            self._respond(message[2])
+        elif kind == "load":
+            self._num_in_engine = message[1]
+        elif kind == "answer":
+            _, call_id, value, error = message
+            answer = self._calls.pop(call_id)
+            if error is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(RuntimeError(error))
+        else:
+            assert kind == "down", kind
+            self._fail(message[1])
+
+    def _respond(self, packed_responses: Sequence[Sequence[Any]]) -> None:
+        samples = self._samples
+        for packed in packed_responses:
+            sample = samples.get(packed[0])
+            if sample is None:
+                continue
+            response = unpack_response(packed, sample.index)
+            if response.finish_reason is not None:
+                del samples[packed[0]]
+            checked, must_stop = sample.checked(response)
+            if must_stop:
+                self._connection.send(["cancel", [packed[0]], "stop"])
+            if checked is not None:
+                sample.handle.receive(checked)
+
+    def _lose(self) -> None:
+        self._fail(GONE)
+
+    def _fail(self, reason: str) -> None:
+        self._down = self._down or reason
+        handles = {id(sample.handle): sample.handle for sample in self._samples.values()}
+        self._samples.clear()
+        for handle in handles.values():
+            handle.fail(reason)
+        for answer in self._calls.values():
+            answer.set_exception(RuntimeError(reason))
+        self._calls.clear()

@@ -1,0 +1,137 @@
+"""The engine's process: loads the models, runs rounds, and talks to the front processes.
+
+    python -m tllm_spec.server.engine_process CONTROL LISTENER     # started by the supervisor
+
+Both are file descriptors: of the connection to the supervisor, and of the Unix socket to which the
+fronts connect."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from tllm_spec.config import LlmArgs
+from tllm_spec.executor.faults import described
+from tllm_spec.server.child import Control, freeze_heap
+
+logger = logging.getLogger(__name__)
+
+FAILED = 1  # exit status
+
+
+class EngineProcess:
+    """Raises ValueError for models and options that cannot be served."""
+
+    def __init__(self, args: LlmArgs, listener: socket.socket) -> None:
+        from tllm_spec.executor.worker import Worker
+        from tllm_spec.grammars import Grammars, end_ids_of
+        from tllm_spec.ranks import build_together, join_ranks
+        from tllm_spec.server.engine_loop import EngineLoop
+        from tllm_spec.server.engine_port import EnginePort
+        from tllm_spec.server.logs import adopt_transformers_logs
+        from tllm_spec.tokenizer import load_tokenizer
+
+        adopt_transformers_logs()
+        tokenizer = load_tokenizer(args.tokenizer or args.model)
+        self._communicator = join_ranks(args)
+        built = build_together(
+            args, tokenizer, lambda responses: self._port.respond(responses), self._communicator
+        )
+        self._executor = built.executor
+        self._grammars = Grammars(
+            args.guided_decoding_backend,
+            tokenizer,
+            built.limits.vocab_size,
+            end_ids_of(built.limits, tokenizer),
+        )
+        self._worker = Worker(built.executor, built.queue, self._on_end)
+        self._port = EnginePort(built.limits, built.queue, self._grammars, self._call)
+        self._loop = EngineLoop(
+            self._port, listener, lambda: self._worker.submit(self._executor.load)
+        )
+
+    def run(self) -> str | None:
+        """Serves until `stop`. Returns why the engine has died, or None."""
+        self._communicator.when_lost(self._worker.fail)
+        self._worker.start()
+        self._loop.run()
+        failure = self._worker.failure
+        if failure is None:  # or the worker may wait for a lost rank
+            self._worker.stop()
+            self._communicator.close()
+        self._grammars.close()
+        return failure
+
+    def stop(self) -> None:
+        self._loop.stop()
+
+    def _on_end(self, reason: str) -> None:
+        self._port.fail_all(reason)
+        self._loop.stop()
+
+    def _call(self, name: str) -> Future[Any]:
+        return self._worker.submit(self._state if name == "state" else self._take_stats)
+
+    def _state(self) -> Any:
+        from tllm_spec.server_info import plain
+
+        return plain(self._executor.state())
+
+    def _take_stats(self) -> list[dict[str, Any]]:
+        stats = self._executor.parts.iteration_stats
+        return [] if stats is None else stats.take()
+
+
+class Watch:
+    """Ends the process when the supervisor closes its connection: at once while the models are
+    being loaded, later after the round in progress."""
+
+    def __init__(self, control: Control) -> None:
+        self._lock = threading.Lock()
+        self._engine: EngineProcess | None = None
+        control.when_ended(self._end)
+
+    def loaded(self, engine: EngineProcess) -> None:
+        with self._lock:
+            self._engine = engine
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._engine is None:
+                os._exit(FAILED)  # nothing else could interrupt the loading
+            self._engine.stop()
+
+
+def main() -> int:
+    control = Control(int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    settings = control.settings()
+    watch = Watch(control)
+    try:
+        engine = EngineProcess(LlmArgs(**settings.llm), listener)
+    except ValueError as error:
+        control.send("failed", str(error))
+        return FAILED
+    except Exception as error:  # a process border: loading can fail in any library
+        logger.debug("the engine could not start", exc_info=True)
+        control.send("failed", f"the engine could not start: {described(error)}")
+        return FAILED
+    freeze_heap()
+    watch.loaded(engine)
+    control.send("ready")
+    failure = engine.run()
+    gc.unfreeze()  # or libraries report what is never freed
+    if failure is not None:
+        control.send("failed", f"the engine has died: {failure}")
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

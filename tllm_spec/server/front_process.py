@@ -1,0 +1,64 @@
+"""A front process: HTTP, checks, tokens and text, in front of the engine's process.
+
+    python -m tllm_spec.server.front_process CONTROL LISTENER     # started by the supervisor
+
+Both are file descriptors: of the connection to the supervisor, and of the listening socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import sys
+
+from tllm_spec.config import LlmArgs
+from tllm_spec.server.child import ChildSettings, Control, freeze_heap
+from tllm_spec.server.http_server import HttpServer, Tls
+from tllm_spec.server.options import ServerOptions
+
+FAILED = 1  # exit status
+LOST_SECONDS = 3.0  # that a front without an engine goes on answering 503
+
+
+async def serve(settings: ChildSettings, control: Control, listener: socket.socket) -> None:
+    """Until the supervisor closes its connection. Raises ValueError for a tokenizer or a
+    certificate that cannot be used, ConnectionError when the engine could not start."""
+    from tllm_spec.server.app import OpenAIServer
+    from tllm_spec.server.engine_client import EngineClient, EngineConnection
+    from tllm_spec.server.logs import adopt_transformers_logs
+    from tllm_spec.tokenizer import load_tokenizer
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    args = LlmArgs(**settings.llm)
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    adopt_transformers_logs()
+    _, connection = await loop.create_unix_connection(EngineConnection, settings.engine_path)
+    control.when_ended(lambda: loop.call_soon_threadsafe(stop.set))
+    # With an engine that lives, the supervisor starts another front then.
+    connection.closed.add_done_callback(lambda _: loop.call_later(LOST_SECONDS, stop.set))
+    limits = await connection.limits
+    options = ServerOptions.from_plain(settings.server)
+    client = EngineClient(args, tokenizer, connection, limits)
+    server = OpenAIServer(client, settings.served_model_name, options)
+    http = HttpServer(server.app(), options, Tls(**settings.tls) if settings.tls else None)
+    freeze_heap()
+    await http.serve(listener, stop, client.shutdown, lambda: control.send("ready"))
+    server.close()
+    gc.unfreeze()  # or libraries report what is never freed
+
+
+def main() -> int:
+    control = Control(int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    try:
+        asyncio.run(serve(control.settings(), control, listener))
+    except ValueError as error:
+        control.send("failed", str(error))
+        return FAILED
+    except ConnectionError:
+        return FAILED  # the supervisor knows why
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Starts the engine's process and the front processes, restarts a front that dies, and ends all of
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from tllm_spec.distributed.mpirun import mpirun_descriptors
+from tllm_spec.server.child import ChildSettings
+from tllm_spec.server.wire import new_unpacker, pack
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds that fronts answer 503 after the engine has died, so that load balancers notice.
+DOWN_SECONDS = 1.0
+# Seconds after which a process that should have ended is killed.
+END_SECONDS = 10.0
+BACKLOG = 64
+
+
+class ServeError(ValueError):
+    """The server could not start, or its engine has died."""
+
+
+class Event(NamedTuple):
+    """Something that the supervisor must act on. child: None for a signal."""
+
+    child: Child | None
+    kind: str  # "ready", "failed", "exit", "signal"
+    value: Any = None
+
+
+class Child:
+    """A process in a session of its own: Ctrl-C reaches the supervisor only. Closing `control`
+    asks it to end."""
+
+    def __init__(self, name: str, module: str, listener: socket.socket) -> None:
+        self.name = name
+        self.is_ready = False
+        self._module = f"tllm_spec.server.{module}"
+        self._listener = listener
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, settings: ChildSettings, events: asyncio.Queue[Event]) -> None:
+        ours, theirs = socket.socketpair()
+        passed = (theirs.fileno(), self._listener.fileno())
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self._module,
+            *map(str, passed),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=(*passed, *mpirun_descriptors()),
+            start_new_session=True,
+        )
+        theirs.close()
+        reader, self.control = await asyncio.open_connection(sock=ours)
+        self.control.write(pack(asdict(settings)))
+        self._tasks = [asyncio.create_task(self._watch(reader, events))]
+
+    def stop(self) -> None:
+        self.control.close()
+
+    def kill(self) -> None:
+        """The process and those that it has started."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _watch(self, reader: asyncio.StreamReader, events: asyncio.Queue[Event]) -> None:
+        unpacker = new_unpacker()
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                unpacker.feed(data)
+                for kind, text in unpacker:
+                    events.put_nowait(Event(self, kind, text))
+        events.put_nowait(Event(self, "exit", await self.process.wait()))
+
+
+class Supervisor:
+    """shutdown_timeout: seconds that fronts have for their requests."""
+
+    def __init__(
+        self,
+        settings: ChildSettings,
+        listener: socket.socket,
+        num_fronts: int,
+        shutdown_timeout: float,
+    ) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._num_fronts = num_fronts
+        self._shutdown_timeout = shutdown_timeout
+        self._fronts: list[Child] = []
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._is_serving = False
+
+    async def run(self) -> int:
+        """Until a signal. Returns the exit status. Raises ServeError."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            event = Event(None, "signal", number)
+            loop.add_signal_handler(number, self._events.put_nowait, event)
+        with TemporaryDirectory(prefix="tllm-serve-") as folder:
+            path = str(Path(folder) / "engine")
+            with socket.socket(socket.AF_UNIX) as engine_listener:
+                engine_listener.bind(path)
+                engine_listener.listen(BACKLOG)
+                self._settings = replace(self._settings, engine_path=path)
+                self._engine = Child("the engine", "engine_process", engine_listener)
+                try:
+                    await self._engine.start(self._settings, self._events)
+                    for _ in range(self._num_fronts):
+                        await self._start_front()
+                    return await self._serve()
+                finally:
+                    for child in (self._engine, *self._fronts):
+                        child.kill()
+
+    async def _start_front(self) -> None:
+        front = Child("a front process", "front_process", self._listener)
+        self._fronts.append(front)
+        await front.start(self._settings, self._events)
+
+    async def _serve(self) -> int:
+        while True:
+            event = await self._events.get()
+            if event.kind == "signal":
+                return await self._end(event.value)
+            assert event.child is not None
+            if event.kind == "ready":
+                event.child.is_ready = True
+                self._report_ready()
+            elif event.kind == "failed":
+                await self._fail(event.value)
+            elif event.child is self._engine:
+                await self._fail(f"the engine's process ended with {_status(event.value)}")
+            elif not event.child.is_ready:
+                if self._engine.is_ready:
+                    await self._fail(f"a front process ended with {_status(event.value)}")
+            else:
+                logger.error(
+                    "a front process ended with %s and is started again", _status(event.value)
+                )
+                self._fronts.remove(event.child)
+                await self._start_front()
+
+    def _report_ready(self) -> None:
+        children = (self._engine, *self._fronts)
+        if self._is_serving or not all(child.is_ready for child in children):
+            return
+        self._is_serving = True
+        host, port = self._listener.getsockname()[:2]
+        scheme = "https" if self._settings.tls else "http"
+        shown = f"[{host}]" if ":" in host else host
+        name = self._settings.served_model_name
+        logger.info("serving %s on %s://%s:%d", name, scheme, shown, port)
+
+    async def _end(self, number: int) -> int:
+        """After a signal: lets requests finish. A second signal, or one before anything is served,
+        ends at once."""
+        if not self._is_serving:
+            return 128 + number
+        logger.info("shutting down; running requests have %g s", self._shutdown_timeout)
+        for front in self._fronts:
+            front.stop()
+        if not await self._ended(self._fronts, self._shutdown_timeout + END_SECONDS):
+            return 128 + number
+        self._engine.stop()
+        return 0 if await self._ended([self._engine], END_SECONDS) else 128 + number
+
+    async def _fail(self, reason: str) -> None:
+        """Raises ServeError. Fronts that serve have told their clients by then."""
+        if self._is_serving:
+            await self._ended(self._fronts, DOWN_SECONDS)
+            for front in self._fronts:
+                front.stop()
+            await self._ended(self._fronts, END_SECONDS)
+        raise ServeError(reason)
+
+    async def _ended(self, children: list[Child], seconds: float) -> bool:
+        """Whether all of them end within the time and before a signal."""
+        waiting = {child for child in children if child.process.returncode is None}
+        deadline = asyncio.get_running_loop().time() + seconds
+        while waiting:
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                event = await asyncio.wait_for(self._events.get(), max(0.0, left))
+            except asyncio.TimeoutError:
+                return False
+            if event.kind == "signal":
+                return False
+            if event.kind == "exit" and event.child is not None:
+                waiting.discard(event.child)
+        return True
+
+
+def _status(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"status {code}"
