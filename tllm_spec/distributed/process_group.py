@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
@@ -132,10 +133,12 @@ class ProcessGroup(Communicator):
 
     def _end(self, reason: str) -> None:
         """The executor's thread may hang in a collective, and MPI's own end would wait for the
-        other ranks, so nothing is cleaned up."""
+        other ranks, so nothing is cleaned up. Not by a daemon thread: if the main thread ends
+        meanwhile, these stop, and it would get to MPI's own end."""
         logger.error("all ranks end: %s", reason)
-        sleep(LAST_SECONDS)
-        os._exit(FAILED)
+        last = threading.Thread(target=_exit_soon, daemon=False)
+        last.start()
+        last.join()
 
     @property
     def _first_host(self) -> str:
@@ -173,6 +176,11 @@ class ProcessGroup(Communicator):
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
+
+
+def _exit_soon() -> None:
+    sleep(LAST_SECONDS)
+    os._exit(FAILED)
 
 
 def _stores() -> Any:
