@@ -214,6 +214,7 @@ def _run(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | None) -> No
             try:
                 executor.step()
             except RanksEnded:
+                executor.check_integrity()
                 return
             except BaseException as error:  # process border: other requests go on
                 if not queue.all_failed(described(error)):
