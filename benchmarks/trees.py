@@ -1,15 +1,14 @@
 """Draft trees against chains of the same depth, EAGLE-3 on the one-model path.
 
-    python -m benchmarks.trees [rounds] [kernels] [acceptance] [--output trees.json]
+    python -m benchmarks.trees [rounds] [kernels] [--output trees.json]
 
 rounds      milliseconds of a round, tokens per second and break-even acceptance, for windows of 8
             to 64 rows. Bars: 1.25 of the chain's round at batch 1 with 32 rows, 1.7 at batch 8
 kernels     where a tree's round takes longer than the chain's: microseconds of each kernel
-acceptance  tokens a round on held-out code, with the zoo's head
 
-5 steps of 8 beams. Without CUDA, or with `--shape zoo`, the first two run on the zoo. With random
-weights tokens are those expected at a scripted acceptance (`by_rank`): the draft network's own
-trees would then be meaningless."""
+5 steps of 8 beams. Tokens are those expected at a scripted acceptance by rank (`by_rank`): the
+trees of random weights mean nothing. Without CUDA, or with `--shape zoo`, both run on the zoo;
+tree_acceptance.py measures its acceptance."""
 
 import sys
 from collections import Counter
@@ -18,36 +17,16 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.draft_sampling import heldout_prompts
 from benchmarks.harness.engine import Rounds, in_turns, release
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, number, table
-from tllm_spec import LLM, SamplingParams
+from benchmarks.harness.tree_simulator import by_rank, expected
 from tllm_spec.draft_shape import DraftShape, chain_of
-from tllm_spec.executor.speculative.draft_length.expected_path import expected_accepted
-from tllm_spec.outputs import SpeculativeStats
 
 STEPS, TOPK = 5, 8
 WINDOWS = (8, 16, 32, 64)  # rows: the root and the drafts
 BARS = {(32, 1): 1.25, (32, 8): 1.7}  # of the chain's round, by rows and batch size
 FIRST_RANK = 0.7  # acceptance of the best child in the table
-# Of each further child, given that those before it were rejected.
-NEXT_RANKS = (0.35, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08)
-MIN_LONGER = 1.1  # bar of tokens a round on the zoo, tree over chain
-
-
-def by_rank(first: float) -> list[float]:
-    """Scripted acceptance: the probability of each child of a node."""
-    found, left = [first], 1 - first
-    for share in NEXT_RANKS[: TOPK - 1]:
-        found.append(left * share)
-        left *= 1 - share
-    return found
-
-
-def tokens(shape: DraftShape, first: float) -> float:
-    """Expected tokens of a request's round."""
-    return 1 + expected_accepted(shape, [by_rank(first)] * STEPS)
 
 
 def tree_of(num_rows: int) -> DraftShape:
@@ -59,7 +38,7 @@ def winning(shape: DraftShape, time_ratio: float) -> list[float]:
     than the chain."""
     found = [first / 100 for first in range(1, 100)]
     chain = chain_of(STEPS)
-    return [p for p in found if tokens(shape, p) / tokens(chain, p) > time_ratio]
+    return [p for p in found if expected(shape, p) / expected(chain, p) > time_ratio]
 
 
 class Case:
@@ -79,7 +58,7 @@ class Case:
                 "use_dynamic_tree": True,
                 "dynamic_tree_max_topK": TOPK,
                 "max_total_draft_tokens": num_rows - 1,
-                "synthetic_acceptance_rates": [by_rank(0.5)] * STEPS,
+                "synthetic_acceptance_rates": [by_rank(0.5, TOPK)] * STEPS,
             }
         )
 
@@ -128,7 +107,7 @@ def compared(case: Case, engine: Rounds, num_rows: int, batch_size: int) -> Row:
     shape, ratio = tree_of(num_rows), found["tree"] / found["chain"]
     wins = winning(shape, ratio)
     per_second = {
-        name: batch_size * tokens(of, FIRST_RANK) / found[name] * 1e3
+        name: batch_size * expected(of, FIRST_RANK) / found[name] * 1e3
         for name, of in (("chain", chain_of(STEPS)), ("tree", shape))
     }
     return {
@@ -211,71 +190,9 @@ def kernels_table(rows: Sequence[Row]) -> list[str]:
     return table(("batch", "kernel", "chain µs", "tree µs", "more µs"), lines)
 
 
-def acceptance(options: Options) -> Iterator[Row]:
-    """The zoo's head on held-out code: a chain of 5 next to trees of 16 and 32 drafts."""
-    prompts = heldout_prompts(1 if options.quick else 40)
-    max_tokens = 8 if options.quick else 96
-    for temperature in (None, 0.8):
-        for num_drafts in (STEPS, 16, 32):
-            stats = accepted(num_drafts, prompts, max_tokens, temperature)
-            yield {"temperature": temperature, "drafts": num_drafts, **stats.to_dict()}
-
-
-def accepted(
-    num_drafts: int, prompts: list[list[int]], max_tokens: int, temperature: float | None
-) -> SpeculativeStats:
-    tree = {
-        "use_dynamic_tree": True,
-        "dynamic_tree_max_topK": 4,
-        "max_total_draft_tokens": num_drafts,
-    }
-    config = {
-        "decoding_type": "Eagle3",
-        "speculative_model": "zoo:llama-eagle3",
-        "max_draft_len": STEPS,
-    } | (tree if num_drafts > STEPS else {})
-    total = SpeculativeStats()
-    with LLM("zoo:llama", speculative_config=config, max_batch_size=8, max_num_tokens=2048) as llm:
-        handles = [
-            llm.generate_async(
-                prompt,
-                SamplingParams(
-                    seed=seed,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    ignore_eos=True,
-                    detokenize=False,
-                ),
-            )
-            for seed, prompt in enumerate(prompts)
-        ]
-        for handle in handles:
-            total += handle.result().speculative_decoding or SpeculativeStats()
-    return total
-
-
-def acceptance_table(rows: Sequence[Row]) -> list[str]:
-    chains = {row["temperature"]: row for row in rows if row["drafts"] == STEPS}
-    lines = []
-    for row in rows:
-        length, chain = row["acceptance_length"], chains[row["temperature"]]["acceptance_length"]
-        lines.append(
-            [
-                "greedy" if row["temperature"] is None else str(row["temperature"]),
-                f"chain of {STEPS}" if row["drafts"] == STEPS else f"tree of {row['drafts']}",
-                f"{length:.3f}",
-                f"{length / chain:.3f}",
-                " / ".join(f"{rate:.2f}" for rate in row["per_position_acceptance"]),
-            ]
-        )
-    titles = ("temperature", "drafts", "tokens a round", f"over the chain (bar {MIN_LONGER})")
-    return table((*titles, "accepted by depth"), lines)
-
-
 SUBJECTS = (
     Subject("rounds", "Rounds of draft trees", rounds, rounds_table),
     Subject("kernels", "Kernels of a tree's round", kernels, kernels_table),
-    Subject("acceptance", "Tokens a round of draft trees", acceptance, acceptance_table),
 )
 
 if __name__ == "__main__":

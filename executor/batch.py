@@ -27,8 +27,12 @@ class ScheduledBatch:
     num_asked: int = 0
     # [B, K, V]: what the drafts were drawn from, for rejection sampling.
     draft_probs: torch.Tensor | None = None
-    # Drafts that a drafter on the device makes in this round for the next one.
-    num_new_drafts: int = 0
+    # Of the drafts that a drafter on the device makes in this round for the next one.
+    new_shape: DraftShape = NO_DRAFTS
+    # Where rounds choose between chains and trees: the lower of the tiers of these windows and of
+    # the drafts in them, and whether they differ.
+    verified_tier: int | None = None
+    is_transition: bool = False
     # Whether the round began with a draft model's reading of tokens that it had missed.
     catches_up: bool = False
 
@@ -78,14 +82,21 @@ class SampledTokens:
     `new_tokens` `[N, D+1]` int64, for drafts of depth D, holds the emitted run at the front of each
     row; `new_lens` `[N]` int64 is how many are valid (accepted drafts + 1). A token of -1
     says that the logits of that position were not numbers. `rows` `[N, D+1]`: of trees, the window
-    rows that these tokens come after. `to_host`: their `table`, if it is on
-    its way already."""
+    rows that these tokens come after. `ranks` `[N, D+1]`: see `path_ranks`.
+    `to_host`: their `table`, if it is on its way already."""
 
     new_tokens: torch.Tensor
     new_lens: torch.Tensor
     rows: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
     to_host: ToHost | None = None
 
     def table(self) -> torch.Tensor:
-        """`[N, D+2]`: lengths, then tokens."""
-        return torch.cat((self.new_lens.unsqueeze(1), self.new_tokens), dim=1)
+        """`[N, D+2]`: lengths, then tokens. With `ranks` `[N, 2D+3]`."""
+        return torch.cat((self.new_lens.unsqueeze(1), self.columns()), dim=1)
+
+    def columns(self) -> torch.Tensor:
+        """Tokens, then ranks."""
+        if self.ranks is None:
+            return self.new_tokens
+        return torch.cat((self.new_tokens, self.ranks), dim=1)

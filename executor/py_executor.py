@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tllm_spec.draft_shape import DraftShape
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.iteration_stats import IterationStats
@@ -59,8 +59,8 @@ class ExecutorParts:
     drafter: Drafter
     sampler: Sampler
     controller: AdaptiveController  # of the draft length
-    # The controller's draft length for a number of generating requests, and whether some of them
-    # are sampled.
+    # The tier of the slots' shapes, which is a draft length or a tree, for a number of generating
+    # requests.
     draft_len_for: Callable[[int], int]
     # The requests whose code or drafts caused the latest exception; None: not known.
     blame: Callable[[], list[LlmRequest] | None]
@@ -76,12 +76,12 @@ class ExecutorParts:
 
 
 class Load(NamedTuple):
-    """Requests now, the latest round's draft length, and since the start rounds (counted once for
-    each request) and the tokens that they emitted."""
+    """Requests now, the latest round's draft length or tree, and since the start rounds (counted
+    once for each request) and the tokens that they emitted."""
 
     num_running: int
     num_waiting: int
-    draft_len: int | None
+    draft_len: int | str | None
     request_rounds: int
     emitted_tokens: int
 
@@ -97,6 +97,8 @@ class PyExecutor:
         self._speculating = parts.slots.max_draft_len > 0
         self._scheduled = ScheduledBatch()  # until it is launched
         self._reading = ScheduledBatch()  # while it is read
+        self._latest_name: int | str | None = None  # of the latest round's shape
+        self._made_shape = NO_DRAFTS  # of the drafts in the slots
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
         self._reader = RoundReader(speculating=self._speculating)
@@ -115,10 +117,10 @@ class PyExecutor:
         if self.scheduler.may_be_done():
             self._complete_rounds(0)
         generating = self.scheduler.generating()
-        draft_len = self._draft_len(generating)
-        needs_tokens = self._needs_all_tokens(draft_len)
-        self._prepare_draft_requests(generating, draft_len)
-        batch = self._schedule(generating, self.parts.slots.shapes.of(draft_len))
+        shape = self.parts.slots.shapes.of(self._tier(generating))
+        needs_tokens = self._needs_all_tokens(shape.depth)
+        self._prepare_draft_requests(generating, shape.depth)
+        batch = self._schedule(generating, shape)
         has_read = needs_tokens and self._complete_before(batch)
         if batch:
             self._launch(batch)
@@ -129,10 +131,20 @@ class PyExecutor:
         for manager in self.resources:
             manager.prepare_resources(batch)
         self.parts.drafter.prepare_draft_tokens(batch)
+        self._note_tiers(batch)
         launched = self.parts.runner.launch(batch)
         self._advance(batch, launched)
         self._in_flight.append(launched)
         self._scheduled = ScheduledBatch()
+
+    def _note_tiers(self, batch: ScheduledBatch) -> None:
+        shapes, is_ahead = self.parts.slots.shapes, self.parts.drafter.drafts_ahead
+        made = self._made_shape if is_ahead else batch.shape
+        self._made_shape = batch.new_shape
+        if shapes.tree_tiers and batch.generation_requests:
+            batch.is_transition = made != batch.shape
+            lower = min(shapes.tier_of(made), shapes.tier_of(batch.shape))
+            batch.verified_tier = lower if batch.num_steps else 0
 
     def _complete_before(self, batch: ScheduledBatch) -> bool:
         """Reads all rounds in flight. `batch` is scheduled: it keeps its pages, and loses the
@@ -180,8 +192,8 @@ class PyExecutor:
             }
             self._end([alive[i] for i in cancelled if i in alive], reasons=cancelled)
 
-    def _draft_len(self, generating: list[LlmRequest]) -> int:
-        """The controller's draft length for the next round."""
+    def _tier(self, generating: list[LlmRequest]) -> int:
+        """The controller's choice for the next round."""
         if self._speculating and any(request.draft_limit for request in generating):
             return self.parts.draft_len_for(len(generating))
         return 0
@@ -203,15 +215,15 @@ class PyExecutor:
             if request.first_scheduled_time is None:
                 request.cached_tokens, request.first_scheduled_time = request.kv_len, monotonic()
         if ending := batch.last_chunk_requests:
-            batch.num_new_drafts = self.parts.draft_len_for(len(ending))
+            batch.new_shape = self.parts.slots.shapes.of(self.parts.draft_len_for(len(ending)))
         if batch.generation_requests:
-            batch.shape, batch.num_new_drafts = shape, shape.depth
+            batch.shape = batch.new_shape = shape
         return batch
 
     def _advance(self, batch: ScheduledBatch, launched: LaunchedRound) -> None:
         """What the host knows of the round before reading it: contexts move on by their chunks,
         generations by 1 to K + 1 tokens."""
-        num_after_contexts = batch.num_new_drafts if batch.drafts_after_contexts else 0
+        num_after_contexts = batch.new_shape.depth if batch.drafts_after_contexts else 0
         for request in batch.context_requests:
             request.kv_len += request.context_chunk
             request.context_chunk = 0
@@ -219,7 +231,7 @@ class PyExecutor:
             request.state = RequestState.GENERATION
             request.tokens_in_flight += 1
             request.num_drafts_ready = num_after_contexts
-        path, num_drafts_ready = batch.shape.path, batch.num_new_drafts
+        path, num_drafts_ready = batch.shape.path, batch.new_shape.depth
         for request in batch.generation_requests:
             request.tokens_in_flight += path
             request.num_drafts_ready = num_drafts_ready
@@ -231,6 +243,8 @@ class PyExecutor:
         responding = self._reader.read(launched, table, found, seen)
         timed = None if batch.context_requests else seen.seconds
         self.totals.add_round(batch.draft_len, seen.num_requests, seen.num_tokens, timed)
+        shapes = self.parts.slots.shapes
+        self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
             seen.tell(self.parts.controller, launched)
         if self.parts.iteration_stats is not None:
@@ -319,18 +333,19 @@ class PyExecutor:
     def load(self) -> Load:
         """What runs now, cheaply. Between rounds only."""
         queues, totals = self.scheduler, self.totals
-        return Load(
-            len(queues.running), len(queues.waiting), totals.latest_draft_len, *totals.decoded()
-        )
+        return Load(len(queues.running), len(queues.waiting), self._latest_name, *totals.decoded())
 
     def state(self) -> dict[str, Any]:
         """Queues, totals, cache and draft lengths as plain values. Between rounds only."""
         queues, controller = self.scheduler, self.parts.controller
+        tier = controller.steps_for(max(1, self.totals.latest_batch_size))
+        shape = self.parts.slots.shapes.of(tier)
         return {
             "num_requests_running": len(queues.running),
             "num_requests_waiting": len(queues.waiting),
             "num_preemptions": queues.num_preemptions,
-            "draft_len": controller.steps_for(max(1, self.totals.latest_batch_size)),
+            "draft_len": shape.depth,
+            "draft_shape": {"depth": shape.depth, "drafts": shape.num_nodes, "topk": shape.topk},
             "kv_cache": self.parts.kv.cache.state(),
             "totals": self.totals.state(queues.running + queues.waiting),
             "controller": controller.state(),

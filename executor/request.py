@@ -44,6 +44,7 @@ class StopOptions:
 
 class StopChecker(Protocol):
     """Looks for stop strings in the output text, one token at a time."""
+
     def feed(self, token: int) -> StopMatch | None: ...
 
 

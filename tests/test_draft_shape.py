@@ -15,7 +15,7 @@ def test_a_tree_has_more_rows_than_a_round_may_emit() -> None:
 
 def test_the_longest_length_is_the_one_whose_window_still_fits() -> None:
     shapes = DraftShapes([NO_DRAFTS, DraftShape(1, 4, 4), DraftShape(2, 16, 4)])
-    assert [shapes.length_within(rows) for rows in (0, 1, 4, 5, 16, 17, 99)] == [
+    assert [shapes.tier_within(rows) for rows in (0, 1, 4, 5, 16, 17, 99)] == [
         *(0, 0, 0),
         *(1, 1),
         *(2, 2),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, chain_of
+from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
 from tllm_spec.speculative_config import Eagle3DecodingConfig
 
 TREE: dict[str, Any] = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_draft_len": 3}
@@ -132,3 +133,58 @@ def test_synthetic_rates_of_a_tree_are_by_depth_and_rank(rates: Any, message: st
         eagle3(**TREE, synthetic_acceptance_rates=rates)
     with pytest.raises(ValueError, match="of a chain they are one for each draft"):
         eagle3(max_draft_len=1, synthetic_acceptance_rates=[[0.5]])
+
+
+TREES = [
+    {"max_draft_len": 2, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 4},
+    {"max_draft_len": 3, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 10},
+]
+
+
+def test_adaptive_trees_are_tiers_after_the_chains_of_every_length() -> None:
+    spec = eagle3(**TREE, adaptive={"candidate_steps": [0, 2], "candidate_trees": TREES[::-1]})
+    shapes = spec.shapes
+    assert [shapes.of(length) for length in range(4)] == list(map(chain_of, range(4)))
+    assert [shapes.of(tier).name for tier in shapes.tree_tiers] == ["2x2/4", "3x4/10"]
+    assert shapes.longest == DraftShape(3, 12, 4)
+    controller = controller_for(spec)
+    assert controller.state()["draft_lens"] == [0, 2, "2x2/4", "3x4/10"]
+
+
+def test_a_slot_has_its_own_trees_and_without_any_there_are_three_by_default() -> None:
+    slots = {1: {"candidate_steps": [3], "candidate_trees": TREES}, 8: {"candidate_steps": [0]}}
+    slots[16] = {"candidate_steps": [0, 1], "candidate_trees": []}
+    controller = controller_for(eagle3(**TREE, adaptive=slots))
+    reached = [sorted(controller.draft_lens_at(size)) for size in (1, 8, 16)]
+    assert reached == [[3, 4, 5], [0, 4, 5], [0, 1]]
+    large = {"max_draft_len": 5, "dynamic_tree_max_topK": 8, "max_total_draft_tokens": 31}
+    default = eagle3(use_dynamic_tree=True, **large, adaptive={}).shapes
+    names = [default.of(tier).name for tier in default.tree_tiers]
+    assert names == ["3x2/7", "4x4/15", "5x8/31"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TREE | {"adaptive": {"candidate_trees": [TREES[1] | {"max_draft_len": 4}]}},
+         "max_draft_len: 3, dynamic_tree_max_topK: 4, max_total_draft_tokens: 12} is the most"),
+        (TREE | {"adaptive": {"candidate_trees": [TREES[0] | {"max_total_draft_tokens": 7}]}},
+         r"max_total_draft_tokens must be in 2\.\.6"),
+        ({"max_draft_len": 3, "adaptive": {"candidate_trees": TREES}},
+         "candidate_trees needs use_dynamic_tree: true"),
+        (TREE | {"adaptive": {"candidate_trees": [5]}}, "a list of trees is needed"),
+        (TREE | {"adaptive": {"candidate_trees": [{"max_draft_len": 2}]}},
+         "dynamic_tree_max_topK is required"),
+        (TREE | {"adaptive": {}, "draft_len_schedule": {1: 3, 8: 1}},
+         "with adaptive trees a draft length does not limit the work of a round"),
+    ],
+)  # fmt: skip
+def test_adaptive_trees_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        eagle3(**options)
+
+
+def test_ema_chooses_the_depth_of_the_tree_as_without_adaptive_trees() -> None:
+    ema = {"strategy": "ema", "1": {"candidate_steps": [1, 3]}}
+    shapes = eagle3(**TREE, adaptive=ema).shapes
+    assert not shapes.tree_tiers and shapes.of(3) == DraftShape(3, 12, 4)

@@ -22,7 +22,7 @@ PROMPTS = [
 ]
 OVERLAPPING = {
     *("plain", "eagle3_one_model", "eagle3_two_model", "adaptive", "adaptive_ema"),
-    *("eagle3_dynamic_tree", "eagle3_static_tree"),
+    *("eagle3_dynamic_tree", "eagle3_static_tree", "adaptive_trees"),
     *("draft_target", "draft_target_one_model", "rejection_sampling", "schedule"),
 }
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -51,7 +51,10 @@ def test_an_example_gives_the_text_of_plain_greedy_decoding(
     with LLM("zoo:llama", **read_yaml(path)) as llm:
         tokens, num_accepted = generate(llm)
     assert tokens == plain_tokens and all(len(each) == 8 for each in tokens)
-    if path.stem == "adaptive":  # it measures times, and may find that plain decoding is faster
+    if path.stem in (
+        "adaptive",
+        "adaptive_trees",
+    ):  # it measures times, and may find that plain decoding is faster
         return
     assert (num_accepted > 0) == (llm.args.speculative_config is not None)
 
@@ -62,18 +65,23 @@ def test_there_is_an_example_for_every_way_of_running() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("adaptive", CostModelSlot), ("adaptive_ema", AdaptiveSpeculativeParams)]
+    ("name", "kind", "tiers"),
+    [
+        ("adaptive", CostModelSlot, [0, 1, 3, 5]),
+        ("adaptive_ema", AdaptiveSpeculativeParams, [0, 1, 3, 7]),
+        ("adaptive_trees", CostModelSlot, [0, 1, 3, 5, "3x2/6", "5x4/16"]),
+    ],
 )
-def test_an_adaptive_example_is_served_by_its_strategy(name: str, kind: type) -> None:
+def test_an_adaptive_example_is_served_by_its_strategy(
+    name: str, kind: type, tiers: list[int | str]
+) -> None:
     [path] = [path for path in EXAMPLES if path.stem == name]
     with LLM.from_args(LlmArgs.from_yaml(path, model="zoo:llama")) as llm:
         parts = llm._executor.parts
         generate(llm)
     controller = parts.controller
     assert {type(slot) for slot in controller._slots} == {kind}
-    assert controller.state()["draft_lens"] == (
-        [0, 1, 3, 5] if name == "adaptive" else [0, 1, 3, 7]
-    )
+    assert controller.state()["draft_lens"] == tiers
     assert parts.draft_len_for == controller.steps_for
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.executor.harness import user_provided
 from tests.executor.tiny_llama import write_tiny_llama
+from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec import __version__
 from tllm_spec.config import LlmArgs
 from tllm_spec.llm import LLM
@@ -99,3 +100,34 @@ def test_nan_becomes_null_in_the_internal_state() -> None:
         "totals": {"speculation": {"rounds": 0}},
         "controller": {"ema": None},
     }
+
+
+def test_the_present_tree_is_shown_with_its_shape_and_what_it_was_chosen_by(
+    tmp_path: Path,
+) -> None:
+    head = write_tiny_eagle3(tmp_path / "head", num_captured=2)
+    trees = [{"max_draft_len": 2, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 4}]
+    spec = {
+        "decoding_type": "Eagle3",
+        "speculative_model": str(head),
+        "eagle3_layers_to_capture": [0, 1],
+        "max_draft_len": 3,
+        "use_dynamic_tree": True,
+        "dynamic_tree_max_topK": 4,
+        "adaptive": {"candidate_steps": [3], "candidate_trees": trees, "prior_acceptance": 0.3},
+    }
+    tiny = write_tiny_llama(tmp_path / "target")
+    options = {"speculative_config": spec, "max_batch_size": 2, "max_seq_len": 128}
+    with LLM(tiny, skip_tokenizer_init=True, **options) as llm:
+        parts = llm._executor.parts
+        parts.draft_len_for = parts.controller.steps_for = lambda *_: 4
+        llm.generate([1, 2, 3], {"max_tokens": 40}, use_tqdm=False)
+        state = info_of(llm)["internal_states"][0]
+        load = llm._executor.load()
+    assert state["draft_shape"] == {"depth": 2, "drafts": 4, "topk": 2}
+    assert state["speculative_num_steps"] == 2 and load.draft_len == "2x2/4"
+    controller = state["controller"]
+    assert controller["draft_lens"] == [3, "2x2/4"]
+    assert {"3", "2x2/4"} <= controller["round_ms"]["1"].keys()
+    slot = controller["slots"]["1"]
+    assert len(slot["further_children"]) == 1 and 0.5 <= slot["tree_gain"] <= 2

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from tllm_spec.config_base import ConfigError, ConfigModel
+from tllm_spec.draft_shape import DraftShape
 from tllm_spec.option_checks import shown, unknown_option
 
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)  # of the cost model without a ladder of the user's
@@ -62,12 +63,44 @@ class EmaOptions(ConfigModel):
     least 1. 0: no such limit."""
 
 
+class CandidateTree(ConfigModel):
+    """A dynamic tree that may be chosen. Each number is at most that of the decoding type."""
+
+    max_draft_len: PositiveInt
+    dynamic_tree_max_topK: Annotated[int, Field(ge=2)]
+    max_total_draft_tokens: PositiveInt
+
+    @property
+    def shape(self) -> DraftShape:
+        return DraftShape(
+            self.max_draft_len, self.max_total_draft_tokens, self.dynamic_tree_max_topK
+        )
+
+
+TREE_EXAMPLE = "[{max_draft_len: 3, dynamic_tree_max_topK: 4, max_total_draft_tokens: 8}]"
+
+
+def _trees(trees: object) -> tuple[CandidateTree, ...]:
+    """Raises ValueError for anything but a list of mappings, ConfigError for a tree's mistakes."""
+    if not isinstance(trees, (list, tuple)) or not all(isinstance(tree, Mapping) for tree in trees):
+        raise ValueError(f"a list of trees is needed, e.g. {TREE_EXAMPLE}")
+    return tuple(CandidateTree(**tree) for tree in trees)
+
+
+CandidateTrees = Annotated[tuple[CandidateTree, ...], BeforeValidator(_trees)]
+
+
 class CostModelOptions(ConfigModel):
     """The default: the draft length with the most expected tokens per second."""
 
     candidate_steps: Ladder
     """Draft lengths to choose from; 0 is plain decoding. Without slots it may be left out and is
     0, 1, 2, 3, 5, 7 up to `max_draft_len`."""
+    candidate_trees: CandidateTrees | None = None
+    """Trees to choose from next to chains of the lengths of `candidate_steps`, where
+    `use_dynamic_tree` is true: a list of `max_draft_len`, `dynamic_tree_max_topK` and
+    `max_total_draft_tokens`. null: the tree of the decoding type, one of half its drafts and one of
+    a quarter. An empty list leaves a slot with chains."""
     prior_acceptance: Probability = 0.6
     """Probability that a draft is accepted, as assumed before any draft was verified."""
     window_trials: Annotated[float, Field(ge=32, allow_inf_nan=False)] = 256.0
@@ -94,6 +127,16 @@ class AdaptiveConfig:
     def draft_lens(self) -> tuple[int, ...]:
         """Every draft length that some slot may choose, ascending."""
         return tuple(sorted({steps for _, slot in self.slots for steps in slot.candidate_steps}))
+
+    @property
+    def is_cost_model(self) -> bool:
+        return all(isinstance(slot, CostModelOptions) for _, slot in self.slots)
+
+    @property
+    def trees(self) -> tuple[DraftShape, ...]:
+        """Of all `candidate_trees`, each once."""
+        options = [slot for _, slot in self.slots if isinstance(slot, CostModelOptions)]
+        return tuple({tree.shape: None for own in options for tree in own.candidate_trees or ()})
 
     @property
     def middle_steps(self) -> int:

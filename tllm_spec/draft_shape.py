@@ -33,6 +33,11 @@ class DraftShape:
         return self.topk > 1 or bool(self.choices)
 
     @property
+    def name(self) -> str:
+        """A chain's length, or a tree such as `5x8/31`: steps, children of a node, drafts."""
+        return f"{self.depth}x{self.topk}/{self.num_nodes}" if self.is_tree else str(self.depth)
+
+    @property
     def num_read(self) -> int:
         """Drafts that a draft network reads to draft the others: of a static tree those with
         children, else the best `topk` of every step but the last."""
@@ -55,19 +60,35 @@ NO_DRAFTS = chain_of(0)
 
 
 class DraftShapes:
-    """The shape of every draft length from 0 on."""
+    """The shapes that rounds may have, by tier. A tier up to the longest draft length is the shape
+    of that length. The tiers after it are `trees` to choose from, of which `longest` has at least
+    the depth, the drafts and the children."""
 
-    def __init__(self, by_length: Sequence[DraftShape]) -> None:
+    def __init__(
+        self,
+        by_length: Sequence[DraftShape],
+        trees: Sequence[DraftShape] = (),
+        longest: DraftShape | None = None,
+    ) -> None:
         assert [shape.depth for shape in by_length] == list(range(len(by_length)))
-        self.of = tuple(by_length).__getitem__
-        self.longest = by_length[-1]
-        self.has_trees = any(shape.is_tree for shape in by_length)
-        self._windows = [shape.window for shape in by_length]
+        self._all = (*by_length, *sorted(trees, key=lambda tree: (tree.num_nodes, tree)))
+        self.of = self._all.__getitem__
+        self.tier_of = {shape: tier for tier, shape in enumerate(self._all)}.__getitem__
+        self.longest = longest or by_length[-1]
+        self.has_trees = any(shape.is_tree for shape in self._all)
+        self.tree_tiers = range(len(by_length), len(self._all))
+        self._windows = [shape.window for shape in self._all]
 
     @classmethod
     def chains(cls, max_draft_len: int) -> DraftShapes:
         return cls([chain_of(length) for length in range(max_draft_len + 1)])
 
-    def length_within(self, num_rows: int) -> int:
-        """The longest draft whose window has at most `num_rows` rows; 0 if there is none."""
-        return max(sum(window <= num_rows for window in self._windows) - 1, 0)
+    def tier_within(self, num_rows: int) -> int:
+        """The last tier such that it and all before it have windows of at most `num_rows` rows; 0
+        if there is none."""
+        too_large = (tier for tier, window in enumerate(self._windows) if window > num_rows)
+        return max(next(too_large, len(self._windows)) - 1, 0)
+
+    def name(self, tier: int) -> int | str:
+        """A draft length, or the name of one of `trees`."""
+        return self._all[tier].name if tier in self.tree_tiers else tier

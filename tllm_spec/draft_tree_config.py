@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PositiveInt, model_validator
 
 from tllm_spec.config_base import ConfigError
-from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
 from tllm_spec.speculative_base import DraftModelDecodingConfig
 
 MAX_TOPK = 16
@@ -56,10 +56,29 @@ def _measures(choices: object) -> tuple[Any, Any]:
     return len(paths[-1]), len(paths)
 
 
+def _shown(tree: DraftShape) -> str:
+    return (
+        f"{{max_draft_len: {tree.depth}, dynamic_tree_max_topK: {tree.topk}, "
+        f"max_total_draft_tokens: {tree.num_nodes}}}"
+    )
+
+
 def _static(choices: Choices, depth: int) -> DraftShape:
     """The tree's nodes up to a depth."""
     paths = tuple(path for path in choices if len(path) <= depth)
     return DraftShape(depth, len(paths), 1 + max(map(max, paths)), paths)
+
+
+def default_trees(largest: DraftShape) -> list[DraftShape]:
+    """What `candidate_trees` is where it is not given: half of the drafts in one step less, with
+    half of the children, and the same once more."""
+    trees = [largest]
+    for smaller in (1, 2):
+        depth, topk = largest.depth - smaller, max(2, largest.topk >> smaller)
+        num_nodes = largest.num_nodes >> smaller
+        if depth > 0 and depth < num_nodes <= topk + (depth - 1) * topk**2:
+            trees.append(DraftShape(depth, num_nodes, topk))
+    return trees
 
 
 class DraftTreeDecodingConfig(DraftModelDecodingConfig):
@@ -167,6 +186,7 @@ class DraftTreeDecodingConfig(DraftModelDecodingConfig):
             )
         if nodes < steps:
             found.append(f"{named} is fewer than max_draft_len = {steps}, the depth of the tree")
+        found += self._candidate_mistakes(topk, nodes)
         if keys > MAX_BEAM_KEYS:
             found.append(
                 f"max_draft_len = {steps} with dynamic_tree_max_topK = {topk} is too much: "
@@ -174,6 +194,27 @@ class DraftTreeDecodingConfig(DraftModelDecodingConfig):
                 f"and {MAX_BEAM_KEYS} is the most"
             )
         return found
+
+    def _candidate_mistakes(self, topk: int, nodes: int) -> list[str]:
+        found, room = [], DraftShape(self.max_draft_len, nodes, topk)
+        for tree in self.adaptive.trees if self.adaptive is not None else ():
+            most, named = tree.topk + (tree.depth - 1) * tree.topk**2, _shown(tree)
+            if tree.depth > room.depth or tree.topk > topk or tree.num_nodes > nodes:
+                found.append(
+                    f"adaptive.candidate_trees has {named}, and {_shown(room)} is the most that "
+                    "there is room for"
+                )
+            elif not tree.depth <= tree.num_nodes <= most:
+                found.append(
+                    f"adaptive.candidate_trees has {named}; max_total_draft_tokens must be in "
+                    f"{tree.depth}..{most}"
+                )
+        return found
+
+    @property
+    def mixes_trees(self) -> bool:
+        is_dynamic = self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
+        return is_dynamic and self.adaptive is not None and self.adaptive.is_cost_model
 
     @cached_property
     def shapes(self) -> DraftShapes:
@@ -183,6 +224,10 @@ class DraftTreeDecodingConfig(DraftModelDecodingConfig):
         topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
         if not self.drafts_trees or topk is None or nodes is None:
             return DraftShapes.chains(self.max_draft_len)
+        if self.mixes_trees and self.adaptive is not None:
+            tree = DraftShape(self.max_draft_len, nodes, topk)
+            chains = [chain_of(length) for length in range(self.max_draft_len + 1)]
+            return DraftShapes(chains, self.adaptive.trees or default_trees(tree), tree)
         trees = [
             DraftShape(steps, min(nodes, topk + (steps - 1) * topk**2), topk)
             for steps in range(1, self.max_draft_len + 1)

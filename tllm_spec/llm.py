@@ -139,6 +139,11 @@ class LLM:
         whatever they are, without tokenising it."""
         self._intake.check_length(text)
 
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Compiles the grammar of `params`, if there is one, so that the request with it starts at
+        once. Takes up to ten seconds. Raises ValueError for a grammar that cannot be used."""
+        self._intake.grammars.new_states(params, 1)
+
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run; each of `n` samples counts."""

@@ -92,7 +92,7 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "prometheus_metrics_config": NotServed((None,), "the server's metrics have no settings"),
     "quant_config": NotServed((None,), "quantized weights are not served"),
     "ray_placement_config": NotServed((None,), NO_SESSION),
-    "reasoning_parser": NotServed((None,), "reasoning text is not split off"),
+    "reasoning_parser": NotServed((None,), "it is an option of tllm-serve: --reasoning_parser"),
     "request_stats_max_iterations": NotServed((None,), NO_STATISTICS),
     "revision": NotServed((None,), LOCAL_FILES),
     "sampler_type": NotServed(("auto", "TorchSampler"), "there is one sampler"),

@@ -20,8 +20,9 @@ def server_info(args: LlmArgs, max_seq_len: int, state: Mapping[str, Any]) -> di
 
 def internal_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The executor's state after SGLang's figures: `speculative_num_steps` is the present draft
-    length for a batch of the latest size, `avg_spec_accept_length` the acceptance length since the
-    start, absent before the first round."""
+    length for a batch of the latest size, and `draft_shape` the shape of these drafts;
+    `avg_spec_accept_length` is the acceptance length since the start, absent before the first
+    round."""
     others = {key: plain(value) for key, value in state.items() if key != "draft_len"}
     figures = {"speculative_num_steps": state["draft_len"]}
     speculation = state["totals"]["speculation"]

@@ -196,6 +196,20 @@ class DecodingBaseConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _check_candidate_trees(self) -> DecodingBaseConfig:
+        if self.adaptive is not None and self.adaptive.trees and not self.mixes_trees:
+            raise ValueError(
+                "adaptive.candidate_trees needs use_dynamic_tree: true with dynamic_tree_max_topK "
+                "above 1"
+            )
+        if self.mixes_trees and self.draft_len_schedule is not None:
+            raise ValueError(
+                f"draft_len_schedule = {self.draft_len_schedule} is refused: with adaptive trees "
+                "a draft length does not limit the work of a round; use adaptive's slots"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_pauses(self) -> DecodingBaseConfig:
         rounds = self.max_rejected_rounds
         if "max_rejected_rounds" not in self.model_fields_set:
@@ -258,9 +272,14 @@ class DecodingBaseConfig(ConfigModel):
         """Whether the drafts of a round may have branches."""
         return False
 
+    @property
+    def mixes_trees(self) -> bool:
+        """Whether rounds choose between chains and trees."""
+        return False
+
     @cached_property
     def shapes(self) -> DraftShapes:
-        """What a round's drafts look like, by draft length."""
+        """What a round's drafts look like, by tier."""
         return DraftShapes.chains(self.max_draft_len)
 
     @property

@@ -59,9 +59,9 @@ class RoundTimer:
 
     def _row(self, size: int, draft_lens: Sequence[int] | set[int]) -> dict[int, float]:
         """Every length twice, in mirrored order, so that a drifting clock favours none."""
-        keys = [GraphKey(size, self._shapes.of(steps), False) for steps in sorted(draft_lens)]
-        first = {key.draft_len: self._seconds(key) for key in keys}
-        second = {key.draft_len: self._seconds(key) for key in reversed(keys)}
+        keys = {tier: GraphKey(size, self._shapes.of(tier), False) for tier in sorted(draft_lens)}
+        first = {tier: self._seconds(key) for tier, key in keys.items()}
+        second = {tier: self._seconds(key) for tier, key in reversed(keys.items())}
         row = {steps: (time + second[steps]) / 2 for steps, time in first.items()}
         return row if self._runner.graphs is not None else without_outliers(row)
 

@@ -48,8 +48,8 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     num_graphs = len(keys) + len({(key.batch_size, key.shape) for key in keys})
     if draft is not None and not draft.plan.in_target_forward:
         asked = {0} if draft.plan.shares_pages else set[int]()
-        asked |= {length for length in plan.controller().draft_lens if length}
-        num_graphs += len([key for key in keys if key.draft_len in asked])
+        asked |= {tier for tier in plan.controller().draft_lens if tier}
+        num_graphs += len([key for key in keys if plan.shapes.tier_of(key.shape) in asked])
     if draft is not None and draft.plan.shares_pages:
         num_graphs += len({key.batch_size for key in keys})
     num_rows = max((key.num_tokens for key in keys), default=0)

@@ -65,9 +65,18 @@ class BuildPlan:
         self._log()
 
     def check_trees(self, config: ModelConfig | Eagle3Config) -> None:
-        """Raises ValueError if drafts are trees, for which the model's attention has no mask."""
+        """Raises ValueError if drafts are trees, and a round has no room for the smallest one or
+        the model's attention has no mask for them."""
+        if not self.shapes.has_trees:
+            return
+        smallest, max_num_tokens = self.shapes.of(1).window, self.args.max_num_tokens
+        if smallest > max_num_tokens:
+            raise ValueError(
+                f"max_num_tokens = {max_num_tokens} has no room for a draft tree, whose window has "
+                f"{smallest} rows even at depth 1"
+            )
         is_latent = isinstance(config.attention_geometry(self.mapping), LatentGeometry)
-        if self.shapes.has_trees and is_latent:
+        if is_latent:
             raise ValueError(
                 f"max_total_draft_tokens = {self.shapes.longest.num_nodes} of a draft tree is "
                 "refused: a model with latent attention (MLA) reads chains only"

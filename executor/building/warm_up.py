@@ -61,7 +61,7 @@ class WarmUp:
             [self._context(length, key) for length in chunks if length],
             [self._generating(min(window_len, self._max_len), key) for _ in range(key.batch_size)],
             shape=key.shape if key.batch_size else NO_DRAFTS,
-            num_new_drafts=key.draft_len,
+            new_shape=key.shape,
         )
         try:
             self._runner.launch(batch).wait()

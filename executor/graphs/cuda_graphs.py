@@ -32,8 +32,10 @@ class CudaGraphs(GraphTable[SampledTokens]):
         tokens, lens = result.new_tokens, result.new_lens
         if number < len(lens):
             tokens, lens = tokens[:number], lens[:number]
-        to_host = None if self._ring is None else self._ring.sent(number, shape.path)
-        return SampledTokens(tokens, lens, to_host=to_host)
+        width = shape.path if result.ranks is None else 2 * shape.path
+        to_host = None if self._ring is None else self._ring.sent(number, width)
+        ranks = None if result.ranks is None else result.ranks[:number]
+        return SampledTokens(tokens, lens, ranks=ranks, to_host=to_host)
 
     def result(self, key: GraphKey) -> SampledTokens:
         """Where every replay of the graph writes its results, padding included. Another replay may
@@ -53,13 +55,15 @@ class CudaGraphs(GraphTable[SampledTokens]):
     def _run_work(self, key: GraphKey) -> SampledTokens:
         result = super()._run_work(key)
         if self._ring is not None:
-            self._ring.send(result.new_lens, result.new_tokens)
+            self._ring.send(result.new_lens, result.columns())
         return result
 
     def _make_ring(self, keys: list[GraphKey]) -> ResultRing | None:
         if not keys or not ResultRing.serves(self._device):
             return None
-        return ResultRing(max(key.batch_size * (1 + key.shape.path) for key in keys), self._device)
+        # Tokens, and with trees of several shapes as many ranks.
+        capacity = max(key.batch_size * (1 + 2 * key.shape.path) for key in keys)
+        return ResultRing(capacity, self._device)
 
     def _count_results(self) -> None:
         """After replays whose results are not read."""

@@ -16,6 +16,7 @@ from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.kernels import slot_windows
 from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.beam_pool import DraftTree
+from tllm_spec.kernels.path_ranks import path_ranks
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates
 from tllm_spec.kernels.slot_trees import accept_trees
@@ -129,6 +130,18 @@ class SlotState:
         assert self._trees is not None
         parents = self._trees.parents
         return accept_trees(self._tables, parents, slot_ids, kv_lens, targets, depth, synthetic)
+
+    def path_ranks(
+        self,
+        slot_ids: torch.Tensor,
+        num_drafts: torch.Tensor,
+        rows: torch.Tensor,
+        lens: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        """See `kernels.path_ranks`."""
+        assert self._trees is not None
+        return path_ranks(self._trees.parents, slot_ids, num_drafts, rows, lens, width)
 
     def advance(
         self,

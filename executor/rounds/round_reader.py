@@ -42,7 +42,8 @@ class RoundReader:
         try:
             responding = _read_contexts(contexts, table, found)
             rows = zip(generating, launched.num_drafts, table[num_contexts:], strict=True)
-            return responding + self._read_windows(rows, path, found, seen)
+            shows_ranks = len(table[0]) > 1 + path if table else False
+            return responding + self._read_windows(rows, path, found, seen, shows_ranks)
         finally:
             for request in contexts:
                 request.tokens_in_flight -= 1
@@ -55,6 +56,7 @@ class RoundReader:
         path: int,
         found: Found,
         seen: SeenRound,
+        shows_ranks: bool,
     ) -> list[LlmRequest]:
         """rows: requests, the number of drafts that each really had, and their tokens. The tokens
         of requests that ended meanwhile are dropped."""
@@ -94,6 +96,8 @@ class RoundReader:
                     counters.num_unfinished += 1
                 if request.draft_limit and not (request.may_pause and request.draft_pause.is_on):
                     seen.num_accepted.append(num_new - 1)
+                    if shows_ranks:
+                        seen.ranks.append(row[1 + path :])
                     seen.num_drafted += num_drafts
                 if request.may_pause:
                     request.draft_pause.observe(num_drafts, num_accepted)

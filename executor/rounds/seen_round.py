@@ -12,6 +12,7 @@ class SeenRound:
     seconds: float | None
     # Of every request that drafts were wanted for.
     num_accepted: list[int] = field(default_factory=list)
+    ranks: list[list[int]] = field(default_factory=list)  # of the same; see `path_ranks`
     num_drafted: int = 0  # really proposed for those
     num_requests: int = 0  # generating ones that had not ended before
     num_tokens: int = 0  # that these were given
@@ -20,14 +21,16 @@ class SeenRound:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
         drafts made and verified of the same length, and no catching up of a draft model."""
         batch = launched.batch
-        is_pure = batch.draft_len == launched.num_steps and not batch.catches_up
+        is_pure = batch.draft_len == launched.num_steps and not batch.is_transition
+        is_pure = is_pure and not batch.catches_up
         has_time = is_pure and not batch.context_requests
         controller.observe(
             len(batch.generation_requests),
             self.num_accepted,
-            launched.num_steps,
+            launched.num_steps if batch.verified_tier is None else batch.verified_tier,
             self.seconds if has_time else None,
             num_requests=self.num_requests,
             num_drafted=self.num_drafted,
             num_asked=launched.num_asked,
+            ranks=self.ranks,
         )

@@ -26,6 +26,7 @@ from tllm_spec.kernels.accept_tree import Accepted
 from tllm_spec.kernels.choose_token import choose_best, choose_token
 from tllm_spec.kernels.filter_cut import filter_cut
 from tllm_spec.kernels.gumbel import TARGET_DOMAIN, gumbel_noise
+from tllm_spec.kernels.row_copies import gather_rows
 
 
 class Sampler:
@@ -116,10 +117,12 @@ class Sampler:
             )
         ]
         rows = [part.rows for part in sampled if part.rows is not None]
+        ranks = [part.ranks for part in sampled if part.ranks is not None]
         return SampledTokens(
             torch.cat([part.new_tokens for part in sampled]),
             torch.cat([part.new_lens for part in sampled]),
             torch.cat(rows) if rows else None,
+            torch.cat(ranks) if ranks else None,
         )
 
     def _sample_part(
@@ -151,10 +154,8 @@ class Sampler:
     ) -> SampledTokens:
         """Chooses tokens, and accepts drafts where the rows are windows."""
         slots, kv_lens = group.slots, places.kv_lens
-        if self.rejection and places.tree is not None:
-            rows, tokens, lens = self._reject_tree(group, logits, kv_lens, places.tree)
-            self.slots.advance(slots, kv_lens, tokens, lens)
-            return SampledTokens(tokens, lens, rows)
+        if places.ahead and places.tree is not None:
+            return self._accept_tree(group, logits, places, places.tree)
         if self.rejection:
             tokens, lens = self._reject(group, logits, places, draft_probs)
             if places.ahead:
@@ -163,12 +164,26 @@ class Sampler:
         tokens = self._choose(group, logits, places).view(-1, group.window)
         if not places.ahead:
             return SampledTokens(tokens, torch.ones_like(kv_lens))
-        if places.tree is None:
-            return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
-        depth = places.tree.depth
-        rates = self._tree_synthetic
-        rows, tokens, lens = self.slots.accept_tree(slots, kv_lens, tokens, depth, rates)
-        return SampledTokens(tokens, lens, rows)
+        return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
+
+    def _accept_tree(
+        self, group: RowGroup, logits: torch.Tensor, places: RowPlaces, tree: WindowTree
+    ) -> SampledTokens:
+        slots, kv_lens = group.slots, places.kv_lens
+        shows_ranks = bool(self.slots.shapes.tree_tiers)
+        num_drafts = gather_rows(self.slots.num_drafts, slots) if shows_ranks else None
+        if self.rejection:
+            rows, tokens, lens = self._reject_tree(group, logits, kv_lens, tree)
+            self.slots.advance(slots, kv_lens, tokens, lens)
+        else:
+            targets = self._choose(group, logits, places).view(-1, group.window)
+            rows, tokens, lens = self.slots.accept_tree(
+                slots, kv_lens, targets, tree.depth, self._tree_synthetic
+            )
+        if num_drafts is None:
+            return SampledTokens(tokens, lens, rows)
+        ranks = self.slots.path_ranks(slots, num_drafts, rows, lens, group.window)
+        return SampledTokens(tokens, lens, rows, ranks)
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
         """`[N, W-1]`, until the slots advance."""

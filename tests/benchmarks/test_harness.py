@@ -107,7 +107,6 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (tree_scores, "scores", 12),
         (trees, "rounds", 2),
         (trees, "kernels", 20),
-        pytest.param(trees, "acceptance", 6, marks=pytest.mark.slow),
         pytest.param(cpu, "transformers", 7, marks=pytest.mark.slow),
     ],
 )
@@ -153,7 +152,7 @@ def test_a_heading_without_a_result_is_refused() -> None:
 
 def test_a_tree_wins_where_its_tokens_outweigh_its_longer_round() -> None:
     shape = trees.tree_of(32)
-    assert trees.tokens(shape, 0.7) > trees.tokens(trees.chain_of(trees.STEPS), 0.7)
+    assert trees.expected(shape, 0.7) > trees.expected(trees.chain_of(trees.STEPS), 0.7)
     always, never = trees.winning(shape, 1.0), trees.winning(shape, 3.0)
     assert len(always) == 99 and not never
     wins = trees.winning(shape, 1.3)

@@ -6,6 +6,7 @@ from tests.cli.fake_llm import FakeLLM, make_output
 from tllm_spec.bench.compare import (
     Contestant,
     comparison,
+    comparison_plot,
     differences,
     first_difference,
     run_in_turn,
@@ -42,6 +43,11 @@ def test_speeds_are_medians_and_the_speedup_is_their_ratio() -> None:
     assert rows[0]["acceptance_length"] is None and rows[0]["speedup"] == 1
     assert (rows[1]["acceptance_length"], rows[1]["draft_acceptance_rate"]) == (2.5, 0.75)
     assert rows[1]["per_position_acceptance"] == [1, 0.5]
+
+
+def test_the_plot_has_a_curve_for_each_configuration_and_a_point_for_each_run() -> None:
+    svg = comparison_plot([contestant("plain", 3, 4), contestant("drafted", 1, 2, 3)])
+    assert svg.count("<polyline") == 2 and svg.count("<circle") == 5
 
 
 def test_a_row_has_the_options_of_its_speculation() -> None:

@@ -74,6 +74,8 @@ def test_engines_use_the_files_drafter_with_a_fixed_length_and_synthetic_accepta
         (["--pairs", "0.5"], "is not a list of acceptance rates and draft lengths"),
         (["--pairs", "1.5:2"], "is not a list of acceptance rates and draft lengths"),
         (["--pairs", "0.5:0"], "is not a list of acceptance rates and draft lengths"),
+        (["--trees", "5x8"], "is not a list of trees such as 5x8/31"),
+        (["--trees", "2x2/4"], "--trees needs the options of a drafter"),
     ],
 )
 def test_a_mistake_is_reported_in_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -122,3 +124,25 @@ def test_predictions_are_compared_with_measurements_on_the_zoo(tmp_path: Path) -
     for row in found["speedups"]:
         assert row["difference"] == pytest.approx(row["measured"] / row["predicted"] - 1)
     assert "break-even at a" in result.output and f"{always['measured']:.2f}x" in result.output
+
+
+def test_trees_are_compared_by_the_tokens_they_have_and_need(tmp_path: Path) -> None:
+    config, report, data = (tmp_path / name for name in ("x.yaml", "report.json", "data.jsonl"))
+    spec = "{decoding_type: Eagle3, max_draft_len: 2, speculative_model: zoo:llama-eagle3}"
+    config.write_text(
+        f"speculative_config: {spec}\ndevice: cpu\nkv_cache_config: {{max_tokens: 4096}}"
+    )
+    entry = {"task_id": 0, "prompt": "import os\nimport sys\nfrom pathlib", "output_tokens": 60}
+    data.write_text(json.dumps(entry))
+    arguments = ["-m", "zoo:llama", "break-even", "--config", str(config), "--dataset", str(data)]
+    options = ["--trees", "2x2/4,3x4/12", "--report_json", str(report)]
+    result = CliRunner().invoke(main, [*arguments, *options])
+    assert result.exit_code == 0, result.output
+    plain, chain, *trees = json.loads(report.read_text())["shapes"]
+    assert (plain["tokens"], plain["needed"], plain["speedup"]) == (1, 1, 1)
+    assert [tree["shape"] for tree in trees] == ["2x2/4", "3x4/12"]
+    assert chain["shape"] == "3" and 1 < chain["tokens"] < 4
+    assert trees[1]["tokens"] > trees[0]["tokens"] > 1
+    for row in (chain, *trees):
+        assert row["needed"] == pytest.approx(row["round_ms"] / plain["round_ms"])
+        assert f"{row['speedup']:.2f}x" in result.output

@@ -10,6 +10,7 @@ import torch
 
 from tests.executor.draft_caches import (
     HOT,
+    TREE,
     SlowDrafter,
     assert_nothing_is_missing,
     generating,
@@ -194,7 +195,15 @@ def test_for_rejection_sampling_the_worker_keeps_the_distributions_of_its_drafts
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"draft_sampling": "greedy"}, {"use_rejection_sampling": True}]
+    "options",
+    [
+        {},
+        {"draft_sampling": "greedy"},
+        {"use_rejection_sampling": True},
+        TREE,
+        TREE | {"use_rejection_sampling": True},
+        {"eagle_choices": [[0], [1], [0, 0], [1, 1], [0, 0, 0]]},
+    ],
 )
 def test_a_draft_model_that_gives_nan_changes_no_text(
     tiny: Path, tmp_path: Path, options: dict[str, Any]

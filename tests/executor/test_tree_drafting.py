@@ -2,7 +2,7 @@
 reference, plain Python over paths, with a prefill for each."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -166,3 +166,53 @@ def test_a_static_tree_has_the_tokens_of_its_ranks(
             num_checked += 1
     harness.run()
     assert num_checked > 8 and all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("depth", "topk", "num_nodes"), [(2, 4, 20), (4, 5, 6)])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_row_is_written_to_a_page_of_its_own_request(
+    tiny: Path,
+    tiny_draft: Path,
+    head: Path,
+    mode: str,
+    depth: int,
+    topk: int,
+    num_nodes: int,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A window of more drafts than a path has, and beams of more keys than a window."""
+    tree = {"dynamic_tree_max_topK": topk, "max_total_draft_tokens": num_nodes}
+    harness = Harness(
+        tiny,
+        kv_cache_config={"tokens_per_block": 2, "max_tokens": 150},
+        scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        disable_overlap_scheduler=not overlap,
+        **one_model(tiny_draft, head, mode, depth, **tree),
+    )
+    kv, rows = harness.parts.kv, harness.parts.runner.engine.rows
+    build, num_checked = rows.build, 0
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal num_checked
+        metadata, token_ids = build(*arguments)
+        held = [kv.cache.private_pages(each.request_id) for each in harness.parts.scheduler.running]
+        written = set((metadata.kv_slots // rows.page_size).tolist())
+        assert written <= {page for pages in held for page in pages}
+        num_checked += metadata.tree is not None
+        return metadata, token_ids
+
+    monkeypatch.setattr(rows, "build", watched)
+    requests = [harness.submit([i, *PROMPT], 30, temperature=HOT, seed=i) for i in range(5)]
+    harness.run()
+    assert all(request.error is None for request in requests) and num_checked > 20
+    assert harness.parts.scheduler.num_preemptions
+    assert all_pages_are_back(harness.executor)
+
+
+def test_a_round_without_room_for_the_smallest_tree_is_refused(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"max_num_tokens = 3 has no room for .* 4 rows"):
+        Harness(tiny, max_num_tokens=3, **one_model(tiny_draft, head, "eagle3_tree", 2))

@@ -106,7 +106,7 @@ def launched_by(
         rows = sum(request.context_chunk for request in batch.context_requests)
         lens = {request.num_tokens_bound for request in batch.generation_requests}
         windows = (len(batch.generation_requests), *lens, batch.draft_len)
-        found.append((rows, windows, batch.num_new_drafts, sampled))
+        found.append((rows, windows, batch.new_shape.depth, sampled))
         return launch(batch)
 
     monkeypatch.setattr(harness.parts.runner, "launch", watched)

@@ -21,7 +21,7 @@ GROUPS: tuple[dict[str, int], ...] = (
     {"window_attention": 47, "window_rows": 12, "draft_input": 28, "slot_windows": 12},
     {"tree_attention": 9, "batch_invariant_tree": 3},
     {"moe_routing": 21, "moe_permute": 10, "grouped_gemm": 17, "moe_combine": 15},
-    {"slot_trees": 12, "draft_beams": 6, "top_tokens": 15, "move_kv": 18},
+    {"slot_trees": 12, "draft_beams": 6, "top_tokens": 15, "move_kv": 18, "path_ranks": 3},
     {"latent_attention": 13, "latent_write": 10, "head_gemm": 24},
     {"filter_cut": 12, "batch_invariant_linear": 13, "rotary_write": 23, "send_results": 10},
 )

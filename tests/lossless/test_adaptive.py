@@ -116,12 +116,15 @@ def test_another_tier_in_every_round_changes_no_text(
     ladder = {"candidate_steps": [0, 1, 4]}
     harness = Harness(tiny, **options_of(mode, overlap, drafts, tiny_plain, adaptive=ladder))
     assert harness.parts.max_in_flight == overlap
-    coming = cycle((4, 0, 3, 1, 4, 2, 0))
+    trees = harness.parts.slots.shapes.tree_tiers
+    assert len(trees) == 3 * mode.endswith("_tree")
+    coming = cycle((4, 0, 3, 1, 4, 2, 0, *trees, *[1, 0] * bool(trees), *reversed(trees), 4, 0))
     lengths = chosen_lengths(harness, lambda *_: next(coming))
     requests = submit_all(harness)
     harness.run()
     assert list(map(output_of, requests)) == tiny_plain
     assert {(0, MAX_DRAFT_LEN), (MAX_DRAFT_LEN, 0)} <= set(pairwise(lengths))
+    assert set(trees) <= set(lengths)
     estimate = harness.parts.controller.state()["slots"]["1"]["acceptance"]
     assert all(0 < rate < 1 for rate in estimate)
 

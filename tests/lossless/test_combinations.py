@@ -102,7 +102,8 @@ def draw_engine(random: Random, draft_len: int, page_size: int) -> dict[str, Any
     policy = random.choice(("MAX_UTILIZATION", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT"))
     return {
         "max_batch_size": random.choice((1, 3, 5)),
-        "max_num_tokens": random.choice((draft_len + 1, 2 * draft_len + 3, 24)),
+        # A tree of depth 1 has 5 rows.
+        "max_num_tokens": max(5, random.choice((draft_len + 1, 2 * draft_len + 3, 24))),
         "enable_chunked_prefill": True,
         "disable_overlap_scheduler": random.random() < 0.3,
         "scheduler_config": {"capacity_scheduler_policy": policy},
@@ -134,7 +135,7 @@ def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
             coming.extend([random.randrange(draft_len + 1)] * random.choice((1, 1, 3)))
             coming.extend([0] * random.choice((0, 0, 2, 17)))
         rows = harness.executor.scheduler.limits.max_num_tokens // batch_size
-        return min(coming.pop(), harness.parts.slots.shapes.length_within(rows))
+        return min(coming.pop(), harness.parts.slots.shapes.tier_within(rows))
 
     harness.parts.draft_len_for = draft_len_for
 

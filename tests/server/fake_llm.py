@@ -3,6 +3,7 @@ token."""
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tllm_spec.config import LlmArgs
@@ -51,7 +52,8 @@ def answer_text(index: int) -> str:
 
 
 class FakeLLM:
-    """`running` and `aborted` hold request ids. A slow prompt generates until it is aborted."""
+    """`running` and `aborted` hold request ids. A slow prompt generates until it is aborted.
+    `answer` gives the text of a sample, `compiling` is called with each grammar."""
 
     def __init__(self, **arguments: Any) -> None:
         self.args = LlmArgs.from_kwargs("fake", **arguments)
@@ -64,6 +66,8 @@ class FakeLLM:
         self.sampling: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.max_seq_len = MAX_LEN + 1
+        self.answer = answer_text
+        self.compiling: Callable[[SamplingParams], None] = lambda params: None
 
     @property
     def num_unfinished(self) -> int:
@@ -72,6 +76,9 @@ class FakeLLM:
     def check_length(self, text: str | list[int]) -> None:
         if len(text) > MAX_LEN * (LONGEST_TOKEN if isinstance(text, str) else 1):
             raise ContextLengthExceeded(f"the maximum context length is {MAX_LEN} tokens")
+
+    def compile_grammar(self, params: SamplingParams) -> None:
+        self.compiling(params)
 
     def server_info(self) -> dict[str, Any]:
         self._check_alive()
@@ -122,7 +129,9 @@ class FakeLLM:
         if handle.prompt == FAILING_PROMPT:
             respond(0, [], finish_reason="error", error="the logits are not numbers")
         for index in range(params.n):
-            tokens = self.tokenizer.encode(answer_text(index))
+            tokens = self.tokenizer.encode(self.answer(index))
+            if params.prompt_logprobs is not None:
+                respond(index, [], prompt_logprobs=_prompt_logprobs(handle.prompt_token_ids))
             limit = len(tokens) if params.max_tokens is None else params.max_tokens
             while handle.prompt == SLOW_PROMPT and handle.request_id not in self.aborted:
                 time.sleep(0.005)
@@ -143,3 +152,11 @@ def _logprobs(params: SamplingParams, tokens: list[int]) -> list[dict[int, Logpr
     if params.logprobs is None:
         return []
     return [{token: Logprob(0.0, 1), token + 1: Logprob(float("-inf"), 2)} for token in tokens]
+
+
+def _prompt_logprobs(tokens: list[int]) -> list[dict[int, Logprob] | None]:
+    """Token i has -i/2 and is the best one if i is even; the next id has -0.6."""
+    known: list[dict[int, Logprob] | None] = [
+        {token: Logprob(-i / 2, 1), token + 1: Logprob(-0.6, 2)} for i, token in enumerate(tokens)
+    ]
+    return [None, *known[1:]]

@@ -1,14 +1,20 @@
 """`/metrics`, read by Prometheus' own parser, and `/server_info`."""
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.cli.fake_llm import make_output
 from tests.server.fake_llm import STATE, STATS, FakeLLM
 from tllm_spec.server.app import OpenAIServer
+from tllm_spec.server.histograms import HISTOGRAMS, Histograms
 from tllm_spec.server.metrics import EngineMetrics
+from tllm_spec.server.options import ServerOptions
 
 
 @pytest.fixture
@@ -37,7 +43,11 @@ def test_metrics_have_every_figure_of_the_engines_state(client: TestClient, path
     assert response.status_code == 200 and response.headers["content-type"].startswith(
         "text/plain; version="
     )
-    assert samples(response.text) == {
+    found = samples(response.text)
+    without_histograms = {
+        key: value for key, value in found.items() if not key[0].startswith(tuple(HISTOGRAMS))
+    }
+    assert without_histograms == {
         ("trtllm_num_requests_running",): 3,
         ("trtllm_num_requests_waiting",): 4,
         ("tllm_spec_draft_len",): 2,
@@ -76,7 +86,7 @@ def test_the_engines_state_is_read_once_for_each_scrape() -> None:
         calls.append(1)
         return {"internal_states": [STATE]}
 
-    metrics = EngineMetrics(info)
+    metrics = EngineMetrics(info, Histograms())
     assert not calls
     metrics.text()
     metrics.text()
@@ -100,3 +110,59 @@ def test_a_dead_engine_is_answered_with_503_and_its_reason(
     response = client.get(path)
     assert response.status_code == 503
     assert "the executor has died: no more" in response.json()["error"]["message"]
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
+
+
+def test_the_document_lists_every_metric_and_no_other(llm: FakeLLM) -> None:
+    options = ServerOptions(vllm_metrics=True)
+    with TestClient(OpenAIServer(llm, "fake", options).app()) as client:
+        text = client.get("/metrics").text
+    documented = set(re.findall(r"`((?:trtllm|tllm_spec|vllm:)\w+)`", DOCUMENT.read_text("utf-8")))
+    assert documented == set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+
+
+def test_finished_requests_are_in_the_histograms(client: TestClient) -> None:
+    for stream in (False, True):
+        body = {"model": "fake", "prompt": "a b", "max_tokens": 5, "stream": stream}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    found = samples(client.get("/metrics").text)
+    assert found["tllm_spec_request_generation_tokens_bucket", "5.0"] == 2
+    assert found["tllm_spec_request_generation_tokens_bucket", "2.0"] == 0
+    assert found[("tllm_spec_request_generation_tokens_sum",)] == 10
+    assert found["tllm_spec_request_acceptance_length_bucket", "2.5"] == 2
+    assert found[("trtllm_e2e_request_latency_seconds_count",)] == 2
+    assert found[("trtllm_time_to_first_token_seconds_count",)] == 1, "only of the streamed one"
+
+
+def test_fronts_share_their_histograms_and_outlive_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = make_output(3, 4)
+    for process in (1, 2):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        histograms = Histograms(tmp_path)
+        histograms.add(output)
+    tokens = histograms.read()["tllm_spec_request_prompt_tokens"]
+    assert (sum(tokens.counts), tokens.sum) == (2, 6)
+
+
+def test_vllms_names_have_the_same_values() -> None:
+    with TestClient(OpenAIServer(FakeLLM(), "m", ServerOptions(vllm_metrics=True)).app()) as client:
+        found = samples(client.get("/metrics").text)
+    assert found["vllm:num_requests_running", "m"] == 3
+    assert found["vllm:request_success_total", "stop", "m"] == 7
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", "m", "1"] == 1
+    assert found["vllm:e2e_request_latency_seconds_count", "m"] == 0
+
+
+def test_the_grafana_dashboard_asks_for_documented_metrics_only() -> None:
+    text = DOCUMENT.with_name("grafana.json").read_text("utf-8")
+    expressions = [
+        target["expr"] for panel in json.loads(text)["panels"] for target in panel["targets"]
+    ]
+    asked = set(re.findall(r"\b(?:trtllm|tllm_spec)_\w+", " ".join(expressions)))
+    documented = DOCUMENT.read_text("utf-8")
+    assert len(asked) > 12
+    assert not [name for name in asked if f"`{name.removesuffix('_bucket')}`" not in documented]

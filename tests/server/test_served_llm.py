@@ -93,6 +93,20 @@ def test_a_completion_is_the_text_of_the_llm_streamed_or_not(
     assert "".join(chunk.choices[0].text for chunk in streamed) == expected
 
 
+def test_the_loglikelihoods_that_lm_eval_reads_are_those_of_the_llm(url: str, llm: LLM) -> None:
+    prompt = llm.tokenizer.encode("def f(x): return x")  # type: ignore[union-attr]  # it has one
+    body = {"model": MODEL, "prompt": [prompt], "temperature": 0, "max_tokens": 1}
+    body |= {"logprobs": 1, "seed": 1234, "echo": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    known = llm.generate(prompt, params, use_tqdm=False).outputs[0].prompt_logprobs  # type: ignore[union-attr]  # one prompt
+    expected = [at[token].logprob for token, at in zip(prompt[1:], known[1:], strict=True) if at]
+    found = answer["choices"][0]["logprobs"]["token_logprobs"]
+    assert found[0] is None and found[1:-1] == pytest.approx(expected)
+    best = answer["choices"][0]["logprobs"]["top_logprobs"]
+    assert all(max(top.values()) >= own for own, top in zip(found[1:], best[1:], strict=True))
+
+
 def test_streams_of_several_samples_are_not_mixed_up(client: openai.OpenAI, llm: LLM) -> None:
     prompts = ["import os", "class A:", "return x"]
     results = llm.generate(prompts, SamplingParams(**SAMPLED, n=2), use_tqdm=False)

@@ -6,11 +6,12 @@ a slow phase of the machine affects every configuration."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.bench.report import speculation_section, total_stats
+from tllm_spec.bench.plot import line_plot
+from tllm_spec.bench.report import MS, latency_s, speculation_section, total_stats
 from tllm_spec.bench.runner import Run, run_requests
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -117,3 +118,15 @@ def comparison(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def comparison_plot(contestants: Sequence[Contestant]) -> str:
+    """As SVG: a curve for each configuration, with a point for each of its runs."""
+    curves = {
+        contestant.name: sorted(
+            (run.output_tokens_per_s, MS * fmean(map(latency_s, run.outputs)))
+            for run in contestant.runs
+        )
+        for contestant in contestants
+    }
+    return line_plot(curves, "output tokens/s", "mean latency of a request (ms)")

@@ -110,6 +110,21 @@ def _speedup_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def format_shapes(rows: Sequence[dict[str, Any]]) -> str:
+    """`ShapeRow`s as dictionaries."""
+    header = ["drafts", "rows", "round, ms", "tokens a round", "break-even at", "speedup"]
+    lines = [
+        [
+            row["shape"],
+            str(1 + row["drafts"]),
+            *(_text(row[key]) for key in ("round_ms", "tokens", "needed")),
+            f"{row['speedup']:.2f}x",
+        ]
+        for row in rows
+    ]
+    return format_table(header, lines)
+
+
 def format_texts(outputs: Iterable[RequestOutput], tokenizer: Tokenizer | None) -> Iterator[str]:
     """The last lines of each prompt and the generated text; token ids without a tokenizer."""
     for number, output in enumerate(outputs):

@@ -22,6 +22,7 @@ from tllm_spec.cli.bench_options import (
     ModelCommand,
     write_json,
 )
+from tllm_spec.cli.bench_serve import serve
 from tllm_spec.cli.trtllm_options import (
     BY_NAME,
     either_spelling,
@@ -88,6 +89,7 @@ def main(
 main.add_command(prepare_dataset)
 main.add_command(adaptive_replay)
 main.add_command(break_even)
+main.add_command(serve)
 
 
 def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) -> int:
@@ -228,6 +230,7 @@ def read_options(
     "--allow_differences", is_flag=True, help="Exit with status 0 even when texts differ."
 )
 @bench_options.report_json_option
+@bench_options.plot_option
 @click.pass_obj
 def compare(
     model: Model,
@@ -239,6 +242,7 @@ def compare(
     show_text: int,
     allow_differences: bool,
     report_json: Path | None,
+    plot: Path | None,
     **options: Any,
 ) -> None:
     """Run the same requests through several YAML files of LLM arguments. The first is the baseline.
@@ -246,7 +250,13 @@ def compare(
     All engines are in memory together and take turns. Prompts stay in the prefix cache from run to
     run unless a file sets `kv_cache_config.enable_block_reuse: false`, so mostly decoding is
     compared. Exits with status 1 when a text differs from the baseline's."""
-    from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
+    from tllm_spec.bench.compare import (
+        Contestant,
+        comparison,
+        comparison_plot,
+        differences,
+        run_in_turn,
+    )
     from tllm_spec.bench.table import format_comparison, format_texts
     from tllm_spec.llm import LLM
 
@@ -264,6 +274,8 @@ def compare(
         )
     rows, found = comparison(contestants), differences(contestants, requests)
     click.echo("\n".join([*texts, format_comparison(rows), *map(str, found)]))
+    if plot is not None:
+        plot.write_text(comparison_plot(contestants), encoding="utf-8")
     write_json(report_json, {"configurations": rows, "differences": [vars(each) for each in found]})
     if found and not allow_differences:
         raise SystemExit(1)

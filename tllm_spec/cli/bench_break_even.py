@@ -3,8 +3,12 @@ draft length."""
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from tllm_spec.draft_shape import DraftShape
 
 from tllm_spec.bench.break_even import USUAL_PAIRS
 from tllm_spec.cli.bench_options import (
@@ -36,6 +40,22 @@ def pairs_of(
     return pairs
 
 
+def trees_of(
+    context: click.Context, option: click.Parameter, value: str | None
+) -> "list[DraftShape] | None":
+    if value is None:
+        return None
+    from tllm_spec.bench.break_even_trees import parse_tree
+
+    try:
+        return [parse_tree(part) for part in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is not a list of trees such as 5x8/31,3x4/8: steps x children of a node / "
+            "drafts"
+        ) from None
+
+
 @click.command(name="break-even", cls=ModelCommand)
 @yaml_option
 @click.option(
@@ -43,6 +63,16 @@ def pairs_of(
     callback=pairs_of,
     default=USUAL,
     help="Pairs of acceptance rate and draft length to measure, such as 0.3:2,0.7:4.",
+)
+@click.option(
+    "--trees",
+    callback=trees_of,
+    help="Draft trees to measure instead, such as 5x8/31,3x4/8: steps x children / drafts.",
+)
+@click.option(
+    "--dataset",
+    type=click.Path(path_type=Path),
+    help="With --trees: requests as JSON lines, since acceptance is that of their texts.",
 )
 @click.option("--batch_size", type=POSITIVE, default=1, help="Number of requests in the batch.")
 @click.option("--input_len", type=POSITIVE, default=16, help="Length of a prompt, in tokens.")
@@ -60,6 +90,8 @@ def break_even(
     /,
     yaml_path: Path | None,
     pairs: list[tuple[float, int]],
+    trees: "list[DraftShape] | None",
+    dataset: Path | None,
     report_json: Path | None,
     **workload: int,
 ) -> None:
@@ -68,12 +100,19 @@ def break_even(
     The prediction: n = (1 - a^(K+1)) / (1 - a) tokens take the time K t_draft + t_target. The
     drafter is the YAML file's. Each draft is accepted at random, with probability a when the one
     before was accepted, so the texts mean nothing. Round times are measured with the largest K and
-    without drafts."""
+    without drafts.
+
+    With --trees acceptance by depth and rank is measured on the data set's first requests (without
+    one: random tokens, of which nothing follows for real texts), and the table shows the tokens a
+    round that each shape has and those that it needs to be as fast as plain decoding."""
     from tllm_spec.bench.break_even_runs import BreakEvenRuns, Workload
     from tllm_spec.bench.options import EngineOptions
     from tllm_spec.bench.table import format_speedups
     from tllm_spec.llm import LLM
 
+    if trees is not None:
+        _compare_trees(model, yaml_path, trees, dataset, report_json, workload)
+        return
     options = EngineOptions(max_batch_size=workload["batch_size"]).sharing_memory(num_engines=3)
     runs = BreakEvenRuns(
         partial(LLM, model.path), options.arguments(yaml_path), Workload(**workload)
@@ -83,3 +122,37 @@ def break_even(
         rows = [row.to_dict() for row in runs.speedups(plain, pairs, times)]
     click.echo(format_speedups(vars(times), rows))
     write_json(report_json, {"round_seconds": vars(times), "speedups": rows})
+
+
+def _compare_trees(
+    model: Model,
+    yaml_path: Path | None,
+    trees: "list[DraftShape]",
+    dataset: Path | None,
+    report_json: Path | None,
+    workload: dict[str, int],
+) -> None:
+    from tllm_spec.bench.break_even_trees import measured_shapes, with_trees
+    from tllm_spec.bench.dataset import read_dataset
+    from tllm_spec.bench.options import EngineOptions
+    from tllm_spec.bench.prepare import NormalLengths, synthetic_requests
+    from tllm_spec.bench.table import format_shapes
+    from tllm_spec.llm import LLM
+
+    batch_size = workload["batch_size"]
+    arguments = EngineOptions(max_batch_size=batch_size).arguments(yaml_path)
+    if not (spec := arguments.get("speculative_config")):
+        raise ValueError("speculative_config is missing: --trees needs the options of a drafter")
+    arguments["speculative_config"] = with_trees(spec, trees)
+    with LLM(model.path, **arguments) as llm:
+        if dataset is not None:
+            requests = read_dataset(dataset, batch_size)
+        else:
+            inputs, outputs = (
+                NormalLengths(workload[name], 0) for name in ("input_len", "output_len")
+            )
+            vocab_size = llm.model_config.vocab_size
+            requests = list(synthetic_requests(batch_size, inputs, outputs, vocab_size, seed=0))
+        rows = [row.to_dict() for row in measured_shapes(llm, trees, requests)]
+    click.echo(format_shapes(rows))
+    write_json(report_json, {"shapes": rows})

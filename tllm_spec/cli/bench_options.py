@@ -154,6 +154,9 @@ warmup_option = click.option(
 report_json_option = click.option(
     "--report_json", type=OUTPUT_FILE, help="File to write the report to, as JSON."
 )
+plot_option = click.option(
+    "--plot", type=OUTPUT_FILE, help="File to draw throughput and latency to, as SVG."
+)
 record_options = together(
     report_json_option,
     click.option(

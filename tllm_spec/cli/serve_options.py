@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from tllm_spec.server.options import ServerOptions, hosts_of
+from tllm_spec.server.parsers.names import TOOL_PARSERS
+from tllm_spec.server.parsers.reasoning import STARTS_INSIDE
 
 Command = Callable[..., Any]
 
@@ -66,6 +68,18 @@ SERVER_CLICK_OPTIONS = (
         is_flag=True,
         help="Names of control tokens in chat messages become control tokens, not text.",
     ),
+    click.option(
+        "--tool_call_parser",
+        "--tool_parser",
+        type=click.Choice(sorted(TOOL_PARSERS)),
+        help="How the model writes tool calls, for requests with tools.",
+    ),
+    click.option(
+        "--reasoning_parser",
+        type=click.Choice(sorted(STARTS_INSIDE)),
+        help="How the model marks its reasoning, which becomes reasoning_content.",
+    ),
+    click.option("--vllm_metrics", is_flag=True, help="/metrics has vLLM's names, too: vllm:*."),
     click.option("--ssl_certfile", help="Certificate in PEM format: the server speaks HTTPS."),
     click.option("--ssl_keyfile", help="Its private key. [default: in --ssl_certfile]"),
     click.option("--ssl_keyfile_password", help="Password of the private key."),
@@ -93,6 +107,9 @@ SERVER_NAMES = (
     "shutdown_timeout",
     "api_key",
     "allow_control_tokens",
+    "tool_call_parser",
+    "reasoning_parser",
+    "vllm_metrics",
     "ssl_certfile",
     "ssl_keyfile",
     "ssl_keyfile_password",
@@ -118,6 +135,9 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         api_key=given["api_key"] or None,
         hosts=hosts_of(host),
         allow_control_tokens=given["allow_control_tokens"],
+        tool_call_parser=given["tool_call_parser"],
+        reasoning_parser=given["reasoning_parser"],
+        vllm_metrics=given["vllm_metrics"],
     )
 
 

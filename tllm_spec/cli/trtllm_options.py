@@ -71,7 +71,6 @@ ENGINE_OPTIONS = (
         NotServed(("main",), "models are local folders; nothing is downloaded"),
     ),
     TrtllmOption("--generation_config", str, "generation_config"),
-    TrtllmOption("--reasoning_parser", str, "reasoning_parser"),
     TrtllmOption(
         "--telemetry/--no-telemetry", bool, NotServed((False,), "no usage data is collected")
     ),
@@ -95,7 +94,6 @@ SERVER_OPTIONS = (
         bool,
         NotServed((), "the chat template is the one in the tokenizer's folder"),
     ),
-    TrtllmOption("--tool_parser", str, NotServed((), "tool calls are not served")),
     TrtllmOption("--metadata_server_config_file", str, NotServed((), ONE_SERVER)),
     TrtllmOption("--server_role", str, NotServed((), ONE_SERVER)),
     TrtllmOption("--disagg_cluster_uri", str, NotServed((), ONE_SERVER)),

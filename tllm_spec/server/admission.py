@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tllm_spec.request_errors import ContextLengthExceeded
 from tllm_spec.sampling_params import SamplingParams
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ENGINE_DOWN = "the engine is down"
 LONG_BODY = 1 << 16  # bytes; tokenising this much text takes tens of milliseconds
 RETRY_AFTER = 1  # seconds
+
+Result = TypeVar("Result")
 
 
 class Admission:
@@ -35,10 +37,13 @@ class Admission:
         self._intake = self._long_intake = _one_thread("tllm-intake")
         if getattr(llm.tokenizer, "is_fast", False):
             self._long_intake = _one_thread("tllm-long-intake")
+        # Compiling a grammar may take ten seconds. Grammars are compiled one at a time; with
+        # several threads, those that are known need not wait for it.
+        self._compiling = ThreadPoolExecutor(8, thread_name_prefix="tllm-compiling")
 
     def close(self) -> None:
-        for intake in (self._intake, self._long_intake):
-            intake.shutdown(cancel_futures=True)
+        for intake in (self._intake, self._long_intake, self._compiling):
+            intake.shutdown(wait=intake is not self._compiling, cancel_futures=True)
 
     async def start(
         self,
@@ -65,14 +70,25 @@ class Admission:
                 raise
             return handles
 
-        intake = self._long_intake if num_bytes > LONG_BODY else self._intake
         self._num_starting += num_choices
         try:
             with bad_request(), engine_running():
                 self._check_max_tokens(params)
-                return await asyncio.get_running_loop().run_in_executor(intake, start)
+                if params.guided_decoding is not None:
+                    loop, compile_grammar = asyncio.get_running_loop(), self._llm.compile_grammar
+                    await loop.run_in_executor(self._compiling, compile_grammar, params)
+                return await self._in_intake(num_bytes, start)
         finally:
             self._num_starting -= num_choices
+
+    async def tokenised(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        """The result of work with the tokenizer. Raises RequestRefused for a ValueError."""
+        with bad_request():
+            return await self._in_intake(num_bytes, work)
+
+    async def _in_intake(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        intake = self._long_intake if num_bytes > LONG_BODY else self._intake
+        return await asyncio.get_running_loop().run_in_executor(intake, work)
 
     def _check_room(self, num_choices: int) -> None:
         if num_choices > self._max_choices:

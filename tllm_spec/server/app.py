@@ -17,14 +17,27 @@ from starlette.exceptions import HTTPException
 
 from tllm_spec import __version__
 from tllm_spec.executor.faults import described
+from tllm_spec.outputs import RequestOutput
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server.admission import ENGINE_DOWN, Admission, bad_request, engine_running
+from tllm_spec.server.answer_models import (
+    ChatCompletion,
+    Completion,
+    Model,
+    Models,
+    ResponseObject,
+)
+from tllm_spec.server.chat_answer import chat_answer
 from tllm_spec.server.chat_prompt import ChatPrompts
+from tllm_spec.server.echo import completion_answer
 from tllm_spec.server.engine import Engine
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
+from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.metrics import EngineMetrics
+from tllm_spec.server.openapi import answers, true_schema
 from tllm_spec.server.options import ServerOptions
+from tllm_spec.server.pages import Pages
 from tllm_spec.server.perf_metrics import PerfMetrics
 from tllm_spec.server.protocol import (
     ChatCompletionRequest,
@@ -33,7 +46,9 @@ from tllm_spec.server.protocol import (
     StreamOptions,
 )
 from tllm_spec.server.refusals import RequestRefused, error_body, param_of
-from tllm_spec.server.responses import Answer, ChatAnswer, CompletionAnswer
+from tllm_spec.server.responses import Answer
+from tllm_spec.server.responses_answer import ResponseAnswer
+from tllm_spec.server.responses_protocol import ResponsesRequest
 from tllm_spec.server.streaming import (
     EngineError,
     EventStream,
@@ -42,6 +57,7 @@ from tllm_spec.server.streaming import (
     finished_outputs,
     unless_disconnected,
 )
+from tllm_spec.server.token_routes import TokenRoutes
 
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -52,7 +68,11 @@ class OpenAIServer:
     without a tokenizer."""
 
     def __init__(
-        self, llm: Engine, served_model_name: str, options: ServerOptions | None = None
+        self,
+        llm: Engine,
+        served_model_name: str,
+        options: ServerOptions | None = None,
+        histograms: Histograms | None = None,
     ) -> None:
         if llm.tokenizer is None:
             raise ValueError(
@@ -63,7 +83,9 @@ class OpenAIServer:
         self._model = served_model_name
         self._options = options or ServerOptions()
         self._created = int(time.time())
-        self._metrics = EngineMetrics(llm.server_info)
+        self._histograms = histograms or Histograms()
+        vllm_model = served_model_name if self._options.vllm_metrics else None
+        self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)
         self._perf_metrics = PerfMetrics()
         self._admission = Admission(llm, self._options.max_queue_size)
         self._chat_prompts = ChatPrompts(
@@ -75,7 +97,8 @@ class OpenAIServer:
     def app(self) -> FastAPI:
         """The application to run."""
         app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
-        app.add_api_route("/health", self.health, methods=["GET", "HEAD"])
+        app.add_api_route("/health", self.health, response_model=None)
+        app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
         app.add_api_route("/health_generate", self.health_generate, response_model=None)
         app.add_api_route("/version", self.version)
         for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
@@ -84,12 +107,20 @@ class OpenAIServer:
             app.add_api_route(path, self.metrics, response_model=None)
         app.add_api_route("/iteration_stats", self.iteration_stats)
         app.add_api_route("/perf_metrics", self.perf_metrics)
-        app.add_api_route("/v1/models", self.models)
-        app.add_api_route("/v1/models/{model:path}", self.model)
-        app.add_api_route(
-            "/v1/completions", self.completions, methods=["POST"], response_model=None
-        )
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self.models, responses=answers(Models))
+        app.add_api_route("/v1/models/{model:path}", self.model, responses=answers(Model))
+        for path, route, answer in (
+            ("/v1/completions", self.completions, Completion),
+            ("/v1/chat/completions", self.chat, ChatCompletion),
+            ("/v1/responses", self.responses, ResponseObject),
+        ):
+            responses = answers(answer, may_stream=True)
+            app.add_api_route(
+                path, route, methods=["POST"], response_model=None, responses=responses
+            )
+        TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
+        Pages(self._llm, self._model, self._histograms, self._options.api_key).add_to(app)
+        true_schema(app)
         app.add_middleware(Guard, options=self._options)
         app.add_exception_handler(RequestRefused, _refused)
         app.add_exception_handler(EngineError, _engine_error)
@@ -172,29 +203,56 @@ class OpenAIServer:
             streaming=body.stream,
         )
         request.state.release_body()
-        answer = CompletionAnswer(self._model, self._tokenizer, params.n, params.logprobs)
+        answer = completion_answer(body, self._model, self._tokenizer, params)
         return await self._respond(body, request, answer, handles)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`/v1/chat/completions`: answers the conversation in the body."""
+        params = self._chat_params(body)
+        answer = chat_answer(
+            body,
+            self._options,
+            self._model,
+            self._tokenizer,
+            params.n,
+            params.logprobs,
+            params.prompt_logprobs,
+            is_guided=params.guided_decoding is not None,
+        )
+        handles = await self._start_chat(body, request, params)
+        return await self._respond(body, request, answer, handles)
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """`/v1/responses`: answers the conversation in the body, with text."""
+        with bad_request():
+            chat = body.to_chat()
+        handles = await self._start_chat(chat, request, self._chat_params(chat))
+        answer, running = ResponseAnswer(body), self._running(request, handles)
+        if body.stream:
+            return EventStream(answer.events(running))
+        results = await unless_disconnected(request, finished_outputs(running))
+        if results is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(answer.whole(results[0]))
+
+    def _chat_params(self, body: ChatCompletionRequest) -> SamplingParams:
         self._check_servable(body)
         with bad_request():
-            params = body.to_sampling_params()
+            return body.to_sampling_params()
 
-        def prompts() -> list[list[int]]:
-            messages = [message.model_dump(exclude_none=True) for message in body.messages]
-            variables = body.chat_template_kwargs or {}
-            with_prompt = body.add_generation_prompt
-            return [
-                self._chat_prompts.token_ids(messages, variables, add_generation_prompt=with_prompt)
-            ]
-
-        self._check_lengths([message.content for message in body.messages])
-        size = request.state.body_size
-        handles = await self._admission.start(1, size, prompts, params, streaming=body.stream)
+    async def _start_chat(
+        self, body: ChatCompletionRequest, request: Request, params: SamplingParams
+    ) -> list[RequestHandle]:
+        self._check_lengths([message.content or "" for message in body.messages])
+        handles = await self._admission.start(
+            1,
+            request.state.body_size,
+            lambda: [self._chat_prompts.token_ids_of(body)],
+            params,
+            streaming=body.stream,
+        )
         request.state.release_body()
-        answer = ChatAnswer(self._model, self._tokenizer, params.n, params.logprobs)
-        return await self._respond(body, request, answer, handles)
+        return handles
 
     def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
         """Refuses what is too long at once: it would take memory until it is tokenised."""
@@ -222,9 +280,7 @@ class OpenAIServer:
         answer: Answer,
         handles: Sequence[RequestHandle],
     ) -> Response:
-        running = Running(handles, self._options.request_timeout, self._perf_metrics.add)
-        # For the access log, which asks when the answer has been sent.
-        request.scope["state"]["tokens"] = running.num_tokens
+        running = self._running(request, handles)
         if body.stream:
             return EventStream(
                 event_stream(answer, running, body.stream_options or StreamOptions())
@@ -232,7 +288,22 @@ class OpenAIServer:
         results = await unless_disconnected(request, finished_outputs(running))
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(answer.whole(results))
+        if not answer.is_slow:
+            return JSONResponse(answer.whole(results))
+        # The texts of a long prompt's tokens take long.
+        size = request.state.body_size
+        whole = await self._admission.tokenised(size, lambda: answer.whole(results))
+        return JSONResponse(whole)
+
+    def _finished(self, output: RequestOutput) -> None:
+        self._perf_metrics.add(output)
+        self._histograms.add(output)
+
+    def _running(self, request: Request, handles: Sequence[RequestHandle]) -> Running:
+        running = Running(handles, self._options.request_timeout, self._finished)
+        # For the access log, which asks when the answer has been sent.
+        request.scope["state"]["tokens"] = running.num_tokens
+        return running
 
 
 async def _refused(request: Request, refusal: Exception) -> JSONResponse:

@@ -10,6 +10,7 @@ from inspect import signature
 from typing import Any
 
 from tllm_spec.executor.faults import described
+from tllm_spec.server.protocol import ChatCompletionRequest
 from tllm_spec.tokenizer import Tokenizer, check_text
 
 # Variables that the renderer sets itself. The parameters of `apply_chat_template` are not free,
@@ -40,8 +41,22 @@ class ChatPrompts:
         ordered = sorted(map(re.escape, names), key=len, reverse=True)
         self._control = re.compile("|".join(ordered)) if ordered else None
 
+    def token_ids_of(self, body: ChatCompletionRequest) -> list[int]:
+        """The prompt of a chat body. Raises ValueError as `token_ids`."""
+        return self.token_ids(
+            [message.for_template() for message in body.messages],
+            body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt,
+            tools=body.tools_for_template,
+        )
+
     def token_ids(
-        self, messages: Messages, variables: Mapping[str, Any], *, add_generation_prompt: bool
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Raises ValueError when the template does not accept the messages, and when the prompt is
         too long."""
@@ -50,14 +65,16 @@ class ChatPrompts:
             raise ValueError(
                 f"chat_template_kwargs = {sorted(taken)} are not variables of a template"
             )
-        given = json.dumps([messages, variables], ensure_ascii=False)
-        check_text(given, "messages and chat_template_kwargs as JSON")
+        given = json.dumps([messages, variables, tools], ensure_ascii=False)
+        check_text(given, "messages, tools and chat_template_kwargs as JSON")
         self._check_length("".join(str(message["content"]) for message in messages))
+        with_tools = {"tools": self._escaped(tools)} if tools else {}
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._escaped(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **with_tools,
                 **variables,
             )
         except Exception as error:  # a template is a program: any exception can come out of it
@@ -73,11 +90,14 @@ class ChatPrompts:
             )
         ]
 
-    def _escaped(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: self._split_control_tokens(value) if isinstance(value, str) else value
-            for name, value in message.items()
-        }
+    def _escaped(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._split_control_tokens(value)
+        if isinstance(value, Mapping):
+            return {self._escaped(name): self._escaped(each) for name, each in value.items()}
+        if isinstance(value, Sequence):
+            return [self._escaped(each) for each in value]
+        return value
 
     def _split_control_tokens(self, text: str) -> str:
         text = text.replace(SPLIT, SPLIT_IN_TEXT)

@@ -27,6 +27,8 @@ class Engine(Protocol):
 
     def check_length(self, text: str | Sequence[int]) -> None: ...
 
+    def compile_grammar(self, params: SamplingParams) -> None: ...
+
     def generate_async(
         self,
         inputs: str | Sequence[int] | Mapping[str, Any],

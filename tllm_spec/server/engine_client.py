@@ -107,6 +107,10 @@ class EngineClient:
         """As `LLM.check_length`."""
         self._intake.check_length(text)
 
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """As `LLM.compile_grammar`."""
+        self._intake.grammars.new_states(params, 1)
+
     def generate_async(
         self,
         inputs: str | Sequence[int] | Mapping[str, Any],

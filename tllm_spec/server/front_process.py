@@ -10,9 +10,11 @@ import asyncio
 import gc
 import socket
 import sys
+from pathlib import Path
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.server.child import ChildSettings, Control, freeze_heap
+from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.http_server import HttpServer, Tls
 from tllm_spec.server.options import ServerOptions
 
@@ -39,7 +41,8 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     limits = await connection.limits
     options = ServerOptions.from_plain(settings.server)
     client = EngineClient(args, tokenizer, connection, limits)
-    server = OpenAIServer(client, settings.served_model_name, options)
+    histograms = Histograms(Path(settings.engine_path).parent)
+    server = OpenAIServer(client, settings.served_model_name, options, histograms)
     http = HttpServer(server.app(), options, Tls(**settings.tls) if settings.tls else None)
     freeze_heap()
     await http.serve(listener, stop, client.shutdown, lambda: control.send("ready"))

@@ -22,7 +22,8 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 access_log = logging.getLogger("tllm_spec.access")
 
-OPEN_PATHS = frozenset({"/health"})  # without a key: load balancers ask for it
+# Without a key: load balancers ask for the first, browsers for pages without data.
+OPEN_PATHS = frozenset({"/health", "/dashboard"})
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 # Bodies in memory at once, as a multiple of the largest one.
 BODIES_AT_ONCE = 2

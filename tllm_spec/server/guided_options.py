@@ -21,8 +21,9 @@ FORMATS: Mapping[str, tuple[str, str]] = {
 
 
 def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
-    """options: `response_format`, `structured_outputs` and GUIDED_NAMES, None where they are not
-    given. Raises ValueError for several of them and for values that cannot be used."""
+    """options: `response_format`, `structured_outputs`, the schema of `tool_choice` and
+    GUIDED_NAMES, None where they are not given. Raises ValueError for several of them and for
+    values that cannot be used."""
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("response_format") == {"type": "text"}:
         del given["response_format"]
@@ -36,6 +37,8 @@ def guided_params(options: Mapping[str, Any]) -> GuidedDecodingParams | None:
             return _of_format(value)
         if name == "structured_outputs":
             return GuidedDecodingParams.of(value)
+        if name == "tool_choice":
+            return GuidedDecodingParams(json=value)
         return GuidedDecodingParams(**{name.removeprefix("guided_"): value})
     except ValueError as error:
         raise ValueError(f"{name} = {shown(value)}: {error}") from error

@@ -5,11 +5,20 @@ Names that start with `trtllm_` have the meaning that they have in TensorRT-LLM;
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+
+from tllm_spec.server.histograms import HISTOGRAMS, Histograms
+from tllm_spec.server.vllm_metrics import with_aliases
 
 SUCCESSES = ("stop", "length")
 
@@ -74,10 +83,18 @@ BY_DRAFT_LEN = {
 
 
 class EngineMetrics(Collector):
-    """Reads the engine's state for each scrape."""
+    """Reads the engine's state for each scrape. vllm_model: the model's name, if vLLM's names are
+    added."""
 
-    def __init__(self, info: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        info: Callable[[], Mapping[str, Any]],
+        histograms: Histograms,
+        vllm_model: str | None = None,
+    ) -> None:
         self._info = info
+        self._histograms = histograms
+        self._vllm_model = vllm_model
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -89,6 +106,10 @@ class EngineMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
+        metrics = self._own()
+        return metrics if self._vllm_model is None else with_aliases(metrics, self._vllm_model)
+
+    def _own(self) -> Iterator[Metric]:
         state = self._info()["internal_states"][0]
         for name, (help_text, path) in GAUGES.items():
             yield GaugeMetricFamily(name, help_text, value=_at(state, path))
@@ -98,6 +119,10 @@ class EngineMetrics(Collector):
         yield from _requests(totals["requests_by_finish_reason"])
         yield from _speculation(totals)
         yield from _pages(state["kv_cache"], totals)
+        for name, found in self._histograms.read().items():
+            names = [*map(str, map(float, found.bounds)), "+Inf"]
+            buckets = list(zip(names, accumulate(found.counts), strict=True))
+            yield HistogramMetricFamily(name, HISTOGRAMS[name].help, buckets, found.sum)
 
 
 def _at(state: Any, path: tuple[str, ...]) -> float:

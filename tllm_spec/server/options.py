@@ -24,6 +24,9 @@ class ServerOptions:
     api_key: str | None = None
     hosts: frozenset[str] | None = None
     allow_control_tokens: bool = False
+    tool_call_parser: str | None = None  # of parsers/names.py
+    reasoning_parser: str | None = None  # of parsers/reasoning.py
+    vllm_metrics: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """For another process."""

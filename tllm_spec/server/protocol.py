@@ -9,12 +9,28 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, SkipValidation, model_validator
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    SkipValidation,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
 
-from tllm_spec.config_base import ConfigModel
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.sampling_params import NOT_SERVED, SamplingParams
+from tllm_spec.server.body_model import BodyModel
 from tllm_spec.server.guided_options import GUIDED_NAMES, guided_params
+from tllm_spec.server.tool_protocol import (
+    MAX_TOOLS,
+    NamedChoice,
+    Tool,
+    ToolCall,
+    check_choice,
+    forced_schema,
+)
 
 SAMPLING_NAMES = frozenset(each.name for each in fields(SamplingParams))
 MAX_LOGPROBS = 20
@@ -23,7 +39,7 @@ MAX_SAMPLES = 128  # both as at OpenAI
 MAX_CHOICES = 4096
 # They are searched for in every round, in the thread of all requests. OpenAI takes 4 stop strings.
 MAX_WORDS, MAX_WORD_CHARS, MAX_TOKEN_IDS = 64, 4096, 1024
-NO_TOOLS = "tools are not served"
+OLD_TOOLS = "use tools, which replace it"
 NOT_STORED = "nothing is stored"
 
 GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
@@ -36,13 +52,11 @@ GENERATION_NOT_SERVED: Mapping[str, NotServed] = {
     "disaggregated_params": NotServed((None,), "prefill and decoding run in one server"),
     "lora_request": NotServed((None,), "LoRA is not served"),
     "priority": NotServed((None, 0), "requests over HTTP have the same priority"),
-    "prompt_logprobs": NotServed((None,), "only LLM.generate returns them"),
     "return_token_ids": NotServed((None, False), "answers are text"),
     "spaces_between_special_tokens": NotServed((None, True), "the tokenizer decides on spaces"),
 }
 COMPLETION_NOT_SERVED: Mapping[str, NotServed] = {
     **GENERATION_NOT_SERVED,
-    "echo": NotServed((None, False), "the prompt is not returned"),
     "suffix": NotServed((None, ""), "text is only appended to the prompt"),
 }
 CHAT_NOT_SERVED: Mapping[str, NotServed] = {
@@ -52,29 +66,25 @@ CHAT_NOT_SERVED: Mapping[str, NotServed] = {
     "continue_final_message": NotServed((None, False), "an answer is a message of its own"),
     "documents": NotServed((None, []), "use chat_template_kwargs"),
     "echo": NotServed((None, False), "the prompt is not returned"),
-    "function_call": NotServed((None, "none"), NO_TOOLS),
-    "functions": NotServed((None, []), NO_TOOLS),
+    "function_call": NotServed((None, "none"), OLD_TOOLS),
+    "functions": NotServed((None, []), OLD_TOOLS),
     "metadata": NotServed((None, {}), NOT_STORED),
     "modalities": NotServed((None, ["text"]), "only text is served"),
     "moderation": NotServed((None,), "nothing is moderated"),
-    "parallel_tool_calls": NotServed((None, True, False), NO_TOOLS),
     "prediction": NotServed((None,), "speculation is configured at start-up"),
     "prompt_cache_retention": NotServed((None, "in_memory"), "the prefix cache is in memory"),
     "reasoning_effort": NotServed((None,), "use chat_template_kwargs"),
     "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
     "store": NotServed((None, False), NOT_STORED),
-    "tool_choice": NotServed((None, "none"), NO_TOOLS),
-    "tools": NotServed((None, []), NO_TOOLS),
     "verbosity": NotServed((None,), "use chat_template_kwargs"),
-    "web_search_options": NotServed((None,), NO_TOOLS),
+    "web_search_options": NotServed((None,), "the server calls no tools"),
 }
 # Other fields of OpenAI's answers: clients send them back with the conversation.
 MESSAGE_NOT_SERVED: Mapping[str, NotServed] = {
     "annotations": NotServed((None, []), "only text is served"),
     "audio": NotServed((None,), "only text is served"),
-    "function_call": NotServed((None,), NO_TOOLS),
+    "function_call": NotServed((None,), OLD_TOOLS),
     "refusal": NotServed((None,), "the text of a message is in content"),
-    "tool_calls": NotServed((None, []), NO_TOOLS),
 }
 
 
@@ -120,17 +130,14 @@ def _check_token_ids(token_ids: object) -> object:
 Words = Annotated[str | list[str] | None, SkipValidation, BeforeValidator(_check_words)]
 
 
+def as_json_type(kind: Any) -> WithJsonSchema:
+    """For `/openapi.json`: a field whose validator accepts more than its type says."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
+
+
 def _minus_one_is_off(top_k: object) -> object:
     """As in vLLM and SGLang."""
     return 0 if type(top_k) is int and top_k == -1 else top_k
-
-
-class BodyModel(ConfigModel):
-    """A part of a request body. null means the default of an option, and is ignored for an unknown
-    name: clients send null for options that are not set."""
-
-    def __init__(self, /, **options: Any) -> None:
-        super().__init__(**{name: value for name, value in options.items() if value is not None})
 
 
 class StreamOptions(BodyModel):
@@ -180,6 +187,7 @@ class GenerationRequest(BodyModel):
     ] = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     speculation: dict[str, Any] | None = None
 
     # What the text must match; see guided_options.py.
@@ -194,6 +202,8 @@ class GenerationRequest(BodyModel):
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options = {...} needs stream = true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError(f"prompt_logprobs = {self.prompt_logprobs} needs stream = false")
         return self
 
     def sampling_params(self, **own: object) -> SamplingParams:
@@ -202,9 +212,13 @@ class GenerationRequest(BodyModel):
         given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_NAMES}
         if given.get("temperature") is None:
             given["temperature"] = 1.0  # OpenAI's default; SamplingParams would decode greedily
-        names = ("response_format", "structured_outputs", *GUIDED_NAMES)
-        guided = guided_params({name: getattr(self, name) for name in names})
+        guided = guided_params(self._grammars())
         return SamplingParams.from_dict(given | own | {"guided_decoding": guided})
+
+    def _grammars(self) -> dict[str, Any]:
+        """The options that say what the text must match."""
+        names = ("response_format", "structured_outputs", *GUIDED_NAMES)
+        return {name: getattr(self, name) for name in names}
 
 
 def _as_prompts(prompt: object) -> object:
@@ -226,10 +240,15 @@ def _as_prompts(prompt: object) -> object:
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(_as_prompts),
+        as_json_type(str | list[str] | list[int] | list[list[int]]),
+    ]
     max_tokens: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
+    echo: bool = False  # the text begins with the prompt
 
     not_served: ClassVar[Mapping[str, NotServed]] = COMPLETION_NOT_SERVED
 
@@ -244,8 +263,17 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def to_sampling_params(self) -> SamplingParams:
-        """Raises ValueError for a value out of range."""
-        return self.sampling_params(max_tokens=16 if self.max_tokens is None else self.max_tokens)
+        """Raises ValueError for a value out of range. With `echo`, max_tokens may be 0; then one
+        token is generated and left out."""
+        own: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens}
+        if self.echo:
+            own["max_tokens"] = self.max_tokens or (1 if self.max_tokens == 0 else 16)
+            if self.logprobs is not None:
+                wanted = [
+                    each for each in (self.prompt_logprobs, self.logprobs) if each is not None
+                ]
+                own["prompt_logprobs"] = max(wanted)
+        return self.sampling_params(**own)
 
 
 def _join_text_parts(content: object) -> object:
@@ -266,11 +294,34 @@ def _join_text_parts(content: object) -> object:
 class ChatMessage(BodyModel):
     """One message. `name` is passed to the chat template."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_join_text_parts)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | None,
+        BeforeValidator(_join_text_parts),
+        as_json_type(str | list[dict[str, str]] | None),
+    ] = None
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
     not_served: ClassVar[Mapping[str, NotServed]] = MESSAGE_NOT_SERVED
+
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"role = {self.role!r}: only an assistant's message has tool_calls")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is required by ChatMessage")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it: arguments of calls are objects, not text."""
+        plain = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        if self.tool_calls:
+            plain["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            plain.setdefault("content", None)
+        return plain
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -285,6 +336,9 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool = True
 
     not_served: ClassVar[Mapping[str, NotServed]] = CHAT_NOT_SERVED
 
@@ -296,7 +350,19 @@ class ChatCompletionRequest(GenerationRequest):
             raise ValueError(
                 f"max_tokens = {self.max_tokens} repeats max_completion_tokens under its older name"
             )
+        check_choice(self.tools or [], self.tool_choice)
         return self
+
+    @property
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """None without tools."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
+
+    def _grammars(self) -> dict[str, Any]:
+        schema = forced_schema(
+            self.tools or [], self.tool_choice, is_parallel=self.parallel_tool_calls
+        )
+        return super()._grammars() | {"tool_choice": schema}
 
     def to_sampling_params(self) -> SamplingParams:
         """Without a limit an answer may be as long as the model's context allows. Raises ValueError

@@ -30,6 +30,26 @@ def usage_of(results: Sequence[RequestOutput]) -> Json:
     }
 
 
+def metrics_of(results: Sequence[RequestOutput]) -> Json:
+    """`metrics.speculative_decoding` as vLLM writes it and AIPerf reads it: of one sequence only,
+    and only with speculation."""
+    outputs = [output for result in results for output in result.outputs]
+    stats = outputs[0].speculative_decoding
+    if len(outputs) > 1 or stats is None or not stats.rounds:
+        return {}
+    accepted = stats.num_accepted_tokens
+    figures = {
+        "mean_acceptance_length": 1 + accepted / stats.rounds,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_histogram": list(stats.acceptance_histogram),
+        "num_spec_steps": stats.rounds,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": stats.num_drafted_tokens,
+        "num_spec_tokens": len(stats.per_position_drafted),
+    }
+    return {"metrics": {"speculative_decoding": figures}}
+
+
 class Answer(ABC):
     """The answer to one HTTP request. Its choices are the `n` samples of the first prompt, followed
     by those of the next."""
@@ -39,7 +59,12 @@ class Answer(ABC):
     id_prefix: str
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, num_samples: int, top_logprobs: int | None
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        num_samples: int,
+        top_logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -49,25 +74,42 @@ class Answer(ABC):
         self._tokenizer = tokenizer
         self._num_samples = num_samples
         self._top_logprobs = top_logprobs  # None: without logprobs
+        self._prompt_logprobs = prompt_logprobs  # the same for the prompt
+        self._texts: dict[tuple[int, bool], str] = {}  # of tokens
         self._started: set[int] = set()
         self._finished: set[int] = set()
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether the texts of a prompt's tokens are needed, which takes long."""
+        return self._prompt_logprobs is not None
+
     @abstractmethod
-    def _content(self, output: CompletionOutput) -> Json:
+    def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
         """A finished sample's text and logprobs."""
 
     @abstractmethod
-    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
-        """A growing sample's new text and logprobs."""
+    def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
+        """A growing sample's new text and logprobs; None if there is nothing to send yet."""
+
+    def _ending(self, index: int, output: CompletionOutput) -> Json:
+        """How a sample has ended, if it has."""
+        return _ending(output)
 
     def whole(self, results: Sequence[RequestOutput]) -> Json:
         """The answer without streaming."""
         choices = [
-            {"index": self._index(i, output), **self._content(output), **_ending(output)}
+            {
+                "index": (index := self._index(i, output)),
+                **self._content(index, result, output),
+                **self._ending(index, output),
+                **self._of_prompt(result, output),
+            }
             for i, result in enumerate(results)
             for output in result.outputs
         ]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(results)}
+        answer = {**self._head, "object": self.kind, "choices": choices}
+        return {**answer, "usage": usage_of(results), **metrics_of(results)}
 
     def chunks(self, prompt_index: int, result: RequestOutput) -> Iterator[Json]:
         """Chunks with the new part of `result`."""
@@ -76,15 +118,37 @@ class Answer(ABC):
             has_new = output.text_diff or (self._top_logprobs is not None and output.token_ids_diff)
             if index in self._finished or not (has_new or output.finish_reason):
                 continue
-            delta = self._delta(output, is_first=index not in self._started)
+            delta = self._delta(index, result, output)
+            if delta is None:
+                continue
             self._started.add(index)
             if output.finish_reason:
                 self._finished.add(index)
-            yield self._chunk([{"index": index, **delta, **_ending(output)}])
+            yield self._chunk([{"index": index, **delta, **self._ending(index, output)}])
+
+    def _of_prompt(self, result: RequestOutput, output: CompletionOutput) -> Json:
+        """`prompt_logprobs` as vLLM writes them: for each token None or
+        `{token id: {logprob, rank, decoded_token}}`."""
+        if self._prompt_logprobs is None:
+            return {}
+        entries = [
+            None
+            if known is None
+            else {
+                str(token): {
+                    "logprob": number_of(each),
+                    "rank": each.rank,
+                    "decoded_token": self._token_text(token, position),
+                }
+                for token, each in known.items()
+            }
+            for position, known in enumerate(output.prompt_logprobs)
+        ]
+        return {"prompt_logprobs": entries}
 
     def usage_chunk(self, results: Sequence[RequestOutput]) -> Json:
         """The last chunk of a stream with `include_usage`."""
-        return {**self._chunk([]), "usage": usage_of(results)}
+        return {**self._chunk([]), "usage": usage_of(results), **metrics_of(results)}
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": self.chunk_kind, "choices": choices}
@@ -95,12 +159,16 @@ class Answer(ABC):
     def _token_text(self, token_id: int, offset: int) -> str:
         """A token's text at character `offset` of the output. A decoder may drop a leading space:
         after the start, it is the second half of the text of two such tokens."""
-        text = self._tokenizer.decode(
-            [token_id] * (2 if offset else 1),
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
-        return text[len(text) // 2 :] if offset else text
+        key = token_id, bool(offset)
+        found = self._texts.get(key)
+        if found is None:
+            text = self._tokenizer.decode(
+                [token_id] * (2 if offset else 1),
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
+            found = self._texts[key] = text[len(text) // 2 :] if offset else text
+        return found
 
     def _best(self, logprobs: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
         """The requested number of most probable tokens."""
@@ -114,11 +182,11 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def _content(self, output: CompletionOutput) -> Json:
+    def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
         logprobs = self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
         return {"text": output.text, "logprobs": logprobs}
 
-    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
+    def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
         logprobs = self._logprobs(
             output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff
         )
@@ -132,7 +200,7 @@ class CompletionAnswer(Answer):
         return {
             "tokens": list(map(self._token_text, token_ids, offsets)),
             "token_logprobs": [
-                _number(at[token]) for token, at in zip(token_ids, logprobs, strict=True)
+                number_of(at[token]) for token, at in zip(token_ids, logprobs, strict=True)
             ],
             "top_logprobs": list(map(self._top, token_ids, logprobs, offsets)),
             "text_offset": offsets,
@@ -143,7 +211,7 @@ class CompletionAnswer(Answer):
         text the most probable one counts."""
         top: Json = {}
         for token, logprob in [*self._best(logprobs), (chosen, logprobs[chosen])]:
-            top.setdefault(self._token_text(token, offset), _number(logprob))
+            top.setdefault(self._token_text(token, offset), number_of(logprob))
         return top
 
 
@@ -154,17 +222,20 @@ class ChatAnswer(Answer):
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def _content(self, output: CompletionOutput) -> Json:
+    def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
         message = {"role": "assistant", "content": output.text}
-        logprobs = self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
-        return {"message": message, "logprobs": logprobs}
+        return {"message": message, "logprobs": self._all_logprobs(output)}
 
-    def _delta(self, output: CompletionOutput, *, is_first: bool) -> Json:
-        role = {"role": "assistant"} if is_first else {}
-        logprobs = self._logprobs(
-            output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff
-        )
-        return {"delta": {**role, "content": output.text_diff}, "logprobs": logprobs}
+    def _delta(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json | None:
+        role = {} if index in self._started else {"role": "assistant"}
+        delta = {**role, "content": output.text_diff}
+        return {"delta": delta, "logprobs": self._new_logprobs(output)}
+
+    def _all_logprobs(self, output: CompletionOutput) -> Json | None:
+        return self._logprobs(output.token_ids, output.logprobs, output.text_offsets)
+
+    def _new_logprobs(self, output: CompletionOutput) -> Json | None:
+        return self._logprobs(output.token_ids_diff, output.logprobs_diff, output.text_offsets_diff)
 
     def _logprobs(
         self, token_ids: list[int], logprobs: list[dict[int, Logprob]], offsets: list[int]
@@ -185,7 +256,7 @@ class ChatAnswer(Answer):
         text = self._token_text(token_id, offset)
         # A part of a character has no text, and its bytes are not known here.
         utf8 = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": _number(logprob), "bytes": utf8}
+        return {"token": text, "logprob": number_of(logprob), "bytes": utf8}
 
 
 def _ending(output: CompletionOutput) -> Json:
@@ -197,5 +268,5 @@ def _ending(output: CompletionOutput) -> Json:
     }
 
 
-def _number(logprob: Logprob) -> float:
+def number_of(logprob: Logprob) -> float:
     return max(logprob.logprob, LOWEST_LOGPROB)

@@ -40,6 +40,14 @@ class AcceptanceEstimate:
             self._count(num_accepted, min(num_steps, len(self.rates)))
             self._combine()
 
+    def observe_counts(self, num_requests: int, counts: Sequence[tuple[int, int]]) -> None:
+        """counts: by position, requests that reached it and those whose draft was accepted."""
+        self._age(num_requests, max(PRIOR_TRIALS, UNSEEN_SHARE * self._window))
+        for position, (reached, accepted) in enumerate(counts[: len(self.rates)]):
+            self._reached[position] += reached
+            self._accepted[position] += accepted
+        self._combine()
+
     def _age(self, num_requests: int, least: float) -> None:
         keep = 1 - 1 / max(self._window / num_requests, MIN_ROUNDS)
         for position, reached in enumerate(self._reached):

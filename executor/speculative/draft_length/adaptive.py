@@ -1,15 +1,17 @@
 """The draft length of every round: asked before drafting, told what came of it after verification.
 
 It routes batch sizes to slots, holds the limits over what a slot's policy chooses, and shows what
-was decided. Pure Python: what a draft length needs on the device is prepared for all of
-`draft_lens` at start-up."""
+was decided. Draft lengths are tiers of `DraftShapes`: where there are trees to choose from, the
+numbers above the longest length are trees. Pure Python: what a tier needs on the device is prepared
+for all of `draft_lens` at start-up."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.adaptive_config import AdaptiveConfig, EmaOptions, SlotOptions
-from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
+from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot, ladder_of
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog
 from tllm_spec.executor.speculative.draft_length.draft_len_limits import DraftLenLimits
 from tllm_spec.executor.speculative.draft_length.draft_len_policy import (
@@ -38,12 +40,14 @@ class AdaptiveController:
         limits: DraftLenLimits | None = None,
         log: DecisionLog | None = None,
         times: CorrectedRoundTimes | None = None,
+        name: Callable[[int], int | str] = lambda tier: tier,
     ) -> None:
+        """name: of a tier, for people."""
         self._slots = slots
         self._bounds = [slot.lower_bound for slot in slots]
         self._graph_batch_sizes = sorted(graph_batch_sizes or ())
         self._limits = limits or DraftLenLimits()
-        self._log, self._times = log or DecisionLog(), times
+        self._log, self._times, self._name = log or DecisionLog(), times, name
         # By batch size: padded, and its slot. Looked up twice a round.
         self._slot_of: dict[int, tuple[int, DraftLenPolicy]] = {}
         self.draft_lens = tuple(sorted({*draft_lens, *self._limits.reachable}))
@@ -57,27 +61,32 @@ class AdaptiveController:
         initial_steps: int | None = None,
         round_times: RoundTimes | None = None,
         limits: DraftLenLimits | None = None,
+        shapes: DraftShapes | None = None,
     ) -> "AdaptiveController":
         """initial_steps: the first draft length of `strategy: ema`, where a ladder has it (SGLang's
         launch value); None: the middle of the ladders. round_times: for the cost model; None:
-        assumed. Raises ValueError for a bad configuration."""
+        assumed. shapes: of the tiers; None: a chain of every length. Raises ValueError for a bad
+        configuration."""
         if not isinstance(config, AdaptiveConfig):
             config = AdaptiveConfig.parse(config)
         log, first = DecisionLog(), config.middle_steps if initial_steps is None else initial_steps
-        times = CorrectedRoundTimes(round_times or AssumedRoundTimes(), config.draft_lens)
+        shapes = shapes or DraftShapes.chains(config.draft_lens[-1])
+        tiers = sorted({tier for _, options in config.slots for tier in ladder_of(options, shapes)})
+        times = CorrectedRoundTimes(round_times or AssumedRoundTimes(), tiers)
 
         def slot(lower_bound: int, options: SlotOptions) -> DraftLenPolicy:
             if isinstance(options, EmaOptions):
                 return AdaptiveSpeculativeParams(lower_bound, options, log, first, config.compat)
-            return CostModelSlot(lower_bound, options, log, times)
+            return CostModelSlot(lower_bound, options, log, times, shapes)
 
         return cls(
             [slot(*each) for each in config.slots],
-            draft_lens=config.draft_lens,
+            draft_lens=tiers,
             graph_batch_sizes=graph_batch_sizes,
             limits=limits,
             log=log,
             times=times,
+            name=shapes.name,
         )
 
     @classmethod
@@ -106,6 +115,7 @@ class AdaptiveController:
         num_requests: int | None = None,
         num_drafted: int | None = None,
         num_asked: int | None = None,
+        ranks: Sequence[Sequence[int]] = (),
     ) -> bool:
         """What a round brought. Returns whether the draft length changed for this batch size.
 
@@ -114,7 +124,7 @@ class AdaptiveController:
         present length. seconds: None if the round's time says nothing. num_requests: whose results
         count, if some had ended already. num_drafted: drafts really proposed, if that is not
         `num_steps` for each of num_accepted. num_asked: what the drafter was asked for, if it had
-        fewer than that."""
+        fewer than that. ranks: of every request of num_accepted, as `path_ranks` shows them."""
         padded, slot = self._slot_of.get(batch_size) or self._find_slot(batch_size)
         max_steps = self._limits.max_steps(batch_size)
         if num_drafted is None:
@@ -123,7 +133,9 @@ class AdaptiveController:
         self._limits.observe(num_accepted, num_drafted)
         alive = batch_size if num_requests is None else num_requests
         return slot.observe(
-            ObservedRound(alive, padded, num_accepted, num_steps, seconds, max_steps, num_asked)
+            ObservedRound(
+                alive, padded, num_accepted, num_steps, seconds, max_steps, num_asked, ranks
+            )
         )
 
     @property
@@ -142,9 +154,9 @@ class AdaptiveController:
     def state(self) -> dict[str, Any]:
         """Everything that decisions rest on, as plain values for /server_info."""
         return {
-            "draft_lens": list(self.draft_lens),
+            "draft_lens": list(map(self._name, self.draft_lens)),
             "slots": {str(slot.lower_bound): slot.state() for slot in self._slots},
             "limits": self._limits.state(),
             "decisions": self._log.state(),
-            "round_ms": self._times.state() if self._times else {},
+            "round_ms": self._times.state(self._name) if self._times else {},
         }

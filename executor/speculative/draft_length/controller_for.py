@@ -33,7 +33,7 @@ def controller_for(
         gate=gate,
         max_num_tokens=max_num_tokens,
         max_batch_size=max_batch_size,
-        length_within=spec.shapes.length_within,
+        tier_within=spec.shapes.tier_within,
     )
     if spec.adaptive is None:
         return AdaptiveController.fixed(spec.max_draft_len, limits=limits)
@@ -43,4 +43,5 @@ def controller_for(
         initial_steps=initial_steps,
         round_times=round_times,
         limits=limits,
+        shapes=spec.shapes,
     )

@@ -1,19 +1,22 @@
-"""`strategy: cost_model`: the draft length with the most expected tokens per second.
+"""`strategy: cost_model`: the draft length, or tree, with the most expected tokens per second.
 
 Expected tokens come from the acceptance estimate of the slot, seconds from the round times of the
 batch size. Longer draft lengths than the one that is played are learned by probes: a few rounds of
-the next longer length, paid from a small share of the time."""
+the next longer length, or of the smallest tree, paid from a small share of the time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from math import ceil
+from operator import mul
 from typing import Any
 
-from tllm_spec.adaptive_config import CostModelOptions
-from tllm_spec.executor.speculative.draft_length.acceptance_estimate import AcceptanceEstimate
+from tllm_spec.adaptive_config import CostModelOptions, SlotOptions
+from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.executor.speculative.draft_length.decision_log import DecisionLog, Switch
 from tllm_spec.executor.speculative.draft_length.draft_len_policy import ObservedRound
 from tllm_spec.executor.speculative.draft_length.round_times import CorrectedRoundTimes
+from tllm_spec.executor.speculative.draft_length.tier_estimate import TierEstimate
 
 PROBE_TRIALS = 8  # requests that a probe should see, over its rounds
 MAX_PROBE_ROUNDS = 4  # with drafts of the probed length
@@ -29,6 +32,24 @@ class _Probe:
     rounds_left: int  # of any kind
 
 
+def ladder_of(options: SlotOptions, shapes: DraftShapes) -> tuple[int, ...]:
+    """The tiers that a slot may choose, ascending: its draft lengths, and then trees."""
+    if not isinstance(options, CostModelOptions) or options.candidate_trees is None:
+        trees = list(shapes.tree_tiers)
+    else:
+        trees = sorted(shapes.tier_of(tree.shape) for tree in options.candidate_trees)
+    return (*options.candidate_steps, *trees)
+
+
+def _probes(ladder: Sequence[int], shapes: DraftShapes) -> dict[int, tuple[int, ...]]:
+    """What each tier may try: the next of the ladder, and the smallest tree."""
+    tree = next((tier for tier in ladder if tier in shapes.tree_tiers), 0)
+    return {
+        tier: tuple(dict.fromkeys(each for each in (longer, tree) if each > tier))
+        for tier, longer in zip(ladder, (*ladder[1:], 0), strict=True)
+    }
+
+
 class CostModelSlot:
     """Every batch size has a draft length of its own; acceptance is estimated from all batch sizes
     of the slot."""
@@ -39,12 +60,15 @@ class CostModelSlot:
         options: CostModelOptions,
         log: DecisionLog,
         times: CorrectedRoundTimes,
+        shapes: DraftShapes | None = None,
     ) -> None:
+        """shapes: None for chains of every length."""
         self.lower_bound, self._log, self._times = lower_bound, log, times
-        self._ladder = options.candidate_steps
-        self._longer = dict(pairwise(self._ladder))
-        self._estimate = AcceptanceEstimate(
-            self._ladder[-1], options.prior_acceptance, options.window_trials
+        self._shapes = shapes or DraftShapes.chains(options.candidate_steps[-1])
+        self._ladder = ladder_of(options, self._shapes)
+        self._probes = _probes(self._ladder, self._shapes)
+        self._estimate = TierEstimate(
+            self._shapes, self._ladder, options.prior_acceptance, options.window_trials
         )
         # Attributes of the options are slow to read (pydantic), and each is needed in every round.
         self._margin, self._probe_share = 1 + options.switch_margin, options.probe_time_share
@@ -52,28 +76,34 @@ class CostModelSlot:
         self._tiers: dict[int, int] = {}  # the draft length of each batch size
         self._decided: dict[int, int] = {}  # since the last round: batch sizes and their max_steps
         self._probe: _Probe | None = None
+        self._last_probe = 0
         self._saved_seconds = 0.0  # for probes
 
     def steps_for(self, batch_size: int, max_steps: int) -> int:
         if self._decided.get(batch_size) != max_steps:
             self._decide(batch_size, max_steps)
         tier, probe = self._tiers[batch_size], self._probe
-        # A batch size takes part in the slot's probe if that is its next longer length.
-        if probe is not None and probe.steps == self._longer.get(tier, 0) <= max_steps:
+        # A batch size takes part in the slot's probe if that is one of its own.
+        if probe is not None and probe.steps <= max_steps and probe.steps in self._probes_of(tier):
             return probe.steps
         return tier
+
+    def _probes_of(self, tier: int) -> tuple[int, ...]:
+        """The one that was not played last comes first."""
+        probes = self._probes.get(tier, ())
+        return probes[::-1] if probes and probes[0] == self._last_probe else probes
 
     def reachable(self, max_steps: int) -> set[int]:
         return {steps for steps in self._ladder if steps <= max_steps} or {0}
 
     def observe(self, observed: ObservedRound) -> bool:
-        num_requests, batch_size, num_accepted, num_steps, seconds, max_steps, _ = observed
+        num_requests, batch_size, num_accepted, num_steps, seconds, max_steps, *_ = observed
         before = self.steps_for(batch_size, max_steps)
         steps = before if num_steps is None else num_steps
         if seconds is not None:
             self._times.observe(batch_size, steps, seconds)
         if num_requests:
-            self._estimate.observe(num_requests, num_accepted, steps)
+            self._estimate.observe(observed, steps)
             if steps:
                 share = len(num_accepted) / num_requests
                 self._drafted_share += (share - self._drafted_share) / SHARE_ROUNDS
@@ -99,7 +129,7 @@ class CostModelSlot:
         if not allowed:
             return self._switched(batch_size, 0, "a limit")
         row = self._times.row(batch_size)
-        share, expected = self._drafted_share, self._estimate.expected_accepted
+        share, expected = self._drafted_share, self._estimate.expected
         # Tokens per second of a request, up to a common factor.
         rates = [(1 + share * expected[steps]) / row[steps] for steps in allowed]
         best_rate = max(rates)
@@ -120,7 +150,8 @@ class CostModelSlot:
         if present not in (None, steps):
             rates = " ".join(f"{rate:.2f}" for rate in self._estimate.rates)
             reason = f"{why}; acceptance by position {rates}"
-            self._log.record(Switch(self.lower_bound, batch_size, present, steps, reason))
+            names = self._shapes.name(present), self._shapes.name(steps)
+            self._log.record(Switch(self.lower_bound, batch_size, *names, reason))
         return steps
 
     def _pay(self, probe: _Probe, extra_seconds: float, steps: int) -> None:
@@ -134,26 +165,36 @@ class CostModelSlot:
             if tier >= probe.steps or not probe.rounds_left or not probe.rounds_to_see:
                 self._probe = None
             return
-        longer = self._longer.get(tier)
-        if longer is None or longer > max_steps:
-            return
         num_rounds = min(MAX_PROBE_ROUNDS, ceil(PROBE_TRIALS / batch_size))
-        is_paid = self._saved_seconds >= (num_rounds + 1) * (row[longer] - row[tier])
-        if is_paid and self._may_win(row, tier, longer):
-            self._probe = _Probe(longer, num_rounds, num_rounds + SPARE_ROUNDS)
+        for longer in self._probes_of(tier):
+            if longer > max_steps:
+                continue
+            is_paid = self._saved_seconds >= (num_rounds + 1) * (row[longer] - row[tier])
+            if is_paid and self._may_win(row, tier, longer):
+                self._probe = _Probe(longer, num_rounds, num_rounds + SPARE_ROUNDS)
+                self._last_probe = longer
+                return
 
     def _may_win(self, row: dict[int, float], tier: int, longer: int) -> bool:
-        """Whether the longer length would be better if all that it adds were accepted."""
-        expected = self._estimate.expected_accepted
-        reach = expected[tier] - expected[tier - 1] if tier else 1.0
-        at_best = 1 + expected[tier] + reach * (longer - tier)
+        """Whether the longer length would be better if all that it adds were accepted; a tree if
+        half of what chains get rejected were."""
+        expected = self._estimate.expected
+        if longer in self._shapes.tree_tiers:
+            halves = (1 - (1 - rate) / 2 for rate in self._estimate.rates)
+            reached = list(accumulate(halves, mul))
+            at_best = 1 + max(sum(reached[: self._shapes.of(longer).depth]), expected[longer])
+        else:
+            reach = expected[tier] - expected[tier - 1] if tier else 1.0
+            at_best = 1 + expected[tier] + reach * (longer - tier)
         now = 1 + self._drafted_share * expected[tier]
         return bool(at_best / row[longer] > now / row[tier] * self._margin)
 
     def state(self) -> dict[str, Any]:
         return {
-            "steps": {str(size): steps for size, steps in sorted(self._tiers.items())},
-            "acceptance": [round(rate, 4) for rate in self._estimate.rates],
+            "steps": {
+                str(size): self._shapes.name(tier) for size, tier in sorted(self._tiers.items())
+            },
+            **self._estimate.state(),
             "drafted_share": round(self._drafted_share, 4),
-            "probe": self._probe.steps if self._probe else None,
+            "probe": self._shapes.name(self._probe.steps) if self._probe else None,
         }

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 class Switch:
     slot: int  # smallest batch size of the slot
     batch_size: int  # as padded to a graph
-    old_steps: int
-    new_steps: int
+    old_steps: int | str  # see `DraftShapes.name`
+    new_steps: int | str
     reason: str
 
 
@@ -28,7 +28,7 @@ class DecisionLog:
         self.num_switches += 1
         self._last.append(switch)
         logger.info(
-            "draft length %d -> %d at batch size %d (slot %d): %s",
+            "draft length %s -> %s at batch size %d (slot %d): %s",
             switch.old_steps,
             switch.new_steps,
             switch.batch_size,

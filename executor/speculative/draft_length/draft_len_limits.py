@@ -62,8 +62,8 @@ class DraftLenLimits:
     """schedule: draft lengths by batch size. The entry of the largest key not above the batch size
     holds; below all keys there is no limit. max_concurrency: largest batch size with drafts.
     max_num_tokens: rows of a forward. All windows of a round fit into it; in batches below
-    `max_batch_size` they leave room for contexts. length_within: the longest draft whose
-    window has at most so many rows."""
+    `max_batch_size` they leave room for contexts. tier_within: the last tier whose
+    windows, and those of all before it, have at most so many rows."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class DraftLenLimits:
         gate: AcceptanceGate | None = None,
         max_num_tokens: int = NO_LIMIT,
         max_batch_size: int = 0,
-        length_within: Callable[[int], int] = lambda num_rows: max(0, num_rows - 1),
+        tier_within: Callable[[int], int] = lambda num_rows: max(0, num_rows - 1),
     ) -> None:
         self._max_concurrency = NO_LIMIT if max_concurrency is None else max_concurrency
         self._sizes = sorted(schedule or {})
         self._schedule = dict(schedule or {})
         self._gate = gate
         self._max_num_tokens, self._max_batch_size = max_num_tokens, max_batch_size
-        self._length_within = length_within
+        self._tier_within = tier_within
         self._most: dict[int, int] = {}  # by batch size: results of `max_steps_open`
 
     def max_steps(self, batch_size: int) -> int:
@@ -104,7 +104,7 @@ class DraftLenLimits:
             rows = self._max_num_tokens
             if batch_size < self._max_batch_size:
                 rows = rows_with_contexts(rows)
-            room = self._length_within(rows // batch_size)
+            room = self._tier_within(rows // batch_size)
         place = bisect_right(self._sizes, batch_size)
         return min(room, self._schedule[self._sizes[place - 1]]) if place else room
 

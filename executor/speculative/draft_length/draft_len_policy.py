@@ -1,4 +1,6 @@
-"""What a policy for the draft length is asked, and what it is told."""
+"""What a policy for the draft length is asked, and what it is told.
+
+A "step" is a tier of `DraftShapes`: a draft length, or where trees may be chosen one of these."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +16,7 @@ class ObservedRound(NamedTuple):
     seconds: float | None  # None: the round's time says nothing, e.g. it had context chunks
     max_steps: int  # what the limits allow at this batch size
     num_asked: int | None = None  # drafts that the drafter was asked for, if it had fewer
+    ranks: Sequence[Sequence[int]] = ()  # see `path_ranks`, where there are trees to choose from
 
 
 class DraftLenPolicy(Protocol):

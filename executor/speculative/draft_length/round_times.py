@@ -2,7 +2,7 @@
 corrected while serving by what the present contexts add."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tllm_spec.option_checks import shown
@@ -106,9 +106,9 @@ class CorrectedRoundTimes:
         added = self._added[batch_size] = max(added, least)
         self._rows[batch_size] = {steps: time + added for steps, time in measured.items()}
 
-    def state(self) -> dict[str, Any]:
-        """Milliseconds as now expected, by batch size and draft length."""
+    def state(self, name: Callable[[int], object] = str) -> dict[str, Any]:
+        """Milliseconds as now expected, by batch size and draft length. name: of a tier."""
         return {
-            str(size): {str(steps): seconds * 1e3 for steps, seconds in row.items()}
+            str(size): {str(name(steps)): seconds * 1e3 for steps, seconds in row.items()}
             for size, row in sorted(self._rows.items())
         }

@@ -71,7 +71,7 @@ class DraftBacklog:
 
     def note(self, batch: ScheduledBatch) -> None:
         """Counts the positions of a batch that was launched."""
-        if not batch.num_new_drafts:
+        if batch.new_shape == NO_DRAFTS:
             for request in batch.generation_requests:
                 request.draft_backlog += 1
 
@@ -79,7 +79,7 @@ class DraftBacklog:
         """Before the batch runs: its generating requests catch up if it drafts, or if one of them
         has as many positions waiting as there may be."""
         longest = max(map(_backlog_of, batch.generation_requests), default=0)
-        if longest > (0 if batch.num_new_drafts else self.max_unread - 1):
+        if longest > (0 if batch.new_shape != NO_DRAFTS else self.max_unread - 1):
             batch.catches_up = longest > BACKLOG_LEN
             self.read(batch.generation_requests)
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from operator import attrgetter
 from types import MappingProxyType
+from typing import ClassVar
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -17,6 +18,8 @@ class Drafter(ABC):
     """Proposes tokens; it cannot change the text, only how fast it comes."""
 
     limits: Mapping[str, object] = MappingProxyType({})  # as given to the constructor
+    # Whether the drafts of a round were made in the round before.
+    drafts_ahead: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -55,6 +58,8 @@ class Drafter(ABC):
 
 class OneModelDrafter(Drafter):
     """The forward of the round before has left the drafts in the slots."""
+
+    drafts_ahead = True
 
     def prepare_draft_tokens(
         self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None

@@ -32,6 +32,8 @@ class HeadDrafter(DraftWorker, GraphDrafter):
     The head's graphs are captured after all of the target's. So none of their temporary tensors is
     in memory that holds the target's results, which can still be read after them."""
 
+    drafts_ahead = True
+
     def __init__(
         self,
         layers: DraftLayers,
@@ -82,7 +84,7 @@ class HeadDrafter(DraftWorker, GraphDrafter):
         tokens = slot_ids.new_zeros((len(slot_ids), shape.path))
         rows = torch.arange(shape.path, device=slot_ids.device).expand_as(tokens)
         lens = torch.full_like(slot_ids, shape.path)
-        result = SampledTokens(tokens, lens, rows if shape.is_tree else None)
+        result = SampledTokens(tokens, lens, rows if self._slots.shapes.has_trees else None)
         self._draft_for(slot_ids, result, shape, sampled, min(max_kv_len, self._max_len))
         return self._slots.num_drafts[-1:]
 
@@ -100,4 +102,4 @@ class HeadDrafter(DraftWorker, GraphDrafter):
         first = (gather_rows(self._slots.kv_lens, slot_ids) - result.new_lens).clamp_min(0)
         longest = max_kv_len - shape.depth + (shape.window - shape.path)
         windows = Windows(slot_ids, first, result.new_tokens, longest)
-        self.draft(None, WindowResult(windows, result, shape), group, shape.depth)
+        self.draft(None, WindowResult(windows, result, shape), group, shape)

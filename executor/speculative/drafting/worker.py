@@ -75,19 +75,19 @@ class DraftWorker(RoundEnd):
         if windows is not None:
             drafting = drafting + batch.generation_requests
         is_wanted = windows is not None or batch.drafts_after_contexts
-        group, num_drafts = self._groups.get(drafting, 1), batch.num_new_drafts if is_wanted else 0
+        group, shape = self._groups.get(drafting, 1), batch.new_shape if is_wanted else NO_DRAFTS
         span = DeviceSpan() if is_timed else None
-        self.draft(contexts, windows, group, num_drafts)
+        self.draft(contexts, windows, group, shape)
         if span is not None:
             span.end()
         return span
 
     def after_windows(self, batch: ScheduledBatch, windows: WindowResult) -> None:
         group = self._groups.get(batch.generation_requests, 1)
-        self.draft(None, windows, group, batch.num_new_drafts)
+        self.draft(None, windows, group, batch.new_shape)
 
     def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        self.draft(None, windows, group.one_row_each(), shape.depth)
+        self.draft(None, windows, group.one_row_each(), shape)
 
     def launched(self, batch: ScheduledBatch) -> None:
         self._backlog.note(batch)
@@ -106,26 +106,25 @@ class DraftWorker(RoundEnd):
         contexts: ContextResult | None,
         windows: WindowResult | None,
         group: RowGroup,
-        num_drafts: int,
+        shape: DraftShape,
     ) -> None:
         """Reads what the target has read and drafts for the requests of `group`, one row each,
-        ended contexts before windows. With `num_drafts` 0 it only reads, and windows of one token
-        go to the backlog instead."""
-        if windows is not None and windows.shape == NO_DRAFTS and not num_drafts:
+        ended contexts before windows. With NO_DRAFTS it only reads, and windows of one token go to
+        the backlog instead."""
+        if windows is not None and windows.shape == NO_DRAFTS and shape == NO_DRAFTS:
             first_row = sum(len(chunk.tokens) for chunk in contexts.chunks) if contexts else 0
             self._backlog.store(windows.windows, windows.sampled.new_tokens[:, 0], first_row)
             if contexts is None:
                 return
             windows = None
-        is_drafting = num_drafts > 0 and len(group.slots) > 0
+        is_drafting = shape != NO_DRAFTS and len(group.slots) > 0
         state, bound = self._catch_up(contexts, windows, is_drafting)
         if not is_drafting:
             return
-        shape = self._slots.shapes.of(num_drafts)
         if self._slots.shapes.has_trees:
             self._trees.draft(group, shape, state, bound)
         else:
-            self._draft_chains(group, num_drafts, state, bound)
+            self._draft_chains(group, shape.depth, state, bound)
 
     def _draft_chains(
         self, group: RowGroup, num_drafts: int, state: torch.Tensor, bound: int

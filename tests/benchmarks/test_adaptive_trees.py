@@ -1,0 +1,34 @@
+"""The bars of `benchmarks/adaptive_trees.py` with few rounds and a fixed seed."""
+
+from random import Random
+
+import pytest
+
+from benchmarks import adaptive_trees as trees
+from benchmarks.harness.tree_simulator import TreeSimulator, draw, expected, num_accepted
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 16])
+def test_adaptive_trees_serve_no_cell_worse_than_its_best_shape(batch_size: int) -> None:
+    rows = [trees.cell(batch_size, first, seed=7, seconds=6.0) for first in (0.2, 0.6, 0.9)]
+    assert not any(map(trees.misses, rows)), rows
+    assert any(isinstance(row["best"], str) for row in rows)
+
+
+def test_the_best_shape_is_a_tree_in_some_cells_and_a_chain_in_others() -> None:
+    best = [max(range(9), key=trees.static_rates(size, 0.6).__getitem__) for size in (1, 32)]
+    assert best[0] in trees.SHAPES.tree_tiers and best[1] not in trees.SHAPES.tree_tiers
+
+
+def test_the_simulator_draws_what_it_counts() -> None:
+    shape, chance = trees.SHAPES.of(8), Random(3)
+    rows = [draw(chance, shape, 0.6) for _ in range(4000)]
+    accepted = sum(map(num_accepted, rows))
+    assert 1 + accepted / 4000 == pytest.approx(expected(shape, 0.6), rel=0.02)
+
+
+def test_a_fixed_tree_has_its_exact_rate() -> None:
+    fixed = TreeSimulator(AdaptiveController.fixed(8), trees.SHAPES, trees.TIMES, seed=1)
+    rate = fixed.run(4, 0.6, 4.0).rate
+    assert rate == pytest.approx(trees.static_rates(4, 0.6)[8], rel=0.01)

@@ -1,0 +1,153 @@
+"""Parsers of calls and reasoning: what they make of a text does not depend on how it is split."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tllm_spec.server.parsers.forced_calls import ForcedCall, ForcedCalls
+from tllm_spec.server.parsers.llama_calls import LlamaJsonCalls, PythonicCalls
+from tllm_spec.server.parsers.marked_calls import DeepSeekCalls, HermesCalls
+from tllm_spec.server.parsers.names import TOOL_PARSERS
+from tllm_spec.server.parsers.pieces import (
+    Arguments,
+    CallStart,
+    NewParser,
+    Piece,
+    Reasoning,
+    Text,
+    joined,
+)
+from tllm_spec.server.parsers.reasoning import PlainText, with_reasoning
+
+ARGUMENTS = '{"city": "a\\"}{ é", "days": [1, {"x": 2}]}'
+CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
+LLAMA = CALL.replace('"arguments"', '"parameters"')
+CALLED: list[Piece] = [CallStart("f"), Arguments(ARGUMENTS)]
+LATE = '{"arguments": {"a": 1}, "name": "g"}'
+LATE_CALLED: list[Piece] = [CallStart("g"), Arguments('{"a": 1}')]
+OPEN, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+ALL, ALL_END, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
+V3 = f"{OPEN}function{SEP}f\n```json\n{ARGUMENTS}\n```{CLOSE}"
+V31 = f"{OPEN}f{SEP}{ARGUMENTS}{CLOSE}"
+
+
+def r1() -> NewParser:
+    return with_reasoning("deepseek_r1", PlainText)
+
+
+def qwen() -> NewParser:
+    return with_reasoning("qwen3", HermesCalls)
+
+
+CASES: Sequence[tuple[NewParser, str, list[Piece]]] = [
+    (HermesCalls, "a < b <tool", [Text("a < b <tool")]),
+    (HermesCalls, f"Hi \n<tool_call>\n{CALL}\n</tool_call>", [Text("Hi"), *CALLED]),
+    (
+        HermesCalls,
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>{LATE}</tool_call>\n bye ",
+        [*CALLED, *LATE_CALLED, Text("bye ")],
+    ),
+    (HermesCalls, "<tool_call>{1}</tool_call>", [Text("<tool_call>{1}</tool_call>")]),
+    (HermesCalls, f"<tool_call>{CALL[:-9]}", [CallStart("f"), Arguments(ARGUMENTS[:-8])]),
+    (HermesCalls, '<tool_call>{"na', [Text('<tool_call>{"na')]),
+    (LlamaJsonCalls, "just {text}", [Text("just {text}")]),
+    (LlamaJsonCalls, LLAMA, CALLED),
+    (LlamaJsonCalls, f" <|python_tag|>{LLAMA}; {LATE}\n", [*CALLED, *LATE_CALLED]),
+    (LlamaJsonCalls, '{"a": 1} is JSON', [Text('{"a": 1} is JSON')]),
+    (LlamaJsonCalls, '{"a": 1', [Text('{"a": 1')]),
+    (
+        PythonicCalls,
+        "[f(city='a)], \\'', n=[1, -2], ok=true), g.h()]",
+        [
+            CallStart("f"),
+            Arguments('{"city": "a)], \'", "n": [1, -2], "ok": true}'),
+            CallStart("g.h"),
+            Arguments("{}"),
+        ],
+    ),
+    (PythonicCalls, "[1, 2]", [Text("[1, 2]")]),
+    (PythonicCalls, "[f(1)] no", [Text("[f(1)] no")]),
+    (PythonicCalls, "[f(a=open('x'))]", [Text("[f(a=open('x'))]")]),
+    (PythonicCalls, "[f(a=", [Text("[f(a=")]),
+    (PythonicCalls, "<|python_start|>[f()]<|python_end|>", [CallStart("f"), Arguments("{}")]),
+    (DeepSeekCalls, f"Hi {ALL}{V3}\n{V3}{ALL_END}", [Text("Hi"), *CALLED, *CALLED]),
+    (DeepSeekCalls, f"{ALL}{V31}{ALL_END}", CALLED),
+    (DeepSeekCalls, f"{OPEN}x{CLOSE}", [Text(f"{OPEN}x{CLOSE}")]),
+    (DeepSeekCalls, f"a {ALL[:9]}", [Text(f"a {ALL[:9]}")]),
+    (ForcedCalls, f"[{LLAMA}, {LLAMA}]", [*CALLED, *CALLED]),
+    (lambda: ForcedCall("f"), ARGUMENTS, CALLED),
+    (r1(), "I think</think>\n\nso ", [Reasoning("I think"), Text("so ")]),
+    (r1(), "<think>\nI </th\n</think>so", [Reasoning("I </th"), Text("so")]),
+    (r1(), "I think ", [Reasoning("I think ")]),
+    (qwen(), "no thought", [Text("no thought")]),
+    (qwen(), "<thin", [Text("<thin")]),
+    (
+        qwen(),
+        f"<think>\nx\n</think>\n\n<tool_call>{CALL}</tool_call>",
+        [Reasoning("x"), *CALLED],
+    ),
+    (qwen(), "<think>\n\n</think>\n\nyes", [Text("yes")]),
+]
+
+
+def parsed(new: NewParser, parts: Iterator[str] | Sequence[str]) -> list[Piece]:
+    parser = new()
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    return joined(pieces + parser.finish())
+
+
+@pytest.mark.parametrize(("new", "text", "expected"), CASES)
+def test_every_split_of_a_text_gives_the_same_pieces(
+    new: NewParser, text: str, expected: list[Piece]
+) -> None:
+    assert parsed(new, [text]) == expected
+    assert parsed(new, list(text)) == expected
+    for first in range(len(text)):
+        for second in range(first, len(text), 3):
+            parts = [text[:first], text[first:second], text[second:]]
+            assert parsed(new, parts) == expected, parts
+
+
+WORDS = [
+    *("{", "}", "[", "]", '"', "\\", ",", ";", " ", "\n", "(", ")", "'", "=", "x", ":"),
+    *('"name": "f"', '"arguments": ', "<tool_call>", "</tool_call>", "<think>", "</think>"),
+    *(OPEN, CLOSE, ALL, ALL_END, SEP, "<|python_tag|>", "[f(a=1)", '{"name": "f", "parameters": {'),
+]
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=14).map("".join)
+
+
+@pytest.mark.parametrize("name", [None, "deepseek_r1", "qwen3"])
+@pytest.mark.parametrize("tools", sorted(TOOL_PARSERS))
+@given(text=TEXTS, data=st.data())
+def test_any_text_is_read_the_same_whole_and_in_parts(
+    name: str | None, tools: str, text: str, data: st.DataObject
+) -> None:
+    new = with_reasoning(name, TOOL_PARSERS[tools])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    bounds = [0, *cuts, len(text)]
+    parts = [text[a:b] for a, b in pairwise(bounds)]
+    assert parsed(new, parts) == parsed(new, [text]) == parsed(new, list(text))
+
+
+def test_arguments_are_given_out_before_the_call_has_ended() -> None:
+    parser = HermesCalls()
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"a": 1') == [
+        CallStart("f"),
+        Arguments('{"a": 1'),
+    ]
+
+
+@pytest.mark.parametrize("text", ["[f(a=" + "(" * 5000 + ")" * 5000 + ")]", "[" * 9000])
+def test_a_deeply_nested_text_is_no_call(text: str) -> None:
+    assert parsed(PythonicCalls, [text]) == [Text(text)]
+
+
+def test_arguments_of_a_call_are_json() -> None:
+    (_, arguments) = parsed(PythonicCalls, ["[f(a={'x': (1, None)})]"])
+    assert isinstance(arguments, Arguments) and json.loads(arguments.text) == {
+        "a": {"x": [1, None]}
+    }

@@ -1,0 +1,95 @@
+"""`/tokenize`, `/detokenize` and `/v1/responses`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.fake_llm import MODEL, FakeLLM, answer_text
+from tests.server.http_answers import CHAT
+from tllm_spec.server.answer_models import ResponseObject
+
+Post = Callable[..., httpx.Response]
+
+
+def test_a_text_is_tokenised_and_back(post: Post, llm: FakeLLM) -> None:
+    answer = post("/tokenize", prompt="naïve 😀", return_token_strs=True).json()
+    assert answer["tokens"] == llm.tokenizer.encode("naïve 😀")
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == llm.max_seq_len
+    back = post("/detokenize", tokens=answer["tokens"]).json()["prompt"]
+    assert back.endswith("naïve 😀")
+
+
+def test_a_conversation_is_tokenised_as_a_chat_request_does(post: Post, llm: FakeLLM) -> None:
+    tokens = post("/tokenize", messages=CHAT).json()["tokens"]
+    post("/v1/chat/completions", messages=CHAT)
+    assert tokens == llm.prompts[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a" * 3_000_000}, "maximum context length"),
+        ("/detokenize", {"tokens": [10**9]}, "the vocabulary has"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0 = -1"),
+        ("/v1/responses", {"input": []}, "at least one item"),
+        ("/v1/responses", {"input": [5]}, "a text or a list of messages"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "x"}]}]}, "input_text"),
+        ("/v1/responses", {"input": "a", "store": True}, "nothing is stored"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max_tokens = 0"),
+    ],
+)
+def test_mistakes_are_answered_with_400(
+    post: Post, path: str, body: dict[str, Any], sentence: str
+) -> None:
+    answer = post(path, **body)
+    assert answer.status_code == 400 and sentence in answer.json()["error"]["message"], answer.text
+
+
+def test_a_response_is_the_answer_to_the_same_chat(client: openai.OpenAI, llm: FakeLLM) -> None:
+    item: Any = {"role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+    answer = client.responses.create(model=MODEL, input=[item], instructions="be short")
+    assert answer.output_text == answer_text(0) and answer.status == "completed"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    prompt = llm.prompts[-1]
+    client.chat.completions.create(
+        model=MODEL, messages=[{"role": "system", "content": "be short"}, *CHAT]
+    )
+    assert llm.prompts[-1] == prompt
+    cut = client.responses.create(model=MODEL, input="hello", max_output_tokens=2)
+    assert cut.incomplete_details is not None
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    ResponseObject.model_validate(cut.to_dict())
+
+
+def test_the_events_of_a_streamed_response_build_the_whole_one(client: openai.OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="hello") as stream:  # checks their order
+        events = list(stream)
+        whole = stream.get_final_response()
+    assert whole.output_text == answer_text(0)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert len([event for event in events if event.type == "response.output_text.delta"]) > 5
+
+
+def test_a_response_can_be_continued_with_its_own_items(client: openai.OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input="hello")
+    items: Any = [
+        {"role": "user", "content": "hello"},
+        *(item.to_dict() for item in first.output),
+        {"role": "user", "content": "more"},
+    ]
+    assert client.responses.create(model=MODEL, input=items).output_text == answer_text(0)
+
+
+def test_the_text_format_becomes_a_grammar(client: openai.OpenAI, llm: FakeLLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    options: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    client.responses.create(model=MODEL, input="hello", text=options)
+    guided = llm.sampling[-1].guided_decoding
+    assert guided is not None and '"a"' in guided.source.text

@@ -1,0 +1,121 @@
+"""`/` and `/dashboard`: what they show, that they need no other host, and that they work in a
+browser."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.server.fake_llm import MODEL, STATE, FakeLLM
+from tests.server.hosted import hosted
+from tllm_spec.server.app import OpenAIServer
+from tllm_spec.server.dashboard_data import dashboard_data, measured, why
+from tllm_spec.server.histograms import HISTOGRAMS
+from tllm_spec.server.options import ServerOptions
+
+CHROMIUM = shutil.which("chromium")
+NAME = '<b onclick="x">model'
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(OpenAIServer(FakeLLM(), NAME).app()) as client:
+        yield client
+
+
+def changed(state: dict[str, Any], **controller: Any) -> dict[str, Any]:
+    return state | {"controller": controller}
+
+
+def test_home_says_what_runs_and_how_to_call_it(client: TestClient) -> None:
+    page = client.get("/").text
+    assert "http://testserver/v1/chat/completions" in page and "plain decoding" in page
+    assert "<b onclick" not in page and "&lt;b onclick" in page
+    for link in re.findall(r'href="(\w+(?:\.\w+)?)"', page):
+        assert client.get(f"/{link}").status_code == 200, link
+
+
+@pytest.mark.parametrize("path", ["/", "/dashboard"])
+def test_a_page_loads_nothing_from_another_host(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    text = answer.text.replace("http://testserver", "")
+    assert not re.findall(r"(?:https?:)?//[a-zA-Z]|<link|<script src|@import", text)
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_the_data_have_what_the_page_reads(client: TestClient) -> None:
+    page, data = client.get("/dashboard").text, client.get("/dashboard/data").json()
+    read = set(re.findall(r"\b(?:now|minute|a|b|last)\.([a-z_]+)\b", page))
+    assert read - {"length", "alpha"} <= data.keys(), read - data.keys()
+    assert (data["running"], data["waiting"], data["draft_len"]) == (3, 4, 2)
+    assert data["histograms"].keys() == HISTOGRAMS.keys()
+    assert data["kv"] == {"num_pages": 10, "free": 1, "cached": 3, "used": 6}
+    for name in re.findall(r'"(trtllm_\w+)"', page):
+        assert name in data["histograms"]
+
+
+def test_the_page_needs_no_key_and_its_data_do() -> None:
+    options = ServerOptions(api_key="secret")
+    with TestClient(OpenAIServer(FakeLLM(), MODEL, options).app()) as client:
+        assert client.get("/dashboard").status_code == 200
+        assert client.get("/dashboard/data").status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert client.get("/dashboard/data", headers=headers).status_code == 200
+        assert "Bearer KEY" in client.get("/", headers=headers).text
+
+
+def test_why_names_what_decided() -> None:
+    switch = {"old_steps": 3, "new_steps": 2, "batch_size": 8, "reason": "+5 % tokens per second"}
+    assert why(changed(STATE)) == "Draft length 2: it is configured and does not adapt."
+    decided = changed(STATE, decisions={"last": [switch]})
+    assert why(decided) == "Draft length 2, decided at batch size 8: +5 % tokens per second."
+    assert dashboard_data(decided, {})["decisions"] == [
+        "3 → 2 at batch size 8: +5 % tokens per second"
+    ]
+    gate = {"is_closed": True, "acceptance_rate": 0.1}
+    assert "closed the gate" in why(changed(STATE, limits={"gate": gate}))
+    assert "no other one" in why(changed(STATE, slots={"1": {}}))
+    assert why(changed(STATE) | {"speculative_num_steps": 0}).startswith("No drafts")
+
+
+def test_the_explorers_own_point_is_what_was_measured() -> None:
+    totals = STATE["totals"] | {"latest_round": {"batch_size": 3, "draft_len": 2}}
+    state = changed(STATE, round_ms={"3": {"0": 10.0, "2": 12.0}}) | {"totals": totals}
+    assert measured(state) == {
+        "draft_len": 2,
+        "tokens_per_round": 14 / 13,
+        "plain_ms": 10.0,
+        "round_ms": 12.0,
+    }
+    assert measured(state | {"totals": totals | {"by_draft_len": {}}}) is None
+
+
+def browse(url: str, folder: Path, *options: str) -> str:
+    """The page after its scripts have run, as HTML."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={folder}", "--virtual-time-budget=4000", *options, url]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, env={**os.environ}
+    )
+    return done.stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_draws_the_dashboard(tmp_path: Path) -> None:
+    with hosted(FakeLLM()) as url:
+        assert httpx.get(f"{url}/dashboard/data").status_code == 200
+        page = browse(f"{url}/dashboard", tmp_path, "--dump-dom")
+    tiles = dict(re.findall(r'id="tile-(\w+)">([^<]*)<', page))
+    assert (tiles["running"], tiles["waiting"], tiles["kv"]) == ("3", "4", "60 %")
+    drawn = page.split("<script>")[0]
+    assert drawn.count("<svg") == 6 and "NaN" not in drawn
+    assert re.search(r'id="problem"[^>]*></p>', page), "no message about a problem"
+    assert "drafting pays" in drawn and "live server" in drawn

@@ -1,0 +1,199 @@
+"""Tools and reasoning on `/v1/chat/completions`, through the official `openai` client."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.fake_llm import MODEL, FakeLLM
+from tests.server.hosted import hosted
+from tests.server.http_answers import CHAT, events_of
+from tllm_spec.server.options import ServerOptions
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"at": {"$ref": "#/$defs/City"}},
+    "required": ["at"],
+    "$defs": {"City": {"type": "string"}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "time"}},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"at": "Rome"}}\n</tool_call>'
+TEMPLATE = (
+    "{% for tool in tools or [] %}T{{ tool.function.name }};{% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}"
+    "{% for call in message.tool_calls %}C{{ call.function.arguments | tojson }}{% endfor %};"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def llm() -> FakeLLM:
+    llm = FakeLLM()
+    llm.tokenizer.chat_template = TEMPLATE
+    return llm
+
+
+@pytest.fixture(scope="module")
+def url(llm: FakeLLM) -> Iterator[str]:
+    options = ServerOptions(
+        shutdown_timeout=5, tool_call_parser="hermes", reasoning_parser="deepseek_r1"
+    )
+    with hosted(llm, options) as url:
+        yield url
+
+
+def ask(client: openai.OpenAI, llm: FakeLLM, text: str, **body: Any) -> Any:
+    llm.answer = lambda index: text
+    return client.chat.completions.create(model=MODEL, messages=CHAT, **body)
+
+
+def joined(chunks: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Reasoning, content, calls and finish reason of a stream."""
+    reasoning = content = end = ""
+    calls: dict[int, list[str]] = {}
+    for chunk in chunks:
+        choice = chunk.choices[0]
+        reasoning += getattr(choice.delta, "reasoning_content", "") or ""
+        content += choice.delta.content or ""
+        end = choice.finish_reason or end
+        for call in choice.delta.tool_calls or ():
+            if call.id:
+                assert call.index not in calls and call.type == "function"
+                calls[call.index] = [call.function.name, ""]
+            calls[call.index][1] += call.function.arguments
+    return reasoning, content, [(name, text) for name, text in calls.values()], end
+
+
+TEXT = f"hmm <b</think>Let me see. {CALL}\n{CALL}"
+CALLED = ("weather", '{"at": "Rome"}')
+
+
+def test_an_answer_has_reasoning_content_and_calls(client: openai.OpenAI, llm: FakeLLM) -> None:
+    choice = ask(client, llm, TEXT, tools=TOOLS).choices[0]
+    message = choice.message
+    assert (message.reasoning_content, message.content) == ("hmm <b", "Let me see.")
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+    assert calls == [CALLED, CALLED] and choice.finish_reason == "tool_calls"
+    assert len({call.id for call in message.tool_calls}) == 2
+
+
+def test_a_streamed_answer_joins_to_the_same(client: openai.OpenAI, llm: FakeLLM) -> None:
+    chunks = list(ask(client, llm, TEXT, tools=TOOLS, stream=True))
+    assert joined(chunks) == ("hmm <b", "Let me see.", [CALLED, CALLED], "tool_calls")
+    pieces = [chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]
+    assert len(pieces) > 4, "arguments come as they are made"
+    assert [chunk.choices[0].delta.role for chunk in chunks].count("assistant") == 1
+
+
+def test_without_parallel_tool_calls_only_the_first_is_given(
+    client: openai.OpenAI, llm: FakeLLM
+) -> None:
+    for stream in (False, True):
+        answer = ask(client, llm, TEXT, tools=TOOLS, parallel_tool_calls=False, stream=stream)
+        calls = joined(answer)[2] if stream else answer.choices[0].message.tool_calls
+        assert len(calls) == 1
+
+
+def test_tool_choice_none_gives_the_text_of_the_model(client: openai.OpenAI, llm: FakeLLM) -> None:
+    message = ask(client, llm, f"x</think>{CALL}", tools=TOOLS, tool_choice="none").choices[0]
+    assert (message.message.content, message.message.tool_calls) == (CALL, None)
+
+
+def test_a_named_function_is_forced_by_the_grammar_of_its_arguments(
+    client: openai.OpenAI, llm: FakeLLM
+) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    for stream in (False, True):
+        answer = ask(client, llm, '{"at": "Rome"}', tools=TOOLS, tool_choice=choice, stream=stream)
+        if stream:
+            assert joined(answer) == ("", "", [CALLED], "stop")
+        else:
+            call = answer.choices[0].message.tool_calls[0].function
+            assert (call.name, call.arguments) == CALLED
+            assert answer.choices[0].message.content is None
+    assert json.loads(llm.sampling[-1].guided_decoding.source.text) == PARAMETERS
+
+
+def test_required_forces_a_list_of_calls(client: openai.OpenAI, llm: FakeLLM) -> None:
+    text = '[{"name": "weather", "parameters": {"at": "Rome"}}]'
+    answer = ask(client, llm, text, tools=TOOLS, tool_choice="required")
+    assert answer.choices[0].message.tool_calls[0].function.arguments == '{"at": "Rome"}'
+    assert answer.choices[0].finish_reason == "tool_calls"
+    schema = json.loads(llm.sampling[-1].guided_decoding.source.text)
+    names = [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]]
+    assert names == ["weather", "time"] and schema["$defs"] == PARAMETERS["$defs"]
+    assert "maxItems" not in schema
+
+
+def test_the_template_sees_tools_calls_and_their_results(
+    client: openai.OpenAI, llm: FakeLLM
+) -> None:
+    answer = ask(client, llm, f"</think>{CALL}", tools=TOOLS)
+    message = answer.choices[0].message
+    call_id = message.tool_calls[0].id
+    result = {"role": "tool", "content": "warm <|user|>", "tool_call_id": call_id}
+    client.chat.completions.create(
+        model=MODEL, messages=[*CHAT, message.model_dump(), result], tools=TOOLS
+    )
+    assert llm.tokenizer.decode(llm.prompts[-1]) == (
+        'Tweather;Ttime;user:hello;assistant:C{"at": "Rome"};tool:warm <|user|>;'
+    )
+    control = llm.tokenizer.encode("<|user|>", add_special_tokens=False)
+    assert len(control) == 1 and control[0] not in llm.prompts[-1]
+
+
+def test_guided_text_has_no_reasoning(client: openai.OpenAI, llm: FakeLLM) -> None:
+    answer = ask(client, llm, "{}", response_format={"type": "json_object"})
+    assert answer.choices[0].message.content == "{}"
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"tool_choice": "auto"}, "needs tools"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "same name"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "'x' is not one of the tools: weather, time",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format and tool_choice",
+        ),
+        ({"messages": [{"role": "user"}]}, "content is required"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                    }
+                ]
+            },
+            "not a JSON object",
+        ),
+    ],
+)
+def test_mistakes_are_answered_with_400(
+    post: Callable[..., httpx.Response], body: dict[str, Any], sentence: str
+) -> None:
+    answer = post("/v1/chat/completions", **{"messages": CHAT, **body})
+    assert answer.status_code == 400 and sentence in answer.json()["error"]["message"], answer.text
+
+
+def test_tools_without_a_parser_are_refused_unless_they_are_forced(llm: FakeLLM) -> None:
+    llm.answer = lambda index: "{}"
+    body = {"model": MODEL, "messages": CHAT, "tools": TOOLS}
+    with hosted(llm) as url:
+        path = f"{url}/v1/chat/completions"
+        refused = httpx.post(path, json=body)
+        forced = httpx.post(path, json=body | {"tool_choice": "required", "stream": True})
+    assert refused.status_code == 400 and "--tool_call_parser" in refused.text
+    assert events_of(forced)[-1] == "[DONE]"

@@ -1,0 +1,162 @@
+"""`tllm-bench serve`: measures any server with OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tllm_spec.cli.bench_options import EXISTING_FILE, report_json_option, write_json
+
+
+def _numbers(context: click.Context, option: click.Parameter, text: str | None) -> list[float]:
+    """Numbers above 0, with commas between them."""
+    try:
+        numbers = [float(each) for each in text.split(",")] if text else []
+    except ValueError:
+        numbers = [0.0]
+    if any(not 0 < number < float("inf") for number in numbers):
+        raise click.BadParameter(f"{text!r}: numbers above 0 are needed, as 1,2,4")
+    return numbers
+
+
+def _counts(context: click.Context, option: click.Parameter, text: str | None) -> list[int]:
+    """The same for integers."""
+    numbers = _numbers(context, option, text)
+    if any(number != int(number) for number in numbers):
+        raise click.BadParameter(f"{text!r}: integers above 0 are needed, as 1,8,64")
+    return [int(number) for number in numbers]
+
+
+@click.command()
+@click.option(
+    "--base_url", default="http://localhost:8000/v1", help="The API's address, with its /v1."
+)
+@click.option("--served_model", help="The model's name. [default: the first of /v1/models]")
+@click.option("--api_key", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+@click.option("--dataset", type=EXISTING_FILE, required=True, help="Data set of prepare_dataset.")
+@click.option("--num_requests", type=click.IntRange(0), default=0, help="Of the set; 0: all.")
+@click.option(
+    "--request_rate",
+    callback=_numbers,
+    help="Arrivals per second; several, as 1,2,4, are run in turn.",
+)
+@click.option(
+    "--burstiness",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    help="Shape of the gaps between arrivals: 1 is Poisson, less comes in bursts.",
+)
+@click.option(
+    "--concurrency",
+    callback=_counts,
+    help="Requests in flight at most; several, as 1,8,64, are run in turn. [default: 1, or no "
+    "limit with --request_rate]",
+)
+@click.option("--seed", type=int, default=0, help="Of the arrivals.")
+@click.option(
+    "--goodput",
+    multiple=True,
+    metavar="NAME:MS",
+    help="Counts requests within a limit, such as ttft:200, tpot:20 or e2el:5000; may be repeated.",
+)
+@click.option(
+    "--sampling", default="{}", help='More of each body, as JSON: {"temperature": 0, "top_k": 5}.'
+)
+@click.option(
+    "--warmup", type=click.IntRange(0), default=1, help="Requests before the measured ones."
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draws an SVG: one point a load.",
+)
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@report_json_option
+def serve(
+    report_json: Path | None,
+    plot: Path | None,
+    sampling: str,
+    goodput: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Measure a server with OpenAI's API: times to tokens, throughput, goodput and acceptance."""
+    from tllm_spec.bench.plot import line_plot
+    from tllm_spec.bench.serve_report import format_serve, parse_goals
+
+    goals = parse_goals(goodput)
+    try:
+        options = json.loads(sampling)
+    except ValueError as error:
+        raise ValueError(f"sampling = {sampling!r} is not JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"sampling = {sampling!r}: a JSON object is needed")
+    try:
+        reports = asyncio.run(_measure(goals, options, **given))
+    except OSError as error:
+        raise ValueError(f"base_url = {given['base_url']!r}: {error}") from error
+    click.echo(format_serve(reports))
+    write_json(report_json, {"base_url": given["base_url"], "loads": reports})
+    if plot is not None:
+        points = [(r["output_throughput_tok_s"], r["e2el_ms"]["p50"]) for r in reports]
+        curve = line_plot({given["base_url"]: points}, "output tokens/s", "end to end p50 (ms)")
+        plot.write_text(curve, encoding="utf-8")
+    if failed := sum(report["failed"] for report in reports):
+        causes = next(report["errors"] for report in reports if report["failed"])
+        raise ValueError(f"{failed} requests have failed: {'; '.join(causes)}")
+
+
+async def _measure(
+    goals: dict[str, float],
+    options: dict[str, Any],
+    *,
+    base_url: str,
+    served_model: str | None,
+    api_key: str | None,
+    dataset: Path,
+    num_requests: int,
+    request_rate: list[float],
+    burstiness: float,
+    concurrency: list[int],
+    seed: int,
+    warmup: int,
+    quiet: bool,
+) -> list[dict[str, Any]]:
+    from tqdm import tqdm
+
+    from tllm_spec.bench.dataset import read_dataset
+    from tllm_spec.bench.serve_load import Load, send_all
+    from tllm_spec.bench.serve_report import serve_report
+    from tllm_spec.bench.sse_client import HttpError, Target, request
+
+    target, requests = Target(base_url, api_key), read_dataset(dataset, num_requests)
+
+    async def metrics() -> str | None:
+        try:
+            return (await request(target, "GET", f"{target.root}/metrics")).decode()
+        except HttpError:
+            return None  # the server has none
+
+    if served_model is None:
+        try:
+            models = json.loads(await request(target, "GET", f"{target.api}/models"))
+        except HttpError as error:
+            raise ValueError(f"base_url = {base_url!r}: {error}") from error
+        served_model = models["data"][0]["id"]
+    limits: list[int | None] = [*concurrency] or ([None] if request_rate else [1])
+    rates: list[float | None] = [*request_rate] or [None]
+    loads = [Load(rate, burstiness, limit, seed) for rate in rates for limit in limits]
+    if warmup:
+        await send_all(target, served_model, requests[:1] * warmup, Load(concurrency=1), options)
+    reports = []
+    for load in loads:
+        before = await metrics()
+        with tqdm(total=len(requests), desc=load.name, disable=quiet) as bar:
+            run = await send_all(target, served_model, requests, load, options, bar.update)
+        after = await metrics()
+        both = None if before is None or after is None else (before, after)
+        reports.append(serve_report(run, goals, both))
+    return reports

@@ -1,0 +1,15 @@
+"""The base of request bodies and of their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tllm_spec.config_base import ConfigModel
+
+
+class BodyModel(ConfigModel):
+    """A part of a request body. null means the default of an option, and is ignored for an unknown
+    name: clients send null for options that are not set."""
+
+    def __init__(self, /, **options: Any) -> None:
+        super().__init__(**{name: value for name, value in options.items() if value is not None})

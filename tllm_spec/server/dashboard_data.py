@@ -1,0 +1,97 @@
+"""The figures of the dashboard, from the executor's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tllm_spec.server.histograms import Histogram
+
+Json = dict[str, Any]
+
+
+def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]) -> Json:
+    """state: of `server_info`. Counters are since the start; the page makes rates of them."""
+    totals = state["totals"]
+    speculation, rows = totals["speculation"], totals["by_draft_len"].values()
+    return {
+        "running": state["num_requests_running"],
+        "waiting": state["num_requests_waiting"],
+        "preemptions": state["num_preemptions"],
+        "draft_len": state["speculative_num_steps"],
+        "batch_size": totals.get("latest_round", {}).get("batch_size", 0),
+        "generated_tokens": totals["generated_tokens"],
+        "prompt_tokens": totals["prompt_tokens"],
+        "cached_prompt_tokens": totals["cached_prompt_tokens"],
+        "request_rounds": sum(row["request_rounds"] for row in rows),
+        "emitted_tokens": sum(row["emitted_tokens"] for row in rows),
+        "acceptance_length": speculation["acceptance_length"] if speculation["rounds"] else None,
+        "drafted": speculation["per_position_drafted"],
+        "accepted": speculation["per_position_accepted"],
+        "kv": {name: state["kv_cache"][name] for name in ("num_pages", "used", "cached", "free")},
+        "why": why(state),
+        "decisions": [_sentence(each) for each in _decisions(state)[:-4:-1]],
+        "measured": measured(state),
+        "histograms": {name: asdict(found) for name, found in histograms.items()},
+    }
+
+
+def why(state: Mapping[str, Any]) -> str:
+    """Why the draft length is what it is, in a sentence."""
+    draft_len, controller = state["speculative_num_steps"], state["controller"]
+    limits = controller.get("limits") or {}
+    if (gate := limits.get("gate")) and gate["is_closed"]:
+        return f"No drafts: the acceptance rate, {gate['acceptance_rate']}, closed the gate."
+    for decision in reversed(_decisions(state)):
+        if decision["new_steps"] == draft_len:
+            where = f"decided at batch size {decision['batch_size']}"
+            return f"Draft length {draft_len}, {where}: {decision['reason']}."
+    limit = limits.get("max_concurrency")
+    batch_size = state["totals"].get("latest_round", {}).get("batch_size", 0)
+    if limit is not None and batch_size > limit:
+        return f"No drafts: {batch_size} requests are more than max_concurrency = {limit}."
+    if schedule := limits.get("draft_len_schedule"):
+        return f"Draft length {draft_len}: draft_len_schedule = {schedule}."
+    if controller.get("slots"):
+        return f"Draft length {draft_len}: no other one has been better yet."
+    if not draft_len:
+        return "No drafts: plain decoding is configured."
+    return f"Draft length {draft_len}: it is configured and does not adapt."
+
+
+def measured(state: Mapping[str, Any]) -> Json | None:
+    """For the explorer: tokens per round at the present draft length or, if that is 0, at the one
+    with the most rounds; and the times of such a round and a plain one at the latest batch size,
+    if the controller has measured them. None without drafts."""
+    drafted = {
+        int(name): row
+        for name, row in state["totals"]["by_draft_len"].items()
+        if int(name) and row["request_rounds"]
+    }
+    if not drafted:
+        return None
+    present = state["speculative_num_steps"]
+    length = present if present in drafted else max(drafted, key=lambda k: drafted[k]["rounds"])
+    row = drafted[length]
+    batch_size = state["totals"].get("latest_round", {}).get("batch_size", 0)
+    times = (state["controller"].get("round_ms") or {}).get(str(batch_size)) or {}
+    return {
+        "draft_len": length,
+        "tokens_per_round": row["emitted_tokens"] / row["request_rounds"],
+        "plain_ms": times.get("0"),
+        "round_ms": times.get(str(length)),
+    }
+
+
+def _decisions(state: Mapping[str, Any]) -> list[Json]:
+    """Oldest first."""
+    found: list[Json] = state["controller"].get("decisions", {}).get("last", [])
+    return found
+
+
+def _sentence(decision: Mapping[str, Any]) -> str:
+    return (
+        f"{decision['old_steps']} → {decision['new_steps']} at batch size "
+        f"{decision['batch_size']}: {decision['reason']}"
+    )

@@ -1,0 +1,123 @@
+"""Histograms of finished requests, for `/metrics`. Each front process writes a file of its own;
+any of them reads all, so the figures are those of the whole server, also after a front has died."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from struct import calcsize
+from typing import Final
+
+from tllm_spec.outputs import RequestOutput
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 12, 16)
+NUMBER: Final = "d"  # a float of 8 bytes; the processor writes it at once
+
+
+@dataclass(frozen=True)
+class Described:
+    """bounds: upper bounds of the buckets, without infinity."""
+
+    help: str
+    bounds: Sequence[float]
+
+
+TIME_TO_FIRST_TOKEN = "trtllm_time_to_first_token_seconds"
+TIME_PER_OUTPUT_TOKEN = "trtllm_time_per_output_token_seconds"
+QUEUE_TIME = "trtllm_request_queue_time_seconds"
+LATENCY = "trtllm_e2e_request_latency_seconds"
+PROMPT_TOKENS = "tllm_spec_request_prompt_tokens"
+GENERATION_TOKENS = "tllm_spec_request_generation_tokens"
+ACCEPTANCE_LENGTH = "tllm_spec_request_acceptance_length"
+HISTOGRAMS: Mapping[str, Described] = {
+    TIME_TO_FIRST_TOKEN: Described("Arrival to first token of streamed requests", SECONDS),
+    TIME_PER_OUTPUT_TOKEN: Described(
+        "Mean time between tokens of a streamed request, after its first", SECONDS
+    ),
+    QUEUE_TIME: Described("Arrival to first round of requests", SECONDS),
+    LATENCY: Described("Arrival to end of requests", SECONDS),
+    PROMPT_TOKENS: Described("Prompt tokens of requests", TOKENS),
+    GENERATION_TOKENS: Described("Generated tokens of requests, all samples together", TOKENS),
+    ACCEPTANCE_LENGTH: Described("Tokens emitted per decode round of a request", LENGTHS),
+}
+OFFSETS: dict[str, int] = {}
+SIZE = 0  # numbers
+for _name, _described in HISTOGRAMS.items():
+    OFFSETS[_name] = SIZE
+    SIZE += len(_described.bounds) + 2  # the last bucket, and the sum
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """counts: of each bucket alone; the last has no bound."""
+
+    bounds: Sequence[float]
+    counts: Sequence[float]
+    sum: float
+
+
+class Histograms:
+    """folder: of the files that all fronts share; None: there is one front, and no file."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        num_bytes = SIZE * calcsize(NUMBER)
+        if folder is None:
+            self._numbers = memoryview(bytearray(num_bytes)).cast(NUMBER)
+            return
+        with open(folder / f"histograms-{os.getpid()}", "w+b") as file:
+            file.truncate(num_bytes)
+            self._numbers = memoryview(mmap.mmap(file.fileno(), num_bytes)).cast(NUMBER)
+
+    def add(self, output: RequestOutput) -> None:
+        """A finished request."""
+        metrics, num_tokens = output.metrics, sum(each.length for each in output.outputs)
+        first, end = metrics.first_token_time, metrics.finished_time
+        # Without streaming all tokens arrive at the end.
+        if first is not None and end is not None and first < end:
+            self._observe(TIME_TO_FIRST_TOKEN, metrics.time_to_first_token)
+            if len(output.outputs) == 1 and num_tokens > 1:
+                self._observe(TIME_PER_OUTPUT_TOKEN, (end - first) / (num_tokens - 1))
+        self._observe(QUEUE_TIME, metrics.queue_time)
+        self._observe(LATENCY, metrics.latency)
+        self._observe(PROMPT_TOKENS, len(output.prompt_token_ids))
+        self._observe(GENERATION_TOKENS, num_tokens)
+        stats = output.speculative_decoding
+        if stats is not None and stats.rounds:
+            self._observe(ACCEPTANCE_LENGTH, stats.acceptance_length)
+
+    def read(self) -> dict[str, Histogram]:
+        """Of all fronts, by name."""
+        numbers = [list(self._numbers)]
+        if self._folder is not None:
+            paths = self._folder.glob("histograms-*")
+            numbers = [_numbers_of(path) for path in paths]
+        totals = [sum(column) for column in zip(*numbers, strict=True)]
+        found = {}
+        for name, described in HISTOGRAMS.items():
+            start, length = OFFSETS[name], len(described.bounds) + 1
+            counts, total = totals[start : start + length], totals[start + length]
+            found[name] = Histogram(described.bounds, counts, total)
+        return found
+
+    def _observe(self, name: str, value: float | None) -> None:
+        if value is None:
+            return
+        bounds, start = HISTOGRAMS[name].bounds, OFFSETS[name]
+        self._numbers[start + bisect_left(bounds, value)] += 1
+        self._numbers[start + len(bounds) + 1] += value
+
+
+def _numbers_of(path: Path) -> list[float]:
+    """Zeros for a file that another front is just making."""
+    data = path.read_bytes().ljust(SIZE * calcsize(NUMBER), b"\0")
+    return list(memoryview(data).cast(NUMBER))

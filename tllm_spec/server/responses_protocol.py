@@ -1,0 +1,122 @@
+"""The body of OpenAI's `/v1/responses`, reduced to what a chat request can say: text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
+
+from tllm_spec.option_checks import NotServed
+from tllm_spec.server.body_model import BodyModel
+from tllm_spec.server.protocol import NOT_STORED, ChatCompletionRequest, ChatMessage, as_json_type
+
+TEXT_TYPES = ("input_text", "output_text", "text")
+
+
+def _text_of(content: object) -> object:
+    """The text of an item; parts of text are joined. Raises ValueError for other parts."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES:
+            raise ValueError(f"parts have one of the types {', '.join(TEXT_TYPES)}")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a part has no text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class InputItem(BodyModel):
+    """A message of the conversation. id and status are those of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text_of), as_json_type(str | list[dict[str, str]])]
+    id: str | None = None
+    status: str | None = None
+
+
+def _as_items(given: object) -> object:
+    """Only the first mistake is named: thousands would take seconds to describe."""
+    if not isinstance(given, list):
+        return given
+    if not given:
+        raise ValueError("at least one item is needed")
+    if not all(isinstance(item, dict) for item in given):
+        raise ValueError("a text or a list of messages is needed")
+    return [InputItem(**item) for item in given]
+
+
+class TextOptions(BodyModel):
+    """format: OpenAI's, as `response_format` of a chat request, with the schema not nested."""
+
+    format: dict[str, Any] | None = None
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        "verbosity": NotServed((None, "medium"), "it is not an option of the model"),
+    }
+
+    def response_format(self) -> dict[str, Any] | None:
+        """Of a chat request."""
+        given = self.format
+        if given is None or given.get("type") != "json_schema":
+            return given
+        return {"type": "json_schema", "json_schema": given}
+
+
+class ResponsesRequest(BodyModel):
+    """Body of `/v1/responses`."""
+
+    model: str
+    input: Annotated[
+        str | list[InputItem], BeforeValidator(_as_items), as_json_type(str | list[dict[str, Any]])
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        "background": NotServed((None, False), NOT_STORED),
+        "conversation": NotServed((None,), NOT_STORED),
+        "include": NotServed((None, []), "answers have text only"),
+        "max_tool_calls": NotServed((None,), "the server calls no tools"),
+        "parallel_tool_calls": NotServed((None, True, False), "use /v1/chat/completions for tools"),
+        "previous_response_id": NotServed((None,), NOT_STORED),
+        "prompt": NotServed((None,), NOT_STORED),
+        "reasoning": NotServed((None, {}), "use chat_template_kwargs of /v1/chat/completions"),
+        "service_tier": NotServed((None, "auto", "default"), "there is one tier"),
+        "store": NotServed((None, False), NOT_STORED),
+        "stream_options": NotServed((None, {}), "the last event has the usage"),
+        "tool_choice": NotServed((None, "none", "auto"), "use /v1/chat/completions for tools"),
+        "tools": NotServed((None, []), "use /v1/chat/completions for tools"),
+        "top_logprobs": NotServed((None, 0), "use logprobs of /v1/chat/completions"),
+        "truncation": NotServed((None, "disabled"), "a prompt that is too long is refused"),
+    }
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """The chat request that has the same answer."""
+        messages = []
+        if self.instructions is not None:
+            messages.append(ChatMessage(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            messages.append(ChatMessage(role="user", content=self.input))
+        else:
+            messages += [ChatMessage(role=item.role, content=item.content) for item in self.input]
+        return ChatCompletionRequest(
+            model=self.model,
+            messages=messages,
+            stream=self.stream,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            response_format=None if self.text is None else self.text.response_format(),
+        )

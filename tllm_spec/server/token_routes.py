@@ -1,0 +1,117 @@
+"""`/tokenize` and `/detokenize`, with vLLM's bodies and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from pydantic import Field, model_validator
+
+from tllm_spec.server.admission import Admission
+from tllm_spec.server.answer_models import Detokenized, Tokenized
+from tllm_spec.server.body_model import BodyModel
+from tllm_spec.server.chat_prompt import ChatPrompts
+from tllm_spec.server.engine import Engine
+from tllm_spec.server.openapi import answers
+from tllm_spec.server.protocol import ChatMessage
+from tllm_spec.server.tool_protocol import MAX_TOOLS, Tool
+from tllm_spec.tokenizer import check_text
+
+Json = dict[str, Any]
+
+
+class TokenizeRequest(BodyModel):
+    """Body of `/tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Json | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either prompt or messages is needed")
+        return self
+
+
+class DetokenizeRequest(BodyModel):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+class TokenRoutes:
+    """Texts are tokenised where those of requests are. check_name: refuses the name of another
+    model."""
+
+    def __init__(
+        self,
+        llm: Engine,
+        admission: Admission,
+        chat_prompts: ChatPrompts,
+        check_name: Callable[[str], None],
+    ) -> None:
+        assert llm.tokenizer is not None
+        self._check_name = check_name
+        self._llm = llm
+        self._tokenizer: Any = llm.tokenizer
+        self._admission = admission
+        self._chat_prompts = chat_prompts
+
+    def add_to(self, app: FastAPI) -> None:
+        for path, route, answer in (
+            ("/tokenize", self.tokenize, Tokenized),
+            ("/detokenize", self.detokenize, Detokenized),
+        ):
+            app.add_api_route(
+                path, route, methods=["POST"], response_model=None, responses=answers(answer)
+            )
+
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Json:
+        """The token ids of a text or of a conversation."""
+        if body.model is not None:
+            self._check_name(body.model)
+        size = request.state.body_size
+        return await self._admission.tokenised(size, lambda: self._tokenized(body))
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Json:
+        """The text of token ids."""
+        if body.model is not None:
+            self._check_name(body.model)
+        size = request.state.body_size
+        return await self._admission.tokenised(size, lambda: self._detokenized(body.tokens))
+
+    def _tokenized(self, body: TokenizeRequest) -> Json:
+        if body.messages is not None:
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+            tokens = self._chat_prompts.token_ids(
+                [message.for_template() for message in body.messages],
+                body.chat_template_kwargs or {},
+                add_generation_prompt=body.add_generation_prompt,
+                tools=tools,
+            )
+        else:
+            assert body.prompt is not None
+            check_text(body.prompt)
+            self._llm.check_length(body.prompt)
+            tokens = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        answer = {"count": len(tokens), "max_model_len": self._llm.max_seq_len, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(tokens)
+        return answer
+
+    def _detokenized(self, tokens: list[int]) -> Json:
+        vocab_size = len(self._tokenizer)
+        if wrong := [token for token in tokens if token >= vocab_size]:
+            raise ValueError(f"tokens = [... {wrong[0]} ...]: the vocabulary has {vocab_size} ids")
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return {"prompt": text}

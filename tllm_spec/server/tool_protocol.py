@@ -1,0 +1,133 @@
+"""The parts of a chat body about tools, and the JSON schema that a forced call must match."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from tllm_spec.option_checks import NotServed
+from tllm_spec.server.body_model import BodyModel
+
+MAX_TOOLS = 128  # as at OpenAI
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Json = dict[str, Any]
+
+
+class FunctionDefinition(BodyModel):
+    """parameters: a JSON schema. strict has no effect: forced calls always match the schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(BodyModel):
+    """A function that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class FunctionName(BodyModel):
+    """One of the tools."""
+
+    name: str
+
+
+class NamedChoice(BodyModel):
+    """The function that the model must call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class CalledFunction(BodyModel):
+    """arguments: a JSON object as text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BodyModel):
+    """A call in an earlier answer of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        # Clients that join the chunks of a stream keep it.
+        "index": NotServed((None, *range(MAX_TOOLS)), "the order of the list counts"),
+    }
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> ToolCall:
+        self.for_template()
+        return self
+
+    def for_template(self) -> Json:
+        """The call with its arguments as an object. Raises ValueError if they are not one."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"function.arguments is not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ValueError("function.arguments is not a JSON object")
+        plain = self.model_dump(exclude_none=True)
+        return plain | {"function": {"name": self.function.name, "arguments": arguments}}
+
+
+Choice = Literal["none", "auto", "required"] | NamedChoice | None
+
+
+def check_choice(tools: Sequence[Tool], choice: Choice) -> None:
+    """Raises ValueError for a choice that the tools do not allow."""
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ValueError("tools = [...] has two functions with the same name")
+    if choice is None or choice == "none":
+        return
+    if not tools:
+        raise ValueError("tool_choice = ... needs tools")
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        raise ValueError(
+            f"tool_choice = {choice.function.name!r} is not one of the tools: {', '.join(names)}"
+        )
+
+
+def forced_schema(tools: Sequence[Tool], choice: Choice, *, is_parallel: bool) -> Json | None:
+    """Of one function's arguments, or of a list of `{"name": ..., "parameters": {...}}`. None if
+    the model may answer with text. Raises ValueError for definitions that exclude each other."""
+    if isinstance(choice, NamedChoice):
+        chosen = next(tool for tool in tools if tool.function.name == choice.function.name)
+        return _arguments_schema(chosen)
+    if choice != "required":
+        return None
+    definitions: Json = {}
+    calls = []
+    for tool in tools:
+        schema = _arguments_schema(tool)
+        # References are to the root of the schema, so definitions move there.
+        for key in ("$defs", "definitions"):
+            for name, definition in schema.pop(key, {}).items():
+                there = definitions.setdefault(key, {})
+                if there.setdefault(name, definition) != definition:
+                    raise ValueError(f"tools = [...] has two definitions of {name!r}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    limit = {} if is_parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, **definitions}
+
+
+def _arguments_schema(tool: Tool) -> Json:
+    return {"type": "object", **(tool.function.parameters or {})}
