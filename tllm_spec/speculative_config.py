@@ -55,7 +55,6 @@ MTP_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "speculative_model": NotServed((None,), "the module is in the target's checkpoint"),
     "load_format": NotServed((None,), "the module is loaded as the target is"),
-    "use_mtp_vanilla": NotServed((False,), "one module drafts all tokens of a round"),
     "use_relaxed_acceptance_for_thinking": NotServed((False,), NO_RELAXED_ACCEPTANCE),
     "relaxed_topk": NotServed((1,), NO_RELAXED_ACCEPTANCE),
     "relaxed_delta": NotServed((0.0,), NO_RELAXED_ACCEPTANCE),
@@ -140,13 +139,18 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig):
 
 
 class MTPDecodingConfig(DecodingBaseConfig):
-    """Drafts from the next-token-prediction module in the target's own checkpoint."""
+    """Drafts from the next-token-prediction modules in the target's own checkpoint."""
 
     decoding_type: Literal["MTP"] = "MTP"
     """The next-token-prediction module of the target's checkpoint (DeepSeek V3)."""
     mtp_eagle_one_model: bool = True
     """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
     its own engine after the forward. Rounds overlap either way."""
+
+    use_mtp_vanilla: bool = False
+    """Draft k of a round comes from module k of the checkpoint (`num_nextn_predict_layers` there),
+    so `max_draft_len` is their number at most. False uses the first module for all drafts, as EAGLE
+    does."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {

@@ -42,6 +42,8 @@ class DenseExperts(nn.Module):
     since the last `balance`."""
 
     load: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class DenseExperts(nn.Module):
         shares = weights.new_zeros(len(hidden), num_experts).scatter(1, indices, weights)
         if self.training:
             self.load += (shares.detach() > 0).sum(0)
-        both = F.linear(hidden, self.gate_up_proj.flatten(0, 1)).unflatten(-1, (num_experts, -1))
+        both = F.linear(hidden, self.gate_up_proj.flatten(0, 1)).view(len(hidden), num_experts, -1)
         gate, up = both.chunk(2, -1)
         mixed = F.silu(gate) * up * shares.unsqueeze(-1).to(both.dtype)
         return F.linear(mixed.flatten(1), self.down_proj.transpose(0, 1).flatten(1))

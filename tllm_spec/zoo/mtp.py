@@ -33,7 +33,7 @@ class NextnModule(nn.Module):
         self.enorm = DeepseekV3RMSNorm(size, eps)
         self.hnorm = DeepseekV3RMSNorm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.layer = with_dense_experts(
+        self.layer: Any = with_dense_experts(
             DeepseekV3DecoderLayer(config, config.num_hidden_layers - 1)
         )
         self.shared_head = nn.ModuleDict({"norm": DeepseekV3RMSNorm(size, eps)})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tllm_spec.zoo.deepseek_target import balance, save_model
 from tllm_spec.zoo.distill import (
@@ -19,7 +19,7 @@ from tllm_spec.zoo.distill import (
     distillation_loss,
 )
 from tllm_spec.zoo.eagle3_training import aligned_chains, weighted
-from tllm_spec.zoo.mtp import NextnModules
+from tllm_spec.zoo.mtp import NextnModule, NextnModules
 from tllm_spec.zoo.token_data import TokenData
 from tllm_spec.zoo.trainer import Settings, add_dropout
 
@@ -31,9 +31,9 @@ def build_modules(target: Any, run: Settings) -> NextnModules:
     last, norm = target.model.layers[-1].state_dict(), target.model.norm.state_dict()
     half = 0.5 * torch.eye(target.config.hidden_size)
     for module in modules.steps:
-        assert isinstance(module.layer, nn.Module)
+        assert isinstance(module, NextnModule)
         module.layer.load_state_dict(last)
-        module.shared_head.norm.load_state_dict(norm)
+        module.shared_head["norm"].load_state_dict(norm)
         with torch.no_grad():
             module.eh_proj.weight.copy_(torch.cat((half, half), 1))
             module.eh_proj.weight += 0.02 * torch.randn_like(module.eh_proj.weight)

@@ -246,8 +246,9 @@ def deepseek(
         train(model, loss, target_validation(model, heldout), run, folder, trained, save_target)
     teacher = load_target(trained, on)
     own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
-    changes = {"minutes": mtp_minutes, "steps": mtp_steps, "windows": mtp_windows}
-    run = replace(run, **changes, dropout=mtp_dropout)
+    run = replace(
+        run, minutes=mtp_minutes, steps=mtp_steps, windows=mtp_windows, dropout=mtp_dropout
+    )
     modules = build_modules(teacher, run)
     train(
         modules,
