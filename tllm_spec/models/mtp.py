@@ -91,7 +91,9 @@ class NextnModules(Module):
     def __init__(self, target: DeepseekForCausalLM, count: int, placement: Placement) -> None:
         super().__init__()
         self.config = replace(target.config, num_layers=count)
-        self.steps = nn.ModuleList(NextnModule(target, index, placement) for index in range(count))
+        steps = [NextnModule(target, index, placement) for index in range(count)]
+        self.steps = nn.ModuleList(steps)
+        self.modules_by_step = steps
         # Not a submodule, as above.
         self.__dict__["target"] = target
 
@@ -114,12 +116,13 @@ class NextnModules(Module):
     ) -> torch.Tensor:
         """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
         the rows of all steps before."""
-        now = step if len(self.steps) > 1 else 0
+        modules = self.modules_by_step
+        if len(modules) == 1:
+            return modules[0].predict(input_ids, positions, hidden, context)
         only_writes = replace(context, wanted=input_ids[:0])
-        for module in self.steps[now + 1 :]:
-            module.predict(input_ids, positions, hidden, only_writes)
-        result: torch.Tensor = self.steps[now].predict(input_ids, positions, hidden, context)
-        return result
+        for later in modules[step + 1 :]:
+            later.predict(input_ids, positions, hidden, only_writes)
+        return modules[step].predict(input_ids, positions, hidden, context)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `predict` returns it, to `[R, V]`."""
@@ -155,7 +158,7 @@ def load_nextn(
     if load_format == "dummy":
         fill_random(modules)
     else:
-        for index, module in enumerate(modules.steps):
+        for index, module in enumerate(modules.modules_by_step):
             prefix = f"model.layers.{target.config.num_layers + index}."
             tensors = _below(prefix, path, target.config)
             fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
