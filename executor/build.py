@@ -25,6 +25,7 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
+from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
@@ -159,10 +160,12 @@ def _surroundings(
 
 def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
     state = SamplingState(plan.slots, plan.config.vocab_size, plan.device)
-    rejection, rates, thresholds = False, None, (1.0, 1.0)
+    rejection, rates, thresholds, relaxed = False, None, (1.0, 1.0), None
     if (spec := plan.spec) is not None:
         rejection, rates = spec.use_rejection_sampling, spec.synthetic_acceptance_rates
         thresholds = spec.threshold_single, spec.threshold_acc
+        if spec.relaxed_rule is not None:
+            relaxed = RelaxedAcceptance(spec.relaxed_rule, slots, state.vocab_size)
     if rates is not None:
         logger.warning(
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
@@ -175,4 +178,5 @@ def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
         rejection=rejection,
         thresholds=thresholds,
         synthetic_rates=rates,
+        relaxed=relaxed,
     )

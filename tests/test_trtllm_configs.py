@@ -67,11 +67,7 @@ CURATED = {
           max_draft_len: 3
           use_relaxed_acceptance_for_thinking: true
         """,
-        {
-            "trust_remote_code",
-            "moe_config",
-            "speculative_config.use_relaxed_acceptance_for_thinking",
-        },
+        {"trust_remote_code", "moe_config"},
     ),
 }
 

@@ -16,7 +16,7 @@ from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
-from tllm_spec.models.mtp import NextnModule
+from tllm_spec.models.mtp import NextnModules
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ DUMMY_PAGES = 1
 # Of the driver and a graph's nodes, measured. The activations of all graphs share one pool.
 BYTES_A_GRAPH = 16 << 20
 
-ServedModel = CausalLM | Eagle3Head | NextnModule
+ServedModel = CausalLM | Eagle3Head | NextnModules
 
 
 def plan_num_pages(
