@@ -13,7 +13,7 @@ Where the next round needs the tokens on the host (a host drafter, a logits proc
 still runs while the host schedules; only then the host reads, drafts and launches."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
@@ -72,6 +72,7 @@ class ExecutorParts:
     cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
     stream_interval: int = 1
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
+    ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 
 
 class Load(NamedTuple):
@@ -353,4 +354,5 @@ class PyExecutor:
             "kv_cache": self.parts.kv.cache.state(),
             "totals": self.totals.state(queues.running + queues.waiting),
             "controller": controller.state(),
+            "ranks": list(self.parts.ranks),
         }

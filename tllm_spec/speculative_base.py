@@ -120,6 +120,8 @@ class DecodingBaseConfig(ConfigModel):
 
     # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
     overlaps_plain_rounds: ClassVar[bool] = True
+    # Whether every rank of a model comes to the same drafts.
+    serves_ranks: ClassVar[bool] = True
     not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {"speculative_model_dir": "speculative_model"}
 

@@ -179,6 +179,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
     # A user's drafter sees every round end before the next one begins.
     overlaps_plain_rounds: ClassVar[bool] = False
+    serves_ranks: ClassVar[bool] = False
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
 
     @property

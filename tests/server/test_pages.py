@@ -15,10 +15,12 @@ from fastapi.testclient import TestClient
 
 from tests.server.fake_llm import MODEL, STATE, FakeLLM
 from tests.server.hosted import hosted
+from tllm_spec.config import LlmArgs
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.dashboard_data import dashboard_data, measured, why
 from tllm_spec.server.histograms import HISTOGRAMS
 from tllm_spec.server.options import ServerOptions
+from tllm_spec.server.pages import facts_of, tree_nodes
 
 CHROMIUM = shutil.which("chromium")
 NAME = '<b onclick="x">model'
@@ -69,6 +71,32 @@ def test_the_page_needs_no_key_and_its_data_do() -> None:
         headers = {"Authorization": "Bearer secret"}
         assert client.get("/dashboard/data", headers=headers).status_code == 200
         assert "Bearer KEY" in client.get("/", headers=headers).text
+
+
+def test_a_tree_is_named_with_its_size() -> None:
+    tree = {
+        "decoding_type": "Eagle3",
+        "max_draft_len": 3,
+        "speculative_model": "zoo:llama-eagle3",
+        "eagle_choices": [[0], [1], [0, 0], [0, 0, 0]],
+    }
+    args = LlmArgs.from_kwargs("zoo:llama", speculative_config=tree)
+    assert facts_of(args, 9)["drafter"] == "Eagle3, trees of 4 nodes, 3 deep at most"
+    assert (tree_nodes(args, 3), tree_nodes(args, 0)) == (4, 0)
+    assert tree_nodes(LlmArgs.from_kwargs("zoo:llama"), 0) is None
+
+
+def test_every_control_is_reached_by_keyboard_and_has_a_name(client: TestClient) -> None:
+    page = client.get("/dashboard").text
+    assert not re.findall(
+        r"outline: *(?:none|0)|tabindex=\"[1-9]|onclick=|<div[^>]*role=\"button", page
+    )
+    assert ":focus-visible" in page
+    for control in re.findall(r"addEventListener\(\"(\w+)\"", page):
+        assert control in ("input", "click")
+    clicked = re.findall(r'byId\("(\w+)"\)\.addEventListener\("click"', page)
+    assert clicked and all(f'<button id="{each}" type="button"' in page for each in clicked)
+    assert page.count('<label for="${id}">') == 1 and "<label id=" in page
 
 
 def test_why_names_what_decided() -> None:

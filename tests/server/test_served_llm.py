@@ -1,6 +1,7 @@
 """`tllm-serve` as a process of its own, with the real engine: its texts are those of `LLM` in this
 process."""
 
+import json
 import re
 import signal
 import subprocess
@@ -105,6 +106,38 @@ def test_the_loglikelihoods_that_lm_eval_reads_are_those_of_the_llm(url: str, ll
     assert found[0] is None and found[1:-1] == pytest.approx(expected)
     best = answer["choices"][0]["logprobs"]["top_logprobs"]
     assert all(max(top.values()) >= own for own, top in zip(found[1:], best[1:], strict=True))
+
+
+def test_the_metrics_of_a_process_have_histograms_and_its_pages_open(url: str) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "stream": True}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    for name in ("trtllm_time_to_first_token_seconds", "tllm_spec_request_acceptance_length"):
+        found = re.search(rf"^{name}_count (\S+)", text, re.MULTILINE)
+        assert found is not None and float(found[1]) > 0, name
+    assert "Draft_Target" in httpx.get(f"{url}/").text
+    data = httpx.get(f"{url}/dashboard/data", timeout=60).json()
+    assert data["emitted_tokens"] >= data["request_rounds"] > 0 and data["why"]
+
+
+@pytest.mark.parametrize("choice", ["required", "f"])
+def test_a_forced_call_matches_its_schema(client: openai.OpenAI, choice: str) -> None:
+    pytest.importorskip("xgrammar")
+    city = {"type": "object", "properties": {"at": {"enum": ["Rome"]}}, "required": ["at"]}
+    schema = city | {"additionalProperties": False}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    named: Any = {"type": "function", "function": {"name": "f"}}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "a"}],
+        tools=tools,
+        tool_choice="required" if choice == "required" else named,
+        parallel_tool_calls=False,
+        max_tokens=500,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == "f"
+    assert json.loads(call.function.arguments) == {"at": "Rome"}
 
 
 def test_streams_of_several_samples_are_not_mixed_up(client: openai.OpenAI, llm: LLM) -> None:

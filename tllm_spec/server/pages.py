@@ -73,6 +73,7 @@ class Pages:
             "time": monotonic(),
             "model": self._model,
             "what": what,
+            "tree_nodes": tree_nodes(self._llm.args, state["speculative_num_steps"]),
             **dashboard_data(state, self._histograms.read()),
         }
 
@@ -83,6 +84,9 @@ def facts_of(args: LlmArgs, max_seq_len: int) -> dict[str, str]:
     drafter = "none: plain decoding"
     if speculation is not None:
         drafter = f"{speculation.decoding_type}, {speculation.max_draft_len} drafts at most"
+        if speculation.drafts_trees:
+            size, depth = speculation.max_total_draft_tokens, speculation.max_draft_len
+            drafter = f"{speculation.decoding_type}, trees of {size} nodes, {depth} deep at most"
     return {
         "model": str(args.model),
         "drafter": drafter,
@@ -91,6 +95,14 @@ def facts_of(args: LlmArgs, max_seq_len: int) -> dict[str, str]:
         "batch": f"{args.max_batch_size} requests at most",
         "context": f"{max_seq_len} tokens, prompt and output together",
     }
+
+
+def tree_nodes(args: LlmArgs, draft_len: int) -> int | None:
+    """Of the draft tree with this depth; None for chains."""
+    speculation = args.speculative_config
+    if speculation is None or not speculation.drafts_trees:
+        return None
+    return speculation.shapes.of(draft_len).num_nodes
 
 
 def _page(text: str) -> HTMLResponse:

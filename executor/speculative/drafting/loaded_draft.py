@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
@@ -75,7 +76,12 @@ def load_mtp(
 
 
 def load_head(
-    plan: DraftModel, target: CausalLM, *, max_positions: int, max_num_tokens: int
+    plan: DraftModel,
+    target: CausalLM,
+    *,
+    max_positions: int,
+    max_num_tokens: int,
+    communicator: Communicator = SINGLE,
 ) -> LoadedDraft:
     """Load an EAGLE-3 head. Raises ValueError if the head does not fit the target, or if the target
     lacks the layers to capture."""
@@ -94,6 +100,7 @@ def load_head(
         num_captured=len(layers),
         load_format=plan.load_format,
         max_positions=max_positions,
+        communicator=communicator,
     )
     spec = SpecMetadata(
         layers, target.config.hidden_size, max_num_tokens, target.dtype, target.device
