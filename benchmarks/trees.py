@@ -112,6 +112,7 @@ def compared(case: Case, engine: Rounds, num_rows: int, batch_size: int) -> Row:
     }
     return {
         "rows": num_rows,
+        "bar": BARS.get((num_rows, batch_size)) if case.models.is_8b else None,
         "batch_size": batch_size,
         **{f"{name}_ms": ms for name, ms in found.items()},
         "ratio": ratio,
@@ -124,7 +125,7 @@ def compared(case: Case, engine: Rounds, num_rows: int, batch_size: int) -> Row:
 def rounds_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
-        bar = BARS.get((row["rows"], row["batch_size"]))
+        bar = row["bar"]
         missed = bar is not None and row["ratio"] > bar
         shown = f"{row['ratio']:.3f}" + (f" (bar {bar}{', missed' * missed})" if bar else "")
         wins = "never" if row["wins_to"] is None else f"{row['wins_from']} to {row['wins_to']}"

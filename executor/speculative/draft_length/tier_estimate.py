@@ -16,7 +16,8 @@ from tllm_spec.executor.speculative.draft_length.rank_estimate import (
 )
 
 REFRESH_ROUNDS = 8  # that predictions of trees may be old: they take long
-GAIN_DRAFTS = 32.0  # accepted drafts that the assumption of no gain counts for
+GAIN_DRAFTS = 128.0  # accepted drafts that the assumption of no gain counts for
+GAIN_WINDOWS = 4.0  # memory of the gain, which changes less than acceptance does
 SETTLING_TRIALS = 64  # requests in trees before predictions are compared: priors are far off
 FADING_ROUNDS = 256  # memory of the gain in rounds without trees, which are then tried again
 MIN_GAIN, MAX_GAIN = 0.5, 2.0
@@ -73,7 +74,7 @@ class TierEstimate:
         self._num_trials += len(num_accepted)
         if self._num_trials <= SETTLING_TRIALS:
             return
-        keep = 1 - min(len(num_accepted) / self._window, MAX_WEIGHT)
+        keep = 1 - min(len(num_accepted) / (GAIN_WINDOWS * self._window), MAX_WEIGHT)
         self._seen = keep * self._seen + sum(num_accepted)
         self._predicted = keep * self._predicted + len(num_accepted) * self._predictions[tier]
 
