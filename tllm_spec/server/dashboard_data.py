@@ -20,6 +20,7 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
         "waiting": state["num_requests_waiting"],
         "preemptions": state["num_preemptions"],
         "draft_len": state["speculative_num_steps"],
+        "shape": shape_name(state),
         "batch_size": totals.get("latest_round", {}).get("batch_size", 0),
         "generated_tokens": totals["generated_tokens"],
         "prompt_tokens": totals["prompt_tokens"],
@@ -37,14 +38,23 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
     }
 
 
+def shape_name(state: Mapping[str, Any]) -> str:
+    """The present draft length, or the tree as the controller names it: `5x8/31` has 5 steps, 8
+    children of a node at most, 31 drafts."""
+    draft_len, shape = state["speculative_num_steps"], state.get("draft_shape")
+    if not shape or (shape["topk"] == 1 and shape["drafts"] == shape["depth"]):
+        return str(draft_len)
+    return f"{shape['depth']}x{shape['topk']}/{shape['drafts']}"
+
+
 def why(state: Mapping[str, Any]) -> str:
     """Why the draft length is what it is, in a sentence."""
-    draft_len, controller = state["speculative_num_steps"], state["controller"]
+    draft_len, controller = shape_name(state), state["controller"]
     limits = controller.get("limits") or {}
     if (gate := limits.get("gate")) and gate["is_closed"]:
         return f"No drafts: the acceptance rate, {gate['acceptance_rate']}, closed the gate."
     for decision in reversed(_decisions(state)):
-        if decision["new_steps"] == draft_len:
+        if str(decision["new_steps"]) == draft_len:
             where = f"decided at batch size {decision['batch_size']}"
             return f"Draft length {draft_len}, {where}: {decision['reason']}."
     limit = limits.get("max_concurrency")
@@ -55,7 +65,7 @@ def why(state: Mapping[str, Any]) -> str:
         return f"Draft length {draft_len}: draft_len_schedule = {schedule}."
     if controller.get("slots"):
         return f"Draft length {draft_len}: no other one has been better yet."
-    if not draft_len:
+    if draft_len == "0":
         return "No drafts: plain decoding is configured."
     return f"Draft length {draft_len}: it is configured and does not adapt."
 
@@ -80,7 +90,7 @@ def measured(state: Mapping[str, Any]) -> Json | None:
         "draft_len": length,
         "tokens_per_round": row["emitted_tokens"] / row["request_rounds"],
         "plain_ms": times.get("0"),
-        "round_ms": times.get(str(length)),
+        "round_ms": times.get(shape_name(state) if length == present else str(length)),
     }
 
 
