@@ -5,10 +5,12 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
+PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
 GUIDED = ["xgrammar>=0.2.7,<0.3"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
     *GUIDED,
+    *PARALLEL,
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
@@ -50,7 +52,7 @@ setup(
         "jinja2>=3.1",
         *SERVER,
     ],
-    extras_require={"cuda": CUDA, "guided": GUIDED, "dev": DEV},
+    extras_require={"cuda": CUDA, "guided": GUIDED, "parallel": PARALLEL[:1], "dev": DEV},
     entry_points={
         "console_scripts": [
             "tllm-serve = tllm_spec.cli.entry:serve",

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
 from tllm_spec.executor.device_choice import cpu_threads, on_threads
 from tllm_spec.executor.iteration_stats import IterationStats
 from tllm_spec.executor.py_executor import ExecutorParts, PyExecutor
+from tllm_spec.executor.ranks import agreed, queue_of, rank_facts
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_queue import RequestQueue
@@ -23,10 +25,12 @@ from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
+from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.executor.speculative.drafting.draft_checks import check_draft
 from tllm_spec.executor.speculative.modes import Surroundings, build_speculation
 from tllm_spec.models.config import ModelConfig
@@ -54,11 +58,15 @@ class BuiltExecutor:
 
 
 def build_executor(
-    args: LlmArgs, tokenizer: Tokenizer | None, respond: Callable[[list[Response]], None]
+    args: LlmArgs,
+    tokenizer: Tokenizer | None,
+    respond: Callable[[list[Response]], None],
+    communicator: Communicator = SINGLE,
 ) -> BuiltExecutor:
     """Loads the models and connects everything. Raises ValueError for arguments that cannot be
     honoured."""
-    plan = BuildPlan(args)
+    plan = BuildPlan(args, communicator)
+    communicator.join(plan.device)
     check_draft(plan.draft_plan, tokenizer, plan.config)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.shapes, plan.device)
@@ -75,7 +83,9 @@ def build_executor(
                 return culprits
         return speculation.blame()
 
-    queue, kv = RequestQueue(), engines.kv
+    queue, kv = queue_of(communicator), engines.kv
+    # Several ranks might not agree on what took too long.
+    sampler.grammar_masks.limits_time = communicator.mapping.world_size == 1
     resources = [*speculation.resources, kv, plan.slots]
     scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
     parts = ExecutorParts(
@@ -88,7 +98,7 @@ def build_executor(
         drafter=speculation.drafter,
         sampler=sampler,
         controller=controller,
-        draft_len_for=controller.steps_for,
+        draft_len_for=_draft_len_for(controller, communicator),
         blame=blame,
         max_in_flight=plan.max_in_flight,
         drafts_in_flight=plan.why_no_overlap is None,
@@ -96,19 +106,34 @@ def build_executor(
         cpu_threads=num_threads,
         stream_interval=args.stream_interval,
         iteration_stats=_iteration_stats(args, scheduler, kv),
+        ranks=communicator.gather(
+            rank_facts(communicator.mapping.rank, plan.device, engines.models)
+        ),
     )
     return BuiltExecutor(
         PyExecutor(parts, respond),
         queue,
         plan.config,
-        RequestLimits(
-            vocab_size=plan.config.vocab_size,
-            end_ids=tuple(plan.config.eos_token_ids),
-            max_seq_len=plan.max_seq_len,
-            max_draft_len=plan.max_draft_len,
-            pause_patience=plan.pause_patience,
-            capacity=scheduler.capacity,
-        ),
+        _limits(plan, scheduler),
+    )
+
+
+def _draft_len_for(
+    controller: AdaptiveController, communicator: Communicator
+) -> Callable[[int], int]:
+    if not controller.compares_times:
+        return controller.steps_for
+    return agreed(communicator, controller.steps_for)  # each rank has a clock of its own
+
+
+def _limits(plan: BuildPlan, scheduler: Scheduler) -> RequestLimits:
+    return RequestLimits(
+        vocab_size=plan.config.vocab_size,
+        end_ids=tuple(plan.config.eos_token_ids),
+        max_seq_len=plan.max_seq_len,
+        max_draft_len=plan.max_draft_len,
+        pause_patience=plan.pause_patience,
+        capacity=scheduler.capacity,
     )
 
 
@@ -135,10 +160,12 @@ def _surroundings(
 
 def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
     state = SamplingState(plan.slots, plan.config.vocab_size, plan.device)
-    rejection, rates, thresholds = False, None, (1.0, 1.0)
+    rejection, rates, thresholds, relaxed = False, None, (1.0, 1.0), None
     if (spec := plan.spec) is not None:
         rejection, rates = spec.use_rejection_sampling, spec.synthetic_acceptance_rates
         thresholds = spec.threshold_single, spec.threshold_acc
+        if spec.relaxed_rule is not None:
+            relaxed = RelaxedAcceptance(spec.relaxed_rule, slots, state.vocab_size)
     if rates is not None:
         logger.warning(
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
@@ -151,4 +178,5 @@ def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
         rejection=rejection,
         thresholds=thresholds,
         synthetic_rates=rates,
+        relaxed=relaxed,
     )

@@ -11,12 +11,16 @@ from tllm_spec.models.causal_lm import CausalLM
 SINGLE_THREAD_BYTES = 32 << 20
 
 
-def pick_device(name: str) -> torch.device:
-    """Raises ValueError when a CUDA device is asked for and there is none."""
+def pick_device(name: str, rank: int = 0, per_host: int | None = None) -> torch.device:
+    """`cuda` and `auto` are a device for each rank, in turn: of those of the host, or the first
+    `per_host`. Raises ValueError when a CUDA device
+    is asked for and there is none."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device = {name!r}: torch sees no CUDA device here; use 'cpu' or 'auto'")
+    if name == "cuda" and rank:
+        return torch.device("cuda", rank % (per_host or torch.cuda.device_count()))
     return torch.device(name)
 
 

@@ -13,7 +13,7 @@ Where the next round needs the tokens on the host (a host drafter, a logits proc
 still runs while the host schedules; only then the host reads, drafts and launches."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
@@ -72,6 +72,7 @@ class ExecutorParts:
     cpu_threads: int | None = None  # of torch in the executor's thread; None: torch's own number
     stream_interval: int = 1
     iteration_stats: IterationStats | None = None  # with enable_iter_perf_stats
+    ranks: Sequence[Mapping[str, Any]] = ()  # all of them, as `state` shows them
 
 
 class Load(NamedTuple):
@@ -344,8 +345,14 @@ class PyExecutor:
             "num_requests_waiting": len(queues.waiting),
             "num_preemptions": queues.num_preemptions,
             "draft_len": shape.depth,
-            "draft_shape": {"depth": shape.depth, "drafts": shape.num_nodes, "topk": shape.topk},
+            "draft_shape": {
+                "name": shape.name,
+                "depth": shape.depth,
+                "drafts": shape.num_nodes,
+                "topk": shape.topk,
+            },
             "kv_cache": self.parts.kv.cache.state(),
             "totals": self.totals.state(queues.running + queues.waiting),
             "controller": controller.state(),
+            "ranks": list(self.parts.ranks),
         }

@@ -33,6 +33,15 @@ class StopMatch:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class StopOptions:
+    """A request's stop strings, from which every rank makes a `StopChecker`."""
+
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+
+
 class StopChecker(Protocol):
     """Looks for stop strings in the output text, one token at a time."""
 
@@ -91,7 +100,8 @@ class LlmRequest:
     max_tokens: int = 32
     priority: float = 0.5
     arrival: int = 0  # order of arrival, the tie-break of every queue
-    stop_checker: StopChecker | None = None
+    stop_options: StopOptions | None = None
+    stop_checker: StopChecker | None = None  # made of them
     grammar: GrammarState | None = None
     streaming: bool = False
     draft_limit: int = 0  # longest draft this request wants; 0 = never speculate

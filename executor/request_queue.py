@@ -21,7 +21,8 @@ class RequestQueue:
         self._closed = False
 
     def put(self, requests: list[LlmRequest]) -> bool:
-        """Queues requests. False when the executor has ended and will never take them."""
+        """Queues the requests of one prompt. False when the executor has ended and will never take
+        them."""
         with self._changed:
             if self._open:
                 self._new += requests
@@ -66,6 +67,13 @@ class RequestQueue:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def all_failed(self, failure: str) -> bool:
+        """After a round that raised: whether it did on every rank, so that all can recover."""
+        return True
+
+    def end(self, failure: str | None) -> None:
+        """The executor has ended."""
 
     @property
     def closed(self) -> bool:

@@ -85,6 +85,12 @@ class Worker:
             else "the executor has been shut down"
         )
 
+    def fail(self, reason: str) -> None:
+        """The executor cannot go on, and may wait in a round for ever: all requests fail. From any
+        thread."""
+        self.failure = reason
+        self._on_end(reason)
+
     def wait_until_idle(self) -> None:
         self._idle.wait()
 
@@ -102,11 +108,12 @@ class Worker:
             self._round()
         except BaseException as error:  # process border: nothing above could report it
             logger.exception("the executor died")
-            self.failure = described(error)
+            self.failure = self.failure or described(error)
         finally:
             self._ended = True
             self._run_calls(last=True)
             self._on_end(self.failure or self.why_ended)
+            self._queue.end(self.failure)
             self._idle.set()
             del self._executor  # so that its memory is freed with the last other reference
 
@@ -118,16 +125,19 @@ class Worker:
         try:
             return self._executor.step()
         except BaseException as error:  # process border: other requests go on
+            if not self._queue.all_failed(described(error)):
+                raise
             logger.exception("a round failed")
-            self._recover(error)
+            recover(self._executor, error)
             return True
 
-    def _recover(self, error: BaseException) -> None:
-        """Recovery reads the round in flight, which may raise, too."""
-        try:
-            self._executor.recover(error)
-        except BaseException as another:  # process border, as above
-            if another is error:
-                raise
-            logger.exception("the round in flight failed, too")
-            self._executor.recover(another)
+
+def recover(executor: PyExecutor, error: BaseException) -> None:
+    """After a round that raised. Recovery reads the round in flight, which may raise, too."""
+    try:
+        executor.recover(error)
+    except BaseException as another:  # process border, as above
+        if another is error:
+            raise
+        logger.exception("the round in flight failed, too")
+        executor.recover(another)

@@ -17,7 +17,7 @@ from tllm_spec.config import LlmArgs
         ({"dtype": "fp8"}, ["dtype = 'fp8'", "'bfloat16'"]),
         ({"device": "tpu"}, ["device = 'tpu'", "cuda"]),
         ({"tokenizer": 4}, ["tokenizer = 4"]),
-        ({"tensor_parallel_size": True}, ["tensor_parallel_size = True", "accepted: 1"]),
+        ({"pipeline_parallel_size": True}, ["pipeline_parallel_size = True", "accepted: 1"]),
         (
             {"kv_cache_config": {"tokens_per_block": 33}},
             ["kv_cache_config.tokens_per_block = 33", "power of two"],

@@ -21,6 +21,7 @@ BORDERS = {
     "executor/rounds/round_reader.py",  # calls a user's tokenizer
     "tllm_spec/server/chat_prompt.py",  # runs the model's chat template
     "tllm_spec/server/engine_process.py",  # loads a model with many libraries
+    "tllm_spec/ranks.py",  # ends the other ranks with this one
     "tllm_spec/grammar_child.py",  # compiles a user's grammar, in a process of its own
 }
 
@@ -30,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.cli", "tllm_spec.zoo", "tllm_spec.examples", "tllm_spec.llmapi"),
     ("tllm_spec.bench", "tllm_spec.server"),
     ("tllm_spec.llm",),
-    ("tllm_spec.intake",),
+    ("tllm_spec.ranks", "tllm_spec.intake"),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",
@@ -41,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.worker",),
     ("tllm_spec.executor.build",),
     ("tllm_spec.executor.building",),
-    ("tllm_spec.executor.py_executor",),
+    ("tllm_spec.executor.py_executor", "tllm_spec.executor.ranks"),
     ("tllm_spec.executor.rounds.round_reader", "tllm_spec.executor.iteration_stats"),
     (
         "tllm_spec.executor.rounds.seen_round",
@@ -71,6 +72,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.response",
         "tllm_spec.executor.request_queue",
         "tllm_spec.executor.totals",
+        "tllm_spec.executor.request_wire",
     ),
     ("tllm_spec.executor.request", "tllm_spec.executor.rounds.result_ring"),
     (

@@ -11,7 +11,6 @@ from tests.decoding_options import eagle3, ngram, speculate
 from tllm_spec.config import KvCacheConfig, LlmArgs
 from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 
-PARALLEL = {"tensor_parallel_size", "moe_expert_parallel_size"}
 # The keys of TensorRT-LLM's curated configurations, and those that are refused here.
 CURATED = {
     "llama-3.3-70b": (
@@ -52,7 +51,7 @@ CURATED = {
         stream_interval: 20
         num_postprocess_workers: 4
         """,
-        {"tensor_parallel_size", "trust_remote_code", "moe_config", "num_postprocess_workers"},
+        {"trust_remote_code", "moe_config", "num_postprocess_workers"},
     ),
     "deepseek-r1-latency": (
         """
@@ -68,12 +67,7 @@ CURATED = {
           max_draft_len: 3
           use_relaxed_acceptance_for_thinking: true
         """,
-        {
-            *PARALLEL,
-            "trust_remote_code",
-            "moe_config",
-            "speculative_config.use_relaxed_acceptance_for_thinking",
-        },
+        {"trust_remote_code", "moe_config"},
     ),
 }
 
@@ -90,9 +84,9 @@ def test_a_curated_configuration_names_all_that_is_not_served_in_one_start(name:
 
 def test_refused_and_mistaken_options_are_named_together() -> None:
     with pytest.raises(ValueError) as refusal:
-        LlmArgs(model="m", tensor_parallel_size=2, dtype="fp8", **speculate(ngram(sa_config={})))
+        LlmArgs(model="m", pipeline_parallel_size=2, dtype="fp8", **speculate(ngram(sa_config={})))
     keys = {line.partition(" = ")[0] for line in str(refusal.value).splitlines()}
-    assert keys == {"tensor_parallel_size", "dtype", "speculative_config.sa_config"}
+    assert keys == {"pipeline_parallel_size", "dtype", "speculative_config.sa_config"}
 
 
 def test_the_default_attention_of_tensorrt_llm_is_auto_with_one_log_line(

@@ -190,6 +190,16 @@ class LlmArgs(ConfigModel):
     max_stats_len: PositiveInt = 1000
     """Rounds that `LLM.get_stats()` remembers; the oldest are dropped."""
 
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that share the model, a process for each. `mpirun -n N` starts them, or else the
+    model does."""
+    moe_expert_parallel_size: PositiveInt | None = None
+    """In layers of experts, how many parts the experts are divided into, of those devices; each
+    part's experts are sliced over its devices. null: 1."""
+    moe_tensor_parallel_size: PositiveInt | None = None
+    """Devices that share an expert. null: `tensor_parallel_size` / `moe_expert_parallel_size`."""
+    gpus_per_node: PositiveInt | None = None
+    """Devices of one host, which its ranks use in turn. null: as many as torch sees."""
     guided_decoding_backend: Literal["xgrammar"] | None = "xgrammar"
     """What compiles the grammars of `guided_decoding`. null refuses such requests."""
 
@@ -216,6 +226,11 @@ class LlmArgs(ConfigModel):
     def _null_means_default(cls, value: object, info: ValidationInfo) -> object:
         return cls.model_fields[str(info.field_name)].default if value is None else value
 
+    @field_validator("moe_expert_parallel_size", "moe_tensor_parallel_size", mode="before")
+    @classmethod
+    def _minus_one_means_default(cls, value: object) -> object:
+        return None if value == -1 else value
+
     @field_validator("attn_backend", mode="before")
     @classmethod
     def _serve_trtllm(cls, name: object) -> object:
@@ -240,6 +255,35 @@ class LlmArgs(ConfigModel):
             raise ValueError(
                 f"max_num_tokens = {self.max_num_tokens} is too small: one request takes "
                 f"max_draft_len + 1 = {spec.max_draft_len + 1} tokens of a round"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> LlmArgs:
+        size, parts = self.tensor_parallel_size, self.ep_size
+        if parts * (self.moe_tensor_parallel_size or size // parts) != size:
+            raise ValueError(
+                f"moe_expert_parallel_size = {self.moe_expert_parallel_size} times "
+                f"moe_tensor_parallel_size = {self.moe_tensor_parallel_size} must be "
+                f"tensor_parallel_size = {size}"
+            )
+        if size == 1:
+            return self
+        if self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device = {self.device!r} is one device and tensor_parallel_size = {size} needs "
+                "more; 'cuda' is accepted, and CUDA_VISIBLE_DEVICES chooses"
+            )
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            raise ValueError(
+                f"tensor_parallel_size = {size}: the other processes cannot "
+                "get a tokenizer object; a folder is accepted"
+            )
+        spec = self.speculative_config
+        if spec is not None and not spec.serves_ranks:
+            raise ValueError(
+                f"tensor_parallel_size = {size} is not served with "
+                f"{spec.decoding_type}: its code might draft differently in each process"
             )
         return self
 
@@ -272,6 +316,12 @@ class LlmArgs(ConfigModel):
 
         Raises ValueError for a file that cannot be read."""
         return cls(**with_yaml(kwargs, path))
+
+    @property
+    def ep_size(self) -> int:
+        """Parts that the experts are divided into."""
+        expert, sliced = self.moe_expert_parallel_size, self.moe_tensor_parallel_size
+        return expert or (1 if sliced is None else self.tensor_parallel_size // sliced)
 
     @property
     def why_no_overlap(self) -> str | None:

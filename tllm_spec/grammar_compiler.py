@@ -50,17 +50,21 @@ class GrammarCompiler:
                 found = self._kept.get(source) or self._compile(source)
         return found
 
+    def load(self, text: str) -> Any:
+        """A compiled grammar of its JSON."""
+        import xgrammar
+
+        return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer)
+
     def close(self) -> None:
         """Ends the process."""
         self._end()
 
     def _compile(self, source: GrammarSource) -> Any:
-        import xgrammar
-
         answer = self._ask({"kind": source.kind, "text": source.text})
         if "error" in answer:
             raise ValueError(f"guided_decoding = {source.kind}: {answer['error']}")
-        compiled = xgrammar.CompiledGrammar.deserialize_json(answer["compiled"], self._tokenizer)
+        compiled = self.load(answer["compiled"])
         self._kept[source] = compiled
         while sum(each.memory_size_bytes for each in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
 
 
 class GrammarState:
-    """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's.
-    After the grammar's end (a stop token that did not end the text) every token is allowed."""
+    """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's, of
+    the grammar `compiled`. After the grammar's end (a stop token that did not end the text) every
+    token is allowed."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, compiled: Any = None) -> None:
         self._matcher = matcher
+        self.compiled = compiled
         self._num_read = 0  # output tokens
 
     def read(self, tokens: list[int], prompt_len: int) -> None:

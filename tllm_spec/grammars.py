@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.grammar_state import GrammarState
 from tllm_spec.guided_decoding import GrammarSource
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import Tokenizer
 
 OFF = "guided_decoding is refused: guided_decoding_backend = null; xgrammar is accepted"
 NO_TOKENIZER = "guided_decoding needs a tokenizer, which skip_tokenizer_init = true leaves out"
@@ -34,10 +36,11 @@ class Grammars:
 
     def states_of(self, source: GrammarSource, number: int) -> list[GrammarState | None]:
         """The same for a grammar."""
-        compiled = self._get_compiler().compile(source)
-        import xgrammar  # heavy; the compiler has it
+        return _states(self._get_compiler().compile(source), number)
 
-        return [GrammarState(xgrammar.GrammarMatcher(compiled)) for _ in range(number)]
+    def load_states(self, text: str, number: int) -> list[GrammarState | None]:
+        """The same for a grammar that another process has compiled, as xgrammar's JSON."""
+        return _states(self._get_compiler().load(text), number)
 
     def close(self) -> None:
         """Ends the compiler's process."""
@@ -53,3 +56,15 @@ class Grammars:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(*self._arguments)
             return self._compiler
+
+
+def end_ids_of(limits: RequestLimits, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The model's end tokens, or else the tokenizer's."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return limits.end_ids or (() if own is None else (own,))
+
+
+def _states(compiled: Any, number: int) -> list[GrammarState | None]:
+    import xgrammar  # heavy; the compiler has it
+
+    return [GrammarState(xgrammar.GrammarMatcher(compiled), compiled) for _ in range(number)]

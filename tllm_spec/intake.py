@@ -14,16 +14,16 @@ from typing import Any, cast
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import DraftCounters, LlmRequest
+from tllm_spec.executor.request import DraftCounters, LlmRequest, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar_state import GrammarState
-from tllm_spec.grammars import Grammars
+from tllm_spec.grammars import Grammars, end_ids_of
 from tllm_spec.prompts import Prompt, PromptReader
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.stop_strings import StopStringChecker
-from tllm_spec.tokenizer import IncrementalDetokenizer, Tokenizer, check_text
+from tllm_spec.tokenizer import Tokenizer, check_text
 
 Params = SamplingParams | Mapping[str, Any] | None
 
@@ -61,6 +61,7 @@ class Intake:
         self.grammars = Grammars(
             args.guided_decoding_backend, tokenizer, limits.vocab_size, self._end_ids
         )
+        self._num_ranks = args.tensor_parallel_size
         self._lock = threading.Lock()
         self._ids = count(1)
 
@@ -74,6 +75,12 @@ class Intake:
     ) -> Submission:
         """Raises ValueError for a prompt or parameters that the model cannot serve."""
         checked = _params(params)
+        if self._num_ranks > 1 and checked.logits_processors:
+            raise ValueError(
+                "logits_processor is a function of this process, and tensor_parallel_size = "
+                f"{self._num_ranks} has other processes that would need it; use logit_bias, "
+                "bad or guided_decoding"
+            )
         prompt, token_ids = self._prompts.read(inputs, checked)
         rules = self._rules(checked)
         grammars = self.grammars.new_states(checked, checked.n)
@@ -133,26 +140,25 @@ class Intake:
             draft_limit=limit if wanted.enabled else 0,
             counters=DraftCounters(self._limits.max_draft_len),
             draft_pause=RequestPause(self._limits.pause_patience),
-            stop_checker=self._stop_checker(params),
+            stop_options=(stop := stop_options(params)),
+            stop_checker=self._stop_checker(stop),
             grammar=grammar,
         )
 
-    def _stop_checker(self, params: SamplingParams) -> StopStringChecker | None:
-        if not params.stop_strings:
+    def _stop_checker(self, options: StopOptions | None) -> StopStringChecker | None:
+        if options is None:
             return None
         assert self._tokenizer is not None
-        detokenizer = IncrementalDetokenizer(
-            self._tokenizer, skip_special_tokens=params.skip_special_tokens
-        )
-        return StopStringChecker(
-            detokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
-        )
+        return StopStringChecker.of(self._tokenizer, options)
 
 
-def end_ids_of(limits: RequestLimits, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The model's end tokens, or else the tokenizer's."""
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    return limits.end_ids or (() if own is None else (own,))
+def stop_options(params: SamplingParams) -> StopOptions | None:
+    """None without stop strings."""
+    if not params.stop_strings:
+        return None
+    return StopOptions(
+        params.stop_strings, params.include_stop_str_in_output, params.skip_special_tokens
+    )
 
 
 def _params(params: Params) -> SamplingParams:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 from tllm_spec.config import LlmArgs
-from tllm_spec.executor.build import build_executor
+from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
@@ -22,6 +22,7 @@ from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.option_checks import refuse_not_served
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.prompts import Prompt, is_single
+from tllm_spec.ranks import build_together, join_ranks
 from tllm_spec.request_handle import RequestHandle, Results
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.server_info import server_info
@@ -44,7 +45,8 @@ class LLM:
         self.llm_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.tokenizer = _tokenizer(self.args)
         self._results = Results()
-        built = build_executor(self.args, self.tokenizer, self._results.respond)
+        communicator = join_ranks(self.args)
+        built = build_together(self.args, self.tokenizer, self._results.respond, communicator)
         self.model_config = built.model_config
         self.max_seq_len = built.limits.max_seq_len
         self._queue = built.queue
@@ -52,10 +54,13 @@ class LLM:
         self._intake = Intake(self.args, self.tokenizer, built.limits)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
+        communicator.when_lost(self._worker.fail)
         self._worker.start()
         # Runs at shutdown, when this object is collected, or when the interpreter ends: a thread
         # that is inside torch then would abort the process.
-        self._end = weakref.finalize(self, _end, self._worker, self._queue, self._results)
+        self._end = weakref.finalize(
+            self, _end, self._worker, self._queue, self._results, communicator
+        )
 
     @classmethod
     def from_args(cls, args: LlmArgs) -> "LLM":
@@ -229,10 +234,11 @@ class LLM:
             raise RuntimeError(f"the executor has died: {self._worker.failure}")
 
 
-def _end(worker: Worker, queue: RequestQueue, results: Results) -> None:
+def _end(worker: Worker, queue: RequestQueue, results: Results, communicator: Communicator) -> None:
     for request_id in results.ids():
         queue.cancel(request_id)
     worker.stop()
+    communicator.close()
 
 
 def _refuse_not_served(arguments: Mapping[str, Any]) -> None:

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 
 from tllm_spec.option_checks import NotServed
 
-ONE_GPU = "one device serves a model for now"
+ONE_WAY = "a layer is sliced over all devices; use tensor_parallel_size"
+NO_ATTENTION_DP = "every device has a part of all requests' attention; use tensor_parallel_size"
+NO_CONTEXT_PARALLEL = "a request's KV cache is divided by heads only; use tensor_parallel_size"
+NO_SESSION = "ranks are started by mpirun or by the model"
 NO_STATISTICS = "per-request iteration statistics are not collected; use enable_iter_perf_stats"
 NO_BATCH_WAIT = "a round never waits for more requests"
 LOCAL_FILES = "models are local folders; nothing is downloaded"
@@ -24,8 +27,8 @@ NO_HOST_CACHE = "evicted pages are not kept in host memory"
 ALL_TOKENS = "every layer keeps all tokens"
 
 LLM_NOT_SERVED: Mapping[str, NotServed] = {
-    "allreduce_strategy": NotServed(("AUTO",), ONE_GPU),
-    "attention_dp_config": NotServed((None,), ONE_GPU),
+    "allreduce_strategy": NotServed(("AUTO",), "sums over devices are NCCL's all-reduce"),
+    "attention_dp_config": NotServed((None,), NO_ATTENTION_DP),
     "attn_backend": NotServed(
         ("auto", "TRTLLM", "VANILLA", "TRITON", "FLASHINFER"),
         "there are no other attention kernels",
@@ -41,10 +44,10 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "calib_config": NotServed((None,), "quantized weights are not served"),
     "checkpoint_format": NotServed((None, "HF"), "checkpoints have Hugging Face's format"),
     "checkpoint_loader": NotServed((None,), "checkpoints have Hugging Face's format"),
-    "context_parallel_size": NotServed((1,), ONE_GPU),
-    "cp_config": NotServed((None,), ONE_GPU),
+    "context_parallel_size": NotServed((1,), NO_CONTEXT_PARALLEL),
+    "cp_config": NotServed((None,), NO_CONTEXT_PARALLEL),
     "custom_tokenizer": NotServed((None,), "pass a tokenizer object as tokenizer"),
-    "enable_attention_dp": NotServed((False,), ONE_GPU),
+    "enable_attention_dp": NotServed((False,), NO_ATTENTION_DP),
     "enable_autotuner": NotServed(
         (True,), "the first start on a GPU always tunes GEMMs, unless deterministic is set"
     ),
@@ -65,7 +68,6 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     ),
     "gather_generation_logits": NotServed((False,), "logits are not returned; logprobs are"),
     "generation_config": NotServed(("trtllm",), "sampling defaults come from SamplingParams only"),
-    "gpus_per_node": NotServed((None, 1), ONE_GPU),
     "iter_stats_max_iterations": NotServed((None,), "use max_stats_len"),
     "kv_cache_compression_config": NotServed((None,), ALL_TOKENS),
     "kv_cache_dtype": NotServed(("auto",), "the cache has the model's own dtype"),
@@ -73,17 +75,15 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "lora_config": NotServed((None,), NO_LORA),
     "max_beam_width": NotServed((None, 1), NO_BEAMS),
     "mm_encoder_only": NotServed((False,), TEXT_ONLY),
-    "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_GPU),
+    "moe_cluster_parallel_size": NotServed((None, -1, 1), ONE_WAY),
     "moe_config": NotServed((None,), DENSE_ONLY),
-    "moe_expert_parallel_size": NotServed((None, -1, 1), ONE_GPU),
-    "moe_tensor_parallel_size": NotServed((None, -1, 1), ONE_GPU),
-    "mpi_session": NotServed((None,), ONE_GPU),
+    "mpi_session": NotServed((None,), NO_SESSION),
     "multimodal_config": NotServed((None,), TEXT_ONLY),
     "normalize_log_probs": NotServed((False,), NO_BEAMS),
     "num_postprocess_workers": NotServed((0,), "text is made in the serving process"),
-    "orchestrator_type": NotServed((None,), ONE_GPU),
+    "orchestrator_type": NotServed((None,), NO_SESSION),
     "peft_cache_config": NotServed((None,), NO_LORA),
-    "pipeline_parallel_size": NotServed((1,), ONE_GPU),
+    "pipeline_parallel_size": NotServed((1,), ONE_WAY),
     "postprocess_tokenizer_dir": NotServed((None,), "text is made in the serving process"),
     "prefill_cuda_graph_backend": NotServed(
         ("auto", "disabled"), "a captured prefill is one whole graph"
@@ -91,13 +91,12 @@ LLM_NOT_SERVED: Mapping[str, NotServed] = {
     "print_iter_log": NotServed((False,), "rounds are not logged; use enable_iter_perf_stats"),
     "prometheus_metrics_config": NotServed((None,), "the server's metrics have no settings"),
     "quant_config": NotServed((None,), "quantized weights are not served"),
-    "ray_placement_config": NotServed((None,), ONE_GPU),
+    "ray_placement_config": NotServed((None,), NO_SESSION),
     "reasoning_parser": NotServed((None,), "it is an option of tllm-serve: --reasoning_parser"),
     "request_stats_max_iterations": NotServed((None,), NO_STATISTICS),
     "revision": NotServed((None,), LOCAL_FILES),
     "sampler_type": NotServed(("auto", "TorchSampler"), "there is one sampler"),
     "sparse_attention_config": NotServed((None,), NO_SPARSE),
-    "tensor_parallel_size": NotServed((1,), ONE_GPU),
     "tokenizer_mode": NotServed(("auto",), "the fast tokenizer is the only one"),
     "tokenizer_revision": NotServed((None,), LOCAL_FILES),
     "torch_compile_config": NotServed((None,), "the model is not compiled"),
@@ -155,6 +154,6 @@ GENERATE_NOT_SERVED: Mapping[str, NotServed] = {
     "kv_cache_retention_config": NotServed((None,), "cached pages leave in the order of last use"),
     "lora_request": NotServed((None,), NO_LORA),
     "prompt_adapter_request": NotServed((None,), NO_LORA),
-    "scheduling_params": NotServed((None,), ONE_GPU),
+    "scheduling_params": NotServed((None,), NO_ATTENTION_DP),
     "trace_headers": NotServed((None,), "requests are not traced"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
@@ -58,6 +59,16 @@ def _tuple_of(sequence: object) -> object:
     if not isinstance(sequence, (list, tuple)):
         raise ValueError("a list is needed")
     return tuple(tuple(each) if isinstance(each, list) else each for each in sequence)
+
+
+@dataclass(frozen=True)
+class RelaxedRule:
+    """Relaxed acceptance of drafts between two tokens; see `MTPDecodingConfig`."""
+
+    top_k: int
+    delta: float
+    begin_token: int
+    end_token: int
 
 
 Rates = tuple[float, ...] | tuple[tuple[float, ...], ...]
@@ -120,6 +131,8 @@ class DecodingBaseConfig(ConfigModel):
 
     # Whether rounds of draft length 0 may overlap, even if rounds with drafts may not.
     overlaps_plain_rounds: ClassVar[bool] = True
+    # Whether every rank of a model comes to the same drafts.
+    serves_ranks: ClassVar[bool] = True
     not_served: ClassVar[Mapping[str, NotServed]] = DECODING_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {"speculative_model_dir": "speculative_model"}
 
@@ -279,6 +292,11 @@ class DecodingBaseConfig(ConfigModel):
     def shapes(self) -> DraftShapes:
         """What a round's drafts look like, by tier."""
         return DraftShapes.chains(self.max_draft_len)
+
+    @property
+    def relaxed_rule(self) -> RelaxedRule | None:
+        """How drafts are accepted that the target has not chosen; None: they are not."""
+        return None
 
     @property
     def why_no_overlap(self) -> str | None:

@@ -10,14 +10,22 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, PositiveInt, Strict, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Strict,
+    field_validator,
+    model_validator,
+)
 
 from tllm_spec.config_base import ConfigError
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
 from tllm_spec.draft_tree_config import MAX_NODES, TREE_NAMES, DraftTreeDecodingConfig
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed, shown
-from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE
+from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, RelaxedRule
 from tllm_spec.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
@@ -50,17 +58,13 @@ EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
     ),
     "posterior_threshold": NotServed((None,), "drafts are not accepted for being merely likely"),
 }
-NO_RELAXED_ACCEPTANCE = "drafts are accepted only if they equal the target's token"
+RELAXED_OPTIONS = frozenset(
+    ("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token")
+)
 MTP_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "speculative_model": NotServed((None,), "the module is in the target's checkpoint"),
     "load_format": NotServed((None,), "the module is loaded as the target is"),
-    "use_mtp_vanilla": NotServed((False,), "one module drafts all tokens of a round"),
-    "use_relaxed_acceptance_for_thinking": NotServed((False,), NO_RELAXED_ACCEPTANCE),
-    "relaxed_topk": NotServed((1,), NO_RELAXED_ACCEPTANCE),
-    "relaxed_delta": NotServed((0.0,), NO_RELAXED_ACCEPTANCE),
-    "begin_thinking_phase_token": NotServed((128798,), NO_RELAXED_ACCEPTANCE),
-    "end_thinking_phase_token": NotServed((128799,), NO_RELAXED_ACCEPTANCE),
     "use_dynamic_tree": NotServed((False,), NO_TREE),
     "dynamic_tree_max_topK": NotServed((None,), NO_TREE),
 }
@@ -140,7 +144,7 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig):
 
 
 class MTPDecodingConfig(DecodingBaseConfig):
-    """Drafts from the next-token-prediction module in the target's own checkpoint."""
+    """Drafts from the next-token-prediction modules in the target's own checkpoint."""
 
     decoding_type: Literal["MTP"] = "MTP"
     """The next-token-prediction module of the target's checkpoint (DeepSeek V3)."""
@@ -148,11 +152,67 @@ class MTPDecodingConfig(DecodingBaseConfig):
     """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
     its own engine after the forward. Rounds overlap either way."""
 
+    use_mtp_vanilla: bool = False
+    """Draft k of a round comes from module k of the checkpoint (`num_nextn_predict_layers` there),
+    so `max_draft_len` is their number at most. False uses the first module for all drafts, as EAGLE
+    does."""
+    use_relaxed_acceptance_for_thinking: bool = False
+    """**Lossy**: between the two thinking tokens, a greedy request also accepts a draft that is
+    among the target's `relaxed_topk` best tokens and whose log probability is at most
+    `relaxed_delta` below the best one's."""
+    relaxed_topk: PositiveInt = 1
+    """For relaxed acceptance. 1 accepts the best token only."""
+    relaxed_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """For relaxed acceptance, in nats."""
+    begin_thinking_phase_token: NonNegativeInt = 128798
+    """Token id that begins the thinking phase. The default is DeepSeek R1's `<think>`."""
+    end_thinking_phase_token: NonNegativeInt = 128799
+    """Token id that ends it. The default is DeepSeek R1's `</think>`."""
+
     not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {
         **DecodingBaseConfig.old_names,
         "num_nextn_predict_layers": "max_draft_len",
     }
+
+    @model_validator(mode="after")
+    def _check_relaxed(self) -> MTPDecodingConfig:
+        given = sorted(RELAXED_OPTIONS & self.model_fields_set)
+        if not self.use_relaxed_acceptance_for_thinking:
+            changed = [
+                name
+                for name in given
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if changed:
+                raise ValueError(
+                    f"{', '.join(changed)}: for relaxed acceptance only; set "
+                    "use_relaxed_acceptance_for_thinking: true or leave them out"
+                )
+            return self
+        for name in ("use_rejection_sampling", "synthetic_acceptance_rates"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"use_relaxed_acceptance_for_thinking = True and {name} = {shown(value)} are "
+                    "exclusive, because each decides what is accepted"
+                )
+        if self.begin_thinking_phase_token == self.end_thinking_phase_token:
+            raise ValueError(
+                f"begin_thinking_phase_token = {self.begin_thinking_phase_token} must not be "
+                "end_thinking_phase_token"
+            )
+        return self
+
+    @property
+    def relaxed_rule(self) -> RelaxedRule | None:
+        if not self.use_relaxed_acceptance_for_thinking:
+            return None
+        return RelaxedRule(
+            self.relaxed_topk,
+            self.relaxed_delta,
+            self.begin_thinking_phase_token,
+            self.end_thinking_phase_token,
+        )
 
     @property
     def why_no_overlap(self) -> str | None:
@@ -179,6 +239,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
     # A user's drafter sees every round end before the next one begins.
     overlaps_plain_rounds: ClassVar[bool] = False
+    serves_ranks: ClassVar[bool] = False
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
 
     @property

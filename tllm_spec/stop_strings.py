@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tllm_spec.executor.request import StopMatch
-from tllm_spec.tokenizer import REPLACEMENT, IncrementalDetokenizer
+from tllm_spec.executor.request import StopMatch, StopOptions
+from tllm_spec.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 
 
 class FoundStop(NamedTuple):
@@ -111,6 +111,13 @@ class StopStringChecker:
         self._matcher = StopStringMatcher(stops)
         self._include_stop = include_stop
         self._pieces: list[str] = []
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, options: StopOptions) -> StopStringChecker:
+        detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=options.skip_special_tokens
+        )
+        return cls(detokenizer, options.stops, include_stop=options.include_stop)
 
     def feed(self, token: int) -> StopMatch | None:
         """What the request's output becomes when `token` completes a stop string, else None."""

@@ -63,7 +63,7 @@ class RoundTimer:
         first = {tier: self._seconds(key) for tier, key in keys.items()}
         second = {tier: self._seconds(key) for tier, key in reversed(keys.items())}
         row = {steps: (time + second[steps]) / 2 for steps, time in first.items()}
-        return row if self._runner.graphs is not None else without_outliers(row)
+        return row if self._runner.graphs is not None else without_outliers(row, self._shapes)
 
     def _seconds(self, key: GraphKey) -> float:
         runner, drafter = self._runner, self._drafter
@@ -73,11 +73,12 @@ class RoundTimer:
         return seconds + (drafter.seconds(key, *self._place) if drafter is not None else 0.0)
 
 
-def without_outliers(row: Mapping[int, float]) -> dict[int, float]:
-    """Host-timed rounds by draft length. Other work on the machine only adds time, and fewer drafts
-    never take longer than more: a time above that of a longer length is replaced by it."""
-    lengths = sorted(row)
-    return {
-        length: min(row[longer] for longer in lengths[index:])
-        for index, length in enumerate(lengths)
-    }
+def without_outliers(row: Mapping[int, float], shapes: DraftShapes) -> dict[int, float]:
+    """Host-timed rounds by tier. Other work on the machine only adds time, and neither fewer drafts
+    nor fewer steps ever take longer: a time above that of a larger shape is replaced by it."""
+
+    def contains(larger: int, tier: int) -> bool:
+        one, other = shapes.of(larger), shapes.of(tier)
+        return one.depth >= other.depth and one.num_nodes >= other.num_nodes
+
+    return {tier: min(row[each] for each in row if contains(each, tier)) for tier in row}

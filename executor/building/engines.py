@@ -62,7 +62,10 @@ def build_engines(plan: BuildPlan) -> Engines:
         plan.check_trees(draft.net.config)
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.net] if draft else [])]
-    num_pages = plan_num_pages(plan.args, models, plan.max_len, reserved_bytes(plan, draft))
+    num_pages = plan_num_pages(
+        plan.args, models, plan.max_len, plan.mapping, reserved_bytes(plan, draft)
+    )
+    num_pages = plan.communicator.minimum(num_pages)
     logger.info("KV cache: %d pages of %d tokens", num_pages - DUMMY_PAGES, plan.page_size)
     engine, kv, layers = _build_engine(
         plan,
@@ -99,7 +102,11 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
     if not draft.is_head:
         return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
     return load_head(
-        draft, target, max_positions=plan.max_len, max_num_tokens=plan.args.max_num_tokens
+        draft,
+        target,
+        max_positions=plan.max_len,
+        max_num_tokens=plan.args.max_num_tokens,
+        communicator=plan.communicator,
     )
 
 
@@ -113,7 +120,7 @@ def _load(
         device=plan.device,
         load_format=load_format,
         max_positions=plan.max_len,
-        mapping=plan.mapping,
+        communicator=plan.communicator,
         batch_invariant=batch_invariant,
     )
 

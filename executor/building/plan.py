@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.config import LlmArgs
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_shape import DraftShapes
 from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
 from tllm_spec.executor.device_choice import pick_device, pick_dtype
@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 class BuildPlan:
     """What the steps of one build share. Raises ValueError for options that cannot be honoured."""
 
-    def __init__(self, args: LlmArgs) -> None:
+    def __init__(self, args: LlmArgs, communicator: Communicator = SINGLE) -> None:
         self.args = args
+        self.communicator, self.mapping = communicator, communicator.mapping
         self.spec = args.speculative_config
-        self.device = pick_device(args.device)
+        self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
         if self.config.mla is not None:
             _refuse_for_latents(args, self.config.architecture)
@@ -45,7 +46,6 @@ class BuildPlan:
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
                 "libraries' results depend on the number of rows"
             )
-        self.mapping = Mapping()
         self.max_seq_len = _max_seq_len(args, self.config)
         self.max_draft_len = self.spec.max_draft_len if self.spec else 0
         if self.max_draft_len >= self.max_seq_len:

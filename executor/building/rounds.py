@@ -32,8 +32,9 @@ def build_controller(
     if not plan.args.deterministic:
         # Rows of all windows, one row per request, full chunks of contexts, and a short prompt.
         row_counts = {rows for key in keys for rows in key.row_counts}
-        tune_linears(models, row_counts | {max_num_tokens, max_num_tokens // 8}, plan.device)
-    pool = GraphPool(plan.device)
+        row_counts |= {max_num_tokens, max_num_tokens // 8}
+        tune_linears(models, row_counts, plan.device, plan.communicator)
+    pool = GraphPool(plan.device, plan.communicator.minimum)
     # First, since the graphs of contexts need the most memory.
     runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)
     if sizes:

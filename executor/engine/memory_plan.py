@@ -11,12 +11,12 @@ import torch
 
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
-from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
-from tllm_spec.models.mtp import NextnModule
+from tllm_spec.models.mtp import NextnModules
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,15 @@ DUMMY_PAGES = 1
 # Of the driver and a graph's nodes, measured. The activations of all graphs share one pool.
 BYTES_A_GRAPH = 16 << 20
 
-ServedModel = CausalLM | Eagle3Head | NextnModule
+ServedModel = CausalLM | Eagle3Head | NextnModules
 
 
 def plan_num_pages(
-    args: LlmArgs, models: Sequence[ServedModel], max_len: int, reserved_bytes: int = 0
+    args: LlmArgs,
+    models: Sequence[ServedModel],
+    max_len: int,
+    mapping: Mapping = SINGLE_RANK,
+    reserved_bytes: int = 0,
 ) -> int:
     """Pages of each model's pool, the dummy page included.
 
@@ -42,7 +46,7 @@ def plan_num_pages(
     machine's memory."""
     page_size, max_tokens = args.kv_cache_config.tokens_per_block, args.kv_cache_config.max_tokens
     page_bytes = sum(
-        KVPool.page_bytes(model.config.attention_geometry(Mapping()), page_size, model.dtype)
+        KVPool.page_bytes(model.config.attention_geometry(mapping), page_size, model.dtype)
         for model in models
     )
     device = models[0].device

@@ -24,10 +24,12 @@ class Captured(Generic[Result]):
 
 
 class GraphPool:
-    """Capture the work that needs the most memory first: the rest then fits into it."""
+    """Capture the work that needs the most memory first: the rest then fits into it. `agree`: makes
+    a number the same on all ranks."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, agree: Callable[[int], int] = int) -> None:
         self._device = device
+        self.agree = agree
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
@@ -52,12 +54,15 @@ class GraphPool:
 
 
 def replay_seconds(
-    graph: torch.cuda.CUDAGraph, in_a_row: float, before: Callable[[], None] | None = None
+    graph: torch.cuda.CUDAGraph,
+    in_a_row: float,
+    before: Callable[[], None] | None = None,
+    agree: Callable[[int], int] = int,
 ) -> float:
     """The device's time of one replay, in a row of replays that takes `in_a_row` seconds. Another
     such row runs first, since the device's clock is lower under load than after a pause. `before`
-    is called before each replay."""
-    number = max(1, round(in_a_row / _row_seconds(graph, 1, before)))
+    is called before each replay. `agree`: as `GraphPool`; a replay waits for the other ranks'."""
+    number = agree(max(1, round(in_a_row / _row_seconds(graph, 1, before))))
     _row_seconds(graph, number, before)
     return _row_seconds(graph, number, before) / number
 

@@ -134,7 +134,7 @@ class GraphTable(Generic[Result]):
         captured = self._find(key)
         assert captured is not None
         self._send(slots if slots is not None else [self._dummy_slot] * key.batch_size)
-        return replay_seconds(captured.graph, TIMED_SECONDS, renew)
+        return replay_seconds(captured.graph, TIMED_SECONDS, renew, self._pool.agree)
 
     def _replay(
         self, slots: list[int], shape: DraftShape, sampled: bool

@@ -65,6 +65,8 @@ class SlotState:
         """Writes drafts `[B, K]` to the next windows of slots `[B]`. `num_drafts` becomes K or the
         request's own, lower limit."""
         slot_windows.write_drafts(self._tables, slot_ids, drafts, self._draft_limits)
+        if self._trees is not None:
+            self._trees.write_chains(slot_ids, drafts.shape[1])
 
     def tree(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree | None:
         """The trees in windows of this shape of slots `[B]`; None: they are chains."""

@@ -46,6 +46,7 @@ class SlotTrees:
 
     def __init__(self, num_slots: int, width: int, device: torch.device) -> None:
         rows = torch.arange(width, device=device)
+        self._chain = rows - 1, rows, (torch.full_like(rows, 2) << rows) - 1
         # A row that was never written sees the root and itself.
         self.parents = torch.full_like(rows, -1).repeat(num_slots, 1)
         self._depths = (rows > 0).to(torch.int64).repeat(num_slots, 1)
@@ -56,6 +57,11 @@ class SlotTrees:
         depths = gather_rows(self._depths[:, : shape.window], slot_ids)
         bits = gather_rows(self._bits[:, : shape.window], slot_ids)
         return WindowTree(shape.depth, depths, bits)
+
+    def write_chains(self, slot_ids: torch.Tensor, length: int) -> None:
+        """A chain of that many drafts in each of the slots `[B]`."""
+        for table, chain in zip((self.parents, self._depths, self._bits), self._chain, strict=True):
+            table[slot_ids, : length + 1] = chain[: length + 1]
 
     def write(self, slot_ids: torch.Tensor, tree: DraftTree) -> None:
         """Rows after the tree's stay as they are: they are never accepted."""

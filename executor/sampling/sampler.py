@@ -16,6 +16,7 @@ from tllm_spec.executor.sampling.host_edits import HostEdits
 from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
 from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
 from tllm_spec.executor.sampling.rejection import reject_chain
+from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
 from tllm_spec.executor.sampling.row_places import RowPlaces, window_positions
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
@@ -46,10 +47,12 @@ class Sampler:
         rejection: bool,
         thresholds: tuple[float, float] = (1.0, 1.0),
         synthetic_rates: Rates | None = None,
+        relaxed: RelaxedAcceptance | None = None,
     ) -> None:
         seeds = RowParameters(state.floats, state.integers).integer("seed")
         self._synthetic, self._tree_synthetic = synthetic_acceptance(synthetic_rates, seeds)
         self._thresholds = thresholds
+        self._relaxed = relaxed
         self.slots = slots
         self.state = state
         self.groups = groups
@@ -60,6 +63,8 @@ class Sampler:
     def start(self, request: LlmRequest) -> None:
         """The request got a slot."""
         self.state.start(request)
+        if self._relaxed is not None:
+            self._relaxed.start(request)
         self.groups.forget()
 
     def sample_contexts(
@@ -138,6 +143,8 @@ class Sampler:
         logits = self._edit(group, logits, places)
         self.grammar_masks.apply(group, logits)
         sampled = self._emit(group, logits, places, draft_probs)
+        if self._relaxed is not None:
+            self._relaxed.note(group.slots, sampled.new_tokens, sampled.new_lens)
         if group.penalised:
             self._count(group, group.penalised, sampled)
         if raw is not None:
@@ -164,6 +171,8 @@ class Sampler:
         tokens = self._choose(group, logits, places).view(-1, group.window)
         if not places.ahead:
             return SampledTokens(tokens, torch.ones_like(kv_lens))
+        if self._relaxed is not None:
+            tokens = self._relaxed.relax(group.slots, logits, tokens, self._greedy(group))
         return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
 
     def _accept_tree(
@@ -184,6 +193,12 @@ class Sampler:
             return SampledTokens(tokens, lens, rows)
         ranks = self.slots.path_ranks(slots, num_drafts, rows, lens, group.window)
         return SampledTokens(tokens, lens, rows, ranks)
+
+    def _greedy(self, group: RowGroup) -> torch.Tensor | None:
+        """Which requests are greedy, `[N, 1]` bool; None: all."""
+        if group.sampled is None:
+            return None
+        return self.state.gather(group.slots).column("temperature") == 0
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
         """`[N, W-1]`, until the slots advance."""

@@ -85,6 +85,7 @@ class DraftModel:
     capture_layers: tuple[int, ...] | None
     shares_pages: bool  # its layers are extra layers of the target's pages
     in_target_forward: bool  # one-model path; otherwise it drafts in launches of its own
+    num_modules: int = 0  # of MTP
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
         capture_layers=None,
         shares_pages=True,
         in_target_forward=config.mtp_eagle_one_model,
+        num_modules=config.max_draft_len if config.use_mtp_vanilla else 1,
     )
 
 

@@ -22,7 +22,7 @@ def test_harmless_values_are_accepted(dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("--tp 2", "tensor_parallel_size = 2 is refused"),
+        ("--pp 2", "pipeline_parallel_size = 2 is refused"),
         ("--engine_dir x", "no compiled engines"),
         ("--modality image", "only text is served"),
         ("--medusa_choices x", "Medusa is not served"),

@@ -48,9 +48,9 @@ HARMLESS = [
 # The others, each with a part of the reason.
 REFUSED = [
     ("--backend tensorrt", "there is one backend"),
-    ("--tp_size 2", "one device"),
-    ("--gpus_per_node 8", "one device"),
-    ("--enable_attention_dp", "one device"),
+    ("--pp_size 2", "sliced over all devices"),
+    ("--cp_size 2", "divided by heads only"),
+    ("--enable_attention_dp", "a part of all requests' attention"),
     ("--kv_cache_dtype fp8", "kv_cache_config.dtype = 'fp8'"),
     ("--num_postprocess_workers 2", "text is made in the serving process"),
     ("--trust_remote_code", "trust_remote_code = True"),
@@ -99,7 +99,7 @@ def test_an_option_may_be_spelled_with_dashes_or_underscores() -> None:
 
 
 def test_all_refusals_are_in_one_message() -> None:
-    output = serve_nothing("--grpc", "--custom_module_dirs", "x", "--tp_size", "2")
+    output = serve_nothing("--grpc", "--custom_module_dirs", "x", "--pp_size", "2")
     assert len(re.findall("is refused", output)) == 3, output
 
 

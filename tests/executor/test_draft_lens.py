@@ -11,6 +11,7 @@ from tests.executor.conftest import Clock
 from tests.executor.graph_rounds import keys_of_build
 from tests.executor.harness import Harness, output_of
 from tests.lossless.engines import tiny_engine
+from tllm_spec.draft_shape import DraftShape, DraftShapes, chain_of
 from tllm_spec.executor.building.draft_lens import without_outliers
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.speculative.draft_length.controller_for import controller_for
@@ -213,9 +214,13 @@ def test_times_without_graphs_are_taken_without_outliers(
 
 
 def test_a_time_above_that_of_more_drafts_is_replaced_by_it() -> None:
-    assert without_outliers({0: 9.0, 1: 19.0, 3: 12.0, 5: 14.0}) == {
-        0: 9.0,
-        1: 12.0,
-        3: 12.0,
-        5: 14.0,
-    }
+    row = {0: 9.0, 1: 19.0, 3: 12.0, 5: 14.0}
+    found = without_outliers(row, DraftShapes.chains(5))
+    assert found == {0: 9.0, 1: 12.0, 3: 12.0, 5: 14.0}
+
+
+def test_a_shallow_tree_says_nothing_about_the_time_of_a_longer_chain() -> None:
+    trees = [DraftShape(2, 6, 3), DraftShape(5, 12, 3)]
+    shapes = DraftShapes(list(map(chain_of, range(6))), trees, trees[1])
+    row = {2: 12.0, 5: 15.0, 6: 11.0, 7: 14.0}
+    assert without_outliers(row, shapes) == {2: 11.0, 5: 14.0, 6: 11.0, 7: 14.0}

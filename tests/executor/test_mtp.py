@@ -1,7 +1,7 @@
 """Drafting with the MTP module of the target's checkpoint: in every situation the drafts are those
 of a slow loop over the true tokens, so its cache misses nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,12 @@ import pytest
 from tests.executor.draft_caches import generating, with_lengths, worker_of
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.helpers import random_tokens
-from tests.models.mtp_reference import PlainMTP, save_predictable, save_with_mtp
+from tests.models.mtp_reference import (
+    PlainMTP,
+    module_tensors,
+    save_predictable,
+    save_with_mtp,
+)
 
 PAGES = {"tokens_per_block": 4}
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -35,21 +40,47 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlainMTP]:
     return folder, PlainMTP(*save_with_mtp(folder), folder)
 
 
+@pytest.fixture(scope="module")
+def vanilla(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[PlainMTP]]:
+    """A checkpoint with three different modules."""
+    folder = tmp_path_factory.mktemp("vanilla")
+    model, _ = save_with_mtp(folder, num_modules=3)
+    return folder, [PlainMTP(model, module_tensors(folder, index), folder) for index in range(3)]
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("one_model", [True, False])
+def test_each_draft_comes_from_its_own_module_as_in_a_slow_loop(
+    one_model: bool, situation: str, vanilla: tuple[Path, list[PlainMTP]]
+) -> None:
+    folder, (first, *later) = vanilla
+    options = {"mtp_eagle_one_model": one_model, "use_mtp_vanilla": True}
+    check_drafts(folder, situation, lambda tokens: first.drafts(tokens, 3, later), **options)
+
+
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_drafts_are_those_of_a_slow_loop(
     one_model: bool, situation: str, plain: tuple[Path, PlainMTP]
 ) -> None:
     folder, slow = plain
+    check_drafts(
+        folder, situation, lambda tokens: slow.drafts(tokens, 3), mtp_eagle_one_model=one_model
+    )
+
+
+def check_drafts(
+    folder: Path, situation: str, slow: Callable[[list[int]], list[int]], **mtp_options: Any
+) -> None:
     options = {"max_batch_size": 3, "max_seq_len": 64, "kv_cache_config": PAGES}
     options |= {"disable_overlap_scheduler": True} | SITUATIONS[situation]
-    harness = Harness(folder, **options, **mtp(mtp_eagle_one_model=one_model))
+    harness = Harness(folder, **options, **mtp(**mtp_options))
     shared, num_checked = random_tokens(17), 0
     requests = [harness.submit(shared + [i] * i, max_tokens=12) for i in range(6)]
     while harness.round():
         for request in generating(harness):
             window = harness.parts.slots.window[request.slot].tolist()
-            assert window == [request.tokens[-1], *slow.drafts(request.tokens, 3)]
+            assert window == [request.tokens[-1], *slow(request.tokens)]
             num_checked += 1
     assert num_checked > 20 and all(request.num_output_tokens == 12 for request in requests)
     assert any(request.cached_tokens >= 15 for request in requests)
@@ -57,23 +88,26 @@ def test_drafts_are_those_of_a_slow_loop(
     assert all_pages_are_back(harness.executor)
 
 
-def test_after_rounds_without_drafts_the_module_misses_nothing(
-    plain: tuple[Path, PlainMTP],
+@pytest.mark.parametrize("is_vanilla", [False, True])
+def test_after_rounds_without_drafts_or_with_fewer_no_module_misses_anything(
+    is_vanilla: bool, vanilla: tuple[Path, list[PlainMTP]]
 ) -> None:
-    folder, slow = plain
-    harness = Harness(folder, max_seq_len=64, disable_overlap_scheduler=True, **mtp())
+    folder, (first, *later) = vanilla
+    spec = mtp(use_mtp_vanilla=is_vanilla)
+    harness = Harness(folder, max_seq_len=64, disable_overlap_scheduler=True, **spec)
 
     def lengths() -> Iterator[int]:
-        yield from cycle([3, 0, 0, 0, 3, 3, 0])
+        yield from cycle([3, 0, 0, 0, 3, 1, 3, 0])
 
     with_lengths(harness, lengths())
     requests = [harness.submit(random_tokens(9, seed=i), max_tokens=30) for i in range(2)]
     num_drafted = 0
     while harness.round():
         for request in generating(harness):
-            if harness.parts.slots.num_drafts[request.slot]:
+            if count := int(harness.parts.slots.num_drafts[request.slot]):
                 window = harness.parts.slots.window[request.slot].tolist()
-                assert window == [request.tokens[-1], *slow.drafts(request.tokens, 3)]
+                drafts = first.drafts(request.tokens, count, later if is_vanilla else ())
+                assert window[: 1 + count] == [request.tokens[-1], *drafts]
                 num_drafted += 1
     assert num_drafted > 10 and all(request.num_output_tokens == 30 for request in requests)
 

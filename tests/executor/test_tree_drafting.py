@@ -169,6 +169,54 @@ def test_a_static_tree_has_the_tokens_of_its_ranks(
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tier", [3, 4])
+def test_a_chain_and_a_tree_that_are_chosen_accept_what_fixed_ones_accept(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str, tier: int
+) -> None:
+    trees = [{"max_draft_len": 3, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}]
+    choice = {"adaptive": {"candidate_steps": [0, 3], "candidate_trees": trees}}
+    tree = {"dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}
+    fixed = tree if tier == 4 else {"use_dynamic_tree": False, "dynamic_tree_max_topK": None}
+    found = []
+    for options in (choice | {"dynamic_tree_max_topK": 4}, fixed):
+        harness = Harness(tiny, **one_model(tiny_draft, head, mode, 3, **options))
+        if options is not fixed:
+            harness.parts.draft_len_for = lambda *_: tier
+        requests = [harness.submit([i, *PROMPT], 40, temperature=HOT, seed=i) for i in range(3)]
+        harness.run()
+        found.append([(output_of(each), each.counters.stats()) for each in requests])
+    assert found[0] == found[1]
+    assert any(stats.num_accepted_tokens for _, stats in found[0])
+
+
+def test_the_controller_learns_acceptance_by_depth_and_rank_from_accepted_paths(
+    tiny: Path, tiny_draft: Path, head: Path
+) -> None:
+    """Drafts are accepted by chance: 0.5 for a first child, 0.4 of the rest for a second."""
+    rates, tree = [[0.5, 0.2], [0.5, 0.2]], {"max_draft_len": 2, "dynamic_tree_max_topK": 3}
+    options = {
+        "synthetic_acceptance_rates": rates,
+        "max_total_draft_tokens": 12,
+        "adaptive": {
+            "candidate_steps": [0, 2],
+            "candidate_trees": [tree | {"max_total_draft_tokens": 12}],
+            "window_trials": 2000.0,
+        },
+    }
+    speculation = one_model(tiny_draft, head, "draft_target_tree", 2, **options)
+    harness = Harness(tiny, **speculation, max_seq_len=500)
+    harness.parts.draft_len_for = lambda *_: 3
+    for seed in range(4):
+        harness.submit(PROMPT, 440, temperature=HOT, seed=seed)
+    harness.run()
+    slot = harness.parts.controller.state()["slots"]["1"]
+    assert slot["acceptance"] == pytest.approx([0.5, 0.5], abs=0.06)
+    second, third = slot["further_children"][:2]
+    assert second == pytest.approx(0.4, abs=0.06) and third < 0.04
+    assert slot["tree_gain"] == pytest.approx(1.0, abs=0.12)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("depth", "topk", "num_nodes"), [(2, 4, 20), (4, 5, 6)])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_every_row_is_written_to_a_page_of_its_own_request(

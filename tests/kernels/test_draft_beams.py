@@ -13,6 +13,8 @@ from tllm_spec.kernels.beam_pool import BeamPool, DraftTree
 from tllm_spec.kernels.draft_beams import add_last, first_beams, grow, select
 
 SIZES = [
+    (1, 1, 1),  # a chain
+    (1, 4, 4),
     (2, 1, 2),
     (2, 3, 5),
     (2, 6, 22),

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.kernels.hopper import compiled_for_hopper
 from tests.kernels.interpreter import only_with_the_compiler
 
@@ -60,3 +62,28 @@ def test_the_kernels_of_slots_and_kv_compile() -> None:
     check(_write, 1, (*slots, *trees), width=33, block=64, PDL=True)
     paths = {"PAGE_SIZE": 32, "WIDTH": 512, "STEPS": 8, "BLOCK": 512, "PDL": True}
     check(move_kv_kernel, 4, ("all_first", "rows", "lens"), **paths)
+
+
+@only_with_the_compiler
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_the_kernels_of_chains_that_are_drafted_as_trees_compile(length: int) -> None:
+    from tllm_spec.kernels.draft_beams_triton import _first, _grow, _select
+    from tllm_spec.kernels.path_ranks_triton import _path_ranks
+    from tllm_spec.kernels.top_tokens_triton import _best_of_row
+
+    pool = ("pool_scores", "pool_tokens", "pool_beams")
+    beams = ("next_tokens", "next_scores", "next_rows", "next_bits")
+    chain = {"pool_size": length, "beams_size": max(length - 1, 1), "topk": 1, "PDL": True}
+    check(_first, 1, ("probs", "tokens", "rows", "bits", *pool), **chain, block=1)
+    inputs, sizes = ("scores", "bits", "probs", "tokens"), {"topk_block": 1, "block": 1}
+    check(_grow, 1, (*inputs, *beams, *pool), **chain, **sizes, is_last=False)
+    results, block = ("tokens", "parents", "depths", "all_bits"), 1 << (length - 1).bit_length()
+    sizes = {"size": length, "block": block, "num_drafts": length}
+    check(_select, 4, (*results, *pool), **chain, **sizes)
+    sizes = {"rows_per_request": 1, "block": 512, "topk": 1, "topk_block": 1, "parts_block": 256}
+    noise = ("temperatures", "seeds", "positions", "cuts", "token_map")
+    check(_best_of_row, 8, ("parts", "probs", "tokens", *noise), **sizes, PDL=True)
+    path = {"width": 1 + length, "block": 2 * block, "path": 1 + length, "PDL": True}
+    values = {"end": 64, "off_chain": 128, "nothing": -1}
+    pointers = ("all_parents", "slots", "all_num_drafts", "rows", "lens", "found")
+    check(_path_ranks, 1, pointers, **path, **values)

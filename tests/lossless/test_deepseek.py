@@ -82,7 +82,7 @@ def test_latent_attention_gives_plain_text_with_and_without_drafts(
 @pytest.fixture(scope="module")
 def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mtp")
-    save_predictable(path)
+    save_predictable(path, num_modules=2)
     return path
 
 
@@ -92,14 +92,21 @@ def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize(("one_model", "draft_len"), [(True, 1), (True, 3), (False, 2)])
-def test_the_models_own_module_drafts_and_leaves_the_text_alone(
-    one_model: bool, draft_len: int, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize(("is_vanilla", "draft_len"), [(False, 3), (True, 2)])
+def test_the_models_own_modules_draft_and_leave_the_text_alone(
+    one_model: bool,
+    is_vanilla: bool,
+    draft_len: int,
+    setting: str,
+    with_mtp: Path,
+    plain_of_mtp: list[list[int]],
 ) -> None:
     mtp = {
         "decoding_type": "MTP",
         "num_nextn_predict_layers": draft_len,
         "mtp_eagle_one_model": one_model,
+        "use_mtp_vanilla": is_vanilla,
     }
     found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
     assert found == plain_of_mtp
@@ -153,11 +160,21 @@ def test_what_latent_attention_does_not_have_is_refused(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
+@pytest.mark.parametrize("is_vanilla", [False, True])
 @pytest.mark.parametrize("one_model", [None, True, False])
 def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
-    one_model: bool | None, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+    one_model: bool | None,
+    is_vanilla: bool,
+    setting: str,
+    with_mtp: Path,
+    plain_of_mtp: list[list[int]],
 ) -> None:
-    mtp = {"decoding_type": "MTP", "max_draft_len": 3, "mtp_eagle_one_model": one_model}
+    mtp = {
+        "decoding_type": "MTP",
+        "max_draft_len": 2,
+        "mtp_eagle_one_model": one_model,
+        "use_mtp_vanilla": is_vanilla,
+    }
     spec = None if one_model is None else mtp
     options = {"device": "cuda", "dtype": "float32", "cuda_graph_config": {"batch_sizes": [1, 3]}}
     found, acceptance_length = texts(

@@ -2,6 +2,7 @@
 have one."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def save_with_mtp(
     folder: Path, num_modules: int = 1, noise: float = 1.0, **config: Any
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """A random V3 with MTP modules after its layers. Returns transformers' model without them, and
-    the first module's tensors, by their names below `model.layers.N.`. `noise`: of the module's
+    the first module's tensors, by their names below `model.layers.N.` (`module_tensors` reads the
+    others'). `noise`: of the module's
     projection, next to one that passes the embedding on."""
     model = save_deepseek(folder, "DeepseekV3", **config)
     tensors = load_file(folder / "model.safetensors")
@@ -105,32 +107,41 @@ class PlainMTP:
         output: torch.Tensor = self.model.lm_head(states)
         return output
 
-    def drafts(self, tokens: list[int], count: int) -> list[int]:
+    def drafts(self, tokens: list[int], count: int, later: "Sequence[PlainMTP]" = ()) -> list[int]:
         """Greedy drafts after `tokens`, whose last one the target has not read: the module reads
-        the target's states first, then its own."""
+        the target's states first, then its own. later: the modules that make the steps after the
+        first, in place of this one."""
         hidden, drafted = self.target_states(tokens[:-1]), list[int]()
         read = tokens[1:]
-        for _ in range(count):
-            states = self.states(read, hidden)
+        for module in [self, *(later or [self] * count)][:count]:
+            states = module.states(read, hidden)
             drafted.append(int(self.logits(states[-1]).argmax()))
             read = [*read, drafted[-1]]
             hidden = torch.cat((hidden, states[-1:]))
         return drafted
 
 
-def save_predictable(folder: Path) -> None:
-    """A checkpoint whose layers add little to the embedding, so that the module, which passes the
-    embedding on, is often right."""
-    save_with_mtp(folder)
+def module_tensors(folder: Path, index: int, num_layers: int = 3) -> dict[str, torch.Tensor]:
+    """The tensors of module `index` of a checkpoint, by their names below `model.layers.N.`."""
+    prefix = f"model.layers.{num_layers + index}."
+    tensors = load_file(folder / "model.safetensors").items()
+    return {name.removeprefix(prefix): x for name, x in tensors if name.startswith(prefix)}
+
+
+def save_predictable(folder: Path, num_modules: int = 1) -> None:
+    """A checkpoint whose layers add little to the embedding, so that the modules, which pass the
+    embedding on, are often right."""
+    save_with_mtp(folder, num_modules)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor *= 0.04
         elif name.endswith("shared_head.norm.weight"):
             tensor.copy_(tensors["model.norm.weight"])
-    number = "model.layers.3."
     size = len(tensors["model.norm.weight"])
-    for name in ("enorm.weight", "hnorm.weight"):
-        tensors[number + name] = torch.ones(size)
-    tensors[number + "eh_proj.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    passed_on = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    for number in range(3, 3 + num_modules):
+        for name in ("enorm.weight", "hnorm.weight"):
+            tensors[f"model.layers.{number}.{name}"] = torch.ones(size)
+        tensors[f"model.layers.{number}.eh_proj.weight"] = passed_on.clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

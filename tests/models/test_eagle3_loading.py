@@ -22,7 +22,6 @@ from tests.models.tiny_eagle3 import (
     save,
     write_tiny_eagle3,
 )
-from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
 
@@ -293,8 +292,3 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
     assert not trace.exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert trace.exists(), "the pickle must run code if it is allowed to"
-
-
-def test_tensor_parallelism_is_refused(target: CausalLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tp_size is 2; .*tp_size 1 only"):
-        load_head(write_tiny_eagle3(tmp_path / "head"), target, mapping=Mapping(0, 2, 2))

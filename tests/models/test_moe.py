@@ -234,3 +234,22 @@ def test_an_expert_layer_counts_each_experts_output_as_activations() -> None:
     assert config.row_elements == 3 * (24 + HIDDEN) + 3 * 40
     config, _ = CONFIGS["v3"]  # whose shared expert is one more
     assert config.row_elements == 4 * (24 + HIDDEN)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama4"])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_the_parts_of_four_ranks_sum_to_the_layer(name: str, ep_size: int) -> None:
+    if ep_size > 1 and CONFIGS[name][0].num_shared:
+        pytest.skip("a shared expert among the others is not divided")
+    whole, tensors = filled(name)
+    hidden = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(5))
+    expected = whole.forward(hidden)
+    total = torch.zeros_like(expected)
+    for rank in range(4):
+        config, names = CONFIGS[name]
+        mapping = Mapping(rank, 4, 4, ep_size)
+        part = SparseMoE(config, Placement(torch.float32, CPU, mapping), names)
+        for path, slot in weight_table(part).items():
+            slot.load(tensors[path])
+        total += part._output(hidden, None)  # the communicator of one process sums nothing
+    torch.testing.assert_close(total, expected)

@@ -16,7 +16,7 @@ from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.mtp import NextnModule, check_nextn, load_nextn
+from tllm_spec.models.mtp import NextnModules, check_nextn, load_nextn
 
 TOKENS = random_tokens(31)
 
@@ -24,7 +24,7 @@ TOKENS = random_tokens(31)
 class ModuleRunner(PagedRunner):
     """Runs a module over its own pool."""
 
-    def __init__(self, module: NextnModule) -> None:
+    def __init__(self, module: NextnModules) -> None:
         super().__init__(module.target)
         geometry = module.config.attention_geometry(SINGLE_RANK)
         self.module = module
@@ -40,10 +40,10 @@ class ModuleRunner(PagedRunner):
         rows = {0: tokens}
         metadata = self.metadata({}, rows, 0) if as_window else self.metadata(rows, {}, 0)
         context = ForwardContext(self.backend, self.backend.plan(metadata))
-        return self.module.predict(torch.tensor(tokens), metadata.positions, hidden, context)
+        return self.module.predict(torch.tensor(tokens), metadata.positions, hidden, context, 0)
 
 
-def load_module(folder: Path, **options: Any) -> NextnModule:
+def load_module(folder: Path, **options: Any) -> NextnModules:
     target = load(folder, **options)
     assert isinstance(target, DeepseekForCausalLM)
     return load_nextn(folder, target, options.get("load_format", "auto"))
@@ -93,12 +93,13 @@ def test_missing_and_surplus_tensors_of_a_module_are_named(tmp_path: Path) -> No
         load_module(tmp_path)
 
 
-def test_a_checkpoint_needs_exactly_one_module(tmp_path: Path) -> None:
-    for number, problem in ((0, "is 0"), (2, "is 2; a module for each step")):
+def test_a_checkpoint_needs_the_modules_that_draft(tmp_path: Path) -> None:
+    for number, wanted, problem in ((0, 1, "is 0"), (2, 3, "max_draft_len = 3 needs .* is 2")):
         folder = tmp_path / str(number)
         save_with_mtp(folder, num_modules=number)
         with pytest.raises(ValueError, match=problem):
-            check_nextn(ModelConfig.from_pretrained(folder))
+            check_nextn(ModelConfig.from_pretrained(folder), wanted)
+    check_nextn(ModelConfig.from_pretrained(folder), 2)
 
 
 def test_dummy_weights_need_only_the_config(tmp_path: Path) -> None:

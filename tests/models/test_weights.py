@@ -164,14 +164,29 @@ def test_the_shards_of_a_layer_sum_to_the_whole_layer(tmp_path: Path) -> None:
 
 def test_tensor_parallel_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama")
-    with pytest.raises(ValueError, match=r"tp_size is 2.*only tp_size 1"):
-        load(tmp_path, mapping=Mapping(0, 2, 2))
     config = load(tmp_path).config
     with pytest.raises(
-        ValueError, match="num_key_value_heads is 2, which tp_size 4 does not divide"
+        ValueError, match="num_attention_heads is 4, which tp_size 3 does not divide"
     ):
-        LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 4, 4)))
+        LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 3, 3)))
+    with pytest.raises(ValueError, match="moe_expert_parallel_size is 2; it must divide"):
+        Mapping(0, 3, 3, ep_size=2)
     with pytest.raises(ValueError, match="rank is 2; world_size 2"):
         Mapping(2, 2)
     with pytest.raises(ValueError, match="tp_size is 3; it must divide world_size, which is 4"):
         Mapping(0, 4, 3)
+
+
+def test_ranks_with_more_heads_than_there_are_share_keys_and_values(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "Llama")
+    config = load(tmp_path).config
+    tensors = load_file(tmp_path / "model.safetensors")
+    keys = []
+    for rank in range(4):
+        model = LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(rank, 4, 4)))
+        for name, slot in weight_table(model).items():
+            slot.load(tensors[name])
+        keys.append(model.model.layers[0].self_attn.qkv_proj.weight[16:32])
+    whole = tensors["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(torch.cat((keys[0], keys[2])), whole)
+    assert torch.equal(keys[0], keys[1]) and torch.equal(keys[2], keys[3])

@@ -17,6 +17,7 @@ from tllm_spec.tokenizer import check_text, load_tokenizer
 STATS = SpeculativeStats(2, 5, (2, 2), (2, 1))
 STATE = {
     "speculative_num_steps": 2,
+    "draft_shape": {"name": "2", "depth": 2, "drafts": 2, "topk": 1},
     "num_requests_running": 3,
     "num_requests_waiting": 4,
     "num_preemptions": 5,

@@ -186,8 +186,8 @@ def engine_section(model_name: str, args: LlmArgs) -> dict[str, Any]:
 
 def world_section(args: LlmArgs) -> dict[str, Any]:
     return {
-        "tp_size": 1,
-        "world_size": 1,
+        "tp_size": args.tensor_parallel_size,
+        "world_size": args.tensor_parallel_size,
         "max_batch_size": args.max_batch_size,
         "max_num_tokens": args.max_num_tokens,
         "max_seq_len": args.max_seq_len,

@@ -209,7 +209,7 @@ class ModelConfig:
         return AttentionGeometry(
             num_layers=self.num_layers,
             num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
-            num_kv_heads=mapping.shard(self.num_kv_heads, "num_key_value_heads"),
+            num_kv_heads=mapping.shard_kv_heads(self.num_kv_heads),
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
         )

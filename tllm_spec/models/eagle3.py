@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.row_copies import gather_rows
@@ -20,7 +20,7 @@ from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3_checkpoint import check_sizes, head_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Embedding, RMSNorm
-from tllm_spec.models.linear import ColumnLinear, Linear
+from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer
 from tllm_spec.models.module import Module, Placement, specialize_for_cpu
 from tllm_spec.models.registry import LoadFormat
@@ -46,9 +46,7 @@ class BorrowedModules:
         assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, Linear)
         if tied and lm_head.weight is not embed_tokens.weight:
             rows, columns = embed_tokens.weight.shape
-            lm_head = Linear(
-                columns, rows, bias=False, placement=placement, weight=embed_tokens.weight
-            )
+            lm_head = OutputLinear(columns, rows, placement=placement, tied=embed_tokens.weight)
         return cls(embed_tokens, lm_head)
 
 
@@ -150,7 +148,7 @@ class Eagle3Head(Module):
             target, tied=config.tie_word_embeddings, placement=placement
         )
         self.lm_head = (
-            ColumnLinear(size, {"lm_head": config.output_size}, bias=False, placement=placement)
+            OutputLinear(size, config.output_size, placement=placement)
             if config.has_own_lm_head
             else None
         )
@@ -230,7 +228,7 @@ def load_eagle3_head(
     num_captured: int,
     load_format: LoadFormat,
     max_positions: int,
-    mapping: Mapping = SINGLE_RANK,
+    communicator: Communicator = SINGLE,
 ) -> Eagle3Head:
     """Build the head that `path/config.json` describes, in the target's dtype and on its device,
     and load its weights.
@@ -242,7 +240,7 @@ def load_eagle3_head(
         load_format: `auto` reads safetensors or pytorch_model.bin, `dummy` fills random weights.
         max_positions: rows of the rotary table, which no request may exceed; the length that the
             head was trained on is not a limit.
-        mapping: this rank's place.
+        communicator: this rank's, with its place.
 
     Raises:
         ValueError: the config or the checkpoint is not served or does not fit the target; the
@@ -250,11 +248,9 @@ def load_eagle3_head(
     """
     config = Eagle3Config.from_pretrained(path)
     config.check_target(target.config, num_captured)
-    if mapping.tp_size > 1:
-        raise ValueError(
-            f"tp_size is {mapping.tp_size}; an EAGLE-3 head is served with tp_size 1 only."
-        )
-    placement = Placement(target.dtype, target.device, mapping)
+    placement = Placement(
+        target.dtype, target.device, communicator.mapping, communicator=communicator
+    )
     head = Eagle3Head(config, target, num_captured, max_positions, placement)
     if load_format == "dummy":
         _fill_dummy(head)

@@ -1,10 +1,11 @@
 """Linear layers of one tensor-parallel rank, and the checkpoint tensors that they fuse.
 
-They hold one rank's shard; communication with other ranks is not done here.
+Each holds one rank's shard. Row-parallel layers sum over the ranks, and the output layer gathers.
 """
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         self.mapping = placement.mapping
+        self.communicator = placement.communicator
         self.batch_invariant = placement.batch_invariant
         self.shares_weight = weight is not None
         if weight is None:
@@ -113,7 +115,8 @@ class Linear(Module):
 
 class ColumnLinear(Linear):
     """Column-parallel: each rank has a slice of the outputs of every part. `parts`: the names of
-    the fused checkpoint tensors, with their full output sizes. `weight`: a parameter to share."""
+    the fused checkpoint tensors, with their full output sizes. `copies`: parts of which so many
+    neighbouring ranks have the same slice. `weight`: a parameter to share."""
 
     def __init__(
         self,
@@ -123,15 +126,16 @@ class ColumnLinear(Linear):
         bias: bool,
         placement: Placement,
         weight: nn.Parameter | None = None,
+        copies: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         local = {
-            name: placement.mapping.shard(size, f"the output of {name}")
+            name: placement.mapping.shard(size * copies.get(name, 1), f"the output of {name}")
             for name, size in parts.items()
         }
         super().__init__(
             in_features, sum(local.values()), bias=bias, placement=placement, weight=weight
         )
-        self.parts = local
+        self.parts, self.copies = local, copies
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         """None for a shared weight, which the other module loads."""
@@ -141,17 +145,42 @@ class ColumnLinear(Linear):
         for name, size in self.parts.items():
             for kind, parameter in self.named_parameters():
                 rows = parameter[first : first + size]
-                shape = (size * self.mapping.tp_size, *rows.shape[1:])
-                yield (
-                    f"{sibling(path, name)}.{kind}",
-                    WeightSlot(rows, shape, 0, size * self.mapping.tp_rank),
-                )
+                copies = self.copies.get(name, 1)
+                shape = (size * self.mapping.tp_size // copies, *rows.shape[1:])
+                start = size * (self.mapping.tp_rank // copies)
+                yield f"{sibling(path, name)}.{kind}", WeightSlot(rows, shape, 0, start)
             first += size
 
 
+class OutputLinear(ColumnLinear):
+    """A column-parallel output layer, of which every rank gets all logits. `tied`: an embedding,
+    whose weight it shares; every rank has all of that."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        placement: Placement,
+        tied: nn.Parameter | None = None,
+    ) -> None:
+        mapping, weight = placement.mapping, tied
+        if tied is not None and mapping.tp_size > 1:
+            number = mapping.shard(out_features, "the output of lm_head")
+            first = number * mapping.tp_rank
+            weight = nn.Parameter(tied[first : first + number], requires_grad=False)
+        super().__init__(
+            in_features, {"lm_head": out_features}, bias=False, placement=placement, weight=weight
+        )
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """`[R, H]` to `[R, V]`, of `norm(x)` if there is a norm."""
+        return self.communicator.all_gather(super().forward(x, norm))
+
+
 class RowLinear(Linear):
-    """Row-parallel: each rank has a slice of the inputs. The outputs of all ranks must be summed;
-    rank 0 adds the bias."""
+    """Row-parallel: each rank has a slice of the inputs, and the outputs of all ranks are summed.
+    Rank 0 adds the bias."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, placement: Placement
@@ -160,6 +189,19 @@ class RowLinear(Linear):
         first_rank = placement.mapping.tp_rank == 0
         super().__init__(local, out_features, bias=bias and first_rank, placement=placement)
         self.has_bias = bias
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """As `Linear.add_to`, for the sum of all ranks."""
+        if self.mapping.tp_size == 1:
+            super().add_to(total, x)
+            return
+        part = self.forward(x)
+        self.communicator.all_reduce(part)
+        total.add_(part)
+
+    def add_part_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """As `add_to`, of this rank only: the caller sums over the ranks."""
+        super().add_to(total, x)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         out_features, local = self.weight.shape

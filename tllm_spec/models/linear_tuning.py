@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from time import monotonic
 
+import msgpack
 import torch
 from torch import nn
 
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.cublas_lt import ALGORITHM_BYTES, DATA_TYPES, CublasLt, shared_library
 from tllm_spec.kernels.disk_cache import cache_folder
 from tllm_spec.kernels.linear_table import read_table, table_path, write_table
@@ -23,9 +25,13 @@ MIN_WEIGHT_BYTES = 4 << 20  # for smaller weights the launch takes most of the t
 
 @torch.inference_mode()
 def tune_linears(
-    models: Sequence[nn.Module], row_counts: Iterable[int], device: torch.device
+    models: Sequence[nn.Module],
+    row_counts: Iterable[int],
+    device: torch.device,
+    communicator: Communicator = SINGLE,
 ) -> None:
-    """Does nothing without CUDA. Batch-invariant layers keep their kernel. Waits for the device."""
+    """Does nothing without CUDA. Batch-invariant layers keep their kernel. Waits for the device.
+    Rank 0 chooses for all ranks, so that a layer that all have puts out the same bits on each."""
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]
     layers = [layer for layer in layers if _is_worth_it(layer)]
     if device.type != "cuda" or not layers:
@@ -38,7 +44,11 @@ def tune_linears(
     name = torch.cuda.get_device_name(device)
     path = table_path(cache_folder(), name, lt.version, torch.__version__)
     table = read_table(path, ALGORITHM_BYTES)
-    num_measured = tune_missing(table, lt, _by_shape(layers), row_counts)
+    is_first, num_measured = communicator.mapping.rank == 0, 0
+    if is_first:
+        num_measured = tune_missing(table, lt, _by_shape(layers), row_counts)
+    choices = communicator.broadcast(msgpack.packb(table.choices) if is_first else b"")
+    table.choices = msgpack.unpackb(choices)
     tuned = TunedGemms(lt, table)
     for layer in layers:
         layer.tuned_gemms = tuned
@@ -59,10 +69,10 @@ def _is_worth_it(layer: Linear) -> bool:
 
 
 def _by_shape(layers: Iterable[Linear]) -> list[GemmGroup]:
-    """The results of row-parallel layers are added to the residual stream."""
+    """The results of row-parallel layers are added to the residual stream, if no other rank's are
+    added before."""
     found: dict[tuple[torch.Size, torch.dtype, bool], list[torch.Tensor]] = defaultdict(list)
     for layer in layers:
-        found[layer.weight.shape, layer.weight.dtype, isinstance(layer, RowLinear)].append(
-            layer.weight
-        )
+        adds = isinstance(layer, RowLinear) and layer.mapping.tp_size == 1
+        found[layer.weight.shape, layer.weight.dtype, adds].append(layer.weight)
     return [GemmGroup(weights, adds) for (_, _, adds), weights in found.items()]

@@ -13,7 +13,7 @@ from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding, HeadNorm, RMSNorm
-from tllm_spec.models.linear import ColumnLinear, RowLinear
+from tllm_spec.models.linear import ColumnLinear, OutputLinear, RowLinear
 from tllm_spec.models.module import Module, Placement
 from tllm_spec.models.moe import MIXTRAL_NAMES, QWEN_NAMES, SparseMoE
 from tllm_spec.models.rotary import cos_sin_table
@@ -37,8 +37,13 @@ class Attention(Module):
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        copies = placement.mapping.copies_of_kv_heads(config.num_kv_heads)
         self.qkv_proj = self.projection(
-            input_size or config.hidden_size, parts, bias=config.qkv_bias, placement=placement
+            input_size or config.hidden_size,
+            parts,
+            bias=config.qkv_bias,
+            placement=placement,
+            copies={"k_proj": copies, "v_proj": copies},
         )
         self.qk_norm: HeadNorm | None = (
             HeadNorm(
@@ -178,12 +183,9 @@ class LlamaForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = LlamaModel(config, max_positions, placement, self.layer_type)
-        self.lm_head = ColumnLinear(
-            config.hidden_size,
-            {"lm_head": config.vocab_size},
-            bias=False,
-            placement=placement,
-            weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
+        tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
+        self.lm_head = OutputLinear(
+            config.hidden_size, config.vocab_size, placement=placement, tied=tied
         )
 
     def forward(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.mapping import Mapping
 
 
@@ -20,6 +21,7 @@ class Placement:
     mapping: Mapping
     batch_invariant: bool = False
     """Whether a row's result must have the same bits for any number of other rows."""
+    communicator: Communicator = SINGLE
 
     def parameter(self, *shape: int, column_major: bool = False) -> nn.Parameter:
         """Uninitialised: loading fills it. `column_major` changes the strides, not the shape."""

@@ -1,7 +1,7 @@
 """A mixture-of-experts layer: router, experts, and the experts that every token takes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -118,15 +118,21 @@ class Router(Linear):
 
 
 class Experts(Module):
-    """The weights of all experts, the last of which may be the shared one; a rank has a slice of
-    each expert's intermediate size."""
+    """A rank has some of the experts, and of these a slice of the intermediate size: all experts
+    without expert parallelism, whole ones with nothing else. The last may be the shared one."""
 
     def __init__(self, config: MoEConfig, placement: Placement, names: MoENames) -> None:
         super().__init__()
         self.names, self.mapping = names, placement.mapping
-        self.num_routed = config.num_experts
-        hidden, number = config.hidden_size, config.num_experts + config.num_shared
-        inner = placement.mapping.shard(config.intermediate_size, "moe_intermediate_size")
+        self.num_routed = self.mapping.shard_experts(config.num_experts)
+        if config.num_shared and self.mapping.ep_size > 1:
+            raise ValueError(
+                f"moe_expert_parallel_size = {self.mapping.ep_size} is not served for a model "
+                "whose shared expert is as large as the others; 1 is accepted"
+            )
+        hidden, number = config.hidden_size, self.num_routed + config.num_shared
+        inner = self.mapping.shard_expert(config.intermediate_size)
+        self.first = self.num_routed * self.mapping.ep_rank
         self.gate_up = placement.parameter(number, 2 * inner, hidden)
         self.down = placement.parameter(number, hidden, inner)
 
@@ -136,24 +142,38 @@ class Experts(Module):
         experts: torch.Tensor,
         input_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Each assignment's output, `[T * k, H]`, for x `[T, H]` and its experts `[T, k]`.
-        `input_weights` `[T, k]` multiply the inputs."""
+        """Each assignment's output on this rank, `[T * k, H]`, for x `[T, H]` and its experts
+        `[T, k]`. `input_weights` `[T, k]` multiply the inputs."""
         number = self.gate_up.shape[0]
         block_rows = block_rows_of(experts.numel(), number, x.dtype, x.device)
-        rows = moe_permute(experts, number, block_rows)
-        return down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+        if self.mapping.ep_size == 1:
+            rows = moe_permute(experts, number, block_rows)
+            return down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+        experts = experts - self.first
+        is_elsewhere = (experts < 0) | (experts >= number)
+        # As one more expert, which sorts last, and whose blocks are left out.
+        experts = experts.masked_fill(is_elsewhere, number)
+        rows = moe_permute(experts, number + 1, block_rows)
+        left_out = (is_elsewhere.sum(dtype=torch.int32) + (block_rows - 1)) // block_rows
+        rows = replace(rows, num_blocks=rows.num_blocks - left_out)
+        parts = down(gate_up_silu(x, self.gate_up, rows, input_weights), self.down, rows)
+        return parts.masked_fill_(is_elsewhere.view(-1, 1), 0)
 
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         names, number = self.names, self.num_routed
         if names.fused:
-            assert self.mapping.tp_size == 1, "a slice of fused gates and ups is two slices"
+            if self.mapping.tp_size > 1:
+                raise ValueError(
+                    "tensor parallelism is not served for checkpoints whose experts are fused"
+                )
             for name, parameter in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
                 by_inputs = parameter[:number].transpose(1, 2)
                 yield f"{path}.{name}", WeightSlot(by_inputs, tuple(by_inputs.shape))
         else:
-            for expert in range(number):
+            for expert in range(number * self.mapping.ep_size):
                 parts = (names.gate, names.up, names.down)
-                yield from self._slots_of(expert, f"{path}.{expert}", parts)
+                own = expert - self.first
+                yield from self._slots_of(own, f"{path}.{expert}", parts)
         if number < len(self.down):
             parts = ("gate_proj", "up_proj", "down_proj")
             yield from self._slots_of(number, sibling(path, names.shared), parts)
@@ -161,11 +181,15 @@ class Experts(Module):
     def _slots_of(
         self, expert: int, path: str, parts: tuple[str, str, str]
     ) -> Iterator[tuple[str, WeightSlot]]:
-        """`parts`: the names of gate, up and down."""
-        gate_up, down_weight = self.gate_up[expert], self.down[expert]
-        hidden, inner = down_weight.shape
-        start, full = inner * self.mapping.tp_rank, inner * self.mapping.tp_size
-        for name, rows in zip(parts[:2], (gate_up[:inner], gate_up[inner:]), strict=True):
+        """expert: its index on this rank, outside of the range for another rank's. `parts`: the
+        names of gate, up and down."""
+        number, hidden, inner = self.down.shape
+        is_here = 0 <= expert < number
+        gate = self.gate_up[expert, :inner] if is_here else None
+        up = self.gate_up[expert, inner:] if is_here else None
+        down_weight = self.down[expert] if is_here else None
+        start, full = inner * self.mapping.moe_tp_rank, inner * self.mapping.moe_tp_size
+        for name, rows in zip(parts[:2], (gate, up), strict=True):
             yield f"{path}.{name}.weight", WeightSlot(rows, (full, hidden), 0, start)
         yield f"{path}.{parts[2]}.weight", WeightSlot(down_weight, (hidden, full), 1, start)
 
@@ -181,12 +205,12 @@ class SharedExpert(Module):
         self.down_proj = RowLinear(inner, hidden, bias=False, placement=placement)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor, gate: Linear | None) -> None:
-        """Add the output for x `[T, H]` to `total` `[T, H]` in place, times the sigmoid of `gate`'s
-        output `[T, 1]`."""
+        """Add this rank's part of the output for x `[T, H]` to `total` `[T, H]` in place, times the
+        sigmoid of `gate`'s output `[T, 1]`."""
         inner = self.gate_up_proj.gated(x)
         if gate is not None:
             inner = inner * gate.forward(x).sigmoid()
-        self.down_proj.add_to(total, inner)
+        self.down_proj.add_part_to(total, inner)
 
 
 class SparseMoE(Module):
@@ -202,7 +226,8 @@ class SparseMoE(Module):
         self, config: MoEConfig, placement: Placement, names: MoENames = QWEN_NAMES
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.communicator = config, placement.communicator
+        self.is_shared = placement.mapping.tp_size > 1
         self.add_under(names.router, "router", Router(config, placement))
         self.experts = Experts(config, placement, names)
         has_layer = config.shared_intermediate_size > 0 and not config.num_shared
@@ -213,13 +238,20 @@ class SparseMoE(Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[T, H]` to `[T, H]`."""
-        return self._output(hidden, None)
+        output = self._output(hidden, None)
+        self.communicator.all_reduce(output)
+        return output
 
     def add_to(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
         """Add the output for `norm(hidden)` to hidden `[T, H]` in place."""
-        self._output(norm.forward(hidden), hidden)
+        x = norm.forward(hidden)
+        if self.is_shared:
+            hidden.add_(self.forward(x))
+        else:
+            self._output(x, hidden)
 
     def _output(self, x: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
+        """This rank's part, added to `add_to` if given."""
         (experts, weights), taken = self.router.route(x), self.router.rule.num_taken
         if self.config.apply_weight_on_input:
             parts = self.experts.forward(x, experts, weights)

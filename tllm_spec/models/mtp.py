@@ -1,15 +1,16 @@
-"""DeepSeek's next-token-prediction module (MTP, arXiv 2412.19437, section 2.2) as a draft network:
-the layer after the decoder's in the target's checkpoint.
+"""DeepSeek's next-token-prediction modules (MTP, arXiv 2412.19437, section 2.2) as a draft network:
+the layers after the decoder's in the target's checkpoint.
 
-It reads a token and the target's hidden state before it. Used as in EAGLE, it then reads its own
-output instead of the target's state, so one module drafts any number of tokens. Embedding, output
-layer and rotary table are the target's."""
+A module reads a token and the target's hidden state before it; the next step reads the output of
+the step before instead of the target's state. Used as in EAGLE, one module makes all steps;
+"vanilla", each step has a module. Embedding, output layer and rotary table are the target's."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.mapping import SINGLE_RANK
@@ -41,11 +42,10 @@ class NextnModule(DeepseekLayer):
 
     target: DeepseekForCausalLM
 
-    def __init__(self, target: DeepseekForCausalLM, placement: Placement) -> None:
+    def __init__(self, target: DeepseekForCausalLM, index: int, placement: Placement) -> None:
         config = target.config
-        super().__init__(config, config.num_layers, 0, placement)
+        super().__init__(config, config.num_layers + index, index, placement)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.config = replace(config, num_layers=1)
         self.enorm = RMSNorm(size, eps, placement)
         self.hnorm = RMSNorm(size, eps, placement)
         self.norms = DraftInputNorms(self.enorm.weight, self.hnorm.weight, eps)
@@ -53,15 +53,6 @@ class NextnModule(DeepseekLayer):
         self.shared_head = SharedHead(config, placement)
         # Not a submodule: the target's weights are not this checkpoint's.
         self.__dict__["target"] = target
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of parameters and activations: the target's."""
-        return self.eh_proj.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.eh_proj.weight.device
 
     def predict(
         self,
@@ -90,42 +81,89 @@ class NextnModule(DeepseekLayer):
         total = self.forward(total, rotary, context, context.wanted)
         return self.shared_head.norm.forward(total) if len(total) else total
 
+
+class NextnModules(Module):
+    """One module that makes every step, or a module for each step. Each has a layer of the draft
+    network's KV pool."""
+
+    target: DeepseekForCausalLM
+
+    def __init__(self, target: DeepseekForCausalLM, count: int, placement: Placement) -> None:
+        super().__init__()
+        self.config = replace(target.config, num_layers=count)
+        steps = [NextnModule(target, index, placement) for index in range(count)]
+        self.steps = nn.ModuleList(steps)
+        self.modules_by_step = steps
+        # Not a submodule, as above.
+        self.__dict__["target"] = target
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations: the target's."""
+        return self.target.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def predict(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        step: int,
+    ) -> torch.Tensor:
+        """As `NextnModule.predict`. The modules of later steps only write their KV: they attend to
+        the rows of all steps before."""
+        modules = self.modules_by_step
+        if len(modules) == 1:
+            return modules[0].predict(input_ids, positions, hidden, context)
+        only_writes = replace(context, wanted=input_ids[:0])
+        for later in modules[step + 1 :]:
+            later.predict(input_ids, positions, hidden, only_writes)
+        return modules[step].predict(input_ids, positions, hidden, context)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `predict` returns it, to `[R, V]`."""
         return self.target.compute_logits(hidden)
 
 
-def check_nextn(config: ModelConfig) -> None:
-    """Raises ValueError unless a checkpoint with this config has one module to draft with."""
+def check_nextn(config: ModelConfig, num_modules: int) -> None:
+    """Raises ValueError unless a checkpoint with this config has the modules to draft with."""
     if not config.num_nextn_layers:
         raise ValueError(
             "decoding_type = 'MTP' drafts with the next-token-prediction layers of the target's "
             f"checkpoint, and num_nextn_predict_layers of this {config.architecture} is 0"
         )
-    if config.num_nextn_layers > 1:
+    if config.num_nextn_layers < num_modules:
         raise ValueError(
-            f"decoding_type = 'MTP': num_nextn_predict_layers is {config.num_nextn_layers}; a "
-            "module for each step (use_mtp_vanilla) is not served, only one module for all steps"
+            f"use_mtp_vanilla = True with max_draft_len = {num_modules} needs a module for each "
+            f"draft; num_nextn_predict_layers of this {config.architecture} is "
+            f"{config.num_nextn_layers}"
         )
 
 
-def load_nextn(path: Path, target: DeepseekForCausalLM, load_format: LoadFormat) -> NextnModule:
-    """The first module of the target's checkpoint in the folder `path`, in its dtype and on its
-    device.
+def load_nextn(
+    path: Path, target: DeepseekForCausalLM, load_format: LoadFormat, count: int = 1
+) -> NextnModules:
+    """The first `count` modules of the target's checkpoint in the folder `path`, in its dtype and
+    on its device.
 
     Raises:
         ValueError: tensors are missing or surplus.
     """
     placement = Placement(target.dtype, target.device, SINGLE_RANK)
-    module = NextnModule(target, placement)
+    modules = NextnModules(target, count, placement)
     if load_format == "dummy":
-        fill_random(module)
+        fill_random(modules)
     else:
-        prefix = f"model.layers.{target.config.num_layers}."
-        tensors = _below(prefix, path, target.config)
-        fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
-    specialize_for_cpu(module, placement)
-    return module
+        for index, module in enumerate(modules.modules_by_step):
+            prefix = f"model.layers.{target.config.num_layers + index}."
+            tensors = _below(prefix, path, target.config)
+            fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
+    specialize_for_cpu(modules, placement)
+    return modules
 
 
 def _below(prefix: str, path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:

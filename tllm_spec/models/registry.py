@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
@@ -38,7 +38,7 @@ def load_model(
     device: torch.device,
     load_format: LoadFormat = "auto",
     max_positions: int,
-    mapping: Mapping = SINGLE_RANK,
+    communicator: Communicator = SINGLE,
     batch_invariant: bool = False,
 ) -> CausalLM:
     """Build the model that `path/config.json` describes and load its weights.
@@ -49,24 +49,20 @@ def load_model(
         device: where they live.
         load_format: `auto` reads safetensors, `dummy` fills random weights.
         max_positions: rows of the rotary table, which no request may exceed.
-        mapping: this rank's place.
+        communicator: this rank's, with its place.
         batch_invariant: whether a row's logits have the same bits in every batch; slower.
 
     Raises:
         ValueError: the config or the checkpoint is not served; the message says why.
     """
     config = ModelConfig.from_pretrained(path)
-    if mapping.tp_size > 1:
-        raise ValueError(
-            f"tp_size is {mapping.tp_size}; tensor parallelism is not served yet, only tp_size 1."
-        )
     if config.sliding_window is not None and config.sliding_window < max_positions:
         raise ValueError(
             f"sliding_window is {config.sliding_window}, less than the {max_positions} positions "
             "asked for; sliding-window attention is not served, so lower max_seq_len to "
             f"{config.sliding_window} or below."
         )
-    placement = Placement(dtype, device, mapping, batch_invariant)
+    placement = Placement(dtype, device, communicator.mapping, batch_invariant, communicator)
     model = MODELS[config.architecture](config, max_positions, placement)
     if load_format == "dummy":
         fill_random(model)

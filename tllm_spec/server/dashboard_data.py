@@ -41,10 +41,7 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
 def shape_name(state: Mapping[str, Any]) -> str:
     """The present draft length, or the tree as the controller names it: `5x8/31` has 5 steps, 8
     children of a node at most, 31 drafts."""
-    draft_len, shape = state["speculative_num_steps"], state.get("draft_shape")
-    if not shape or (shape["topk"] == 1 and shape["drafts"] == shape["depth"]):
-        return str(draft_len)
-    return f"{shape['depth']}x{shape['topk']}/{shape['drafts']}"
+    return str(state["draft_shape"]["name"])
 
 
 def why(state: Mapping[str, Any]) -> str:
@@ -86,11 +83,13 @@ def measured(state: Mapping[str, Any]) -> Json | None:
     row = drafted[length]
     batch_size = state["totals"].get("latest_round", {}).get("batch_size", 0)
     times = (state["controller"].get("round_ms") or {}).get(str(batch_size)) or {}
+    # Round times of trees have the names of their shapes.
+    name = shape_name(state) if length == present else str(length)
     return {
         "draft_len": length,
         "tokens_per_round": row["emitted_tokens"] / row["request_rounds"],
         "plain_ms": times.get("0"),
-        "round_ms": times.get(shape_name(state) if length == present else str(length)),
+        "round_ms": times.get(name),
     }
 
 

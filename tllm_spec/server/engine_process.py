@@ -29,10 +29,9 @@ class EngineProcess:
     """Raises ValueError for models and options that cannot be served."""
 
     def __init__(self, args: LlmArgs, listener: socket.socket) -> None:
-        from tllm_spec.executor.build import build_executor
         from tllm_spec.executor.worker import Worker
-        from tllm_spec.grammars import Grammars
-        from tllm_spec.intake import end_ids_of
+        from tllm_spec.grammars import Grammars, end_ids_of
+        from tllm_spec.ranks import build_together, join_ranks
         from tllm_spec.server.engine_loop import EngineLoop
         from tllm_spec.server.engine_port import EnginePort
         from tllm_spec.server.logs import adopt_transformers_logs
@@ -40,7 +39,10 @@ class EngineProcess:
 
         adopt_transformers_logs()
         tokenizer = load_tokenizer(args.tokenizer or args.model)
-        built = build_executor(args, tokenizer, lambda responses: self._port.respond(responses))
+        self._communicator = join_ranks(args)
+        built = build_together(
+            args, tokenizer, lambda responses: self._port.respond(responses), self._communicator
+        )
         self._executor = built.executor
         self._grammars = Grammars(
             args.guided_decoding_backend,
@@ -56,10 +58,13 @@ class EngineProcess:
 
     def run(self) -> str | None:
         """Serves until `stop`. Returns why the engine has died, or None."""
+        self._communicator.when_lost(self._worker.fail)
         self._worker.start()
         self._loop.run()
         failure = self._worker.failure
-        self._worker.stop()
+        if failure is None:  # or the worker may wait for a lost rank
+            self._worker.stop()
+            self._communicator.close()
         self._grammars.close()
         return failure
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from tllm_spec.distributed.mpirun import mpirun_descriptors
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.wire import new_unpacker, pack
 
@@ -60,7 +61,7 @@ class Child:
             self._module,
             *map(str, passed),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=passed,
+            pass_fds=(*passed, *mpirun_descriptors()),
             start_new_session=True,
         )
         theirs.close()

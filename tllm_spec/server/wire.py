@@ -8,25 +8,19 @@ requests, responses]` once a round, `["load", number]`, `["answer", id, value, e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import msgpack
 
-from tllm_spec.executor.decoding_rules import DecodingRules
-from tllm_spec.executor.request import DraftCounters, LlmRequest
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.request_limits import Capacity, RequestLimits
+from tllm_spec.executor.request_wire import pack_requests, unpack_requests
 from tllm_spec.executor.response import Response
-from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar_state import GrammarState
 from tllm_spec.outputs import Logprob, SpeculativeStats
 
 MAX_BYTES = 1 << 30  # of one message; prompt log probabilities are the largest
-
-SETS = frozenset({"end_ids", "stop_token_ids"})
-# User's functions cannot be sent, and come from Python only.
-RULES = tuple(each.name for each in fields(DecodingRules) if each.name != "edits")
-OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority")
 
 Logprobs = Sequence["dict[int, Logprob] | None"]
 
@@ -51,18 +45,8 @@ def unpack_limits(packed: dict[str, Any]) -> RequestLimits:
 
 
 def submission(requests: Sequence[LlmRequest], grammar: tuple[str, str] | None) -> list[Any]:
-    """Of one prompt's requests, which differ in id and seed only. grammar: kind and text."""
-    first = requests[0]
-    rules = {name: _plain(getattr(first.rules, name)) for name in RULES}
-    return [
-        "submit",
-        [request.request_id for request in requests],
-        [request.seed for request in requests],
-        first.tokens,
-        rules,
-        [getattr(first, name) for name in OPTIONS],
-        grammar,
-    ]
+    """Of one prompt's requests. grammar: kind and text."""
+    return ["submit", *pack_requests(requests), grammar]
 
 
 def requests_of(
@@ -72,25 +56,7 @@ def requests_of(
     grammars: Sequence[GrammarState | None],
 ) -> list[LlmRequest]:
     """message: a submission. ids: the requests' ids in this process."""
-    _, _, seeds, tokens, packed, options, _ = message
-    sets = {name: frozenset(packed[name]) for name in SETS}
-    sequences = tuple(map(tuple, packed["bad_sequences"]))
-    rules = DecodingRules(**packed | sets | {"bad_sequences": sequences, "edits": ()})
-    return [
-        LlmRequest(
-            request_id=request_id,
-            tokens=list(tokens),
-            rules=rules,
-            seed=seed,
-            index=index,
-            arrival=request_id,
-            counters=DraftCounters(limits.max_draft_len),
-            draft_pause=RequestPause(limits.pause_patience),
-            grammar=grammar,
-            **dict(zip(OPTIONS, options, strict=True)),
-        )
-        for index, (request_id, seed, grammar) in enumerate(zip(ids, seeds, grammars, strict=True))
-    ]
+    return unpack_requests(message[1:6], ids, limits, grammars)
 
 
 def pack_response(response: Response, request_id: int, *, is_first: bool) -> list[Any]:
@@ -143,7 +109,3 @@ def _plain_logprobs(logprobs: Logprobs) -> list[dict[int, tuple[float, int | Non
 
 def _logprobs(entry: dict[int, Sequence[Any]] | None) -> dict[int, Logprob] | None:
     return None if entry is None else {token: Logprob(*found) for token, found in entry.items()}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, frozenset) else value

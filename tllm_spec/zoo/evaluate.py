@@ -1,12 +1,12 @@
-"""Acceptance of a draft model or an EAGLE-3 head on held-out text, computed exactly without a
-speculative engine.
+"""Acceptance of a draft model, an EAGLE-3 head or MTP modules on held-out text, computed exactly
+without a speculative engine.
 
 As long as a draft model agrees with the target's greedy text, it reads that text. So its best
 tokens at all positions of the finished text, from one forward, give the accepted length of every
 chain of drafts.
 
-The draft of an EAGLE-3 head for a token also depends on where its chain started: from there on it
-reads its own outputs instead of the target's hidden states. So the head drafts a chain from every
+The draft of a head or module for a token also depends on where its chain started: from there on it
+reads its own outputs instead of the target's hidden states. So it drafts a chain from every
 position, all in parallel."""
 
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tllm_spec.zoo.eagle3 import Eagle3Head, target_states
+from tllm_spec.zoo.mtp import NextnModules
 from tllm_spec.zoo.self_text import continuations
 from tllm_spec.zoo.token_data import TokenData
 
@@ -24,10 +25,17 @@ BATCH = 64
 
 @torch.inference_mode()
 def evaluate(
-    target: Any, draft: Any, heldout: TokenData, prompts: int, new_tokens: int, draft_len: int
+    target: Any,
+    draft: Any,
+    heldout: TokenData,
+    prompts: int,
+    new_tokens: int,
+    draft_len: int,
+    *,
+    is_vanilla: bool = False,
 ) -> dict[str, Any]:
     """Figures over greedy continuations of `prompts` held-out prompts of 256 tokens. `draft`: a
-    model or an `Eagle3Head`."""
+    model, an `Eagle3Head` or `NextnModules`, with a module for each step if `is_vanilla`."""
     prompt_len, eos = 256, target.config.eos_token_id
     starts = torch.linspace(0, len(heldout.tokens) - prompt_len, prompts).long().tolist()
     all_prompts = torch.stack(
@@ -36,12 +44,15 @@ def evaluate(
     accepted: list[int] = []
     for batch in torch.split(all_prompts, BATCH):
         text = continuations(target, batch, new_tokens, do_sample=False)
+        has_chains = isinstance(draft, (Eagle3Head, NextnModules))
         if isinstance(draft, Eagle3Head):
             rows = head_matches(target, draft, text, draft_len)[:, prompt_len:]
+        elif isinstance(draft, NextnModules):
+            rows = module_matches(draft, text, draft_len, is_vanilla=is_vanilla)[:, prompt_len:]
         else:
             drafts = draft(input_ids=text, use_cache=False).logits[:, :-1].argmax(-1)
             rows = (drafts == text[:, 1:])[:, prompt_len - 1 :]
-        rounds_of = chain_rounds if isinstance(draft, Eagle3Head) else rounds
+        rounds_of = chain_rounds if has_chains else rounds
         for row, written in zip(rows.tolist(), text[:, prompt_len:].tolist(), strict=True):
             length = written.index(eos) if eos in written else new_tokens
             accepted += rounds_of(row[:length], draft_len)
@@ -63,6 +74,27 @@ def head_matches(target: Any, head: Eagle3Head, text: Tensor, draft_len: int) ->
         hidden, cache = head(hidden, target.get_input_embeddings()(tokens), cache)
         tokens = head.draft_ids[head.logits(hidden).argmax(-1)]
         drafts.append(tokens)
+    return num_matches(drafts, text, draft_len)
+
+
+def module_matches(
+    modules: NextnModules, text: Tensor, draft_len: int, *, is_vanilla: bool
+) -> Tensor:
+    """As `head_matches`, of MTP modules. Each step reads the drafts of the steps before."""
+    target = modules.target
+    hidden = target.model(input_ids=text, use_cache=False)[0]
+    tokens, drafts = text[:, 1 : text.shape[1] - draft_len], list[Tensor]()
+    chains = modules.chains(hidden[:, : tokens.shape[1]], draft_len, is_vanilla=is_vanilla)
+    for _ in range(draft_len):
+        states = chains.step(target.get_input_embeddings()(tokens))
+        tokens = modules.logits(states).argmax(-1)
+        drafts.append(tokens)
+    return num_matches(drafts, text, draft_len)
+
+
+def num_matches(drafts: list[Tensor], text: Tensor, draft_len: int) -> Tensor:
+    """The leading drafts that equal the text, for chains from every position; see
+    `head_matches`."""
     matches = torch.stack(drafts, -1) == text[:, 2:].unfold(1, draft_len, 1)
     return F.pad(matches.long().cumprod(-1).sum(-1), (2, draft_len - 1))
 

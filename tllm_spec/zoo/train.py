@@ -1,5 +1,5 @@
-"""Trains and measures the zoo's models: `python -m tllm_spec.zoo.train target|draft|eagle3|evaluate
---help`.
+"""Trains and measures the zoo's models: `python -m tllm_spec.zoo.train
+target|draft|eagle3|deepseek|evaluate --help`.
 
 Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, but no corpus. A GPU takes minutes; a CPU
 works with smaller batches (`--self-text-batch`, `--windows`). A model has the shape of the
@@ -8,6 +8,7 @@ zoo on one H200."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ import click
 import torch
 from transformers import AutoModelForCausalLM
 
+from tllm_spec.zoo.deepseek_target import (
+    SHAPE,
+    balanced_loss,
+    build_target,
+    load_target,
+    save_target,
+)
 from tllm_spec.zoo.distill import draft_loss, draft_validation, target_loss, target_validation
 from tllm_spec.zoo.eagle3 import Eagle3Head, Eagle3Shape, is_eagle3, save_head
 from tllm_spec.zoo.eagle3_training import (
@@ -25,6 +33,13 @@ from tllm_spec.zoo.eagle3_training import (
     eagle3_validation,
 )
 from tllm_spec.zoo.evaluate import evaluate as acceptance
+from tllm_spec.zoo.mtp import NextnModules
+from tllm_spec.zoo.mtp_training import (
+    build_modules,
+    mtp_loss,
+    mtp_validation,
+    save_with_modules,
+)
 from tllm_spec.zoo.registry import resolve_model
 from tllm_spec.zoo.self_text import write_self_text
 from tllm_spec.zoo.token_data import TokenData
@@ -187,6 +202,66 @@ def eagle3(
 
 
 @main.command()
+@training_options(str(SHAPE), minutes=5.0, learning_rate=2e-3, dropout=0.1)
+@click.option("--trained", type=FOLDER, help="A trained target; only MTP modules are trained.")
+@click.option("--mtp-minutes", default=2.5, show_default=True, help="Time of the MTP modules.")
+@click.option("--mtp-steps", default=10**9, help="Step budget of the MTP modules.")
+@click.option("--mtp-windows", default=32, show_default=True, help="Sequences a step.")
+@click.option("--mtp-dropout", default=0.0, show_default=True)
+@click.option("--unroll", default=3, show_default=True, help="Steps of a chain in training.")
+@click.option("--self-text-minutes", default=0.6, show_default=True)
+@click.option("--self-text-batch", default=4096, show_default=True)
+@click.option("--self-text-tokens", default=384, show_default=True, help="New tokens a text.")
+def deepseek(
+    data: Path,
+    output: Path,
+    shape: str,
+    device: str,
+    seed: int,
+    trained: Path | None,
+    mtp_minutes: float,
+    mtp_steps: int,
+    mtp_windows: int,
+    mtp_dropout: float,
+    unroll: int,
+    self_text_minutes: float,
+    self_text_batch: int,
+    self_text_tokens: int,
+    **settings: Any,
+) -> None:
+    """A DeepSeek V3 target, then its MTP modules by distillation from it. The target is also left
+    in OUTPUT/target."""
+    torch.manual_seed(seed)
+    on, run, folder = torch.device(device), Settings(**settings), resolve_model(shape)
+    aligned_chains(run.length, unroll)  # refuses a short --length before the target is trained
+    parts = {"target": 0.0 if trained else run.minutes, "text": self_text_minutes}
+    parts["MTP modules"] = mtp_minutes
+    print({f"predicted seconds, {name}": 60 * part for name, part in parts.items()}, flush=True)
+    training, heldout = (
+        TokenData.load(data / f"{name}.npz", on) for name in ("training", "heldout")
+    )
+    if trained is None:
+        trained, model = output / "target", build_target(folder, run, on)
+        loss = balanced_loss(model, training)
+        train(model, loss, target_validation(model, heldout), run, folder, trained, save_target)
+    teacher = load_target(trained, on)
+    own = write_self_text(teacher, training, self_text_minutes, self_text_batch, self_text_tokens)
+    run = replace(
+        run, minutes=mtp_minutes, steps=mtp_steps, windows=mtp_windows, dropout=mtp_dropout
+    )
+    modules = build_modules(teacher, run)
+    train(
+        modules,
+        mtp_loss(modules, training, own, unroll),
+        mtp_validation(modules, heldout, unroll),
+        run,
+        folder,
+        output,
+        save_with_modules,
+    )
+
+
+@main.command()
 @click.option("--data", type=FOLDER, required=True, help="Folder with heldout.npz.")
 @click.option("--target", "target_name", default="zoo:llama", show_default=True)
 @click.option("--draft", "draft_name", default="zoo:llama-draft", show_default=True)
@@ -195,6 +270,7 @@ def eagle3(
 @click.option("--prompts", default=256, show_default=True)
 @click.option("--new-tokens", default=128, show_default=True)
 @click.option("--draft-len", default=4, show_default=True)
+@click.option("--mtp-vanilla", is_flag=True, help="An MTP module for each step.")
 def evaluate(
     data: Path,
     target_name: str,
@@ -204,15 +280,16 @@ def evaluate(
     prompts: int,
     new_tokens: int,
     draft_len: int,
+    mtp_vanilla: bool,
 ) -> None:
-    """Greedy acceptance length of a draft model or EAGLE-3 head on continuations of held-out
-    text."""
+    """Greedy acceptance length of a draft model, EAGLE-3 head or MTP modules on continuations of
+    held-out text. MTP: `--target` and `--draft` are the same folder."""
     on = torch.device(device)
     heldout = TokenData.load(data / "heldout.npz", on)
-    teacher = load_model(target_name, on)
+    teacher, drafting = load_both(target_name, draft_name, on)
     figures = json.dumps(
         acceptance(
-            teacher, load_draft(draft_name, teacher, on), heldout, prompts, new_tokens, draft_len
+            teacher, drafting, heldout, prompts, new_tokens, draft_len, is_vanilla=mtp_vanilla
         )
     )
     print(figures)
@@ -226,6 +303,16 @@ def load_model(name: str, device: torch.device) -> Any:
         device
     )
     return model.eval().requires_grad_(False)
+
+
+def load_both(target: str, draft: str, device: torch.device) -> tuple[Any, Any]:
+    """The target, and what drafts for it: its own MTP modules if both names are the same."""
+    folder = resolve_model(target)
+    if folder != resolve_model(draft):
+        teacher = load_model(target, device)
+        return teacher, load_draft(draft, teacher, device)
+    teacher = load_target(folder, device)
+    return teacher, NextnModules.from_pretrained(folder, teacher)
 
 
 def load_draft(name: str, target: Any, device: torch.device) -> Any:

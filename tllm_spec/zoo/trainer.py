@@ -50,9 +50,9 @@ def build_model(shape: Path, settings: Settings, device: torch.device) -> Any:
 
 
 def add_dropout(layer: Any, probability: float) -> None:
-    """On both outputs that a Llama layer adds to the residual stream."""
-    for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-        linear.register_forward_hook(_dropout(probability))
+    """On both outputs that a layer adds to the residual stream."""
+    for part in (layer.self_attn.o_proj, layer.mlp):
+        part.register_forward_hook(_dropout(probability))
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:

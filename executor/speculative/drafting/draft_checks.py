@@ -19,7 +19,7 @@ def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None, target: M
     if draft is None:
         return
     if draft.path is None:
-        check_nextn(target)
+        check_nextn(target, draft.num_modules)
         return
     folder = draft_folder(draft)
     option = f"speculative_config.speculative_model = {draft.path!r}"

@@ -25,14 +25,15 @@ class DraftLayers:
         state: torch.Tensor | None,
         patched: tuple[list[int], torch.Tensor] | None = None,
         wanted: torch.Tensor | None = None,
+        step: int = 0,
     ) -> torch.Tensor:
         """As `DraftNet.forward`, over these chunks and windows. patched: rows whose tokens only the
         device knows, and the tokens. wanted `[R]`: the rows that are returned
-        (`ForwardContext.wanted`); None: all."""
+        (`ForwardContext.wanted`); None: all. step: see `DraftNet.forward`."""
         metadata, token_ids = self.rows.build(chunks, windows)
         if patched is not None:
             token_ids.index_copy_(0, to_device(patched[0], token_ids.device), patched[1])
         only_writes = self.net.has_one_layer and wanted is not None and not len(wanted)
         plan = AttentionPlan(metadata.kv_slots) if only_writes else self.backend.plan(metadata)
         context = ForwardContext(self.backend, plan, wanted=wanted)
-        return self.net.forward(token_ids, metadata.positions, context, state)
+        return self.net.forward(token_ids, metadata.positions, context, state, step)

@@ -1,5 +1,5 @@
-"""One interface for the kinds of draft networks on the target's pages: an EAGLE-3 head, an MTP
-module and a whole model.
+"""One interface for the kinds of draft networks on the target's pages: an EAGLE-3 head, MTP modules
+and a whole model.
 
 They differ in their inputs (a token with the hidden state before it, or a token only) and in the
 position that a token's KV goes to."""
@@ -14,7 +14,7 @@ from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.eagle3 import Eagle3Head
-from tllm_spec.models.mtp import NextnModule
+from tllm_spec.models.mtp import NextnModules
 
 
 class DraftNet(ABC):
@@ -58,10 +58,11 @@ class DraftNet(ABC):
         positions: torch.Tensor,
         context: ForwardContext,
         state: torch.Tensor | None,
+        step: int,
     ) -> torch.Tensor:
         """The state for `compute_logits` and for the next step, `[T, H]`, or `[R, H]` of the rows
         that the context wants. state `[T, H]`: of the step before; None: what the target's latest
-        forward captured is read."""
+        forward captured is read. step: 0 reads what the target has read, k what draft k - 1 is."""
 
     @abstractmethod
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
@@ -99,6 +100,7 @@ class Eagle3Net(DraftNet):
         positions: torch.Tensor,
         context: ForwardContext,
         state: torch.Tensor | None,
+        step: int,
     ) -> torch.Tensor:
         if state is None:
             state = self.head.fuse(self._spec.captured(token_ids.shape[0]))
@@ -109,17 +111,17 @@ class Eagle3Net(DraftNet):
 
 
 class NextnNet(DraftNet):
-    """An MTP module on the target's hidden states after the final norm, which its forward captured
-    in `spec`."""
+    """MTP modules on the target's hidden states after the final norm, which its forward captured in
+    `spec`."""
 
     shift = 0
     reads_tokens_only = False
     has_one_layer = True
 
-    def __init__(self, module: NextnModule, spec: SpecMetadata) -> None:
-        self.module = module
+    def __init__(self, modules: NextnModules, spec: SpecMetadata) -> None:
+        self.modules = modules
         self._spec = spec
-        self.vocab_size = module.config.vocab_size
+        self.vocab_size = modules.config.vocab_size
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
         return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
@@ -136,13 +138,14 @@ class NextnNet(DraftNet):
         positions: torch.Tensor,
         context: ForwardContext,
         state: torch.Tensor | None,
+        step: int,
     ) -> torch.Tensor:
         if state is None:
             state = self._spec.captured(token_ids.shape[0])
-        return self.module.predict(token_ids, positions, state, context)
+        return self.modules.predict(token_ids, positions, state, context, step)
 
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        return self.module.compute_logits(state)
+        return self.modules.compute_logits(state)
 
 
 class CausalNet(DraftNet):
@@ -171,6 +174,7 @@ class CausalNet(DraftNet):
         positions: torch.Tensor,
         context: ForwardContext,
         state: torch.Tensor | None,
+        step: int,
     ) -> torch.Tensor:
         if self._clamps:
             token_ids = token_ids.clamp_max(self.vocab_size - 1)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
@@ -18,7 +19,7 @@ from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.deepseek import DeepseekForCausalLM
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
-from tllm_spec.models.mtp import NextnModule, load_nextn
+from tllm_spec.models.mtp import NextnModules, load_nextn
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.zoo.registry import resolve_model
 
@@ -28,7 +29,7 @@ class LoadedDraft:
     """`spec`: the hidden states that the target captures for a head."""
 
     plan: DraftModel
-    net: CausalLM | Eagle3Head | NextnModule
+    net: CausalLM | Eagle3Head | NextnModules
     spec: SpecMetadata | None
 
     def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> DraftLayers:
@@ -37,7 +38,7 @@ class LoadedDraft:
         if isinstance(self.net, Eagle3Head):
             assert self.spec is not None
             net = Eagle3Net(self.net, self.spec)
-        elif isinstance(self.net, NextnModule):
+        elif isinstance(self.net, NextnModules):
             assert self.spec is not None
             net = NextnNet(self.net, self.spec)
         else:
@@ -63,19 +64,24 @@ def load_mtp(
     *,
     max_num_tokens: int,
 ) -> LoadedDraft:
-    """Load the MTP module of the target's checkpoint. Raises ValueError if tensors are missing or
+    """Load MTP modules of the target's checkpoint. Raises ValueError if tensors are missing or
     surplus."""
     assert isinstance(target, DeepseekForCausalLM)
-    module = load_nextn(folder, target, load_format)
+    modules = load_nextn(folder, target, load_format, plan.num_modules)
     config = target.config
     spec = SpecMetadata(
         (config.num_layers,), config.hidden_size, max_num_tokens, target.dtype, target.device
     )
-    return LoadedDraft(plan, module, spec)
+    return LoadedDraft(plan, modules, spec)
 
 
 def load_head(
-    plan: DraftModel, target: CausalLM, *, max_positions: int, max_num_tokens: int
+    plan: DraftModel,
+    target: CausalLM,
+    *,
+    max_positions: int,
+    max_num_tokens: int,
+    communicator: Communicator = SINGLE,
 ) -> LoadedDraft:
     """Load an EAGLE-3 head. Raises ValueError if the head does not fit the target, or if the target
     lacks the layers to capture."""
@@ -94,6 +100,7 @@ def load_head(
         num_captured=len(layers),
         load_format=plan.load_format,
         max_positions=max_positions,
+        communicator=communicator,
     )
     spec = SpecMetadata(
         layers, target.config.hidden_size, max_num_tokens, target.dtype, target.device

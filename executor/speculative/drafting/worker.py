@@ -121,7 +121,7 @@ class DraftWorker(RoundEnd):
         state, bound = self._catch_up(contexts, windows, is_drafting)
         if not is_drafting:
             return
-        if self._slots.shapes.has_trees:
+        if shape.is_tree:
             self._trees.draft(group, shape, state, bound)
         else:
             self._draft_chains(group, shape.depth, state, bound)
@@ -137,7 +137,7 @@ class DraftWorker(RoundEnd):
                 # position in the draft cache.
                 first = positions[step - 1 + self.net.shift]
                 window = Windows(group.slots, first, drafts[-1].unsqueeze(1), bound + step)
-                state = self._layers.forward([], window, state)
+                state = self._layers.forward([], window, state, step=step)
             logits = self.net.compute_logits(state)
             tokens, probs = self._sampling.choose(group, step, logits, positions[1])
             drafts.append(tokens)

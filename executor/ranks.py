@@ -1,0 +1,133 @@
+"""How the ranks of one model run the same rounds: rank 0 says what has arrived, in one message
+before each round, and everything else follows from that on every rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+import torch
+from torch import nn
+
+from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.request_queue import RequestQueue
+from tllm_spec.executor.request_wire import pack_requests
+
+END = {"end": True}
+
+
+class LeaderQueue(RequestQueue):
+    """Rank 0's inbox. `take` also tells the other ranks."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self._communicator = communicator
+        self._packed: list[list[Any]] = []
+        self._num_taken = 0
+
+    def put(self, requests: list[LlmRequest]) -> bool:
+        packed = _pack(requests) if requests else None
+        with self._changed:
+            if self._open and packed is not None:
+                self._packed.append(packed)
+            return super().put(requests)
+
+    def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
+        with self._changed:
+            new, cancelled = super().take()
+            packed, self._packed = self._packed, []
+        self._num_taken += 1
+        self._send({"new": packed, "cancelled": list(cancelled.items())})
+        return new, cancelled
+
+    def all_failed(self, failure: str) -> bool:
+        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
+
+    def end(self, failure: str | None) -> None:
+        """The other ranks end, too. After a failure they may wait in the middle of a round, so they
+        are ended with their processes, and this one."""
+        if failure is None:
+            self._send(END)
+        else:
+            self._communicator.abort(failure)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._communicator.broadcast(msgpack.packb(message))
+
+
+class RanksEnded(Exception):
+    """Rank 0 has ended."""
+
+
+class FollowerQueue(RequestQueue):
+    """Another rank's inbox. `take` waits for rank 0's message; raises RanksEnded after the last.
+    `make` turns what `_pack` returned into requests."""
+
+    make: Callable[[Sequence[Any]], list[LlmRequest]]
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self._communicator = communicator
+        self._num_taken = 0
+
+    def take(self) -> tuple[list[LlmRequest], dict[int, str]]:
+        message = msgpack.unpackb(self._communicator.broadcast(b""), strict_map_key=False)
+        if message == END:
+            raise RanksEnded
+        self._num_taken += 1
+        new = [request for packed in message["new"] for request in self.make(packed)]
+        return new, dict(message["cancelled"])
+
+    def all_failed(self, failure: str) -> bool:
+        return self._communicator.all_say(f"round {self._num_taken}: {failure}")
+
+
+def _pack(requests: Sequence[LlmRequest]) -> list[Any]:
+    """A prompt's requests, their stop strings and their compiled grammar."""
+    stop, grammar = requests[0].stop_options, requests[0].grammar
+    return [
+        pack_requests(requests),
+        None if stop is None else asdict(stop),
+        None if grammar is None else grammar.compiled.serialize_json(),
+    ]
+
+
+def queue_of(communicator: Communicator) -> RequestQueue:
+    """The inbox of this rank."""
+    if communicator.mapping.world_size == 1:
+        return RequestQueue()
+    if communicator.mapping.rank == 0:
+        return LeaderQueue(communicator)
+    return FollowerQueue(communicator)
+
+
+def rank_facts(rank: int, device: torch.device, models: Iterable[nn.Module]) -> dict[str, Any]:
+    """A rank as `/server_info` shows it. Memory in bytes; on CUDA `device_bytes` is all that torch
+    has allocated there."""
+    facts = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "device": str(device),
+        "weight_bytes": sum(
+            each.numel() * each.element_size() for model in models for each in model.parameters()
+        ),
+    }
+    if device.type == "cuda":
+        facts["device_bytes"] = torch.cuda.memory_allocated(device)
+    return facts
+
+
+def agreed(communicator: Communicator, decide: Callable[[int], int]) -> Callable[[int], int]:
+    """`decide` of rank 0, for what may differ between ranks."""
+
+    def decide_together(number: int) -> int:
+        own = decide(number) if communicator.mapping.rank == 0 else 0
+        return int.from_bytes(communicator.broadcast(own.to_bytes(4, "little")), "little")
+
+    return decide if communicator.mapping.world_size == 1 else decide_together

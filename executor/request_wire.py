@@ -1,0 +1,63 @@
+"""Requests as plain data, for another process: of one prompt's samples, which differ in id and seed
+only. No message can make the other side run code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from tllm_spec.executor.decoding_rules import DecodingRules
+from tllm_spec.executor.request import DraftCounters, LlmRequest
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
+from tllm_spec.grammar_state import GrammarState
+
+SETS = frozenset({"end_ids", "stop_token_ids"})
+# User's functions cannot be sent, and come from Python only.
+RULES = tuple(each.name for each in fields(DecodingRules) if each.name != "edits")
+OPTIONS = ("max_tokens", "draft_limit", "streaming", "priority")
+
+
+def pack_requests(requests: Sequence[LlmRequest]) -> list[Any]:
+    """`[ids, seeds, tokens, rules, options]`, without stop strings and grammar."""
+    first = requests[0]
+    return [
+        [request.request_id for request in requests],
+        [request.seed for request in requests],
+        first.tokens,
+        {name: _plain(getattr(first.rules, name)) for name in RULES},
+        [getattr(first, name) for name in OPTIONS],
+    ]
+
+
+def unpack_requests(
+    packed: Sequence[Any],
+    ids: Sequence[int],
+    limits: RequestLimits,
+    grammars: Sequence[GrammarState | None],
+) -> list[LlmRequest]:
+    """What `pack_requests` returned. ids: the requests' ids in this process."""
+    _, seeds, tokens, plain, options = packed
+    sets = {name: frozenset(plain[name]) for name in SETS}
+    sequences = tuple(map(tuple, plain["bad_sequences"]))
+    rules = DecodingRules(**plain | sets | {"bad_sequences": sequences, "edits": ()})
+    return [
+        LlmRequest(
+            request_id=request_id,
+            tokens=list(tokens),
+            rules=rules,
+            seed=seed,
+            index=index,
+            arrival=request_id,
+            counters=DraftCounters(limits.max_draft_len),
+            draft_pause=RequestPause(limits.pause_patience),
+            grammar=grammar,
+            **dict(zip(OPTIONS, options, strict=True)),
+        )
+        for index, (request_id, seed, grammar) in enumerate(zip(ids, seeds, grammars, strict=True))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, frozenset) else value

@@ -1,0 +1,80 @@
+"""Relaxed acceptance (TensorRT-LLM): while a greedy request thinks, a draft is accepted if it is
+among the target's best tokens, and not much less likely than the best. It is lossy.
+
+Whether a request thinks is kept per slot on the device, so that a CUDA graph can hold it."""
+
+import torch
+
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.speculative_base import RelaxedRule
+
+
+class RelaxedAcceptance:
+    """`is_thinking` `[S]` bool: whether a slot's tokens, the bonus token included, end between the
+    rule's two tokens."""
+
+    def __init__(self, rule: RelaxedRule, slots: SlotState, vocab_size: int) -> None:
+        """Raises ValueError if the vocabulary does not have the rule's tokens."""
+        for name, token in (("begin", rule.begin_token), ("end", rule.end_token)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name}_thinking_phase_token = {token} is not in the vocabulary of the model, "
+                    f"0 to {vocab_size - 1}"
+                )
+        self._rule, self._slots = rule, slots
+        self.is_thinking = torch.zeros(len(slots.kv_lens), dtype=torch.bool, device=slots.device)
+
+    def start(self, request: LlmRequest) -> None:
+        """The request got a slot (again after a preemption)."""
+        ends = self._rule.begin_token, self._rule.end_token
+        last = next((token for token in reversed(request.tokens) if token in ends), None)
+        self.is_thinking[request.slot].fill_(last == self._rule.begin_token)
+
+    def relax(
+        self,
+        slots: torch.Tensor,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        is_greedy: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The target's tokens `[N, W]` of windows of slots `[N]`, with each draft that the rule
+        accepts instead of the target's token. logits `[N * W, V]`: what the tokens were chosen
+        from. is_greedy `[N, 1]`: the requests that the rule holds for; None: all."""
+        width = targets.shape[1]
+        if width == 1:
+            return targets
+        window = self._slots.window.index_select(0, slots)[:, :width]
+        num_drafts = self._slots.num_drafts.index_select(0, slots).unsqueeze(1)
+        may_relax = phases(self.is_thinking.index_select(0, slots), window, self._rule)[:, :-1]
+        may_relax &= torch.arange(width - 1, device=slots.device) < num_drafts
+        if is_greedy is not None:
+            may_relax &= is_greedy
+        drafts = window[:, 1:]
+        rows = logits.view(*targets.shape, -1)[:, :-1]
+        accepted = may_relax & is_close(rows, drafts, self._rule)
+        return torch.cat((torch.where(accepted, drafts, targets[:, :-1]), targets[:, -1:]), dim=1)
+
+    def note(self, slots: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
+        """Slots `[N]` have emitted the first `lens` `[N]` of tokens `[N, W]`."""
+        after = phases(self.is_thinking.index_select(0, slots), tokens, self._rule)
+        self.is_thinking[slots] = after.gather(1, lens.unsqueeze(1) - 1).squeeze(1)
+
+
+def phases(before: torch.Tensor, tokens: torch.Tensor, rule: RelaxedRule) -> torch.Tensor:
+    """Whether a request thinks after each of the tokens `[N, W]`: `[N, W]` bool. before `[N]`: the
+    phase before them."""
+    begins = tokens == rule.begin_token
+    numbers = torch.arange(1, 1 + tokens.shape[1], device=tokens.device)
+    last = (numbers * (begins | (tokens == rule.end_token))).cummax(dim=1).values
+    return torch.where(last > 0, begins.gather(1, (last - 1).clamp_min(0)), before.unsqueeze(1))
+
+
+def is_close(logits: torch.Tensor, tokens: torch.Tensor, rule: RelaxedRule) -> torch.Tensor:
+    """Whether tokens `[N, K]` are among the `top_k` best of logits `[N, K, V]` (equal ones
+    included), and their log probabilities at most `delta` below the best one's."""
+    own = logits.gather(2, tokens.unsqueeze(2))
+    rank = (logits > own).sum(dim=2)
+    # Differences of logits are those of log probabilities.
+    gap = logits.amax(dim=2).float() - own.squeeze(2).float()
+    return (rank < rule.top_k) & (gap <= rule.delta)

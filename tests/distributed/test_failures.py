@@ -1,0 +1,108 @@
+"""What ends all ranks, and what does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+from time import sleep
+
+import pytest
+
+from tests.distributed.worlds import mpirun, run_world, start
+from tests.models.helpers import save_checkpoint
+
+pytest.importorskip("mpi4py")
+
+PROGRAM = ["-m", "tests.distributed.failing_world"]
+END_SECONDS = 10  # of all ranks, after one is lost
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    save_checkpoint(path, "Llama")
+    return str(path)
+
+
+@contextmanager
+def serving(command: list[str]) -> Iterator[tuple[Popen[str], list[int]]]:
+    """A program with a running request, and the process ids of its ranks."""
+    process = start(command)
+    assert process.stdout is not None
+    try:
+        lines: list[str] = []
+        while not (lines and lines[-1].startswith("processes")):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "".join(lines)
+        yield process, [int(word) for word in lines[-1].split()[1:]]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def end_after_kill(command: list[str], rank: int) -> tuple[int, str]:
+    """Exit status and output of a program, one of whose ranks is killed."""
+    with serving(command) as (process, ranks):
+        os.kill(ranks[rank], signal.SIGKILL)
+        output, _ = process.communicate(timeout=END_SECONDS)
+        for _ in range(10 * END_SECONDS):
+            if not any(map(is_running, ranks)):
+                break
+            sleep(0.1)
+        assert not any(map(is_running, ranks))
+    return process.returncode, output
+
+
+def test_a_round_that_fails_on_all_ranks_fails_its_request_only(folder: str) -> None:
+    world = run_world(2, [*PROGRAM, folder, "all"])
+    assert world.returncode == 0, world.output
+    assert "error MemoryError: no room for counts" in world.output
+    assert "others [8, 8, 8, 8]" in world.output
+
+
+def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:
+    status, output = end_after_kill([sys.executable, *PROGRAM, folder, "none"], 1)
+    assert status == 1, output
+    assert "error rank 1 (process" in output and "all ranks end: rank 1" in output
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_that_mpirun_started(folder: str) -> None:
+    status, output = end_after_kill(mpirun(2, [*PROGRAM, folder, "none"]), 1)
+    assert status != 0 and "error rank 1 (process" in output, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_mpirun", [False, True])
+def test_the_other_ranks_end_after_rank_0_is_killed(folder: str, by_mpirun: bool) -> None:
+    program = [*PROGRAM, folder, "none"]
+    status, _ = end_after_kill(mpirun(2, program) if by_mpirun else [sys.executable, *program], 0)
+    assert status != 0
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_ends_all_and_names_it(folder: str) -> None:
+    world = run_world(2, [*PROGRAM, folder, "one"])
+    assert world.returncode != 0
+    assert "error rank 1 (process" in world.output, world.output
+    assert "has ended: MemoryError: no room for counts" in world.output
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_than_asked_for_is_refused(folder: str) -> None:
+    world = run_world(3, [*PROGRAM, folder, "none"])
+    assert world.returncode != 0
+    assert "tensor_parallel_size = 2, and mpirun has started 3 processes" in world.output

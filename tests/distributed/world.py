@@ -1,0 +1,32 @@
+"""What mpirun starts in tests, once for each rank: runs the cases one after another.
+
+    mpirun -n N python -m tests.distributed.world RESULTS MODEL_FOLDER CASE...
+
+Rank 0 writes to RESULTS, as JSON, each case's outputs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.distributed.cases import CASES, GPU_CASES, GRID
+
+
+def main() -> None:
+    from mpi4py import MPI
+
+    results, folder, *names = sys.argv[1:]
+    found = {}
+    for name in names:
+        try:
+            found[name] = (CASES | GPU_CASES | GRID)[name].outputs(folder, MPI.COMM_WORLD.size)
+        except SystemExit as end:  # another rank than the first, after rank 0's end
+            if end.code:
+                raise
+    if MPI.COMM_WORLD.rank == 0:
+        Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

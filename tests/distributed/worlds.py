@@ -1,0 +1,63 @@
+"""Starts programs under mpirun and watches how they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SECONDS = 300  # a world that hangs fails its test
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class World:
+    returncode: int
+    output: str  # of all ranks, both streams
+
+
+def mpirun(num_ranks: int, arguments: list[str]) -> list[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = shutil.which("mpiexec", path=path)
+    assert found is not None, "mpi4py is installed without an mpiexec"
+    # mpi4py's runner ends all ranks after an exception of one.
+    return [found, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """One thread for each rank: the ranks share the machine's cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def run_world(num_ranks: int, arguments: list[str]) -> World:
+    return run(mpirun(num_ranks, arguments))
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """As `run`, without waiting."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def run(command: list[str]) -> World:
+    """In a session of its own: mpirun signals its process group when a rank dies."""
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        env=environment(),
+        start_new_session=True,
+        check=False,
+    )
+    return World(done.returncode, done.stdout)

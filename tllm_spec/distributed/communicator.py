@@ -1,0 +1,65 @@
+"""What the ranks of a model say to each other: plain data for hosts, tensors for devices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+
+
+class Communicator:
+    """The single rank: nothing is sent. Every method is collective: all ranks call the same ones in
+    the same order."""
+
+    mapping: Mapping = SINGLE_RANK
+
+    def broadcast(self, message: bytes) -> bytes:
+        """Rank 0's message; the others' argument is ignored."""
+        return message
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, of any type that can be pickled; the others' argument is ignored."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all ranks, by rank: on every rank."""
+        return [value]
+
+    def all_say(self, text: str) -> bool:
+        """Whether all ranks call this with the same text within seconds. After an error, when the
+        other ranks may be anywhere."""
+        return True
+
+    def minimum(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        return number
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """The sum of all ranks' values, in place: the same bits on every rank. Enqueued on the
+        current stream; a CUDA graph can hold it."""
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """`[R, N]` of each rank, side by side in the order of the ranks, `[R, tp_size * N]`. As
+        `all_reduce`."""
+        return values
+
+    def broadcast_tensor(self, values: torch.Tensor) -> None:
+        """Rank 0's values, in place. As `all_reduce`."""
+
+    def join(self, device: torch.device) -> None:
+        """Connects the devices; before it only plain data can be sent."""
+
+    def close(self) -> None:
+        """The ranks part."""
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """`tell` is called before the process ends because another rank's has ended, with the
+        reason."""
+
+    def abort(self, reason: str) -> None:
+        """Ends this process and so all ranks', after a failure that the other ranks do not know
+        of."""
+
+
+SINGLE = Communicator()

@@ -1,0 +1,188 @@
+"""The communicator of several processes: MPI for plain data, torch.distributed for tensors (NCCL on
+CUDA, gloo on a CPU).
+
+When one process ends, all do: what a rank waits for in a round would never come."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.watch import Watch, accept, connect, listen
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT = timedelta(seconds=120)
+MESSAGE_TAG, FAILURE_TAG = 1, 2
+SPINS = 10_000  # about 5 ms of polling; then the waiting rank sleeps in between
+SLEEP_SECONDS = 0.0002
+AGREE_SECONDS = 3.0  # that ranks wait for the others after an error
+LAST_SECONDS = 1.0  # between telling clients of a lost rank and the end of the process
+FAILED = 1  # exit status
+
+
+class ProcessGroup(Communicator):
+    """One rank of `comm`, all of whose ranks serve one model with tensor parallelism. Tensors can
+    be sent after `join`. `ep_size`: as `Mapping`; rank 0's counts. `parts_from`: communicators to
+    disconnect at the end."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, parts_from: Sequence[MPI.Comm] = (), ep_size: int = 1
+    ) -> None:
+        self._comm = comm
+        self._parts_from = parts_from
+        self.mapping = Mapping(comm.rank, comm.size, comm.size, comm.bcast(ep_size))
+        self._tell: Callable[[str], None] = lambda reason: None
+        self._hosts = [str(host) for host in comm.allgather(socket.gethostname())]
+        self._is_one_host = len(set(self._hosts)) == 1
+        self._watch = Watch(self._peers(), self._lost)
+
+    def broadcast(self, message: bytes) -> bytes:
+        """A waiting rank does not keep a processor busy for long, as MPI's own broadcast would."""
+        if self.mapping.rank == 0:
+            for rank in range(1, self.mapping.world_size):
+                self._comm.Send(bytearray(message), dest=rank, tag=MESSAGE_TAG)
+            return message
+        received = self._receive(0, MESSAGE_TAG, None)
+        assert received is not None
+        return received
+
+    def share(self, value: Any) -> Any:
+        return self._comm.bcast(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        return list(self._comm.allgather(value))
+
+    def all_say(self, text: str) -> bool:
+        others = [rank for rank in range(self.mapping.world_size) if rank != self.mapping.rank]
+        requests = [
+            self._comm.Isend(bytearray(text.encode()), dest=rank, tag=FAILURE_TAG)
+            for rank in others
+        ]
+        deadline = monotonic() + AGREE_SECONDS
+        heard = [self._receive(rank, FAILURE_TAG, deadline) for rank in others]
+        agrees = all(message == text.encode() for message in heard)
+        if agrees:
+            for request in requests:
+                request.Wait()
+        return agrees
+
+    def minimum(self, number: int) -> int:
+        from mpi4py import MPI
+
+        return int(self._comm.allreduce(number, MPI.MIN))
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        dist.all_reduce(values)
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        number, (rows, columns) = self.mapping.tp_size, values.shape
+        gathered = values.new_empty((number * rows, columns))
+        _all_gather(gathered, values.contiguous())
+        return gathered.view(number, rows, columns).transpose(0, 1).reshape(rows, -1)
+
+    def broadcast_tensor(self, values: torch.Tensor) -> None:
+        dist.broadcast(values, 0)
+
+    def join(self, device: torch.device) -> None:
+        """Connects the ranks' devices, through a store of rank 0 on a free port of its host."""
+        stores, store = _stores(), None
+        if self.mapping.rank == 0:
+            store = stores(self._first_host, 0, is_master=True, wait_for_workers=False)
+        port = self._comm.bcast(store.port if store is not None else None)
+        if store is None:
+            store = stores(self._first_host, port, is_master=False, timeout=START_TIMEOUT)
+        rank, size = self.mapping.rank, self.mapping.world_size
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+    def close(self) -> None:
+        self._watch.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for comm in self._parts_from:
+            comm.Disconnect()
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+
+    def abort(self, reason: str) -> None:
+        self._watch.fail(reason)
+        self._end(f"rank {self.mapping.rank} has failed: {reason}")
+
+    def _lost(self, reason: str) -> None:
+        self._tell(reason)
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """The executor's thread may hang in a collective, and MPI's own end would wait for the
+        other ranks, so nothing is cleaned up. Not by a daemon thread: if the main thread ends
+        meanwhile, these stop, and it would get to MPI's own end."""
+        logger.error("all ranks end: %s", reason)
+        last = threading.Thread(target=_exit_soon, daemon=False)
+        last.start()
+        last.join()
+
+    @property
+    def _first_host(self) -> str:
+        return "127.0.0.1" if self._is_one_host else self._hosts[0]
+
+    def _peers(self) -> list[tuple[str, socket.socket]]:
+        """Rank 0's connections to all others, or another rank's to rank 0."""
+        names = self.gather(f"process {os.getpid()} on {self._hosts[self.mapping.rank]}")
+        if self.mapping.rank:
+            address, token = self._comm.bcast(None)
+            connection = connect(address, token, self.mapping.rank)
+            return [(f"rank 0 ({names[0]})", connection)]
+        listener, token = listen("127.0.0.1" if self._is_one_host else ""), secrets.token_bytes(16)
+        self._comm.bcast(((self._first_host, listener.getsockname()[1]), token))
+        found = accept(listener, token, self.mapping.world_size - 1)
+        return [(f"rank {rank} ({names[rank]})", connection) for rank, connection in found]
+
+    def _receive(self, source: int, tag: int, deadline: float | None) -> bytes | None:
+        """None if there is no message before the deadline."""
+        from mpi4py import MPI
+
+        status, num_polls = MPI.Status(), 0
+        while not self._comm.Iprobe(source=source, tag=tag, status=status):
+            num_polls += 1
+            if num_polls > SPINS:
+                if deadline is not None and monotonic() > deadline:
+                    return None
+                sleep(SLEEP_SECONDS)
+        buffer = bytearray(status.Get_count())
+        self._comm.Recv(buffer, source=source, tag=tag)
+        return bytes(buffer)
+
+
+# Its name since torch 2.13, and before.
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
+
+def _exit_soon() -> None:
+    sleep(LAST_SECONDS)
+    os._exit(FAILED)
+
+
+def _stores() -> Any:
+    """torch's store over TCP, which its type annotations do not export."""
+    return getattr(dist, "TCPStore")  # noqa: B009 # the attribute is not exported

@@ -1,0 +1,268 @@
+"""Starts the other ranks of a model with tensor parallelism, or joins those that mpirun started.
+
+`python -m tllm_spec.ranks` is such a rank: it runs the rounds that rank 0 decides on, and sends no
+responses."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tllm_spec import __version__
+from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.executor.build import BuiltExecutor, build_executor
+from tllm_spec.executor.faults import described
+from tllm_spec.executor.ranks import FollowerQueue, RanksEnded
+from tllm_spec.executor.request import LlmRequest, StopOptions
+from tllm_spec.executor.request_limits import RequestLimits
+from tllm_spec.executor.request_wire import unpack_requests
+from tllm_spec.executor.response import Response
+from tllm_spec.executor.worker import recover
+from tllm_spec.grammars import Grammars, end_ids_of
+from tllm_spec.stop_strings import StopStringChecker
+from tllm_spec.tokenizer import Tokenizer, load_tokenizer
+from tllm_spec.zoo.registry import resolve_model
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
+
+MISSING = (
+    "tensor_parallel_size = {size} needs the package mpi4py: pip install 'tllm_spec[parallel]'"
+)
+MPIEXEC = """#!{python}
+import os, sys
+os.setsid()
+os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
+"""
+FAILED = 1  # exit status
+VERSIONS = {"the version of tllm_spec": __version__, "the version of torch": version("torch")}
+
+
+class SharedError(Exception):
+    """On another rank than the first: rank 0 has the same error, and reports it."""
+
+
+def join_ranks(args: LlmArgs) -> Communicator:
+    """This process's communicator. On rank 0 it returns when all ranks are there; the other
+    processes of mpirun serve until rank 0 ends, and end with SystemExit.
+
+    Raises:
+        ValueError: mpi4py is missing, mpirun started another number of processes, or the ranks have
+            different versions or checkpoints.
+    """
+    if args.tensor_parallel_size == 1:
+        return SINGLE
+    comm, parents = _comm(args.tensor_parallel_size)
+    if comm.rank:
+        follow(comm)
+    from tllm_spec.distributed.process_group import ProcessGroup
+
+    group = ProcessGroup(comm, parents, args.ep_size)
+    _check_equal(VERSIONS, group)
+    group.share(args)
+    _check_equal(_checkpoints(args), group)
+    return group
+
+
+def build_together(
+    args: LlmArgs,
+    tokenizer: Tokenizer | None,
+    respond: Callable[[list[Response]], None],
+    communicator: Communicator,
+) -> BuiltExecutor:
+    """`build_executor` on each rank. What all ranks raise is raised, on the others as SharedError;
+    what only some of them raise ends all their processes."""
+    try:
+        return build_executor(args, tokenizer, respond, communicator)
+    except BaseException as error:  # a process border: the other ranks must not wait for this one
+        if not communicator.all_say(described(error)):
+            communicator.abort(described(error))
+        communicator.close()
+        if communicator.mapping.rank:
+            raise SharedError from error
+        raise
+
+
+def follow(comm: MPI.Intracomm, parents: Sequence[MPI.Comm] = ()) -> NoReturn:
+    """Serves as another rank than the first. Ends with SystemExit."""
+    from tllm_spec.distributed.process_group import ProcessGroup
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides about the end
+    _mark_logs(comm.rank)
+    group = ProcessGroup(comm, parents)
+    try:
+        _follow(group)
+    except SharedError:  # rank 0 reports it
+        sys.exit(FAILED)
+    except BaseException as error:  # a process border: the other ranks must not wait for this one
+        logger.exception("rank %d has failed", comm.rank)
+        group.abort(described(error))
+    group.close()
+    sys.exit(0)
+
+
+def _follow(group: Communicator) -> None:
+    _check_equal(VERSIONS, group)
+    args: LlmArgs = group.share(None)
+    _check_equal(_checkpoints(args), group)
+    tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
+    _run(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
+
+
+def _comm(size: int) -> tuple[MPI.Intracomm, list[MPI.Comm]]:
+    """The ranks, and the communicators to part from in the end."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ValueError(MISSING.format(size=size)) from error
+    world = MPI.COMM_WORLD
+    if world.size == size:
+        return world, []
+    if world.size > 1:
+        raise ValueError(
+            f"tensor_parallel_size = {size}, and mpirun has started {world.size} processes; the "
+            "numbers must be equal"
+        )
+    command = sys.executable, ["-m", "tllm_spec.ranks"]
+    with _mpiexec_on_path():
+        started = MPI.COMM_SELF.Spawn(command[0], args=command[1], maxprocs=size - 1)
+    comm = started.Merge(high=False)
+    return comm, [comm, started]
+
+
+@contextmanager
+def _mpiexec_on_path() -> Iterator[None]:
+    """Spawn runs `mpiexec` from PATH. MPICH's wheel has it next to the interpreter, which need not
+    be there. When a rank dies, MPICH's mpiexec kills its own process group, so it gets one."""
+    path = os.environ.get("PATH", "")
+    own = str(Path(sys.executable).parent)
+    found = shutil.which("mpiexec", path=f"{own}{os.pathsep}{path}")
+    if found is None:
+        yield  # Spawn reports it
+        return
+    with TemporaryDirectory() as folder:
+        script = Path(folder) / "mpiexec"
+        script.write_text(MPIEXEC.format(python=sys.executable, mpiexec=found))
+        script.chmod(0o700)
+        os.environ["PATH"] = f"{folder}{os.pathsep}{path}"
+        try:
+            yield
+        finally:
+            os.environ["PATH"] = path
+
+
+def _check_equal(facts: Mapping[str, str | None], communicator: Communicator) -> None:
+    """Raises ValueError if another rank has another value, on that rank SharedError."""
+    first, *others = communicator.gather(dict(facts))
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                communicator.close()
+                if communicator.mapping.rank:
+                    raise SharedError
+                raise ValueError(
+                    f"{name} is {other[name]} on rank {rank} and {value} on rank 0; all ranks need "
+                    "the same"
+                )
+
+
+def _checkpoints(args: LlmArgs) -> dict[str, str | None]:
+    draft = getattr(args.speculative_config, "speculative_model", None)
+    return {"model": _fingerprint(args.model), "speculative_model": _fingerprint(draft)}
+
+
+def _fingerprint(model: str | None) -> str | None:
+    """Of the config's contents and the files' sizes; weights are too large to be read for it."""
+    if model is None:
+        return None
+    try:
+        folder = resolve_model(model)
+    except ValueError as error:
+        return str(error)
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
+        content = path.read_bytes() if path.suffix == ".json" else b""
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + content)
+    return f"{folder} ({digest.hexdigest()[:16]})"
+
+
+def _run(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | None) -> None:
+    """Rounds until rank 0 ends."""
+    queue, executor = built.queue, built.executor
+    assert isinstance(queue, FollowerQueue)
+    end_ids = end_ids_of(built.limits, tokenizer)
+    grammars = Grammars(args.guided_decoding_backend, tokenizer, built.limits.vocab_size, end_ids)
+    queue.make = partial(_requests, built.limits, tokenizer, grammars)
+    executor.enter_thread()
+    try:
+        while True:
+            try:
+                executor.step()
+            except RanksEnded:
+                executor.check_integrity()
+                return
+            except BaseException as error:  # process border: other requests go on
+                if not queue.all_failed(described(error)):
+                    raise
+                recover(executor, error)
+    finally:
+        grammars.close()
+
+
+def _requests(
+    limits: RequestLimits,
+    tokenizer: Tokenizer | None,
+    grammars: Grammars,
+    message: Sequence[Any],
+) -> list[LlmRequest]:
+    """Of a prompt, as rank 0 has them."""
+    packed, stop, grammar = message
+    ids = packed[0]
+    states = [None] * len(ids) if grammar is None else grammars.load_states(grammar, len(ids))
+    requests = unpack_requests(packed, ids, limits, states)
+    if stop is not None:
+        assert tokenizer is not None
+        options = _stop_options(stop)
+        for request in requests:
+            request.stop_options = options
+            request.stop_checker = StopStringChecker.of(tokenizer, options)
+    return requests
+
+
+def _stop_options(plain: Mapping[str, Any]) -> StopOptions:
+    return StopOptions(**{**plain, "stops": tuple(plain["stops"])})
+
+
+def _mark_logs(rank: int) -> None:
+    """Rank 0 logs for all; of the others only errors are shown."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(levelname)s rank {rank} %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
+
+
+def main() -> None:
+    """A rank that `join_ranks` has started."""
+    from mpi4py import MPI
+
+    parent = MPI.Comm.Get_parent()
+    comm = parent.Merge(high=True)
+    follow(comm, [comm, parent])
+
+
+if __name__ == "__main__":
+    main()
