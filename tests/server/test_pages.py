@@ -17,10 +17,10 @@ from tests.server.fake_llm import MODEL, STATE, FakeLLM
 from tests.server.hosted import hosted
 from tllm_spec.config import LlmArgs
 from tllm_spec.server.app import OpenAIServer
-from tllm_spec.server.dashboard_data import dashboard_data, measured, why
+from tllm_spec.server.dashboard_data import dashboard_data, measured, shape_name, why
 from tllm_spec.server.histograms import HISTOGRAMS
 from tllm_spec.server.options import ServerOptions
-from tllm_spec.server.pages import facts_of, tree_nodes
+from tllm_spec.server.pages import facts_of
 
 CHROMIUM = shutil.which("chromium")
 NAME = '<b onclick="x">model'
@@ -82,8 +82,11 @@ def test_a_tree_is_named_with_its_size() -> None:
     }
     args = LlmArgs.from_kwargs("zoo:llama", speculative_config=tree)
     assert facts_of(args, 9)["drafter"] == "Eagle3, trees of 4 nodes, 3 deep at most"
-    assert (tree_nodes(args, 3), tree_nodes(args, 0)) == (4, 0)
-    assert tree_nodes(LlmArgs.from_kwargs("zoo:llama"), 0) is None
+    tree_shape = {"name": "2x2/4", "depth": 2, "drafts": 4, "topk": 2}
+    switch = {"old_steps": 3, "new_steps": "2x2/4", "batch_size": 1, "reason": "+5 %"}
+    state = changed(STATE, decisions={"last": [switch]}) | {"draft_shape": tree_shape}
+    assert why(state) == "Draft length 2x2/4, decided at batch size 1: +5 %."
+    assert shape_name(state) == "2x2/4"
 
 
 def test_every_control_is_reached_by_keyboard_and_has_a_name(client: TestClient) -> None:
@@ -110,7 +113,8 @@ def test_why_names_what_decided() -> None:
     gate = {"is_closed": True, "acceptance_rate": 0.1}
     assert "closed the gate" in why(changed(STATE, limits={"gate": gate}))
     assert "no other one" in why(changed(STATE, slots={"1": {}}))
-    assert why(changed(STATE) | {"speculative_num_steps": 0}).startswith("No drafts")
+    plain = changed(STATE) | {"draft_shape": {"name": "0"}}
+    assert why(plain).startswith("No drafts")
 
 
 def test_the_explorers_own_point_is_what_was_measured() -> None:

@@ -20,6 +20,7 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
         "waiting": state["num_requests_waiting"],
         "preemptions": state["num_preemptions"],
         "draft_len": state["speculative_num_steps"],
+        "shape": shape_name(state),
         "batch_size": totals.get("latest_round", {}).get("batch_size", 0),
         "generated_tokens": totals["generated_tokens"],
         "prompt_tokens": totals["prompt_tokens"],
@@ -37,14 +38,20 @@ def dashboard_data(state: Mapping[str, Any], histograms: Mapping[str, Histogram]
     }
 
 
+def shape_name(state: Mapping[str, Any]) -> str:
+    """The present draft length, or the tree as the controller names it: `5x8/31` has 5 steps, 8
+    children of a node at most, 31 drafts."""
+    return str(state["draft_shape"]["name"])
+
+
 def why(state: Mapping[str, Any]) -> str:
     """Why the draft length is what it is, in a sentence."""
-    draft_len, controller = state["speculative_num_steps"], state["controller"]
+    draft_len, controller = shape_name(state), state["controller"]
     limits = controller.get("limits") or {}
     if (gate := limits.get("gate")) and gate["is_closed"]:
         return f"No drafts: the acceptance rate, {gate['acceptance_rate']}, closed the gate."
     for decision in reversed(_decisions(state)):
-        if decision["new_steps"] == draft_len:
+        if str(decision["new_steps"]) == draft_len:
             where = f"decided at batch size {decision['batch_size']}"
             return f"Draft length {draft_len}, {where}: {decision['reason']}."
     limit = limits.get("max_concurrency")
@@ -55,7 +62,7 @@ def why(state: Mapping[str, Any]) -> str:
         return f"Draft length {draft_len}: draft_len_schedule = {schedule}."
     if controller.get("slots"):
         return f"Draft length {draft_len}: no other one has been better yet."
-    if not draft_len:
+    if draft_len == "0":
         return "No drafts: plain decoding is configured."
     return f"Draft length {draft_len}: it is configured and does not adapt."
 
@@ -77,7 +84,7 @@ def measured(state: Mapping[str, Any]) -> Json | None:
     batch_size = state["totals"].get("latest_round", {}).get("batch_size", 0)
     times = (state["controller"].get("round_ms") or {}).get(str(batch_size)) or {}
     # Round times of trees have the names of their shapes.
-    name = state["draft_shape"]["name"] if length == present else str(length)
+    name = shape_name(state) if length == present else str(length)
     return {
         "draft_len": length,
         "tokens_per_round": row["emitted_tokens"] / row["request_rounds"],

@@ -73,7 +73,6 @@ class Pages:
             "time": monotonic(),
             "model": self._model,
             "what": what,
-            "tree_nodes": tree_nodes(self._llm.args, state["speculative_num_steps"]),
             **dashboard_data(state, self._histograms.read()),
         }
 
@@ -95,14 +94,6 @@ def facts_of(args: LlmArgs, max_seq_len: int) -> dict[str, str]:
         "batch": f"{args.max_batch_size} requests at most",
         "context": f"{max_seq_len} tokens, prompt and output together",
     }
-
-
-def tree_nodes(args: LlmArgs, draft_len: int) -> int | None:
-    """Of the draft tree with this depth; None for chains."""
-    speculation = args.speculative_config
-    if speculation is None or not speculation.drafts_trees:
-        return None
-    return speculation.shapes.of(draft_len).num_nodes
 
 
 def _page(text: str) -> HTMLResponse:
