@@ -165,7 +165,7 @@ def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
         rejection, rates = spec.use_rejection_sampling, spec.synthetic_acceptance_rates
         thresholds = spec.threshold_single, spec.threshold_acc
         if spec.relaxed_rule is not None:
-            relaxed = RelaxedAcceptance(spec.relaxed_rule, slots, state.vocab_size)
+            relaxed = RelaxedAcceptance(spec.relaxed_rule, slots, state)
     if rates is not None:
         logger.warning(
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "

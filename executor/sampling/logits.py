@@ -1,9 +1,12 @@
-"""Edits of logits before temperature: penalties and min_tokens. Pure functions over rows.
+"""Edits of logits before temperature (penalties, min_tokens), and the distribution of a greedy row.
+Pure functions over rows.
 
 Every row is one position of one request and is treated as if it were decoded alone. Nothing here
 knows requests, windows or acceptance."""
 
 import torch
+
+from tllm_spec.kernels.choose_token import choose_best
 
 
 def apply_penalties(
@@ -31,3 +34,11 @@ def mask_stop_ids(logits: torch.Tensor, stop_ids: torch.Tensor, too_early: torch
     blocked = too_early.unsqueeze(1) & (stop_ids >= 0)
     ids = stop_ids.clamp_min(0)
     logits.scatter_(1, ids, logits.gather(1, ids).masked_fill(blocked, -torch.inf))
+
+
+def one_hot_of_best(logits: torch.Tensor) -> torch.Tensor:
+    """`[R, V]` float32: all mass on the best token; NaN where no token can be chosen."""
+    best = choose_best(logits)
+    probs = torch.zeros_like(logits, dtype=torch.float32)
+    probs.scatter_(1, best.clamp_min(0).unsqueeze(1), 1.0)
+    return probs.masked_fill_((best < 0).unsqueeze(1), torch.nan)

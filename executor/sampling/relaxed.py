@@ -7,6 +7,8 @@ import torch
 
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.speculative_base import RelaxedRule
 
 
@@ -14,15 +16,15 @@ class RelaxedAcceptance:
     """`is_thinking` `[S]` bool: whether a slot's tokens, the bonus token included, end between the
     rule's two tokens."""
 
-    def __init__(self, rule: RelaxedRule, slots: SlotState, vocab_size: int) -> None:
+    def __init__(self, rule: RelaxedRule, slots: SlotState, state: SamplingState) -> None:
         """Raises ValueError if the vocabulary does not have the rule's tokens."""
         for name, token in (("begin", rule.begin_token), ("end", rule.end_token)):
-            if not 0 <= token < vocab_size:
+            if not 0 <= token < state.vocab_size:
                 raise ValueError(
                     f"{name}_thinking_phase_token = {token} is not in the vocabulary of the model, "
-                    f"0 to {vocab_size - 1}"
+                    f"0 to {state.vocab_size - 1}"
                 )
-        self._rule, self._slots = rule, slots
+        self._rule, self._slots, self._state = rule, slots, state
         self.is_thinking = torch.zeros(len(slots.kv_lens), dtype=torch.bool, device=slots.device)
 
     def start(self, request: LlmRequest) -> None:
@@ -31,25 +33,18 @@ class RelaxedAcceptance:
         last = next((token for token in reversed(request.tokens) if token in ends), None)
         self.is_thinking[request.slot].fill_(last == self._rule.begin_token)
 
-    def relax(
-        self,
-        slots: torch.Tensor,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        is_greedy: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The target's tokens `[N, W]` of windows of slots `[N]`, with each draft that the rule
-        accepts instead of the target's token. logits `[N * W, V]`: what the tokens were chosen
-        from. is_greedy `[N, 1]`: the requests that the rule holds for; None: all."""
-        width = targets.shape[1]
+    def relax(self, group: RowGroup, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The target's tokens `[N, W]` of a group's windows, with each draft that the rule accepts
+        instead of the target's token. logits `[N * W, V]`: what the tokens were chosen from."""
+        slots, width = group.slots, targets.shape[1]
         if width == 1:
             return targets
         window = self._slots.window.index_select(0, slots)[:, :width]
         num_drafts = self._slots.num_drafts.index_select(0, slots).unsqueeze(1)
         may_relax = phases(self.is_thinking.index_select(0, slots), window, self._rule)[:, :-1]
         may_relax &= torch.arange(width - 1, device=slots.device) < num_drafts
-        if is_greedy is not None:
-            may_relax &= is_greedy
+        if group.sampled is not None:
+            may_relax &= self._state.gather(slots).column("temperature") == 0
         drafts = window[:, 1:]
         rows = logits.view(*targets.shape, -1)[:, :-1]
         accepted = may_relax & is_close(rows, drafts, self._rule)

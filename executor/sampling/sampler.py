@@ -13,7 +13,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.resources.window_tree import WindowTree
 from tllm_spec.executor.sampling.grammar_masks import GrammarMasks
 from tllm_spec.executor.sampling.host_edits import HostEdits
-from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids
+from tllm_spec.executor.sampling.logits import apply_penalties, mask_stop_ids, one_hot_of_best
 from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
@@ -172,7 +172,7 @@ class Sampler:
         if not places.ahead:
             return SampledTokens(tokens, torch.ones_like(kv_lens))
         if self._relaxed is not None:
-            tokens = self._relaxed.relax(group.slots, logits, tokens, self._greedy(group))
+            tokens = self._relaxed.relax(group, logits, tokens)
         return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
 
     def _accept_tree(
@@ -193,12 +193,6 @@ class Sampler:
             return SampledTokens(tokens, lens, rows)
         ranks = self.slots.path_ranks(slots, num_drafts, rows, lens, group.window)
         return SampledTokens(tokens, lens, rows, ranks)
-
-    def _greedy(self, group: RowGroup) -> torch.Tensor | None:
-        """Which requests are greedy, `[N, 1]` bool; None: all."""
-        if group.sampled is None:
-            return None
-        return self.state.gather(group.slots).column("temperature") == 0
 
     def _drafts(self, group: RowGroup) -> torch.Tensor:
         """`[N, W-1]`, until the slots advance."""
@@ -385,7 +379,7 @@ class Sampler:
     def _probs(self, group: RowGroup, logits: torch.Tensor) -> torch.Tensor:
         """The distribution of every row, `[N * W, V]`. A greedy request's has all mass on one
         token."""
-        probs = _one_hot_of_best(logits)
+        probs = one_hot_of_best(logits)
         if group.sampled is None:
             return probs
         assert group.sampled_parameters is not None
@@ -401,10 +395,3 @@ class Sampler:
         columns = torch.arange(emitted.shape[1], device=emitted.device)
         valid = columns < subset.take_requests(sampled.new_lens).unsqueeze(1)
         self.state.counts.add(subset.take_requests(group.slots), emitted, valid)
-
-
-def _one_hot_of_best(logits: torch.Tensor) -> torch.Tensor:
-    best = choose_best(logits)
-    probs = torch.zeros_like(logits, dtype=torch.float32)
-    probs.scatter_(1, best.clamp_min(0).unsqueeze(1), 1.0)
-    return probs.masked_fill_((best < 0).unsqueeze(1), torch.nan)
