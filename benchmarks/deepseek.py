@@ -173,7 +173,7 @@ def set_bias(engine: Rounds, case: str) -> None:
     models: list[torch.nn.Module] = [runner.engine.model]
     if isinstance(runner.round_end, DraftWorker):
         assert isinstance(runner.round_end.net, NextnNet)
-        models.append(runner.round_end.net.module)
+        models.append(runner.round_end.net.modules)
     modules = [module for model in models for module in model.modules()]
     for router in (module for module in modules if isinstance(module, Router)):
         bias = router.e_score_correction_bias
