@@ -176,11 +176,11 @@ def reduction_kernel(
     """Grid (rows, parts of the latent). Reads only the splits that had keys: the others hold
     results of an earlier launch."""
     launch_dependents(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // HEADS, row % HEADS
-    kv_len = tl.load(kv_lens + token // WINDOW, cache_modifier=".cg")
+    kv_len = tl.load(kv_lens + token // WINDOW)
     _, _, num_used = _share(kv_len, max_len, num_splits, BLOCK_N)
-    wait_for_previous(PDL)
     if num_used == 1:  # the attention kernel wrote the output
         return
     splits = tl.arange(0, BLOCK_S)

@@ -44,7 +44,7 @@ def test_gemms_are_tuned_for_all_row_counts_before_graphs_are_captured(
     events: list[Any] = []
     drafter = Harness(tiny).parts.drafter
 
-    def tune(models: Any, rows: Any, device: torch.device) -> None:
+    def tune(models: Any, rows: Any, device: torch.device, communicator: Any) -> None:
         events.append(set(rows))
 
     monkeypatch.setattr(rounds, "tune_linears", tune)

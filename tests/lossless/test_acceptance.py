@@ -98,7 +98,7 @@ def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
     options = (
         SITUATIONS[situation] | engine(mode, DRAFT_LEN, **NEVER_PAUSES) | {"max_batch_size": 8}
     )
-    if mode.endswith("_tree") and "max_num_tokens" in options:
+    if mode.endswith(("_tree", "_static")) and "max_num_tokens" in options:
         options["max_num_tokens"] = 140  # room for six windows of 17 rows and a part of a prompt
     with LLM("zoo:llama", **options) as llm:
         if situation in CACHED:

@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.server.fake_llm import FAILING_PROMPT, MODEL, STATS, FakeLLM
-from tests.server.http_answers import CHAT
+from tests.server.http_answers import CHAT, wait_for
 from tllm_spec.outputs import RequestMetrics, RequestOutput
 from tllm_spec.server.app import OpenAIServer
 from tllm_spec.server.perf_metrics import MAX_REQUESTS, PerfMetrics
@@ -80,7 +80,8 @@ def test_health_generate_runs_one_token_through_the_engine(
 ) -> None:
     assert client.get("/health_generate").status_code == 200
     (params,) = llm.sampling
-    assert params.max_tokens == 1 and not llm.running
+    assert params.max_tokens == 1
+    wait_for(lambda: not llm.running)
     assert client.get("/perf_metrics").json() == [], "the probe is not a user's request"
 
 

@@ -26,6 +26,18 @@ from tests.server.served_process import (
 )
 
 ENGINE, FRONT = "engine_process", "front_process"
+ENTRY_WITH_ENDLESS_IMPORTS = """
+import sys, time
+
+class Endless:
+    def find_spec(self, name, *_):
+        if name == "tllm_spec.cli.serve":
+            time.sleep(600)
+
+from tllm_spec.cli.entry import serve
+sys.meta_path.insert(0, Endless())
+serve()
+"""
 SETS = ("SigIgn", "SigCgt")  # of signals, in a process' status
 
 
@@ -127,7 +139,7 @@ def test_ctrl_c_while_the_model_is_loaded_prints_no_traceback(tmp_path: Path) ->
 
 
 def test_ctrl_c_during_the_commands_imports_prints_nothing() -> None:
-    command = [sys.executable, "-m", "tllm_spec.cli.entry", "no/such/folder"]
+    command = [sys.executable, "-c", ENTRY_WITH_ENDLESS_IMPORTS]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: has_default_ctrl_c(process.pid) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
