@@ -66,6 +66,7 @@ def end_after_kill(command: list[str], rank: int) -> tuple[int, str]:
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_a_round_that_fails_on_all_ranks_fails_its_request_only(folder: str) -> None:
     world = run_world(2, [*PROGRAM, folder, "all"])
     assert world.returncode == 0, world.output

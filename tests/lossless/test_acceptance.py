@@ -38,6 +38,8 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     },
 }
 
+LONG_ONLY = ("prefix_of_another", "preemption_without_reuse")  # slow
+
 
 # What was served before: whole prompts, and others that share all but their last tokens. A draft
 # head's KV at the last common place is another for another continuation.
@@ -88,7 +90,13 @@ def undisturbed(long_prompts: list[list[int]]) -> Callable[..., SpeculativeStats
 
 
 @pytest.mark.parametrize("mode", MODES_HERE)
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    "situation",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG_ONLY else [])
+        for name in SITUATIONS
+    ],
+)
 def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
     mode: str,
     undisturbed: Callable[..., SpeculativeStats],

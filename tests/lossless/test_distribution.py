@@ -165,8 +165,8 @@ TREES: dict[str, dict[str, Any]] = {
     ("tree", "way", "lengths"),
     [
         ("dynamic", "plain", ()),
-        ("static", "filtered", ()),
-        ("dynamic", "filtered", (3, 1, 2, 0, 3, 2, 3, 1, 1, 0, 2)),
+        pytest.param("static", "filtered", (), marks=pytest.mark.slow),
+        pytest.param("dynamic", "filtered", MOVING, marks=pytest.mark.slow),
     ],
 )
 def test_rejection_sampling_on_a_tree_draws_from_the_targets_probabilities(

@@ -75,15 +75,17 @@ class Run:
         return f"{self.mode}-{self.setting}-K{self.draft_len}-{self.batch_size}-{rounds}"
 
 
-def covering_runs() -> list[Run]:
+def covering_runs() -> list[Any]:
     """Every mode in every setting, and every mode with every draft length; batch sizes and overlap
-    change from one to the next."""
+    change from one to the next. A third of them, with every mode and setting, is not slow."""
     runs = []
     for (i, mode), (j, setting) in product(enumerate(FLOORS), enumerate(SETTINGS)):
         sizes = BATCH_SIZES[setting]
         overlap = (i + j) % 3 != 1
         draft_len = 0 if mode == "plain" else DRAFT_LENS[(i + j) % len(DRAFT_LENS)]
-        runs.append(Run(mode, setting, draft_len, sizes[i % len(sizes)], overlap))
+        run = Run(mode, setting, draft_len, sizes[i % len(sizes)], overlap)
+        marks = [pytest.mark.slow] if (i + j) % 3 else []
+        runs.append(pytest.param(run, id=str(run), marks=marks))
     return runs
 
 
@@ -119,7 +121,7 @@ def leave_prefixes(llm: LLM, cases: list[Case]) -> None:
     llm.generate([[*case.prompt[:-20], 2] for case in cases], tokens, use_tqdm=False)
 
 
-@pytest.mark.parametrize("run", covering_runs(), ids=str)
+@pytest.mark.parametrize("run", covering_runs())
 def test_the_text_is_plain_decodings(
     run: Run,
     cases: list[Case],

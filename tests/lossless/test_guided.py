@@ -15,7 +15,7 @@ from tllm_spec.outputs import CompletionOutput
 from tllm_spec.sampling_params import SamplingParams
 
 pytest.importorskip("xgrammar")
-NUM_SCHEMAS, MANY_SCHEMAS = 8, 200
+NUM_SCHEMAS, MANY_SCHEMAS = 6, 200
 PROMPTS = ("import os\n", "def main(", "class A:\n    ", "{")
 
 

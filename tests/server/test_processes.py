@@ -67,6 +67,7 @@ def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(tmp_path: 
         assert "ended with SIGKILL and is started again" in served.text
 
 
+@pytest.mark.slow
 def test_a_front_that_dies_does_not_touch_the_streams_of_another(tmp_path: Path) -> None:
     with ServedProcess(tmp_path, "--frontends", "2") as served:
         with stream(served.url, MEDIUM) as lines:
@@ -110,6 +111,7 @@ def test_a_signal_lets_requests_finish_and_the_status_is_zero(tmp_path: Path) ->
         assert "Traceback" not in served.text
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_finish_in_time_get_an_error(tmp_path: Path) -> None:
     with ServedProcess(tmp_path, "--shutdown_timeout", "0") as served:
         with stream(served.url) as lines:
@@ -119,6 +121,7 @@ def test_requests_that_do_not_finish_in_time_get_an_error(tmp_path: Path) -> Non
         assert served.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
     with ServedProcess(tmp_path, "--shutdown_timeout", "600") as served:
         url = served.url
@@ -154,6 +157,7 @@ def has_default_ctrl_c(pid: int) -> bool:
     return bool(ignored >> (signal.SIGPIPE - 1) & 1) and not caught >> (signal.SIGINT - 1) & 1
 
 
+@pytest.mark.slow
 def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     with ServedProcess(tmp_path) as served:
         assert complete(served.url) == 200
@@ -186,6 +190,7 @@ def test_an_error_of_the_engines_start_is_one_sentence_on_the_console(
         assert sentence in served.text and "Traceback" not in served.text
 
 
+@pytest.mark.slow
 def test_json_logs_are_one_object_a_line_and_show_the_load(tmp_path: Path) -> None:
     flags = ("--log_format", "json", "--host", "0.0.0.0")
     with ServedProcess(tmp_path, *flags) as served:
