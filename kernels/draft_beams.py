@@ -5,8 +5,8 @@ in EAGLE-2 (Li et al., "EAGLE-2: Faster Inference of Language Models with Dynami
 A candidate's score is the float32 product of the probabilities on its path. A product of factors up
 to 1 is never above its parent's, and equal scores go to the lower index, where the parent is, so a
 chosen node's parent is always chosen. (Sums of logarithms would round differently and break ties
-that products have.) A NaN counts as less than any score, and so do its descendants, which are NaN:
-such a request gets a valid tree of no use."""
+that such scores have.) A NaN counts as less than any score, and so do its descendants, which are
+NaN: such a request gets a valid tree of no use."""
 
 import torch
 

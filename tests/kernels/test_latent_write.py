@@ -93,4 +93,5 @@ def test_the_kernel_compiles_for_hopper_with_and_without_queries(heads: int) -> 
         types["q"] = "*bf16"
     else:
         constants["q"] = None
-    compiled_for_hopper(latent_write_kernel, types, constants, num_warps=4)
+    compiled = compiled_for_hopper(latent_write_kernel, types, constants, num_warps=4)
+    assert compiled.asm["cubin"]

@@ -12,7 +12,7 @@ PAGE_SIZE = 4
 def problem(
     batch: int, layers: int, width: int, dtype: torch.dtype, depth: int, window: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each request has pages of its own; page 0 is nobody's."""
+    """Each request has pages of its own; page 0 is the dummy page."""
     generator = torch.Generator().manual_seed(batch + width + depth)
     pages = -(-(2 * PAGE_SIZE + window) // PAGE_SIZE)
     planes = torch.randint(-99, 99, (layers, batch * pages + 1, PAGE_SIZE, width))

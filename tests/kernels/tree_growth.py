@@ -17,7 +17,7 @@ Draft = Callable[[Path], Candidates]
 
 
 def random_draft(seed: int, topk: int, *, tied: bool, nan_depth: int | None = None) -> Draft:
-    """`tied`: probabilities are few powers of two, so that many products are equal. After about
+    """`tied`: probabilities are few powers of two, so that many scores are equal. After about
     half of the paths of `nan_depth` tokens there are only NaN."""
 
     def draft(path: Path) -> Candidates:

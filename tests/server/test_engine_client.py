@@ -314,7 +314,8 @@ def test_bytes_that_are_no_message_cut_a_front_off(engine: Engine) -> None:
         await hostile.limits
         hostile._transport.write(b"\xc1" * 100)
         await asyncio.wait_for(hostile.closed, 60)
-        await client.generate_async(PROMPT, SamplingParams(max_tokens=3))
+        output = await client.generate_async(PROMPT, SamplingParams(max_tokens=3))
+        assert output.outputs[0].length == 3
 
     engine.use(talk)
 

@@ -70,7 +70,7 @@ class Control:
         try:
             self.socket.sendall(pack([kind, text]))
         except OSError:
-            return  # the supervisor has gone; nobody is left to be told
+            return  # the supervisor has ended
 
 
 def freeze_heap() -> None:

@@ -69,7 +69,7 @@ class Guard:
         try:
             await self._guarded(scope, headers, receive, send_with_id)
         except (_Disconnected, asyncio.CancelledError):
-            # Only the server cancels this task, when it shuts down; nobody waits for the result.
+            # Only the server cancels this task, when it shuts down; no caller waits for the result.
             status = CLIENT_CLOSED_REQUEST
         finally:
             _log_access(scope, status, monotonic() - start)
