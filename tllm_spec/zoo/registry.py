@@ -3,8 +3,9 @@
 from pathlib import Path
 
 ZOO_PREFIX = "zoo:"
+NAMES = ("llama", "llama-draft", "llama-eagle3", "deepseek")
 _ZOO = Path(__file__).parent
-_FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in ("llama", "llama-draft", "llama-eagle3")}
+_FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in NAMES}
 
 
 def resolve_model(path_or_name: str | Path) -> Path:
