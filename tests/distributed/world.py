@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tests.distributed.cases import CASES, GPU_CASES, GRID
+from tests.distributed.cases import ALL
 from tests.distributed.no_pickle import PickleUsedError, forbid_pickle
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     found = {}
     for name in names:
         try:
-            found[name] = (CASES | GPU_CASES | GRID)[name].outputs(folder, MPI.COMM_WORLD.size)
+            found[name] = ALL[name].outputs(folder, MPI.COMM_WORLD.size)
         except SystemExit as end:  # another rank than the first, after rank 0's end
             if end.code:
                 raise
