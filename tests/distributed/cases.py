@@ -149,15 +149,20 @@ CASES: dict[str, Case] = {
     "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
     "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
 }
+# Pools are small, since the ranks may share a device.
+ON_GPU = {
+    "device": "cuda",
+    "dtype": "float32",
+    "kv_cache_config": {"max_tokens": 4096},
+    "max_seq_len": 256,
+}
+ON_GPU_TINY = ON_GPU | {"max_seq_len": 64}
 GPU_CASES = {
-    "gpu-eagle3": speculating("eagle3", device="cuda", dtype="float32"),
-    "gpu-adaptive": Case(
-        options={
-            "device": "cuda",
-            "dtype": "float32",
-            "speculative_config": EAGLE3 | {"adaptive": {}},
-        }
-    ),
+    "gpu-eagle3": speculating("eagle3", **ON_GPU),
+    "gpu-draft-model": speculating("draft-model", **ON_GPU),
+    "gpu-adaptive": Case(options=ON_GPU | {"speculative_config": EAGLE3 | {"adaptive": {}}}),
+    "gpu-experts": Case("qwen2-moe", ON_GPU_TINY | {"speculative_config": NGRAM}),
+    "gpu-divided-experts": Case("qwen2-moe", ON_GPU_TINY | EP | {"speculative_config": NGRAM}),
 }
 # Every family with experts or latent attention, its layers sliced and its experts divided.
 DRAFTERS: dict[str, dict[str, Any]] = {

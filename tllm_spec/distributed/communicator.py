@@ -15,6 +15,8 @@ class Communicator:
     the same order."""
 
     mapping: Mapping = SINGLE_RANK
+    captures = True
+    """Whether a CUDA graph can hold what tensors are sent by. Known after `join`."""
 
     def broadcast(self, message: bytes) -> bytes:
         """Rank 0's message; the others' argument is ignored."""

@@ -20,6 +20,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from tllm_spec.distributed.collectives import Collectives, ThroughHost
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
@@ -46,7 +47,7 @@ class ProcessGroup(Communicator):
     def __init__(
         self, comm: MPI.Intracomm, parts_from: Sequence[MPI.Comm] = (), ep_size: int = 1
     ) -> None:
-        self._comm = comm
+        self._comm, self._tensors = comm, Collectives()
         self._parts_from = parts_from
         self.mapping = Mapping(comm.rank, comm.size, comm.size)
         self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
@@ -93,16 +94,13 @@ class ProcessGroup(Communicator):
         return int(min(self.gather(number)))
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values)
+        self._tensors.all_reduce(values)
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        number, (rows, columns) = self.mapping.tp_size, values.shape
-        gathered = values.new_empty((number * rows, columns))
-        _all_gather(gathered, values.contiguous())
-        return gathered.view(number, rows, columns).transpose(0, 1).reshape(rows, -1)
+        return self._tensors.all_gather(values).transpose(0, 1).reshape(len(values), -1)
 
     def broadcast_tensor(self, values: torch.Tensor) -> None:
-        dist.broadcast(values, 0)
+        self._tensors.broadcast(values)
 
     def join(self, device: torch.device) -> None:
         """Connects the ranks' devices, through a store of rank 0 on a free port of its host."""
@@ -112,10 +110,16 @@ class ProcessGroup(Communicator):
         port = self.share(store.port if store is not None else None)
         if store is None:
             store = stores(self._first_host, port, is_master=False, timeout=START_TIMEOUT)
-        rank, size = self.mapping.rank, self.mapping.world_size
+        rank, size, backend = self.mapping.rank, self.mapping.world_size, "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            if len(set(self.gather(uuid))) == size:
+                backend = "nccl"
+            else:
+                self._tensors = ThroughHost()
+                logger.warning("ranks share a CUDA device: sums go over the host, without graphs")
+        self.captures = self._tensors.captures
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
     def close(self) -> None:
@@ -180,12 +184,6 @@ class ProcessGroup(Communicator):
         buffer = bytearray(status.Get_count())
         self._comm.Recv(buffer, source=source, tag=tag)
         return bytes(buffer)
-
-
-# Its name since torch 2.13, and before.
-_all_gather: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
 
 
 def _exit_soon() -> None:
