@@ -1,12 +1,16 @@
 """Configuration: what `LlmArgs` takes from keywords and YAML files."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgpack
 import pytest
 
 from tests.decoding_options import ngram
 from tllm_spec.config import KvCacheConfig, LlmArgs
 from tllm_spec.speculative_config import NGramDecodingConfig
+
+EXAMPLES = Path(__file__).parent.parent / "yaml_examples"
 
 
 @pytest.fixture
@@ -73,3 +77,16 @@ def test_an_unreadable_options_file_is_named(yaml_file: Path, text: str, sentenc
 def test_a_missing_options_file_is_named(yaml_file: Path) -> None:
     with pytest.raises(ValueError, match=r"options\.yaml"):
         LlmArgs.from_yaml(yaml_file, model="m")
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_arguments_survive_a_way_through_msgpack(file: Path) -> None:
+    args = LlmArgs.from_yaml(file, model="m")
+    packed = msgpack.packb(args.as_options())
+    assert LlmArgs(**msgpack.unpackb(packed, strict_map_key=False)) == args
+
+
+def test_a_users_object_has_no_plain_form() -> None:
+    args = LlmArgs.from_kwargs("m", tokenizer=SimpleNamespace(decode=None))
+    with pytest.raises(TypeError, match="SimpleNamespace has no plain form"):
+        args.as_options()

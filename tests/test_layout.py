@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.bench", "tllm_spec.server"),
     ("tllm_spec.llm",),
     ("tllm_spec.ranks", "tllm_spec.intake"),
+    ("tllm_spec.rank_checks",),
     (
         "tllm_spec.request_handle",
         "tllm_spec.server_info",

@@ -143,6 +143,13 @@ class AdaptiveConfig:
         """Of all ladders: what `strategy: ema` begins with unless it is told otherwise."""
         return self.draft_lens[len(self.draft_lens) // 2]
 
+    def as_options(self) -> dict[int | str, Any]:
+        """As `parse` takes it, in plain values."""
+        slots: dict[int | str, Any] = {low: slot.as_options() for low, slot in self.slots}
+        if self.is_cost_model:
+            return {"strategy": "cost_model", **slots}
+        return {"strategy": "ema", "compat": self.compat, **slots}
+
     @classmethod
     def parse(cls, adaptive: object, max_draft_len: int | None = None) -> AdaptiveConfig:
         """`max_draft_len`: the longest draft length that a ladder may have; the default ladder ends

@@ -50,6 +50,23 @@ class ConfigModel(BaseModel):
         if lines:
             raise ConfigError(lines)
 
+    def as_options(self) -> dict[str, Any]:
+        """Plain values whose constructor makes an equal object, in another process too. Raises
+        TypeError for a value that is an object of the user's."""
+        return {name: _plain(getattr(self, name)) for name in sorted(self.model_fields_set)}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if hasattr(value, "as_options"):
+        return value.as_options()
+    raise TypeError(f"{type(value).__name__} has no plain form")
+
 
 def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One or more readable lines for each error that pydantic found in `model`'s arguments."""

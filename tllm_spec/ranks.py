@@ -5,7 +5,6 @@ responses."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -14,12 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tllm_spec import __version__
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor.build import BuiltExecutor, build_executor
@@ -31,9 +28,9 @@ from tllm_spec.executor.request_wire import unpack_requests
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import recover
 from tllm_spec.grammars import Grammars, end_ids_of
+from tllm_spec.rank_checks import checkpoints, mismatch, versions
 from tllm_spec.stop_strings import StopStringChecker
 from tllm_spec.tokenizer import Tokenizer, load_tokenizer
-from tllm_spec.zoo.registry import resolve_model
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,7 +46,7 @@ os.setsid()
 os.execv({mpiexec!r}, [{mpiexec!r}, *sys.argv[1:]])
 """
 FAILED = 1  # exit status
-VERSIONS = {"the version of tllm_spec": __version__, "the version of torch": version("torch")}
+VERSION, CHECKPOINT = "the version of", "the checkpoint"
 
 
 class SharedError(Exception):
@@ -72,9 +69,9 @@ def join_ranks(args: LlmArgs) -> Communicator:
     from tllm_spec.distributed.process_group import ProcessGroup
 
     group = ProcessGroup(comm, parents, args.ep_size)
-    _check_equal(VERSIONS, group)
-    group.share(args)
-    _check_equal(_checkpoints(args), group)
+    _check_equal(VERSION, versions(), group)
+    group.share(args.as_options())
+    _check_equal(CHECKPOINT, checkpoints(args), group)
     return group
 
 
@@ -117,9 +114,9 @@ def follow(comm: MPI.Intracomm, parents: Sequence[MPI.Comm] = ()) -> NoReturn:
 
 
 def _follow(group: Communicator) -> None:
-    _check_equal(VERSIONS, group)
-    args: LlmArgs = group.share(None)
-    _check_equal(_checkpoints(args), group)
+    _check_equal(VERSION, versions(), group)
+    args = LlmArgs(**group.share(None))
+    _check_equal(CHECKPOINT, checkpoints(args), group)
     tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
     _run(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
@@ -166,39 +163,17 @@ def _mpiexec_on_path() -> Iterator[None]:
             os.environ["PATH"] = path
 
 
-def _check_equal(facts: Mapping[str, str | None], communicator: Communicator) -> None:
-    """Raises ValueError if another rank has another value, on that rank SharedError."""
-    first, *others = communicator.gather(dict(facts))
-    for rank, other in enumerate(others, start=1):
-        for name, value in first.items():
-            if other[name] != value:
-                communicator.close()
-                if communicator.mapping.rank:
-                    raise SharedError
-                raise ValueError(
-                    f"{name} is {other[name]} on rank {rank} and {value} on rank 0; all ranks need "
-                    "the same"
-                )
-
-
-def _checkpoints(args: LlmArgs) -> dict[str, str | None]:
-    draft = getattr(args.speculative_config, "speculative_model", None)
-    return {"model": _fingerprint(args.model), "speculative_model": _fingerprint(draft)}
-
-
-def _fingerprint(model: str | None) -> str | None:
-    """Of the config's contents and the files' sizes; weights are too large to be read for it."""
-    if model is None:
-        return None
-    try:
-        folder = resolve_model(model)
-    except ValueError as error:
-        return str(error)
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
-        content = path.read_bytes() if path.suffix == ".json" else b""
-        digest.update(f"{path.name} {path.stat().st_size} ".encode() + content)
-    return f"{folder} ({digest.hexdigest()[:16]})"
+def _check_equal(what: str, facts: Mapping[str, str], communicator: Communicator) -> None:
+    """Raises ValueError if the ranks' facts differ, on other ranks than the first SharedError. Both
+    have the same message."""
+    problem = mismatch(communicator.gather(dict(facts)), what)
+    if problem is None:
+        return
+    communicator.close()
+    if communicator.mapping.rank:
+        logger.error("%s", problem)
+        raise SharedError(problem)
+    raise ValueError(problem)
 
 
 def _run(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | None) -> None:

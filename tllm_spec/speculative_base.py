@@ -143,6 +143,9 @@ class DecodingBaseConfig(ConfigModel):
             options["max_total_draft_tokens"] = self._default_num_nodes(options)
         super().__init__(**options)
 
+    def as_options(self) -> dict[str, Any]:
+        return super().as_options() | {"decoding_type": self.decoding_type}
+
     @classmethod
     def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
         """`max_total_draft_tokens` where it is not given."""

@@ -96,9 +96,14 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
     draft = plan.draft_plan
     assert draft is not None
     if draft.path is None:
-        folder = resolve_model(plan.args.model)
-        max_num_tokens = plan.args.max_num_tokens
-        return load_mtp(draft, target, folder, plan.args.load_format, max_num_tokens=max_num_tokens)
+        return load_mtp(
+            draft,
+            target,
+            resolve_model(plan.args.model),
+            plan.args.load_format,
+            max_num_tokens=plan.args.max_num_tokens,
+            communicator=plan.communicator,
+        )
     if not draft.is_head:
         return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
     return load_head(

@@ -139,7 +139,7 @@ class BuildPlan:
     def graph_sizes(self) -> tuple[int, ...]:
         """Batch sizes that CUDA graphs of rounds are wanted for."""
         graphs, spec = self.args.cuda_graph_config, self.spec
-        if graphs is None:
+        if graphs is None or not self.communicator.captures:
             return ()
         # The largest batch before a limit changes the draft length: no batch is padded beyond.
         schedule = spec.draft_len_schedule if spec else None
@@ -165,7 +165,7 @@ class BuildPlan:
         """Numbers of context rows that CUDA graphs are wanted for, if attention can be captured."""
         args = self.args
         wanted = args.cuda_graph_config is not None and args.prefill_cuda_graph_backend == "auto"
-        if not wanted or self.device.type != "cuda":
+        if not wanted or self.device.type != "cuda" or not self.communicator.captures:
             return ()
         return context_rows(args.max_num_tokens, self.max_len)
 

@@ -86,9 +86,10 @@ def generate_and_cancel(llm: LLM) -> Outputs:
 
 @dataclass(frozen=True)
 class Case:
-    """`model`: None for a random model of two layers with experts, whose folder the caller has."""
+    """`model`: of the zoo, or one of `tiny_models`, as its speculative model may be: the caller has
+    a folder with these."""
 
-    model: str | None = "zoo:llama"
+    model: str = "zoo:llama"
     options: dict[str, Any] = field(default_factory=dict)
     run: Callable[[LLM], Outputs] = generate_all
     accepts: bool = False  # whether drafts must be accepted
@@ -96,11 +97,14 @@ class Case:
     def outputs(self, folder: str, num_ranks: int) -> Outputs:
         """On rank 0. The other processes of mpirun end with SystemExit."""
         options: dict[str, Any] = {"device": "cpu", "max_batch_size": 8, **self.options}
-        if self.model is None:
-            options["skip_tokenizer_init"] = True
+        options["skip_tokenizer_init"] = not self.model.startswith("zoo:")
         if num_ranks == 1:
             options.pop("moe_expert_parallel_size", None)
-        with LLM(self.model or folder, tensor_parallel_size=num_ranks, **options) as llm:
+        spec = options.get("speculative_config") or {}
+        if spec.get("speculative_model") == "eagle3":
+            options["speculative_config"] = spec | {"speculative_model": f"{folder}/eagle3"}
+        model = self.model if self.model.startswith("zoo:") else f"{folder}/{self.model}"
+        with LLM(model, tensor_parallel_size=num_ranks, **options) as llm:
             found = self.run(llm)
             llm.check_integrity()
             state = llm.server_info()["internal_states"][0]
@@ -115,6 +119,15 @@ def speculating(name: str, **options: Any) -> Case:
     return Case(options={"speculative_config": SPECULATION[name], **options}, accepts=True)
 
 
+EP = {"moe_expert_parallel_size": 2}
+MTP = {"decoding_type": "MTP", "max_draft_len": 3}
+VANILLA_MTP = {"decoding_type": "MTP", "max_draft_len": 2, "use_mtp_vanilla": True}
+TINY_EAGLE3 = {
+    "decoding_type": "Eagle3",
+    "speculative_model": "eagle3",
+    "max_draft_len": 2,
+    "eagle3_layers_to_capture": [0, 2],
+}
 SMALL_CACHE = {
     "kv_cache_config": {"max_tokens": 104, "tokens_per_block": 8},
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -125,24 +138,60 @@ CASES: dict[str, Case] = {
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
     ),
-    "plain-experts": Case(model=None, run=generate_twice),
+    "plain-experts": Case(model="qwen2-moe", run=generate_twice),
     "divided-experts": Case(
-        model=None, options={"moe_expert_parallel_size": 2, "speculative_config": NGRAM}
+        model="qwen2-moe", options={"moe_expert_parallel_size": 2, "speculative_config": NGRAM}
     ),
     "cancelled": Case(
-        model=None, options={"disable_overlap_scheduler": True}, run=generate_and_cancel
+        model="qwen2-moe", options={"disable_overlap_scheduler": True}, run=generate_and_cancel
     ),
-    "preempted": Case(model=None, options=SMALL_CACHE),
+    "llama4-parts": Case("llama4", EP | {"speculative_config": NGRAM}),
+    "deepseek-v3-parts-mtp": Case("deepseek-v3", EP | {"speculative_config": MTP}, accepts=True),
+    "preempted": Case(model="qwen2-moe", options=SMALL_CACHE),
 }
+# Pools are small, since the ranks may share a device.
+ON_GPU = {
+    "device": "cuda",
+    "dtype": "float32",
+    "kv_cache_config": {"max_tokens": 4096},
+    "max_seq_len": 256,
+}
+ON_GPU_TINY = ON_GPU | {"max_seq_len": 64}
 GPU_CASES = {
-    "gpu-eagle3": speculating("eagle3", device="cuda", dtype="float32"),
-    "gpu-adaptive": Case(
-        options={
-            "device": "cuda",
-            "dtype": "float32",
-            "speculative_config": EAGLE3 | {"adaptive": {}},
-        }
-    ),
+    "gpu-eagle3": speculating("eagle3", **ON_GPU),
+    "gpu-draft-model": speculating("draft-model", **ON_GPU),
+    "gpu-adaptive": Case(options=ON_GPU | {"speculative_config": EAGLE3 | {"adaptive": {}}}),
+    "gpu-experts": Case("qwen2-moe", ON_GPU_TINY | {"speculative_config": NGRAM}),
+    "gpu-divided-experts": Case("qwen2-moe", ON_GPU_TINY | EP | {"speculative_config": NGRAM}),
+}
+# Every family with experts or latent attention, its layers sliced and its experts divided.
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": NGRAM,
+    "mtp": MTP,
+    "mtp-two-model": MTP | {"mtp_eagle_one_model": False},
+    "vanilla-mtp": VANILLA_MTP,
+    "vanilla-mtp-two-model": VANILLA_MTP | {"mtp_eagle_one_model": False},
+    "eagle3": TINY_EAGLE3,
+    "eagle3-two-model": TINY_EAGLE3 | {"eagle3_one_model": False},
+}
+FAMILIES: dict[str, Case] = {
+    f"{model}-{name}-{kind}": Case(
+        model,
+        {"speculative_config": DRAFTERS[name], **divided},
+        run=generate_twice,
+        accepts="mtp" in name,
+    )
+    for model, names in {
+        "qwen2-moe": ["ngram"],
+        "qwen3-moe": ["ngram"],
+        "mixtral": ["ngram"],
+        "llama4": ["ngram", "eagle3"],
+        "deepseek-v2": ["ngram"],
+        "deepseek-v3-strong": ["ngram"],
+        "deepseek-v3": list(DRAFTERS),
+    }.items()
+    for name in names
+    for kind, divided in {"tp": {}, "ep": EP}.items()
 }
 # All ways of speculating, with and without overlap, at each number of ranks.
 GRID: dict[str, Case] = {
@@ -154,3 +203,4 @@ GRID: dict[str, Case] = {
     for name, config in SPECULATION.items()
     for off in (False, True)
 }
+ALL = CASES | GPU_CASES | FAMILIES | GRID

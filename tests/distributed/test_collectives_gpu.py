@@ -1,14 +1,21 @@
-"""Collectives on CUDA devices: captured in a graph, and a model on two devices."""
+"""Collectives on CUDA devices: captured in a graph, a model on two devices, and two ranks that
+share one device.
+
+    python -m pytest -n 0 -m gpu tests/distributed/test_collectives_gpu.py
+
+One device is enough; what needs two is skipped."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.cases import GPU_CASES
+from tests.distributed.tiny_models import save_tiny
 from tests.distributed.worlds import run_world
 
 pytest.importorskip("mpi4py")
@@ -48,21 +55,67 @@ for step in range(1, 4):
 group.close()
 """
 
+STAGED = """
+import torch
+from mpi4py import MPI
+from tllm_spec.distributed.process_group import ProcessGroup
+
+group = ProcessGroup(MPI.COMM_WORLD)
+rank, device = group.mapping.rank, torch.device("cuda", 0)
+group.join(device)
+assert not group.captures
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    values = torch.full((3, 4), rank + 1, device=device, dtype=dtype)
+    gathered = group.all_gather(values)
+    assert gathered.is_cuda and gathered.tolist() == [[1] * 4 + [2] * 4] * 3, gathered
+    group.all_reduce(values)
+    assert values.is_cuda and (values == 3).all(), values
+tokens = torch.full((5,), rank, device=device)
+group.broadcast_tensor(tokens)
+assert (tokens == 0).all()
+group.close()
+"""
+
+
+def first_device() -> str:
+    """For CUDA_VISIBLE_DEVICES."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def check(num_ranks: int, folder: Path, **variables: str) -> None:
+    """All cases emit the tokens of one rank, in float32: in bfloat16 sums over ranks round
+    differently, and near ties may differ."""
+    save_tiny(folder, "qwen2-moe")
+    results, names = folder / "results", list(GPU_CASES)
+    module = ["-m", "tests.distributed.world", str(results), str(folder), *names]
+    world = run_world(num_ranks, module, **variables)
+    assert world.returncode == 0, world.output
+    found = json.loads(results.read_text())
+    for name in names:
+        expected = GPU_CASES[name].outputs(str(folder), 1)
+        assert found[name] == json.loads(json.dumps(expected)), name
+
 
 def test_collectives_of_all_devices_replay_in_a_graph() -> None:
     world = run_world(torch.cuda.device_count(), ["-c", CAPTURE])
     assert world.returncode == 0, world.output
 
 
+def test_collectives_of_one_rank_over_nccl_replay_in_a_graph() -> None:
+    world = run_world(1, ["-c", CAPTURE], CUDA_VISIBLE_DEVICES=first_device())
+    assert world.returncode == 0, world.output
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
 def test_two_devices_emit_the_tokens_of_one(tmp_path: Path) -> None:
-    """In float32: in bfloat16 sums over ranks round differently, and near ties may differ."""
-    names = list(GPU_CASES)
-    results = tmp_path / "results"
-    module = ["-m", "tests.distributed.world", str(results), "", *names]
-    world = run_world(2, module)
+    check(2, tmp_path)
+
+
+def test_two_ranks_on_one_device_emit_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    """Their sums go over the host, by gloo."""
+    check(2, tmp_path, CUDA_VISIBLE_DEVICES=first_device())
+
+
+def test_staged_collectives_of_ranks_on_one_device_are_exact() -> None:
+    world = run_world(2, ["-c", STAGED], CUDA_VISIBLE_DEVICES=first_device())
     assert world.returncode == 0, world.output
-    found = json.loads(results.read_text())
-    for name in names:
-        expected = GPU_CASES[name].outputs("", 1)
-        assert found[name] == json.loads(json.dumps(expected)), name

@@ -9,29 +9,22 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import CASES, GRID
+from tests.distributed.cases import ALL, CASES, FAMILIES, GRID
+from tests.distributed.tiny_models import save_tiny
 from tests.distributed.worlds import run_world
-from tests.models.helpers import save_checkpoint
 
 pytest.importorskip("mpi4py")
-
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 40,
-    "mlp_only_layers": [0],
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experts")
-    save_checkpoint(path, "Qwen2Moe", **EXPERTS)
-    return path
+    return tmp_path_factory.mktemp("models")
 
 
 def outputs(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> dict[str, Any]:
+    for name in {ALL[name].model for name in names} | {"eagle3"}:
+        if not name.startswith("zoo:"):
+            save_tiny(folder, name)
     results = tmp_path / "results"
     module = ["-m", "tests.distributed.world", str(results), str(folder), *names]
     world = run_world(num_ranks, module)
@@ -44,7 +37,7 @@ def outputs(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> d
 def check(tmp_path: Path, folder: Path, num_ranks: int, names: list[str]) -> None:
     found = outputs(tmp_path, folder, num_ranks, names)
     for name in names:
-        expected = (CASES | GRID)[name].outputs(str(folder), 1)
+        expected = ALL[name].outputs(str(folder), 1)
         assert found[name] == json.loads(json.dumps(expected)), name
 
 
@@ -61,7 +54,17 @@ def test_every_way_of_speculating_emits_the_tokens_of_one_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", sorted({case.model for case in FAMILIES.values()}))
+def test_sliced_layers_and_divided_experts_emit_the_tokens_of_one_rank(
+    model: str, tmp_path: Path, folder: Path
+) -> None:
+    names = [name for name, case in FAMILIES.items() if case.model == model]
+    check(tmp_path, folder, 2, names)
+
+
+@pytest.mark.slow
 def test_four_ranks_with_replicated_heads_emit_the_tokens_of_one(
     tmp_path: Path, folder: Path
 ) -> None:
-    check(tmp_path, folder, 4, ["plain-experts", "divided-experts"])
+    names = ["plain-experts", "divided-experts", "deepseek-v3-mtp-tp", "deepseek-v3-mtp-ep"]
+    check(tmp_path, folder, 4, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -107,3 +108,19 @@ def test_another_number_of_processes_than_asked_for_is_refused(folder: str) -> N
     world = run_world(3, [*PROGRAM, folder, "none"])
     assert world.returncode != 0
     assert "tensor_parallel_size = 2, and mpirun has started 3 processes" in world.output
+
+
+@pytest.mark.parametrize("kind", ["version", "checkpoint"])
+def test_an_unlike_rank_is_refused_at_start_with_one_message_on_all(
+    kind: str, folder: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, "Llama", rms_norm_eps=1e-4)
+    other = "version" if kind == "version" else str(tmp_path)
+    world = run_world(2, ["-m", "tests.distributed.unlike_world", folder, other])
+    assert world.returncode != 0
+    reason = r"the version of tllm_spec is 0\.0\.1 on rank 1 and \S+ on rank 0; all ranks need"
+    if kind == "checkpoint":
+        reason = rf"the checkpoint {folder} is \S+ on rank 1 and \S+ on rank 0; all ranks need"
+    assert re.search(f"rank 0 refused: {reason}", world.output), world.output
+    assert re.search(f"ERROR rank 1 tllm_spec.ranks: {reason}", world.output), world.output
+    assert "Traceback" not in world.output

@@ -2,25 +2,31 @@
 
     mpirun -n N python -m tests.distributed.world RESULTS MODEL_FOLDER CASE...
 
-Rank 0 writes to RESULTS, as JSON, each case's outputs."""
+Rank 0 writes to RESULTS, as JSON, each case's outputs. No rank may use pickle."""
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from tests.distributed.cases import CASES, GPU_CASES, GRID
+from tests.distributed.cases import ALL
+from tests.distributed.no_pickle import PickleUsedError, forbid_pickle
 
 
 def main() -> None:
     from mpi4py import MPI
 
     results, folder, *names = sys.argv[1:]
+    forbid_pickle()
+    with suppress(PickleUsedError):
+        MPI.COMM_SELF.bcast(names)
+        raise AssertionError("mpi4py's bcast must fail here")
     found = {}
     for name in names:
         try:
-            found[name] = (CASES | GPU_CASES | GRID)[name].outputs(folder, MPI.COMM_WORLD.size)
+            found[name] = ALL[name].outputs(folder, MPI.COMM_WORLD.size)
         except SystemExit as end:  # another rank than the first, after rank 0's end
             if end.code:
                 raise

@@ -32,8 +32,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
-def run_world(num_ranks: int, arguments: list[str]) -> World:
-    return run(mpirun(num_ranks, arguments))
+def run_world(num_ranks: int, arguments: list[str], **variables: str) -> World:
+    return run(mpirun(num_ranks, arguments), **variables)
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
@@ -48,15 +48,16 @@ def start(command: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def run(command: list[str]) -> World:
-    """In a session of its own: mpirun signals its process group when a rank dies."""
+def run(command: list[str], **variables: str) -> World:
+    """In a session of its own: mpirun signals its process group when a rank dies. `variables`: of
+    the environment."""
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=SECONDS,
-        env=environment(),
+        env=environment() | variables,
         start_new_session=True,
         check=False,
     )

@@ -153,7 +153,7 @@ def test_adding_to_the_residual_stream_norms_its_input(name: str) -> None:
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama4"])
+@on_each_config
 def test_ranks_slices_of_the_routed_experts_add_up_to_the_layer(name: str) -> None:
     config, names = CONFIGS[name]
     whole, tensors = filled(name)
@@ -236,11 +236,9 @@ def test_an_expert_layer_counts_each_experts_output_as_activations() -> None:
     assert config.row_elements == 4 * (24 + HIDDEN)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama4"])
+@on_each_config
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_the_parts_of_four_ranks_sum_to_the_layer(name: str, ep_size: int) -> None:
-    if ep_size > 1 and CONFIGS[name][0].num_shared:
-        pytest.skip("a shared expert among the others is not divided")
     whole, tensors = filled(name)
     hidden = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(5))
     expected = whole.forward(hidden)

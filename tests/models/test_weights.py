@@ -8,10 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.deepseek import save_deepseek
 from tests.models.helpers import CPU, PagedRunner, load, random_tokens, save_checkpoint
+from tests.models.test_llama4 import save_llama4
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.llama import DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Placement
+from tllm_spec.models.registry import MODELS
 from tllm_spec.models.weights import weight_table
 
 TOKENS = random_tokens(12)
@@ -175,6 +179,41 @@ def test_tensor_parallel_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> No
         Mapping(2, 2)
     with pytest.raises(ValueError, match="tp_size is 3; it must divide world_size, which is 4"):
         Mapping(0, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "mapping", "problem"),
+    [
+        ("deepseek", Mapping(0, 3, 3), "num_attention_heads is 4, which tp_size 3 does not divide"),
+        ("deepseek", Mapping(0, 8, 8), "num_attention_heads is 4, which tp_size 8 does not divide"),
+        ("llama4", Mapping(0, 3, 3), "num_attention_heads is 4, which tp_size 3 does not divide"),
+        (
+            "odd experts",
+            Mapping(0, 2, 2),
+            "moe_intermediate_size is 23, which moe_tensor_parallel_size 2 does not divide",
+        ),
+        (
+            "seven experts",
+            Mapping(0, 2, 2, 2),
+            "num_experts is 7, which moe_expert_parallel_size 2 does not divide",
+        ),
+    ],
+)
+def test_latent_attention_and_experts_that_do_not_divide_are_refused_with_both_numbers(
+    family: str, mapping: Mapping, problem: str, tmp_path: Path
+) -> None:
+    if family == "llama4":
+        save_llama4(tmp_path)
+    elif family == "deepseek":
+        save_deepseek(tmp_path, "DeepseekV3")
+    else:
+        odd = {"n_routed_experts": 7, "n_group": 1, "topk_group": 1}
+        size = {"moe_intermediate_size": 23, "n_shared_experts": 2}
+        save_deepseek(tmp_path, "DeepseekV3", **(odd if "seven" in family else size))
+    config = ModelConfig.from_pretrained(tmp_path)
+    placement = Placement(torch.float32, CPU, mapping)
+    with pytest.raises(ValueError, match=problem):
+        MODELS[config.architecture](config, 32, placement)
 
 
 def test_ranks_with_more_heads_than_there_are_share_keys_and_values(tmp_path: Path) -> None:

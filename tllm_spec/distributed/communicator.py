@@ -1,4 +1,6 @@
-"""What the ranks of a model say to each other: plain data for hosts, tensors for devices."""
+"""What the ranks of a model say to each other: plain data for hosts, tensors for devices.
+
+No message can make the other side run code: plain data is msgpack, never pickle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +15,19 @@ class Communicator:
     the same order."""
 
     mapping: Mapping = SINGLE_RANK
+    captures = True
+    """Whether a CUDA graph can hold what tensors are sent by. Known after `join`."""
 
     def broadcast(self, message: bytes) -> bytes:
         """Rank 0's message; the others' argument is ignored."""
         return message
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, of any type that can be pickled; the others' argument is ignored."""
+        """Rank 0's value, of msgpack's types; the others' argument is ignored."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """The plain values of all ranks, by rank: on every rank."""
+        """The values of all ranks, of msgpack's types, by rank: on every rank."""
         return [value]
 
     def all_say(self, text: str) -> bool:

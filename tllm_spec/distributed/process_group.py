@@ -11,13 +11,16 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import torch
 import torch.distributed as dist
 
+from tllm_spec.distributed.collectives import Collectives, ThroughHost
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
@@ -44,11 +47,12 @@ class ProcessGroup(Communicator):
     def __init__(
         self, comm: MPI.Intracomm, parts_from: Sequence[MPI.Comm] = (), ep_size: int = 1
     ) -> None:
-        self._comm = comm
+        self._comm, self._tensors = comm, Collectives()
         self._parts_from = parts_from
-        self.mapping = Mapping(comm.rank, comm.size, comm.size, comm.bcast(ep_size))
+        self.mapping = Mapping(comm.rank, comm.size, comm.size)
+        self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
         self._tell: Callable[[str], None] = lambda reason: None
-        self._hosts = [str(host) for host in comm.allgather(socket.gethostname())]
+        self._hosts = [str(host) for host in self.gather(socket.gethostname())]
         self._is_one_host = len(set(self._hosts)) == 1
         self._watch = Watch(self._peers(), self._lost)
 
@@ -58,15 +62,19 @@ class ProcessGroup(Communicator):
             for rank in range(1, self.mapping.world_size):
                 self._comm.Send(bytearray(message), dest=rank, tag=MESSAGE_TAG)
             return message
-        received = self._receive(0, MESSAGE_TAG, None)
-        assert received is not None
-        return received
+        return self._heard(0)
 
     def share(self, value: Any) -> Any:
-        return self._comm.bcast(value)
+        return msgpack.unpackb(self.broadcast(msgpack.packb(value)), strict_map_key=False)
 
     def gather(self, value: Any) -> list[Any]:
-        return list(self._comm.allgather(value))
+        packed = msgpack.packb(value)
+        if self.mapping.rank:
+            self._comm.Send(bytearray(packed), dest=0, tag=MESSAGE_TAG)
+            return list(self.share(None))
+        others = (self._heard(rank) for rank in range(1, self.mapping.world_size))
+        own = [msgpack.unpackb(each, strict_map_key=False) for each in (packed, *others)]
+        return list(self.share(own))
 
     def all_say(self, text: str) -> bool:
         others = [rank for rank in range(self.mapping.world_size) if rank != self.mapping.rank]
@@ -83,34 +91,35 @@ class ProcessGroup(Communicator):
         return agrees
 
     def minimum(self, number: int) -> int:
-        from mpi4py import MPI
-
-        return int(self._comm.allreduce(number, MPI.MIN))
+        return int(min(self.gather(number)))
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values)
+        self._tensors.all_reduce(values)
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        number, (rows, columns) = self.mapping.tp_size, values.shape
-        gathered = values.new_empty((number * rows, columns))
-        _all_gather(gathered, values.contiguous())
-        return gathered.view(number, rows, columns).transpose(0, 1).reshape(rows, -1)
+        return self._tensors.all_gather(values).transpose(0, 1).reshape(len(values), -1)
 
     def broadcast_tensor(self, values: torch.Tensor) -> None:
-        dist.broadcast(values, 0)
+        self._tensors.broadcast(values)
 
     def join(self, device: torch.device) -> None:
         """Connects the ranks' devices, through a store of rank 0 on a free port of its host."""
         stores, store = _stores(), None
         if self.mapping.rank == 0:
             store = stores(self._first_host, 0, is_master=True, wait_for_workers=False)
-        port = self._comm.bcast(store.port if store is not None else None)
+        port = self.share(store.port if store is not None else None)
         if store is None:
             store = stores(self._first_host, port, is_master=False, timeout=START_TIMEOUT)
-        rank, size = self.mapping.rank, self.mapping.world_size
+        rank, size, backend = self.mapping.rank, self.mapping.world_size, "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            if len(set(self.gather(uuid))) == size:
+                backend = "nccl"
+            else:
+                self._tensors = ThroughHost()
+                logger.warning("ranks share a CUDA device: sums go over the host, without graphs")
+        self.captures = self._tensors.captures
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
     def close(self) -> None:
@@ -148,13 +157,18 @@ class ProcessGroup(Communicator):
         """Rank 0's connections to all others, or another rank's to rank 0."""
         names = self.gather(f"process {os.getpid()} on {self._hosts[self.mapping.rank]}")
         if self.mapping.rank:
-            address, token = self._comm.bcast(None)
-            connection = connect(address, token, self.mapping.rank)
+            host, port, token = self.share(None)
+            connection = connect((host, port), token, self.mapping.rank)
             return [(f"rank 0 ({names[0]})", connection)]
         listener, token = listen("127.0.0.1" if self._is_one_host else ""), secrets.token_bytes(16)
-        self._comm.bcast(((self._first_host, listener.getsockname()[1]), token))
+        self.share([self._first_host, listener.getsockname()[1], token])
         found = accept(listener, token, self.mapping.world_size - 1)
         return [(f"rank {rank} ({names[rank]})", connection) for rank, connection in found]
+
+    def _heard(self, rank: int) -> bytes:
+        received = self._receive(rank, MESSAGE_TAG, None)
+        assert received is not None
+        return received
 
     def _receive(self, source: int, tag: int, deadline: float | None) -> bytes | None:
         """None if there is no message before the deadline."""
@@ -170,12 +184,6 @@ class ProcessGroup(Communicator):
         buffer = bytearray(status.Get_count())
         self._comm.Recv(buffer, source=source, tag=tag)
         return bytes(buffer)
-
-
-# Its name since torch 2.13, and before.
-_all_gather: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
 
 
 def _exit_soon() -> None:

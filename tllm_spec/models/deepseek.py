@@ -19,7 +19,7 @@ from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek_config import LATENT_NORM_EPS, MLAConfig
 from tllm_spec.models.layers import Embedding, RMSNorm
-from tllm_spec.models.linear import ColumnLinear, Linear, RowLinear
+from tllm_spec.models.linear import Linear, OutputLinear, RowLinear
 from tllm_spec.models.llama import MLP
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 from tllm_spec.models.moe import DEEPSEEK_NAMES, SparseMoE
@@ -29,15 +29,21 @@ from tllm_spec.models.rotary import cos_sin_table
 @dataclass(frozen=True)
 class RotatedPart:
     """Outputs of one checkpoint tensor: for each head `plain_dim` elements, then `rope_dim` that
-    are rotated."""
+    are rotated. `num_heads` are this rank's, of `total_heads`, from `first_head` on."""
 
     num_heads: int
     plain_dim: int
     rope_dim: int
+    total_heads: int = 1
+    first_head: int = 0
+
+    @property
+    def head_size(self) -> int:
+        return self.plain_dim + self.rope_dim
 
     @property
     def size(self) -> int:
-        return self.num_heads * (self.plain_dim + self.rope_dim)
+        return self.num_heads * self.head_size
 
     def order(self) -> torch.Tensor:
         """Rows of a checkpoint whose rotated elements are pairs of neighbours, so that they become
@@ -49,8 +55,8 @@ class RotatedPart:
 
 
 class RotatedLinear(Linear):
-    """Projections to latents, queries and keys, fused from the checkpoint's `parts`; replicated on
-    every rank."""
+    """Projections to latents, queries and keys, fused from the checkpoint's `parts`. A rank has the
+    queries of its heads, and all of the latents."""
 
     def __init__(
         self,
@@ -69,19 +75,27 @@ class RotatedLinear(Linear):
         for name, part in self.parts.items():
             rows = self.weight[first : first + part.size]
             order = part.order() if self.is_interleaved and part.rope_dim else None
-            yield f"{sibling(path, name)}.weight", WeightSlot(rows, tuple(rows.shape), order=order)
+            shape = (part.total_heads * part.head_size, rows.shape[1])
+            slot = WeightSlot(rows, shape, 0, part.first_head * part.head_size, order)
+            yield f"{sibling(path, name)}.weight", slot
             first += part.size
 
 
 class LatentUp(Module):
-    """The projections of the latent to all heads' keys and values, `[H * (N + V), R]`, row-major:
-    attention reads views of it."""
+    """The projections of the latent to this rank's heads' keys and values, `[H * (N + V), R]`,
+    row-major: attention reads views of it."""
 
     def __init__(self, config: MLAConfig, num_heads: int, placement: Placement) -> None:
         super().__init__()
         size = config.nope_dim + config.value_dim
         self.weight = placement.parameter(num_heads * size, config.kv_lora_rank)
         self.heads = self.weight.view(num_heads, size, config.kv_lora_rank)
+        self.mapping = placement.mapping
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        rows, rank = self.weight.shape
+        shape = (rows * self.mapping.tp_size, rank)
+        yield f"{path}.weight", WeightSlot(self.weight, shape, 0, rows * self.mapping.tp_rank)
 
 
 class LatentAttention(Module):
@@ -94,8 +108,10 @@ class LatentAttention(Module):
         super().__init__()
         assert config.mla is not None
         self.layer, mla = layer, config.mla
-        self.config, self.num_heads = mla, config.num_heads
-        queries = RotatedPart(config.num_heads, mla.nope_dim, mla.rope_dim)
+        mapping, total = placement.mapping, config.num_heads
+        self.config, self.num_heads = mla, mapping.shard(total, "num_attention_heads")
+        first = self.num_heads * mapping.tp_rank
+        queries = RotatedPart(self.num_heads, mla.nope_dim, mla.rope_dim, total, first)
         latent = {"kv_a_proj_with_mqa": RotatedPart(1, mla.kv_lora_rank, mla.rope_dim)}
         rotated = partial(RotatedLinear, is_interleaved=mla.is_interleaved, placement=placement)
         if mla.q_lora_rank is None:
@@ -109,9 +125,9 @@ class LatentAttention(Module):
         self.latent_dim = mla.kv_lora_rank + mla.rope_dim
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS, placement)
         self.norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_NORM_EPS)
-        self.kv_b_proj = LatentUp(mla, config.num_heads, placement)
+        self.kv_b_proj = LatentUp(mla, self.num_heads, placement)
         self.o_proj = RowLinear(
-            config.num_heads * mla.value_dim, config.hidden_size, bias=False, placement=placement
+            total * mla.value_dim, config.hidden_size, bias=False, placement=placement
         )
 
     def forward(
@@ -218,19 +234,11 @@ class DeepseekForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
         super().__init__()
-        if placement.mapping.tp_size > 1:
-            raise ValueError(
-                f"tp_size is {placement.mapping.tp_size}; latent attention is served with tp_size "
-                "1 only."
-            )
         self.config = config
         self.model = DeepseekModel(config, max_positions, placement)
-        self.lm_head = ColumnLinear(
-            config.hidden_size,
-            {"lm_head": config.vocab_size},
-            bias=False,
-            placement=placement,
-            weight=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
+        tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
+        self.lm_head = OutputLinear(
+            config.hidden_size, config.vocab_size, placement=placement, tied=tied
         )
         # The checkpoint's layers after the decoder's predict further tokens (mtp.py loads them).
         numbers = range(config.num_layers, config.num_layers + config.num_nextn_layers)

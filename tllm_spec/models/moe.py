@@ -41,13 +41,15 @@ class MoEConfig:
     """Llama 4: an expert's weight multiplies its input instead of its output."""
     float32_router: bool = False
     """DeepSeek: a model in 16 bits computes its router's logits in float32."""
+    fuses_shared: bool = True
+    """Whether the shared expert may be computed as one more routed expert."""
 
     @property
     def num_shared(self) -> int:
         """1 if the shared expert is computed as one more routed expert, which every token takes
         with weight 1: it saves the launches of a layer of its own. Otherwise 0."""
         has_size = self.shared_intermediate_size == self.intermediate_size
-        return int(has_size and not self.shared_gate)
+        return int(has_size and not self.shared_gate and self.fuses_shared)
 
     @property
     def routing(self) -> RoutingRule:
@@ -117,6 +119,23 @@ class Router(Linear):
         return wide_x.mm(wide_weight.t())
 
 
+@dataclass(frozen=True)
+class FusedSlot(WeightSlot):
+    """All experts in one tensor `[E, …]`: a rank takes its experts, and its slice of each of the
+    `parts` that lie side by side in `shard_dim`."""
+
+    first_expert: int = 0
+    parts: int = 1
+
+    def load(self, tensor: torch.Tensor) -> None:
+        assert self.destination is not None and self.shard_dim is not None
+        own = tensor.narrow(0, self.first_expert, len(self.destination))
+        halves = (each.chunk(self.parts, self.shard_dim) for each in (self.destination, own))
+        for destination, half in zip(*halves, strict=True):
+            size = destination.shape[self.shard_dim]
+            destination.copy_(half.narrow(self.shard_dim, self.start, size))
+
+
 class Experts(Module):
     """A rank has some of the experts, and of these a slice of the intermediate size: all experts
     without expert parallelism, whole ones with nothing else. The last may be the shared one."""
@@ -125,11 +144,6 @@ class Experts(Module):
         super().__init__()
         self.names, self.mapping = names, placement.mapping
         self.num_routed = self.mapping.shard_experts(config.num_experts)
-        if config.num_shared and self.mapping.ep_size > 1:
-            raise ValueError(
-                f"moe_expert_parallel_size = {self.mapping.ep_size} is not served for a model "
-                "whose shared expert is as large as the others; 1 is accepted"
-            )
         hidden, number = config.hidden_size, self.num_routed + config.num_shared
         inner = self.mapping.shard_expert(config.intermediate_size)
         self.first = self.num_routed * self.mapping.ep_rank
@@ -162,13 +176,8 @@ class Experts(Module):
     def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         names, number = self.names, self.num_routed
         if names.fused:
-            if self.mapping.tp_size > 1:
-                raise ValueError(
-                    "tensor parallelism is not served for checkpoints whose experts are fused"
-                )
-            for name, parameter in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
-                by_inputs = parameter[:number].transpose(1, 2)
-                yield f"{path}.{name}", WeightSlot(by_inputs, tuple(by_inputs.shape))
+            yield f"{path}.gate_up_proj", self._fused_slot(self.gate_up, 2, 2)
+            yield f"{path}.down_proj", self._fused_slot(self.down, 1, 1)
         else:
             for expert in range(number * self.mapping.ep_size):
                 parts = (names.gate, names.up, names.down)
@@ -177,6 +186,17 @@ class Experts(Module):
         if number < len(self.down):
             parts = ("gate_proj", "up_proj", "down_proj")
             yield from self._slots_of(number, sibling(path, names.shared), parts)
+
+    def _fused_slot(self, parameter: torch.Tensor, shard_dim: int, parts: int) -> FusedSlot:
+        mapping, by_inputs = self.mapping, parameter[: self.num_routed].transpose(1, 2)
+        shape = list(by_inputs.shape)
+        inner = shape[shard_dim] // parts
+        shape[0] *= mapping.ep_size
+        shape[shard_dim] *= mapping.moe_tp_size
+        start = inner * mapping.moe_tp_rank
+        return FusedSlot(
+            by_inputs, tuple(shape), shard_dim, start, first_expert=self.first, parts=parts
+        )
 
     def _slots_of(
         self, expert: int, path: str, parts: tuple[str, str, str]
@@ -226,6 +246,8 @@ class SparseMoE(Module):
         self, config: MoEConfig, placement: Placement, names: MoENames = QWEN_NAMES
     ) -> None:
         super().__init__()
+        if placement.mapping.ep_size > 1:  # every rank needs a slice of the shared expert
+            config = replace(config, fuses_shared=False)
         self.config, self.communicator = config, placement.communicator
         self.is_shared = placement.mapping.tp_size > 1
         self.add_under(names.router, "router", Router(config, placement))

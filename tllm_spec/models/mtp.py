@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.draft_input import DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
@@ -145,15 +145,21 @@ def check_nextn(config: ModelConfig, num_modules: int) -> None:
 
 
 def load_nextn(
-    path: Path, target: DeepseekForCausalLM, load_format: LoadFormat, count: int = 1
+    path: Path,
+    target: DeepseekForCausalLM,
+    load_format: LoadFormat,
+    count: int = 1,
+    communicator: Communicator = SINGLE,
 ) -> NextnModules:
     """The first `count` modules of the target's checkpoint in the folder `path`, in its dtype and
-    on its device.
+    on its device, sharded as the target's layers are.
 
     Raises:
         ValueError: tensors are missing or surplus.
     """
-    placement = Placement(target.dtype, target.device, SINGLE_RANK)
+    placement = Placement(
+        target.dtype, target.device, communicator.mapping, communicator=communicator
+    )
     modules = NextnModules(target, count, placement)
     if load_format == "dummy":
         fill_random(modules)

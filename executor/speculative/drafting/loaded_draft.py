@@ -63,11 +63,12 @@ def load_mtp(
     load_format: LoadFormat,
     *,
     max_num_tokens: int,
+    communicator: Communicator = SINGLE,
 ) -> LoadedDraft:
     """Load MTP modules of the target's checkpoint. Raises ValueError if tensors are missing or
     surplus."""
     assert isinstance(target, DeepseekForCausalLM)
-    modules = load_nextn(folder, target, load_format, plan.num_modules)
+    modules = load_nextn(folder, target, load_format, plan.num_modules, communicator)
     config = target.config
     spec = SpecMetadata(
         (config.num_layers,), config.hidden_size, max_num_tokens, target.dtype, target.device

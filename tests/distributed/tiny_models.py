@@ -1,0 +1,40 @@
+"""Random checkpoints of every family whose weights are divided in its own way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.models.deepseek import save_deepseek
+from tests.models.helpers import save_checkpoint
+from tests.models.mtp_reference import save_predictable
+from tests.models.test_llama4 import save_llama4
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+QWEN2 = EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}
+QWEN3 = EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}
+LLAMA4 = {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_bias": True}
+V2 = {"q_lora_rank": None, "n_shared_experts": 2}
+HEAD: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
+SAVERS = {
+    "qwen2-moe": lambda folder: save_checkpoint(folder, "Qwen2Moe", **QWEN2),
+    "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
+    "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),
+    "llama4": lambda folder: save_llama4(folder, **LLAMA4),
+    "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
+    "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
+    "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),
+    "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),
+}
+
+
+def save_tiny(folder: Path, name: str) -> None:
+    """Nothing if it has been saved before."""
+    if not (folder / name).exists():
+        (folder / name).mkdir()
+        SAVERS[name](folder / name)

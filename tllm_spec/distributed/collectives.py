@@ -1,0 +1,54 @@
+"""Sums, gathers and broadcasts of tensors over torch.distributed's group of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Collectives:
+    """Of tensors where they are: NCCL on CUDA, gloo on a CPU. Enqueued on the current stream."""
+
+    captures = True  # in a CUDA graph
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        dist.all_reduce(values)
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """`[R, N]` of each rank as `[ranks, R, N]`."""
+        number, (rows, columns) = dist.get_world_size(), values.shape
+        gathered = values.new_empty((number * rows, columns))
+        _all_gather(gathered, values.contiguous())
+        return gathered.view(number, rows, columns)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        dist.broadcast(values, 0)
+
+
+class ThroughHost(Collectives):
+    """For ranks that share a CUDA device, which NCCL refuses: gloo over copies on the host. Waits
+    for the device."""
+
+    captures = False
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        host = values.cpu()
+        super().all_reduce(host)
+        values.copy_(host)
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        return super().all_gather(values.cpu()).to(values.device)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        host = values.cpu()
+        super().broadcast(host)
+        values.copy_(host)
+
+
+# Its name since torch 2.13, and before.
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)

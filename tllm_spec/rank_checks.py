@@ -1,0 +1,77 @@
+"""What all ranks of a model must have in common: versions of packages, and the checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tllm_spec import __version__
+from tllm_spec.config import LlmArgs
+from tllm_spec.zoo.registry import resolve_model
+
+# Their versions decide about bits of tensors, or about what a grammar or a stop string matches.
+PACKAGES = ("torch", "triton", "flashinfer-python", "tokenizers", "transformers", "xgrammar")
+ABSENT = "absent"
+HEADER_BYTES = 1 << 16  # of a file of weights: names, shapes and places of its first tensors
+NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 12  # of the rest of such a file
+
+
+def versions() -> dict[str, str]:
+    """By what they are the version of."""
+    found = {"tllm_spec": __version__, "Python": platform.python_version()}
+    return found | {name: _version(name) for name in PACKAGES}
+
+
+def checkpoints(args: LlmArgs) -> dict[str, str]:
+    """A fingerprint of each folder that the model is loaded from."""
+    draft = getattr(args.speculative_config, "speculative_model", None)
+    return {name: fingerprint(name) for name in (args.model, args.tokenizer, draft) if name}
+
+
+def fingerprint(model: str) -> str:
+    """Of the folder's text files, and of its weights: their sizes, their headers, and samples of
+    their bytes, since all of them would take minutes. "absent" if there is no such folder."""
+    try:
+        folder = resolve_model(model)
+    except ValueError:
+        return ABSENT
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".txt", ".jinja", ".model"):
+            digest.update(f"{path.name} ".encode() + path.read_bytes())
+        elif path.suffix in (".safetensors", ".bin"):
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + _samples(path))
+    return digest.hexdigest()[:16]
+
+
+def mismatch(facts: Sequence[Mapping[str, str]], what: str) -> str | None:
+    """One sentence on all differences from rank 0's facts, or None if there are none."""
+    first, *others = facts
+    found = [
+        f"{what} {name} is {other[name]} on rank {rank} and {value} on rank 0"
+        for rank, other in enumerate(others, start=1)
+        for name, value in first.items()
+        if other[name] != value
+    ]
+    return f"{'; '.join(found)}; all ranks need the same" if found else None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ABSENT
+
+
+def _samples(path: Path) -> bytes:
+    """The beginning of a file, and blocks at equal distances, the last of them at its end."""
+    room = max(path.stat().st_size - SAMPLE_BYTES, 0)
+    with path.open("rb") as file:
+        found = [file.read(HEADER_BYTES)]
+        for number in range(NUM_SAMPLES):
+            file.seek(room * number // (NUM_SAMPLES - 1))
+            found.append(file.read(SAMPLE_BYTES))
+    return b"".join(found)
