@@ -104,6 +104,7 @@ class RoundEnd:
 
     def in_tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         """The same in a round whose forward and tail are two graphs."""
+        self.in_graph(group, windows, shape)
 
     def after_replay(self, slots: list[int], shape: DraftShape, is_sampled: bool) -> None:
         """After the replay of a round's graph for these slots, of a key with this shape and way of

@@ -87,9 +87,6 @@ class DraftWorker(RoundEnd):
         self.draft(None, windows, group, batch.new_shape)
 
     def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
-        self.in_tail(group, windows, shape)
-
-    def in_tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         self.draft(None, windows, group.one_row_each(), shape)
 
     def launched(self, batch: ScheduledBatch) -> None:
