@@ -10,7 +10,6 @@ from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
 from tllm_spec.executor.rounds.result_ring import ResultRing
 
-
 Work = Callable[[torch.Tensor, DraftShape, bool], SampledTokens]
 
 
@@ -21,9 +20,7 @@ class CudaGraphs(GraphTable[SampledTokens]):
 
     def for_same_results(self, work: Work) -> "CudaGraphs":
         """Graphs of rounds whose forward is not theirs, to be captured next."""
-        graphs = CudaGraphs(
-            work, self._dummy_slot, self._device, pads=self._pads, pool=self._pool
-        )
+        graphs = CudaGraphs(work, self._dummy_slot, self._device, pads=self._pads, pool=self._pool)
         graphs._ring = self._ring
         return graphs
 
