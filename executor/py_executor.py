@@ -102,6 +102,8 @@ class PyExecutor:
         self._in_flight: deque[LaunchedRound] = deque()
         self._clock = RoundClock()
         self._reader = RoundReader(speculating=self._speculating)
+        self._unsettled: list[tuple[ScheduledBatch, list[LlmRequest]]] = []
+        parts.sampler.grammar_masks.read_rounds = self._read_rounds
         self.totals = Totals()
 
     def enter_thread(self) -> None:
@@ -136,6 +138,7 @@ class PyExecutor:
         self._advance(batch, launched)
         self._in_flight.append(launched)
         self._scheduled = ScheduledBatch()
+        self._settle()
 
     def _note_tiers(self, batch: ScheduledBatch) -> None:
         shapes, is_ahead = self.parts.slots.shapes, self.parts.drafter.drafts_ahead
@@ -161,14 +164,31 @@ class PyExecutor:
         """Reads the oldest rounds until `max_in_flight` are left. Returns whether it read any."""
         worked = False
         while len(self._in_flight) > max_in_flight:
-            launched, worked = self._in_flight.popleft(), True
-            self._reading = launched.batch
-            responding = self._update_requests(launched)
+            self._read_oldest()
+            self._settle()
+            worked = True
+        return worked
+
+    def _read_rounds(self) -> None:
+        """Reads all rounds in flight while the next one is being launched, which takes the requests
+        as they are: what follows from reading waits until `_settle`."""
+        while self._in_flight:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        launched = self._in_flight.popleft()
+        self._reading = launched.batch
+        self._unsettled.append((launched.batch, self._update_requests(launched)))
+        self._reading = ScheduledBatch()
+
+    def _settle(self) -> None:
+        """Responds to what was read, and gives slots and pages back."""
+        while self._unsettled:
+            self._reading, responding = self._unsettled.pop(0)
             for manager in self.resources:
-                manager.update_resources(launched.batch)
+                manager.update_resources(self._reading)
             self._finish_round(responding)
             self._reading = ScheduledBatch()
-        return worked
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
         """Whether a drafter, a user's logits processor or a grammar must see the requests' tokens
@@ -301,6 +321,7 @@ class PyExecutor:
         self._reading, self._scheduled = ScheduledBatch(), ScheduledBatch()
         self._clock.stop()
         culprits = self.parts.blame()
+        self._settle()
         if culprits is None:
             culprits = [request for request in broken.requests() if request.slot >= 0]
             if not culprits:

@@ -146,9 +146,8 @@ class LlmRequest:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
         self.watched_ids = _watched_ids(self.rules.end_ids, self.rules.stop_token_ids)
-        # No graph masks tokens.
-        self.graph_samples = None if self.grammar else self.rules.graph_samples
-        self.needs_host_tokens = self.rules.needs_host_edits or self.grammar is not None
+        self.graph_samples = self.rules.graph_samples
+        self.needs_host_tokens = self.rules.needs_host_edits
         self.may_pause = self.draft_pause.patience is not None
 
     # TensorRT-LLM's names, for drafters that were written for it.

@@ -11,14 +11,16 @@ from tllm_spec.kernels.programmatic_launch_triton import begin
 _BLOCK = 4096
 
 
-def mask_tokens_triton(logits: torch.Tensor, rows: torch.Tensor, bitmasks: torch.Tensor) -> None:
+def mask_tokens_triton(
+    logits: torch.Tensor, mask_of_row: torch.Tensor, bitmasks: torch.Tensor
+) -> None:
     """See `mask_tokens`."""
-    assert logits.stride(1) == 1 and rows.is_contiguous() and bitmasks.is_contiguous()
+    assert logits.stride(1) == 1 and mask_of_row.is_contiguous() and bitmasks.is_contiguous()
     vocab_size = logits.shape[1]
-    mask_tokens_kernel[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
+    mask_tokens_kernel[(len(logits), triton.cdiv(vocab_size, _BLOCK))](
         logits,
         logits.stride(0),
-        rows,
+        mask_of_row,
         bitmasks,
         bitmasks.shape[1],
         vocab_size,
@@ -32,7 +34,7 @@ def mask_tokens_triton(logits: torch.Tensor, rows: torch.Tensor, bitmasks: torch
 def mask_tokens_kernel(
     logits: tl.tensor,
     stride: tl.tensor,
-    rows: tl.tensor,
+    mask_of_row: tl.tensor,
     bitmasks: tl.tensor,
     num_words: tl.tensor,
     vocab_size: tl.tensor,
@@ -41,10 +43,10 @@ def mask_tokens_kernel(
 ) -> None:
     """A block of one row per program. Only excluded logits are written, none is read."""
     begin(PDL)
-    index = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + index)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(mask_of_row + row).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = tokens < vocab_size
+    real = tokens < tl.where(index >= 0, vocab_size, 0)  # nothing without a mask
     words = tl.load(bitmasks + index * num_words + tokens // 32, mask=real, other=-1)
     excluded = ((words >> (tokens % 32)) & 1) == 0
     infinity = tl.full((BLOCK,), float("inf"), tl.float32)

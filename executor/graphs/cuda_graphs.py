@@ -3,10 +3,14 @@ round to round. The last kernel of a graph sends the results to the host."""
 
 from collections.abc import Callable, Iterable
 
+import torch
+
 from tllm_spec.draft_shape import DraftShape
 from tllm_spec.executor.batch import SampledTokens
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, GraphTable
 from tllm_spec.executor.rounds.result_ring import ResultRing
+
+Work = Callable[[torch.Tensor, DraftShape, bool], SampledTokens]
 
 
 class CudaGraphs(GraphTable[SampledTokens]):
@@ -14,11 +18,18 @@ class CudaGraphs(GraphTable[SampledTokens]):
 
     _ring: ResultRing | None = None
 
+    def for_same_results(self, work: Work) -> "CudaGraphs":
+        """Graphs of rounds whose forward is not theirs, to be captured next."""
+        graphs = CudaGraphs(work, self._dummy_slot, self._device, pads=self._pads, pool=self._pool)
+        graphs._ring = self._ring
+        return graphs
+
     def capture(
         self, keys: Iterable[GraphKey], before: Callable[[GraphKey], None] | None = None
     ) -> None:
         wanted = list(keys)
-        self._ring = self._make_ring(wanted)
+        if self._ring is None:
+            self._ring = self._make_ring(wanted)
         super().capture(wanted, before)
         self._count_results()
 

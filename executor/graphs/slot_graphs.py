@@ -125,6 +125,11 @@ class GraphTable(Generic[Result]):
     def __contains__(self, key: GraphKey) -> bool:
         return self._find(key) is not None
 
+    def padded(self, batch_size: int) -> int:
+        """The batch size of the graphs that serve so many requests; 0: there are none."""
+        size = next((size for size in self._sizes if size >= batch_size), 0)
+        return size if self._pads or size == batch_size else 0
+
     def seconds(
         self, key: GraphKey, slots: list[int] | None = None, renew: Callable[[], None] | None = None
     ) -> float:
@@ -140,9 +145,9 @@ class GraphTable(Generic[Result]):
         self, slots: list[int], shape: DraftShape, sampled: bool
     ) -> Captured[Result] | None:
         """The work for these slots, or None when no graph fits."""
-        size = next((size for size in self._sizes if size >= len(slots)), 0)
+        size = self.padded(len(slots))
         captured = self._find(GraphKey(size, shape, sampled))
-        if captured is None or not (self._pads or size == len(slots)):
+        if captured is None:
             return None
         self._send(slots + [self._dummy_slot] * (size - len(slots)))
         captured.graph.replay()

@@ -1,6 +1,8 @@
 """Rounds of generation windows: replayed as a CUDA graph where one fits, eager otherwise.
 
-Where a request's rules need more than a round's graph knows, the forward at least is a graph."""
+With a grammar a round is two graphs, the forward and its tail; between their launches the host
+sends the masks. Where a request's rules need more than a round's graph knows, the forward at least
+is a graph."""
 
 from dataclasses import replace
 from operator import attrgetter
@@ -23,15 +25,19 @@ class DecodeRounds:
 
     graphs: CudaGraphs | None = None
     forward_graphs: SlotGraphs[torch.Tensor] | None = None
+    tails: CudaGraphs | None = None
 
     def __init__(self, step: DecodeStep) -> None:
-        self._step = step
+        self._step, self._masks = step, step.sampler.grammar_masks
         self._hidden = torch.empty(0)  # [T, H], where every forward graph leaves its result
 
     def run(self, batch: ScheduledBatch, logprobs: LogprobRows) -> SampledTokens:
         sampled = self._replay(batch)
         if sampled is None:
-            sampled = self._step.run(batch, logprobs, self._replay_forward(batch))
+            hidden = self._replay_forward(batch)
+            sampled = None if hidden is None else self._replay_tail(batch)
+            if sampled is None:
+                sampled = self._step.run(batch, logprobs, hidden)
         return sampled
 
     def capture(
@@ -51,7 +57,10 @@ class DecodeRounds:
         self._hidden = torch.empty(size, dtype=model.dtype, device=device)
         forwards = graphs.for_same_slots(self._forward)
         forwards.capture({replace(key, sampled=False) for key in keys})
-        self.graphs, self.forward_graphs = graphs, forwards
+        self._masks.make_room(num_rows)
+        tails = graphs.for_same_results(self._tail)
+        tails.capture(keys)
+        self.graphs, self.forward_graphs, self.tails = graphs, forwards, tails
         return graphs
 
     def _round(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
@@ -61,11 +70,15 @@ class DecodeRounds:
         hidden = self._step.forward_from_slots(slot_ids, shape)
         return self._hidden[: len(hidden)].copy_(hidden)
 
+    def _tail(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:
+        hidden = self._hidden[: len(slot_ids) * shape.window]
+        return self._step.after_forward(slot_ids, hidden, shape, is_sampled)
+
     def _replay(self, batch: ScheduledBatch) -> SampledTokens | None:
         """None where no graph fits the batch, or a request's rules."""
         requests = batch.generation_requests
         needed = set(map(_graph_samples, requests))
-        if self.graphs is None or None in needed:
+        if self.graphs is None or None in needed or self._masks.has_windows:
             return None
         slots, is_sampled = list(map(_slot, requests)), True in needed
         sampled = self.graphs.replay(slots, batch.shape, is_sampled)
@@ -81,3 +94,13 @@ class DecodeRounds:
         slots = list(map(_slot, batch.generation_requests))
         captured = self.forward_graphs.run(slots, batch.shape, False)
         return None if captured is None else captured.result[: len(slots) * batch.shape.window]
+
+    def _replay_tail(self, batch: ScheduledBatch) -> SampledTokens | None:
+        """After a replayed forward. None where a request's rules need more than grammars."""
+        requests, window = batch.generation_requests, batch.shape.window
+        needed = set(map(_graph_samples, requests))
+        if self.tails is None or None in needed or not self._masks.has_windows:
+            return None
+        slots = list(map(_slot, requests))
+        self._masks.send(requests, window, self.tails.padded(len(slots)) * window)
+        return self.tails.replay(slots, batch.shape, True in needed)

@@ -65,6 +65,19 @@ class DecodeStep:
         self.round_end.in_graph(group, result, shape)
         return result.sampled
 
+    def after_forward(
+        self, slot_ids: torch.Tensor, hidden: torch.Tensor, shape: DraftShape, is_sampled: bool
+    ) -> SampledTokens:
+        """What follows in a round whose forward of the slots `[B]` has left `hidden` `[B * W, H]`,
+        under the masks that were sent."""
+        group = self._groups.of_slots(slot_ids, shape.window, sampled=is_sampled)
+        windows = self.windows(slot_ids, shape, self.max_len)
+        logits = self.engine.compute_logits(hidden)
+        self.sampler.grammar_masks.apply_sent(logits)
+        result = self.sample(group, windows, logits, None, LogprobRows())
+        self.round_end.in_tail(group, result, shape)
+        return result.sampled
+
     def forward_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape) -> torch.Tensor:
         """Hidden states of the slots' windows, `[B * W, H]`: the same for every way of sampling."""
         self._slots.reset_dummy()

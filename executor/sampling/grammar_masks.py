@@ -1,10 +1,10 @@
 """Masks of the tokens that requests' grammars allow, at every row of a round.
 
 A window's row after drafts is masked as if these drafts were the text, so a draft is accepted only
-where plain decoding would choose it. The drafts come to the host before the round's forward is
-launched, and the masks are filled while it runs."""
+where plain decoding would choose it. The drafts are sent to the host before the round's forward is
+launched. While it runs, the host reads the round before and fills the masks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -22,21 +22,29 @@ MAX_FILL_SECONDS = 1.0
 
 
 class GrammarMasks:
-    """Costs nothing in a round without such requests."""
+    """Costs nothing in a round without such requests. `read_rounds`: reads the rounds in flight,
+    so that their tokens are in the requests.
+
+    Masks travel with the number of each row's mask, -1 for none, in one copy: `[R]` numbers, then
+    `[M, ceil(V / 32)]` words, all int32."""
 
     def __init__(self, slots: SlotState, vocab_size: int) -> None:
         self._slots = slots
         self._num_words = -(-vocab_size // 32)
         self._buffers = PinnedBuffers()
         self._windows: ToHost | None = None
+        self._drafts: list[torch.Tensor] = []
         self._index: dict[int, int] = {}  # of the round's windows, by request id
         self._culprit: LlmRequest | None = None
+        self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
+        self.read_rounds: Callable[[], None] = lambda: None
         self.limits_time = True
+        self.has_windows = False  # of requests with grammars, in this round
 
     def begin(self, batch: ScheduledBatch) -> None:
         """Before the forward of a round is launched, whose drafts are in the slots."""
-        self._windows = None
         guided = [r for r in batch.generation_requests if r.grammar is not None]
+        self._windows, self.has_windows = None, bool(guided)
         if guided and batch.draft_len:
             self._index = {request.request_id: i for i, request in enumerate(guided)}
             slot_ids = to_device([request.slot for request in guided], self._slots.device)
@@ -48,23 +56,24 @@ class GrammarMasks:
 
     def apply(self, group: RowGroup, logits: torch.Tensor) -> None:
         """Masks the rows of the group's requests with grammars, in place. logits `[N * W, V]`."""
-        rows = group.guided_rows
-        if rows is None:
-            return
-        masks = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
-        sizes = [group.window] * (len(rows) // group.window)
-        guided = [request for request in group.requests if request.grammar is not None]
-        for request, nodes, own in zip(
-            guided, self._nodes(guided, group.window), masks.split_with_sizes(sizes), strict=True
-        ):
-            self._culprit, start = request, perf_counter()
-            assert request.grammar is not None
-            request.grammar.read(request.tokens, request.prompt_len)
-            request.grammar.fill(nodes, own)
-            if perf_counter() - start > MAX_FILL_SECONDS and self.limits_time:
-                raise ValueError(f"its grammar takes more than {MAX_FILL_SECONDS} seconds a token")
-        self._culprit = None
-        mask_tokens(logits, rows, to_device(masks, logits.device))
+        if group.is_guided:
+            filled = self._fill(group.requests, group.window, len(logits))
+            numbers = filled.to(logits.device, non_blocking=True)
+            mask_tokens(logits, *self._parts(numbers, len(logits)))
+
+    def make_room(self, max_rows: int) -> None:
+        """Before graphs are captured, of which none has more rows."""
+        size = max_rows * (1 + self._num_words)
+        self._for_graphs = torch.full((size,), -1, dtype=torch.int32, device=self._slots.device)
+
+    def send(self, requests: Sequence[LlmRequest], window: int, num_rows: int) -> None:
+        """Sends the masks of a round's windows to a graph of that many rows."""
+        filled = self._fill(requests, window, num_rows)
+        self._for_graphs[: len(filled)].copy_(filled, non_blocking=True)
+
+    def apply_sent(self, logits: torch.Tensor) -> None:
+        """What a graph captures. logits `[R, V]`, changed in place."""
+        mask_tokens(logits, *self._parts(self._for_graphs, len(logits)))
 
     def blame(self) -> list[LlmRequest] | None:
         """After an exception: the request whose grammar caused it; None if it was not raised
@@ -72,16 +81,47 @@ class GrammarMasks:
         culprit, self._culprit = self._culprit, None
         return None if culprit is None else [culprit]
 
-    def _nodes(self, requests: Sequence[LlmRequest], window: int) -> list[DraftNodes]:
-        """The windows of the requests, without padding after the proposed drafts."""
-        if window == 1:
-            return [DraftNodes.chain(torch.zeros(1, dtype=torch.int64)) for _ in requests]
-        assert self._windows is not None, "the round has not begun"
-        windows, *parents = self._windows.wait()
-        at = [self._index[request.request_id] for request in requests]
-        if parents:
-            return [DraftNodes.tree(windows[i], parents[0][i].tolist()) for i in at]
-        return [
-            DraftNodes.chain(windows[i, : 1 + request.py_num_draft_tokens])
-            for i, request in zip(at, requests, strict=True)
+    def _parts(self, numbers: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_masks = (len(numbers) - num_rows) // self._num_words
+        words = numbers[num_rows:][: num_masks * self._num_words]
+        return numbers[:num_rows], words.view(num_masks, self._num_words)
+
+    def _fill(self, requests: Sequence[LlmRequest], window: int, num_rows: int) -> torch.Tensor:
+        """On the host, for that many rows. A request that has ended needs no masks."""
+        if any(request.grammar and request.tokens_in_flight for request in requests):
+            self.read_rounds()
+        guided = [
+            (index, request)
+            for index, request in enumerate(requests)
+            if request.grammar is not None and not request.is_finished
         ]
+        size = num_rows + len(guided) * window * self._num_words
+        is_pinned = self._slots.device.type == "cuda"
+        filled = torch.full((size,), -1, dtype=torch.int32, pin_memory=is_pinned)
+        mask_of_row, masks = self._parts(filled, num_rows)
+        for number, (index, request) in enumerate(guided):
+            first = number * window
+            mask_of_row[index * window :][:window] = torch.arange(first, first + window)
+            self._fill_one(request, window, masks[first : first + window])
+        return filled
+
+    def _fill_one(self, request: LlmRequest, window: int, masks: torch.Tensor) -> None:
+        assert request.grammar is not None
+        self._culprit, start = request, perf_counter()
+        request.grammar.read(request.tokens, request.prompt_len)
+        request.grammar.fill(self._nodes(request, window), masks)
+        if perf_counter() - start > MAX_FILL_SECONDS and self.limits_time:
+            raise ValueError(f"its grammar takes more than {MAX_FILL_SECONDS} seconds a token")
+        self._culprit = None
+
+    def _nodes(self, request: LlmRequest, window: int) -> DraftNodes:
+        """The request's window, without padding after the proposed drafts."""
+        if window == 1:
+            return DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
+        if self._windows is not None:
+            self._drafts, self._windows = self._windows.wait(), None
+        windows, *parents = self._drafts
+        index = self._index[request.request_id]
+        if parents:
+            return DraftNodes.tree(windows[index], parents[0][index].tolist())
+        return DraftNodes.chain(windows[index, : 1 + request.py_num_draft_tokens])

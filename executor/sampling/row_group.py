@@ -61,7 +61,7 @@ class RowGroup:
     with_logprobs: Subset | None
     num_logprobs: int
     edited: list[int]  # indices of requests that `HostEdits` edits
-    guided_rows: torch.Tensor | None  # [M * W], of requests with grammars
+    is_guided: bool  # any of them has a grammar
     sampled_parameters: RowParameters | None = None  # of the sampled rows
     penalties: RowParameters | None = None  # of the penalised rows
     # A graph's group: all rows are sampled, and a temperature of 0 makes one greedy.
@@ -112,7 +112,7 @@ class RowGroups:
             with_logprobs=None,
             num_logprobs=0,
             edited=[],
-            guided_rows=None,
+            is_guided=False,
             mixed=sampled,
         )
         if group.sampled is not None:
@@ -170,18 +170,13 @@ class RowGroups:
             with_logprobs=subset(lambda rules: rules.logprobs is not None),
             num_logprobs=max((rules.logprobs or 0 for rules in all_rules), default=0),
             edited=[index for index, rules in enumerate(all_rules) if rules.needs_host_edits],
-            guided_rows=self._guided_rows(requests, window),
+            is_guided=any(request.grammar is not None for request in requests),
         )
         if group.sampled is not None:
             group.sampled_parameters = self._parameters(group, group.sampled)
         if group.penalised is not None:
             group.penalties = self._parameters(group, group.penalised)
         return group
-
-    def _guided_rows(self, requests: list[LlmRequest], window: int) -> torch.Tensor | None:
-        guided = [index for index, request in enumerate(requests) if request.grammar is not None]
-        rows = [index * window + offset for index in guided for offset in range(window)]
-        return to_device(rows, self._state.device) if rows else None
 
     def _parameters(self, group: RowGroup, subset: Subset) -> RowParameters:
         return self._state.gather(subset.take_requests(group.slots).repeat_interleave(group.window))

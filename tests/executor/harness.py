@@ -19,6 +19,7 @@ from tllm_spec.executor.response import Response
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
+from tllm_spec.grammar_state import GrammarState
 from tllm_spec.sampling_params import SamplingParams
 
 
@@ -49,6 +50,7 @@ class Harness:
         draft_limit: int | None = None,
         patience: int | None = None,
         streaming: bool = False,
+        grammar: GrammarState | None = None,
         **params: Any,
     ) -> LlmRequest:
         """A request in the executor's inbox. patience: rejected rounds after which it pauses.
@@ -69,6 +71,7 @@ class Harness:
             max_tokens=max_tokens,
             draft_limit=self.max_draft_len if draft_limit is None else draft_limit,
             streaming=streaming,
+            grammar=grammar,
             counters=DraftCounters(self.max_draft_len),
             draft_pause=RequestPause(patience),
         )

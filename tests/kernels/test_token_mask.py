@@ -19,20 +19,22 @@ def arguments(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch
         -(2**31), 2**31, (num_masks, -(-vocab_size // 32)), generator=generator
     ).to(torch.int32)
     words[0, 0] = -1  # all allowed, the sign bit included
-    return logits, torch.arange(num_masks).flip(0) + 1, words
+    mask_of_row = torch.arange(num_masks + 2, dtype=torch.int32).flip(0) - 1
+    return logits, mask_of_row.where(mask_of_row < num_masks, -1), words
 
 
 @on_each_shape
-def test_only_excluded_tokens_of_the_given_rows_become_minus_infinity(
+def test_only_excluded_tokens_of_rows_with_a_mask_become_minus_infinity(
     shape: tuple[int, int],
 ) -> None:
-    logits, rows, words = arguments(shape)
+    logits, mask_of_row, words = arguments(shape)
+    assert sorted(mask_of_row.tolist()) == [-1, -1, *range(shape[0])]
     expected = logits.clone()
-    for row, own in zip(rows.tolist(), words.tolist(), strict=True):
-        for token in range(shape[1]):
-            if not (own[token // 32] >> (token % 32)) & 1:
+    for row, index in enumerate(mask_of_row.tolist()):
+        for token in range(shape[1] if index >= 0 else 0):
+            if not (int(words[index, token // 32]) >> (token % 32)) & 1:
                 expected[row, token] = -torch.inf
-    mask_tokens_reference(logits, rows, words)
+    mask_tokens_reference(logits, mask_of_row, words)
     assert torch.equal(logits, expected)
 
 
@@ -42,9 +44,9 @@ def test_only_excluded_tokens_of_the_given_rows_become_minus_infinity(
 def test_the_kernel_equals_the_reference(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    logits, rows, words = (each.to(device) for each in arguments(shape))
+    logits, mask_of_row, words = (each.to(device) for each in arguments(shape))
     logits = logits.to(dtype)
     expected = logits.clone()
-    mask_tokens_reference(expected, rows, words)
-    mask_tokens(logits, rows, words)
+    mask_tokens_reference(expected, mask_of_row, words)
+    mask_tokens(logits, mask_of_row, words)
     assert torch.equal(logits, expected)

@@ -56,6 +56,9 @@ class HeadDrafter(DraftWorker, GraphDrafter):
     def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         """Nothing: the head has a graph of its own."""
 
+    def in_tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
+        super().in_graph(group, windows, shape)
+
     def after_replay(self, slots: list[int], shape: DraftShape, is_sampled: bool) -> None:
         assert self.graphs is not None, "the head's graphs are captured with the target's"
         replayed = self.graphs.run(slots, shape, is_sampled)

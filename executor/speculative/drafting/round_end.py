@@ -102,6 +102,10 @@ class RoundEnd:
     def in_graph(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
         """The part of a round of windows that is captured in the round's own graph."""
 
+    def in_tail(self, group: RowGroup, windows: WindowResult, shape: DraftShape) -> None:
+        """The same in a round whose forward and tail are two graphs."""
+        self.in_graph(group, windows, shape)
+
     def after_replay(self, slots: list[int], shape: DraftShape, is_sampled: bool) -> None:
         """After the replay of a round's graph for these slots, of a key with this shape and way of
         sampling. The round's results may still be read afterwards."""

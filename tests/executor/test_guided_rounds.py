@@ -1,0 +1,189 @@
+"""Rounds with grammars overlap and are graphs: the forward is launched before the host reads the
+round before, then masks are filled, then the rest is launched. The text is that without both."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executor.draft_caches import SMALL_POOL
+from tests.executor.draft_graphs import assert_same, captures_without_a_device
+from tests.executor.graph_rounds import MODES, speculate, with_graphs
+from tests.executor.guided_rounds import (
+    assert_grammatical,
+    events_of,
+    grammar_of,
+    submit_guided,
+)
+from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.overlap_rounds import NO_OVERLAP
+from tests.executor.test_forward_graphs import forbid_eager_windows
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import RequestState
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
+from tllm_spec.executor.rounds.transfer import ToHost
+from tllm_spec.grammar_state import GrammarState
+
+SIZES = (1, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+
+
+@pytest.fixture
+def depth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return captures_without_a_device(monkeypatch)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_the_round_before_is_read_and_masks_are_filled_after_the_forward_is_launched(
+    tiny: Path, depth: list[int], monkeypatch: pytest.MonkeyPatch, has_graphs: bool
+) -> None:
+    harness = with_graphs(tiny, SIZES, {0}) if has_graphs else Harness(tiny)
+    events = events_of(harness, monkeypatch)
+    harness.submit([3, 14, 15], max_tokens=6, grammar=grammar_of("[a-z]*"))
+    harness.run()
+    rounds = [["forward 0", "fill 0", "sample 0"]]
+    rounds += [[f"forward {i}", f"read {i - 1}", f"fill {i}", f"sample {i}"] for i in range(1, 6)]
+    assert events == [*chain(*rounds), "read 5"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_guided_text_is_that_without_graphs_and_overlap(
+    tiny: Path,
+    tiny_draft: Path,
+    head: Path,
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    overlap: bool,
+) -> None:
+    speculation = speculate(tiny_draft, head, mode)
+    options = speculation | ({} if overlap else NO_OVERLAP)
+    lengths = {0, 1, 2, 3} if speculation else {0}
+    harness = with_graphs(tiny, SIZES, lengths, **options)
+    eager = Harness(tiny, **speculation, **NO_OVERLAP)
+    ours, theirs = submit_guided(harness), submit_guided(eager)
+    forbid_eager_windows(harness, monkeypatch, depth)
+    harness.run()
+    eager.run()
+    assert_same(ours, theirs)
+    assert_grammatical(ours)
+    assert {len(harness.responses[r.request_id]) for r in ours} == {1}
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_two_model"])
+def test_only_rounds_with_a_grammar_are_two_graphs(
+    tiny: Path,
+    tiny_draft: Path,
+    head: Path,
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+) -> None:
+    """One guided request ends after a few rounds, and joins again later."""
+    lengths = {0} if mode == "plain" else {0, 3}
+    harness = with_graphs(tiny, SIZES, lengths, **speculate(tiny_draft, head, mode))
+    free = [harness.submit([i, 5, 9], max_tokens=60, seed=i) for i in range(3)]
+    kinds, launch = list[tuple[bool, tuple[int, int, int, int]]](), harness.parts.runner.launch
+    decode, sent = harness.parts.runner.decode, list[ToHost]()
+    make_copy = ToHost.__init__
+
+    def watched_copy(to_host: ToHost, *arguments: Any) -> None:
+        sent.append(to_host)
+        make_copy(to_host, *arguments)
+
+    def watched(batch: ScheduledBatch) -> LaunchedRound:
+        tables = decode.graphs, decode.forward_graphs, decode.tails
+        before, num_sent = [replays_of(each) for each in tables], len(sent)
+        launched = launch(batch)
+        counts = [replays_of(each) - number for each, number in zip(tables, before, strict=True)]
+        if batch.generation_requests and not batch.context_requests:
+            is_guided = any(request.grammar for request in batch.generation_requests)
+            rounds, forwards, tails = counts
+            kinds.append((is_guided, (rounds, forwards, tails, len(sent) - num_sent)))
+        return launched
+
+    monkeypatch.setattr(harness.parts.runner, "launch", watched)
+    monkeypatch.setattr(ToHost, "__init__", watched_copy)
+    for _ in range(2):
+        for _ in range(4):
+            harness.round()
+        guided = harness.submit([7, 8], max_tokens=8, grammar=grammar_of("[a-z]*"))
+        harness.run_until(guided, RequestState.FINISHED)
+    harness.run()
+    assert not any(request.error for request in free)
+    num_copies = 0 if mode == "plain" else 1  # of the drafts
+    assert set(kinds) == {(False, (1, 0, 0, 0)), (True, (0, 1, 1, num_copies))}
+    assert [is_guided for is_guided, _ in kinds].index(True) > 2 and not kinds[-1][0]
+
+
+def replays_of(table: Any) -> int:
+    return sum(c.graph.replays for tier in table.tiers.values() for c in tier.graphs.values())
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_tree", "draft_target_two_model"])
+def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
+    tiny: Path, tiny_draft: Path, head: Path, depth: list[int], mode: str, has_graphs: bool
+) -> None:
+    options = speculate(tiny_draft, head, mode) | SMALL_POOL | {"max_batch_size": 8, "max_num_tokens": 80}
+    lengths = {0, 1, 2, 3} if mode != "plain" else {0}
+    harness = with_graphs(tiny, (1, 2, 4), lengths, **options) if has_graphs else None
+    harness = harness or Harness(tiny, **options)
+    alone = Harness(tiny, **speculate(tiny_draft, head, mode), **NO_OVERLAP)
+    requests, expected = submit_guided(harness, 12), submit_guided(alone, 12)
+    number = 0
+    while harness.round():
+        harness.executor.check_integrity()
+        number += 1
+        running = harness.parts.scheduler.running
+        if number % 15 == 0 and running:
+            harness.queue.cancel(running[0].request_id)
+    alone.run()
+    assert harness.parts.scheduler.num_preemptions
+    cancelled = [request.finish_reason == "cancelled" for request in requests]
+    assert 0 < sum(cancelled) < 8 and any(cancelled[::2])
+    for mine, other, is_cancelled in zip(requests, expected, cancelled, strict=True):
+        own, whole = output_of(mine), output_of(other)
+        assert own == (whole[: len(own)] if is_cancelled else whole)
+        assert mine.error is None
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
+    tiny: Path,
+    tiny_draft: Path,
+    head: Path,
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    has_graphs: bool,
+) -> None:
+    options = speculate(tiny_draft, head, "eagle3")
+    harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
+    harness, alone = harness or Harness(tiny, **options), Harness(tiny, **options)
+    requests, expected = submit_guided(harness), submit_guided(alone)
+    slow, fill = requests[4], GrammarState.fill
+
+    def raising(state: GrammarState, *arguments: Any) -> None:
+        if state is slow.grammar and slow.num_output_tokens > 3:
+            raise ValueError("it takes too long")
+        fill(state, *arguments)
+
+    alone.run()
+    monkeypatch.setattr(GrammarState, "fill", raising)
+    harness.run()
+    assert "it takes too long" in (slow.error or "") and slow.finish_reason == "error"
+    assert output_of(slow) == output_of(expected[4])[: slow.num_output_tokens]
+    others = [i for i in range(8) if i != 4]
+    assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
+    assert not any(requests[i].error for i in others)
+    assert {len(harness.responses[r.request_id]) for r in requests} == {1}
+    assert all_pages_are_back(harness.executor)
