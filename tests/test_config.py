@@ -9,6 +9,7 @@ import pytest
 from tests.decoding_options import ngram
 from tllm_spec.config import KvCacheConfig, LlmArgs
 from tllm_spec.speculative_config import NGramDecodingConfig
+from tllm_spec.yaml_file import read_yaml
 
 EXAMPLES = Path(__file__).parent.parent / "yaml_examples"
 
@@ -65,6 +66,8 @@ def test_null_sizes_mean_the_default() -> None:
         ("a: [1", "cannot read"),
         ("- a\n- b\n", "must hold a mapping"),
         ("1: 2\n", "must hold a mapping"),
+        ("a: 1\nb: 2\na: 3\n", "it has the key 'a' twice\n.*line 1"),
+        ("a: {b: 1, 'b': 2}\n", "it has the key 'b' twice"),
     ],
 )
 def test_an_unreadable_options_file_is_named(yaml_file: Path, text: str, sentence: str) -> None:
@@ -90,3 +93,8 @@ def test_a_users_object_has_no_plain_form() -> None:
     args = LlmArgs.from_kwargs("m", tokenizer=SimpleNamespace(decode=None))
     with pytest.raises(TypeError, match="SimpleNamespace has no plain form"):
         args.as_options()
+
+
+def test_a_key_may_override_a_merged_one(yaml_file: Path) -> None:
+    yaml_file.write_text("a: &a {b: 1, c: 2}\nd: {<<: *a, b: 3}\n")
+    assert read_yaml(yaml_file)["d"] == {"b": 3, "c": 2}

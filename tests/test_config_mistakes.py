@@ -12,8 +12,12 @@ from tllm_spec.config import LlmArgs
     ("options", "sentences"),
     [
         ({"max_batch_sze": 3}, ["max_batch_sze = 3", "did you mean max_batch_size"]),
+        ({"self": 1}, ["self = 1 is not a known option"]),
+        ({"kv_cache_config": {"self": 1}}, ["kv_cache_config.self = 1 is not a known option"]),
         ({"max_batch_size": 0}, ["max_batch_size = 0", "greater than 0"]),
         ({"max_batch_size": True}, ["max_batch_size = True", "integer"]),
+        ({"max_batch_size": 99999999999}, ["max_batch_size = 99999999999", "65536"]),
+        ({"max_num_tokens": 99999999999}, ["max_num_tokens = 99999999999", "1048576"]),
         ({"dtype": "fp8"}, ["dtype = 'fp8'", "'bfloat16'"]),
         ({"device": "tpu"}, ["device = 'tpu'", "cuda"]),
         ({"tokenizer": 4}, ["tokenizer = 4"]),

@@ -106,6 +106,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "tllm_spec.option_checks",
+        "tllm_spec.yaml_file",
         "tllm_spec.draft_len_schedule",
         "tllm_spec.draft_shape",
         "tllm_spec.logits_processor",

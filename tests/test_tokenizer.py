@@ -1,6 +1,7 @@
 """Incremental detokenization with a byte-level (the zoo's) and a SentencePiece-like tokenizer, and
 comparison of vocabularies."""
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -294,3 +295,10 @@ def test_a_folder_without_a_tokenizer_is_named_in_the_error(tmp_path: Path) -> N
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="no-such-folder"):
         load_tokenizer(tmp_path / "no-such-folder")
+
+
+def test_a_model_config_that_transformers_refuses_is_one_sentence(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 193, "num_attention_heads": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"^no tokenizer.*hidden size \(193\).*$"):
+        load_tokenizer(tmp_path)

@@ -10,10 +10,8 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
 from pydantic import (
     Field,
     NonNegativeInt,
@@ -34,6 +32,7 @@ from tllm_spec.not_served import (
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.speculative_base import PathText
 from tllm_spec.speculative_config import SpeculativeConfig
+from tllm_spec.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -167,9 +166,9 @@ class LlmArgs(ConfigModel):
     """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
     prompt chunks, prefix hits or preemption. Slower; CUDA only."""
 
-    max_batch_size: PositiveInt = 2048
+    max_batch_size: Annotated[PositiveInt, Field(le=1 << 16)] = 2048
     """Requests that decode together, at most."""
-    max_num_tokens: PositiveInt = 8192
+    max_num_tokens: Annotated[PositiveInt, Field(le=1 << 20)] = 8192
     """Tokens of one forward, at most. A request with K drafts takes K + 1."""
     max_input_len: PositiveInt | None = None
     """Longest prompt that is accepted, in tokens. null: `max_seq_len` is the only limit."""
@@ -368,20 +367,6 @@ def _check_keys(options: Mapping[str, Any], path: str = "") -> None:
                 [f"{path}{name} has the key {shown(wrong[0])}; names of options are needed"]
             )
         _check_keys(value, f"{path}{name}.")
-
-
-def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ValueError for a file that is missing, broken or has no
-    mapping."""
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot read the options file {os.fspath(path)}: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise ValueError(f"the options file {os.fspath(path)} must hold a mapping of option names")
-    return tree
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

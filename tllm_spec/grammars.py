@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from tllm_spec.config import LlmArgs
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.grammar_state import GrammarState
@@ -26,6 +27,12 @@ class Grammars:
         self._arguments = tokenizer, vocab_size, end_ids
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
+
+    @classmethod
+    def of(cls, args: LlmArgs, tokenizer: Tokenizer | None, limits: RequestLimits) -> Grammars:
+        """For a model with these limits."""
+        end_ids = end_ids_of(limits, tokenizer)
+        return cls(args.guided_decoding_backend, tokenizer, limits.vocab_size, end_ids)
 
     def new_states(self, params: SamplingParams, number: int) -> list[GrammarState | None]:
         """One for each sample; None without `guided_decoding`. Raises ValueError for a grammar that

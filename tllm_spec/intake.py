@@ -18,7 +18,7 @@ from tllm_spec.executor.request import DraftCounters, LlmRequest, StopOptions
 from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.speculative.draft_length.request_pause import RequestPause
 from tllm_spec.grammar_state import GrammarState
-from tllm_spec.grammars import Grammars, end_ids_of
+from tllm_spec.grammars import end_ids_of
 from tllm_spec.prompts import Prompt, PromptReader
 from tllm_spec.request_handle import RequestHandle
 from tllm_spec.sampling_params import SamplingParams
@@ -47,9 +47,16 @@ class Submission:
 
 
 class Intake:
-    """Thread-safe. Its request ids begin at 1."""
+    """Thread-safe. Its request ids begin at 1. new_states: makes the grammars of a prompt's
+    requests, None for each one without."""
 
-    def __init__(self, args: LlmArgs, tokenizer: Tokenizer | None, limits: RequestLimits) -> None:
+    def __init__(
+        self,
+        args: LlmArgs,
+        tokenizer: Tokenizer | None,
+        limits: RequestLimits,
+        new_states: Callable[[SamplingParams, int], Sequence[GrammarState | None]],
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._prompts = PromptReader(
@@ -58,9 +65,7 @@ class Intake:
             max_seq_len=limits.max_seq_len,
             max_input_len=args.max_input_len,
         )
-        self.grammars = Grammars(
-            args.guided_decoding_backend, tokenizer, limits.vocab_size, self._end_ids
-        )
+        self._new_states = new_states
         self._num_ranks = args.tensor_parallel_size
         self._lock = threading.Lock()
         self._ids = count(1)
@@ -83,7 +88,7 @@ class Intake:
             )
         prompt, token_ids = self._prompts.read(inputs, checked)
         rules = self._rules(checked)
-        grammars = self.grammars.new_states(checked, checked.n)
+        grammars = self._new_states(checked, checked.n)
         _check_priority(priority)
         with self._lock:
             ids = [next(self._ids) for _ in range(checked.n)]

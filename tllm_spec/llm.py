@@ -17,6 +17,7 @@ from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.request_queue import RequestQueue
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import Worker
+from tllm_spec.grammars import Grammars
 from tllm_spec.intake import Intake, Params
 from tllm_spec.not_served import GENERATE_NOT_SERVED, NO_KV_EVENTS
 from tllm_spec.option_checks import refuse_not_served
@@ -51,7 +52,8 @@ class LLM:
         self.max_seq_len = built.limits.max_seq_len
         self._queue = built.queue
         self._executor = built.executor
-        self._intake = Intake(self.args, self.tokenizer, built.limits)
+        self._grammars = Grammars.of(self.args, self.tokenizer, built.limits)
+        self._intake = Intake(self.args, self.tokenizer, built.limits, self._grammars.new_states)
         self._is_shut_down = False
         self._worker = Worker(built.executor, built.queue, self._results.fail_all)
         communicator.when_lost(self._worker.fail)
@@ -142,7 +144,7 @@ class LLM:
     def compile_grammar(self, params: SamplingParams) -> None:
         """Compiles the grammar of `params`, if there is one, so that the request with it starts at
         once. Takes up to ten seconds. Raises ValueError for a grammar that cannot be used."""
-        self._intake.grammars.new_states(params, 1)
+        self._grammars.new_states(params, 1)
 
     @property
     def num_unfinished(self) -> int:
@@ -203,7 +205,7 @@ class LLM:
             return
         self._is_shut_down = True
         self._end()
-        self._intake.grammars.close()
+        self._grammars.close()
         del self._executor
 
     def __enter__(self) -> "LLM":

@@ -27,7 +27,7 @@ from tllm_spec.executor.request_limits import RequestLimits
 from tllm_spec.executor.request_wire import unpack_requests
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.worker import recover
-from tllm_spec.grammars import Grammars, end_ids_of
+from tllm_spec.grammars import Grammars
 from tllm_spec.rank_checks import checkpoints, mismatch, versions
 from tllm_spec.stop_strings import StopStringChecker
 from tllm_spec.tokenizer import Tokenizer, load_tokenizer
@@ -180,8 +180,7 @@ def _run(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | None) -> No
     """Rounds until rank 0 ends."""
     queue, executor = built.queue, built.executor
     assert isinstance(queue, FollowerQueue)
-    end_ids = end_ids_of(built.limits, tokenizer)
-    grammars = Grammars(args.guided_decoding_backend, tokenizer, built.limits.vocab_size, end_ids)
+    grammars = Grammars.of(args, tokenizer, built.limits)
     queue.make = partial(_requests, built.limits, tokenizer, grammars)
     executor.enter_thread()
     try:

@@ -44,15 +44,18 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a local folder or of a zoo model. Raises ValueError when there is none."""
-    from transformers import AutoTokenizer  # heavy: imported only where it is needed
+    # Heavy: imported only where they are needed.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoTokenizer
 
     folder = resolve_model(os.fspath(model))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer can be loaded from {folder}: {error}") from error
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"no tokenizer can be loaded from {folder}: {reason}") from error
     return cast(Tokenizer, tokenizer)
 
 

@@ -120,6 +120,7 @@ REFUSED = {
     "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     "dtype": ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'.*bfloat16"),
     "heads": ({"num_key_value_heads": 5}, "num_key_value_heads is 5.*32"),
+    "width": ({"hidden_size": 4097, "head_dim": None}, "hidden_size is 4097.*heads, which is 32"),
     "dynamic rope": (
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         "rope_type is 'dynamic'.*yarn",

@@ -189,6 +189,23 @@ def test_a_body_that_is_not_json_is_a_bad_request(url: str) -> None:
     assert "error" in response.json()
 
 
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ('{"model": "fake", "prompt": "a", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        (
+            '{"model": "fake", "prompt": "a", "speculation": {"a\\ud800": 1, "a\\ud800": 2}}',
+            r"a\ud800",
+        ),
+    ],
+)
+def test_a_key_that_a_body_has_twice_is_a_bad_request(url: str, body: str, name: str) -> None:
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{url}/v1/completions", content=body, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"the body has the key '{name}' twice"
+
+
 def test_an_error_message_that_quotes_a_lone_surrogate_can_be_sent(url: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "a", "speculation": {"\ud800": 1}})
     response = httpx.post(

@@ -18,6 +18,7 @@ from tests.server.http_answers import wait_for
 from tests.server.served_process import (
     LONG,
     MEDIUM,
+    MODEL,
     ROOT,
     SHORT,
     ServedProcess,
@@ -65,6 +66,24 @@ def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(tmp_path: 
         assert info["totals"]["requests_by_finish_reason"]["cancelled"] == 1
         assert served.end(signal.SIGTERM) == 0
         assert "ended with SIGKILL and is started again" in served.text
+
+
+def test_a_front_does_without_torch(tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    with ServedProcess(tmp_path) as served:
+        assert complete(served.url) == 200
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+        guided = chat | {"guided_choice": ["x", "yes"]}
+        answer = httpx.post(f"{served.url}/v1/chat/completions", json=guided, timeout=60)
+        assert answer.json()["choices"][0]["message"]["content"] in ("x", "yes")
+        wrong = chat | {"guided_regex": "("}
+        answer = httpx.post(f"{served.url}/v1/chat/completions", json=wrong, timeout=60)
+        assert answer.status_code == 400
+        (engine,), (front,) = served.pids(ENGINE), served.pids(FRONT)
+        assert "libtorch" in Path(f"/proc/{engine}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{front}/maps").read_text()
+        assert served.end(signal.SIGTERM) == 0
+        assert "PyTorch" not in served.text
 
 
 @pytest.mark.slow

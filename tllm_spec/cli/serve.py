@@ -29,13 +29,14 @@ from tllm_spec.cli.trtllm_options import (
     split_trtllm_options,
     trtllm_options,
 )
-from tllm_spec.config import LlmArgs, overlay, read_yaml, with_yaml
+from tllm_spec.config import LlmArgs, overlay, with_yaml
 from tllm_spec.config_base import ConfigError
 from tllm_spec.distributed.mpirun import mpirun_rank
 from tllm_spec.server.child import ChildSettings
 from tllm_spec.server.logs import configure_logs
 from tllm_spec.server.options import hosts_of
 from tllm_spec.server.supervisor import Supervisor
+from tllm_spec.yaml_file import read_yaml
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)

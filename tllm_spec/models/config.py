@@ -158,6 +158,11 @@ class ModelConfig:
         bias = bool(raw.get("attention_bias"))
         num_heads = int(_required(raw, "num_attention_heads"))
         hidden_size = int(_required(raw, "hidden_size"))
+        if not raw.get("head_dim") and hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size is {hidden_size}; without head_dim, it must be a multiple of "
+                f"num_attention_heads, which is {num_heads}."
+            )
         config = cls(
             architecture=architecture,
             vocab_size=int(_required(raw, "vocab_size")),

@@ -57,6 +57,7 @@ from tllm_spec.server.streaming import (
     finished_outputs,
     unless_disconnected,
 )
+from tllm_spec.server.strict_body import StrictBodyRoute
 from tllm_spec.server.token_routes import TokenRoutes
 
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
@@ -97,6 +98,7 @@ class OpenAIServer:
     def app(self) -> FastAPI:
         """The application to run."""
         app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
+        app.router.route_class = StrictBodyRoute
         app.add_api_route("/health", self.health, response_model=None)
         app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
         app.add_api_route("/health_generate", self.health_generate, response_model=None)

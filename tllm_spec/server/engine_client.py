@@ -84,13 +84,13 @@ class EngineClient:
         self.args = args
         self.tokenizer: Tokenizer | None = tokenizer
         self.max_seq_len = limits.max_seq_len
-        self._intake = Intake(args, tokenizer, limits)
+        self._intake = Intake(args, tokenizer, limits, _no_states)
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         connection.on_message, connection.on_lost = self._receive, self._lose
         self._samples: dict[int, RemoteSample] = {}
-        self._calls: dict[int, Future[Any]] = {}
-        self._call_ids = count(1)
+        self._asked: dict[int, Future[Any]] = {}
+        self._question_ids = count(1)
         self._num_in_engine = 0  # of all fronts
         self._down: str | None = None
 
@@ -108,8 +108,12 @@ class EngineClient:
         self._intake.check_length(text)
 
     def compile_grammar(self, params: SamplingParams) -> None:
-        """As `LLM.compile_grammar`."""
-        self._intake.grammars.new_states(params, 1)
+        """As `LLM.compile_grammar`. Not from the event loop: it waits for the engine."""
+        if params.guided_decoding is not None:
+            source = params.guided_decoding.source
+            mistake = self._ask("compile", source.kind, source.text)
+            if mistake is not None:
+                raise ValueError(mistake)
 
     def generate_async(
         self,
@@ -136,27 +140,26 @@ class EngineClient:
 
     def server_info(self) -> dict[str, Any]:
         """As `LLM.server_info`. Not from the event loop: it waits for the engine."""
-        return server_info(self.args, self.max_seq_len, self._call("state"))
+        return server_info(self.args, self.max_seq_len, self._ask("call", "state"))
 
     def get_stats(self) -> list[dict[str, Any]]:
         """As `LLM.get_stats`. Not from the event loop."""
-        stats: list[dict[str, Any]] = self._call("stats")
+        stats: list[dict[str, Any]] = self._ask("call", "stats")
         return stats
 
     def shutdown(self) -> None:
         """Ends what still runs, with an error. May be called twice."""
         self._fail(SHUT_DOWN)
-        self._intake.grammars.close()
         self._connection.close()
 
     def _check_alive(self) -> None:
         if self._down is not None:
             raise RuntimeError(self._down)
 
-    def _call(self, name: str) -> Any:
+    def _ask(self, kind: str, *question: str) -> Any:
         self._check_alive()
         answer: Future[Any] = Future()
-        self._in_loop(self._send_call, name, answer)
+        self._in_loop(self._send_question, kind, question, answer)
         return answer.result()
 
     def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -180,12 +183,12 @@ class EngineClient:
         if running and self._down is None:
             self._connection.send(["cancel", running, reason])
 
-    def _send_call(self, name: str, answer: Future[Any]) -> None:
+    def _send_question(self, kind: str, question: Sequence[str], answer: Future[Any]) -> None:
         if self._down is not None:
             answer.set_exception(RuntimeError(self._down))
             return
-        self._calls[call_id := next(self._call_ids)] = answer
-        self._connection.send(["call", call_id, name])
+        self._asked[question_id := next(self._question_ids)] = answer
+        self._connection.send([kind, question_id, *question])
 
     def _receive(self, message: Sequence[Any]) -> None:
         kind = message[0]
@@ -195,8 +198,8 @@ class EngineClient:
         elif kind == "load":
             self._num_in_engine = message[1]
         elif kind == "answer":
-            _, call_id, value, error = message
-            answer = self._calls.pop(call_id)
+            _, question_id, value, error = message
+            answer = self._asked.pop(question_id)
             if error is None:
                 answer.set_result(value)
             else:
@@ -229,6 +232,11 @@ class EngineClient:
         self._samples.clear()
         for handle in handles.values():
             handle.fail(reason)
-        for answer in self._calls.values():
+        for answer in self._asked.values():
             answer.set_exception(RuntimeError(reason))
-        self._calls.clear()
+        self._asked.clear()
+
+
+def _no_states(params: SamplingParams, number: int) -> list[None]:
+    """The engine makes the requests' grammars."""
+    return [None] * number

@@ -34,7 +34,8 @@ class Entry:
 
 
 class EnginePort:
-    """`call` runs a function, by its name in `["call", …]`, between two rounds."""
+    """`call` runs a function, by its name in `["call", …]`, between two rounds. `["compile", …]`
+    is answered with what is wrong with the grammar, or None."""
 
     def __init__(
         self,
@@ -53,8 +54,9 @@ class EnginePort:
         self._uncompiled: set[int] = set()  # ids of requests whose grammar is being compiled
         self._ids = count(1)
         self._down: str | None = None
-        # Compiling a grammar may take seconds.
-        self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tllm-grammars")
+        # Compiling a grammar may take ten seconds. Grammars are compiled one at a time; with
+        # several threads, those that are known need not wait for it.
+        self._compiling = ThreadPoolExecutor(8, thread_name_prefix="tllm-grammars")
 
     @property
     def num_unfinished(self) -> int:
@@ -122,6 +124,9 @@ class EnginePort:
                 self._cancel(self._own_ids[link].get(front_id), reason)
         elif kind == "call":
             self._answer(link, *message[1:])
+        elif kind == "compile":
+            _, question_id, *source = message
+            self._compiling.submit(self._check_grammar, link, question_id, GrammarSource(*source))
         else:
             raise ValueError(f"unknown message {kind!r}")
 
@@ -147,7 +152,7 @@ class EnginePort:
     def _compile_and_put(
         self, message: Sequence[Any], ids: list[int], source: Sequence[Any]
     ) -> None:
-        """The front has compiled the grammar before, so mistakes are not expected here."""
+        """The front has asked for the grammar before, so mistakes are not expected here."""
         try:
             states = self._grammars.states_of(GrammarSource(*source), len(ids))
         except ValueError as error:
@@ -155,6 +160,16 @@ class EnginePort:
             return
         self._put(message, ids, states)
         self._uncompiled -= set(ids)
+
+    def _check_grammar(self, link: Link, question_id: int, source: GrammarSource) -> None:
+        try:
+            self._grammars.states_of(source, 1)
+        except ValueError as error:
+            link.send(["answer", question_id, str(error), None])
+        except RuntimeError as error:
+            link.send(["answer", question_id, None, str(error)])
+        else:
+            link.send(["answer", question_id, None, None])
 
     def _put(self, message: Sequence[Any], ids: list[int], grammars: Sequence[Any]) -> None:
         requests = requests_of(message, ids, self._limits, grammars)

@@ -30,7 +30,7 @@ class EngineProcess:
 
     def __init__(self, args: LlmArgs, listener: socket.socket) -> None:
         from tllm_spec.executor.worker import Worker
-        from tllm_spec.grammars import Grammars, end_ids_of
+        from tllm_spec.grammars import Grammars
         from tllm_spec.ranks import build_together, join_ranks
         from tllm_spec.server.engine_loop import EngineLoop
         from tllm_spec.server.engine_port import EnginePort
@@ -44,12 +44,7 @@ class EngineProcess:
             args, tokenizer, lambda responses: self._port.respond(responses), self._communicator
         )
         self._executor = built.executor
-        self._grammars = Grammars(
-            args.guided_decoding_backend,
-            tokenizer,
-            built.limits.vocab_size,
-            end_ids_of(built.limits, tokenizer),
-        )
+        self._grammars = Grammars.of(args, tokenizer, built.limits)
         self._worker = Worker(built.executor, built.queue, self._on_end)
         self._port = EnginePort(built.limits, built.queue, self._grammars, self._call)
         self._loop = EngineLoop(
