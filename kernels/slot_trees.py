@@ -50,9 +50,9 @@ def write_trees(
     """Writes trees whose nodes are ordered by depth into the windows of slots `[B]`. Rows after the
     tree's stay as they are.
 
-    The tree's rows may be one layout, expanded. draft_limits `[S]` int64: the depth of the deepest draft that a slot may verify; deeper ones do
-    not count as proposed. num_drafts `[B]` int64, contiguous: how many do; instead of the
-    limits."""
+    The tree's rows may be one layout, expanded. draft_limits `[S]` int64: the depth of the deepest
+    draft that a slot may verify; deeper ones do not count as proposed. num_drafts `[B]` int64,
+    contiguous: how many do; instead of the limits."""
     if not has_kernels(slots.device):
         write_trees_reference(tables, trees, slots, tree, draft_limits, num_drafts)
     else:
