@@ -45,16 +45,20 @@ def write_trees(
     slots: torch.Tensor,
     tree: DraftTree,
     draft_limits: torch.Tensor,
+    num_drafts: torch.Tensor | None = None,
 ) -> None:
     """Writes trees whose nodes are ordered by depth into the windows of slots `[B]`. Rows after the
-    tree's stay as they are. draft_limits `[S]` int64: the depth of the deepest draft that a slot
-    may verify; deeper ones do not count as proposed."""
+    tree's stay as they are.
+
+    The tree's rows may be one layout, expanded. draft_limits `[S]` int64: the depth of the deepest
+    draft that a slot may verify; deeper ones do not count as proposed. num_drafts `[B]` int64,
+    contiguous: how many do; instead of the limits."""
     if not has_kernels(slots.device):
-        write_trees_reference(tables, trees, slots, tree, draft_limits)
+        write_trees_reference(tables, trees, slots, tree, draft_limits, num_drafts)
     else:
         from tllm_spec.kernels.slot_trees_triton import write_trees_triton
 
-        write_trees_triton(tables, trees, slots, tree, draft_limits)
+        write_trees_triton(tables, trees, slots, tree, draft_limits, num_drafts)
 
 
 def accept_trees_reference(
@@ -89,6 +93,7 @@ def write_trees_reference(
     slots: torch.Tensor,
     tree: DraftTree,
     draft_limits: torch.Tensor,
+    num_drafts: torch.Tensor | None = None,
 ) -> None:
     """Arguments of `write_trees`."""
     width = tree.parents.shape[1]
@@ -96,5 +101,7 @@ def write_trees_reference(
     trees.parents[slots, :width] = tree.parents
     trees.depths[slots, :width] = tree.depths
     trees.bits[slots, :width] = tree.bits
-    limits = draft_limits.index_select(0, slots).unsqueeze(1)
-    tables.num_drafts[slots] = (tree.depths[:, 1:] <= limits).sum(dim=1)
+    if num_drafts is None:
+        limits = draft_limits.index_select(0, slots).unsqueeze(1)
+        num_drafts = (tree.depths[:, 1:] <= limits).sum(dim=1)
+    tables.num_drafts[slots] = num_drafts

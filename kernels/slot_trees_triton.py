@@ -67,13 +67,17 @@ def write_trees_triton(
     slots: torch.Tensor,
     tree: DraftTree,
     draft_limits: torch.Tensor,
+    num_drafts: torch.Tensor | None,
 ) -> None:
     """See `write_trees`."""
     stored = (trees.parents, trees.depths, trees.bits)
-    written = (tree.tokens, tree.parents, tree.depths, tree.bits)
-    assert all(each.is_contiguous() for each in (slots, draft_limits, *written))
+    rows = (tree.parents, tree.depths, tree.bits)
+    assert all(each.is_contiguous() for each in (slots, draft_limits, tree.tokens))
+    assert all(each.stride() == tree.parents.stride() for each in rows)
+    assert tree.parents.stride(1) == 1
     assert all(each.stride() == trees.parents.stride() for each in stored)
     assert trees.parents.stride(1) == 1
+    assert num_drafts is None or num_drafts.is_contiguous()
     width = tree.parents.shape[1]
     _write[(len(slots),)](
         tables.window,
@@ -82,8 +86,11 @@ def write_trees_triton(
         *stored,
         trees.parents.stride(0),
         slots,
-        *written,
+        tree.tokens,
+        *rows,
+        tree.parents.stride(0),
         draft_limits,
+        num_drafts,
         width,
         triton.next_power_of_2(width),
         **programmatic_launch(slots.device),
@@ -180,7 +187,8 @@ def _write(
     windows: tl.tensor, windows_stride: tl.tensor, all_num_drafts: tl.tensor,
     all_parents: tl.tensor, all_depths: tl.tensor, all_bits: tl.tensor, trees_stride: tl.tensor,
     slots: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor, bits: tl.tensor,
-    draft_limits: tl.tensor, width: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr,
+    rows_stride: tl.tensor, draft_limits: tl.tensor, num_drafts: tl.tensor, width: tl.constexpr,
+    block: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     begin(PDL)
     request, node = tl.program_id(0).to(tl.int64), tl.arange(0, block)
@@ -188,10 +196,14 @@ def _write(
     is_draft = exists & (node > 0)
     token = tl.load(tokens + request * (width - 1) + node - 1, mask=is_draft, other=0)
     tl.store(windows + slot * windows_stride + node, token, mask=is_draft)
-    own, stored = request * width + node, slot * trees_stride + node
+    own, stored = request * rows_stride + node, slot * trees_stride + node
     depth = tl.load(depths + own, mask=exists, other=0)
     tl.store(all_depths + stored, depth, mask=exists)
     tl.store(all_parents + stored, tl.load(parents + own, mask=exists, other=0), mask=exists)
     tl.store(all_bits + stored, tl.load(bits + own, mask=exists, other=0), mask=exists)
-    is_proposed = is_draft & (depth <= tl.load(draft_limits + slot))
-    tl.store(all_num_drafts + slot, tl.sum(is_proposed.to(tl.int64), axis=0))
+    if num_drafts is None:
+        is_proposed = is_draft & (depth <= tl.load(draft_limits + slot))
+        number = tl.sum(is_proposed.to(tl.int64), axis=0)
+    else:
+        number = tl.load(num_drafts + request)
+    tl.store(all_num_drafts + slot, number)

@@ -62,18 +62,24 @@ NO_DRAFTS = chain_of(0)
 class DraftShapes:
     """The shapes that rounds may have, by tier. A tier up to the longest draft length is the shape
     of that length. The tiers after it are `trees` to choose from, of which `longest` has at least
-    the depth, the drafts and the children."""
+    the depth, the drafts and the children. With `narrows`, rounds of trees without branches have
+    the shape of chains."""
 
     def __init__(
         self,
         by_length: Sequence[DraftShape],
         trees: Sequence[DraftShape] = (),
         longest: DraftShape | None = None,
+        *,
+        narrows: bool = False,
     ) -> None:
         assert [shape.depth for shape in by_length] == list(range(len(by_length)))
         self._all = (*by_length, *sorted(trees, key=lambda tree: (tree.num_nodes, tree)))
         self.of = self._all.__getitem__
-        self.tier_of = {shape: tier for tier, shape in enumerate(self._all)}.__getitem__
+        chains = {chain_of(length): length for length in range(len(by_length))}
+        tiers = {shape: tier for tier, shape in enumerate(self._all)}
+        self.tier_of = ((chains if narrows else {}) | tiers).__getitem__
+        self.narrows = narrows
         self.longest = longest or by_length[-1]
         self.has_trees = any(shape.is_tree for shape in self._all)
         self.tree_tiers = range(len(by_length), len(self._all))
@@ -82,6 +88,10 @@ class DraftShapes:
     @classmethod
     def chains(cls, max_draft_len: int) -> DraftShapes:
         return cls([chain_of(length) for length in range(max_draft_len + 1)])
+
+    def fitting(self, length: int, *, is_chain: bool) -> DraftShape:
+        """Of a round whose longest draft has that length, and which may have no branches."""
+        return chain_of(length) if is_chain and self.narrows else self.of(length)
 
     def tier_within(self, num_rows: int) -> int:
         """The last tier such that it and all before it have windows of at most `num_rows` rows; 0

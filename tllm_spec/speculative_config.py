@@ -22,7 +22,12 @@ from pydantic import (
 
 from tllm_spec.config_base import ConfigError
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
-from tllm_spec.draft_tree_config import MAX_NODES, TREE_NAMES, DraftTreeDecodingConfig
+from tllm_spec.draft_tree_config import (
+    MAX_NODES,
+    MAX_TOPK,
+    TREE_NAMES,
+    DraftTreeDecodingConfig,
+)
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed, shown
 from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, RelaxedRule
@@ -86,12 +91,79 @@ class NGramDecodingConfig(DecodingBaseConfig):
     tell from timing that it was there. True is TensorRT-LLM's default."""
     max_pool_entries: PositiveInt = 1_000_000
     """Entries of the pool; the oldest ones go first. In TensorRT-LLM it grows without a limit."""
+    use_dynamic_tree: bool = False
+    """True drafts a tree instead of a chain: several continuations of the last tokens, the longest
+    matches first and of equals the newest, up to `max_total_draft_tokens` tokens. It needs
+    `is_keep_all: true` and `is_use_oldest: false`, which is then the default."""
+    dynamic_tree_max_topK: PositiveInt | None = None
+    """Children of a node of the tree, at most. SGLang's name is `speculative_eagle_topk`."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = HOST_DRAFTS_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {
         **DecodingBaseConfig.old_names,
         "prompt_lookup_num_tokens": "max_draft_len",
     }
+
+    @classmethod
+    def _with_new_names(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        renamed = super()._with_new_names(options)
+        if renamed.get("use_dynamic_tree") is True:
+            renamed.setdefault("is_use_oldest", False)
+        return renamed
+
+    @classmethod
+    def _default_num_nodes(cls, options: Mapping[str, Any]) -> Any:
+        length, topk = super()._default_num_nodes(options), options.get("dynamic_tree_max_topK")
+        if options.get("use_dynamic_tree") is not True or not length or type(topk) is not int:
+            return length
+        return min(length * topk, MAX_NODES)
+
+    @property
+    def drafts_trees(self) -> bool:
+        return self.use_dynamic_tree and self.dynamic_tree_max_topK != 1
+
+    @cached_property
+    def shapes(self) -> DraftShapes:
+        topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens
+        if not self.drafts_trees or topk is None or nodes is None:
+            return super().shapes
+        depths = range(1, self.max_draft_len + 1)
+        trees = [DraftShape(depth, min(nodes, _most_nodes(topk, depth)), topk) for depth in depths]
+        return DraftShapes([NO_DRAFTS, *trees], narrows=True)
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> NGramDecodingConfig:
+        if mistakes := self._tree_mistakes():
+            raise ConfigError(mistakes)
+        return self
+
+    def _tree_mistakes(self) -> list[str]:
+        topk, nodes = self.dynamic_tree_max_topK, self.max_total_draft_tokens or 0
+        if not self.use_dynamic_tree:
+            alone = f"dynamic_tree_max_topK = {topk} needs use_dynamic_tree: true"
+            return [] if topk is None else [alone]
+        if topk is None:
+            return ["use_dynamic_tree = True needs dynamic_tree_max_topK, the children of a node"]
+        found, most = [], min(MAX_NODES, _most_nodes(topk, self.max_draft_len))
+        if topk > MAX_TOPK:
+            found.append(f"dynamic_tree_max_topK = {topk} is more than {MAX_TOPK}")
+        if not self.max_draft_len <= nodes <= most:
+            found.append(
+                f"max_total_draft_tokens = {nodes} is not in {self.max_draft_len}..{most}, what a "
+                f"tree of depth {self.max_draft_len} with {topk} children of a node may have"
+            )
+        for name, needed in (("is_keep_all", True), ("is_use_oldest", False)):
+            if (value := getattr(self, name)) is not needed:
+                found.append(
+                    f"{name} = {value} is refused: a tree has the newest continuations; accepted: "
+                    f"{needed}"
+                )
+        return found
+
+
+def _most_nodes(topk: int, depth: int) -> int:
+    """Of a tree, without the root."""
+    return sum(topk**level for level in range(1, depth + 1))
 
 
 class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
@@ -251,7 +323,8 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
         nodes, lengths = self.max_total_draft_tokens or 0, range(1, self.max_draft_len + 1)
         if not self.drafts_trees:
             return super().shapes
-        return DraftShapes([NO_DRAFTS, *(DraftShape(depth, nodes, nodes) for depth in lengths)])
+        trees = [DraftShape(depth, nodes, nodes) for depth in lengths]
+        return DraftShapes([NO_DRAFTS, *trees], narrows=True)
 
     @model_validator(mode="after")
     def _check_tree(self) -> UserProvidedDecodingConfig:

@@ -8,7 +8,7 @@ from tllm_spec.attention.choice import choose_backend
 from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
-from tllm_spec.draft_shape import DraftShapes
+from tllm_spec.draft_shape import DraftShapes, chain_of
 from tllm_spec.executor.building.draft_lens import draft_lens_of_rounds
 from tllm_spec.executor.device_choice import pick_device, pick_dtype
 from tllm_spec.executor.graphs.context_graphs import context_rows
@@ -153,11 +153,10 @@ class BuildPlan:
 
     def round_keys(self, sizes: Iterable[int]) -> list[GraphKey]:
         """Graphs of these batch sizes for every round that there can be."""
-        keys = graph_keys(
-            sizes,
-            draft_lens_of_rounds(self.controller(), self.spec, self.draft_plan),
-            self.shapes.of,
-        )
+        draft_lens = draft_lens_of_rounds(self.controller(), self.spec, self.draft_plan)
+        keys = graph_keys(sizes, draft_lens, self.shapes.of)
+        if self.shapes.narrows:
+            keys += graph_keys(sizes, lambda size: draft_lens(size) - {0}, chain_of)
         return [key for key in keys if key.num_tokens <= self.args.max_num_tokens]
 
     @property

@@ -22,22 +22,22 @@ knows neither acceptance nor the requests' limits."""
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 # An occurrence is an integer: its text's number in the high bits, and in the low bits the position
 # after the n-gram, where the continuation begins. It is never 0.
 _POSITION_BITS = 32
 _POSITION = (1 << _POSITION_BITS) - 1
 _TEXT = ~_POSITION
-_OWN = -1  # the key of a node's own occurrence; its children's keys are token ids, from 0 on
+OWN = -1  # the key of a node's own occurrence; its children's keys are token ids, from 0 on
 
 
-class _Pool:
+class NGramIndex:
     """N-grams in a tree, read backwards: the root's keys are last tokens, below them the tokens
     before.
 
     A child is an integer, its occurrence, as long as its n-gram has occurred once. Then it is a
-    dict from preceding tokens to children, with the first or last occurrence under `_OWN`. `older`
+    dict from preceding tokens to children, with the first or last occurrence under `OWN`. `older`
     is the older half of the entries, a tree that is only read."""
 
     def __init__(self, max_ngram_size: int, last_wins: bool, capacity: int) -> None:
@@ -47,7 +47,7 @@ class _Pool:
         self.num_entries = 0
         self.root: dict[int, Any] = {}  # of int | dict, recursively
         self.texts: dict[int, list[int]] = {}
-        self.older: _Pool | None = None
+        self.older: NGramIndex | None = None
 
     def insert(self, base: int, tokens: list[int], start: int, stop: int) -> int:
         """Adds the n-grams that end with each of `tokens[start:stop]`; `base` is their text's
@@ -56,13 +56,7 @@ class _Pool:
         Returns the occurrence that this tree had for the longest n-gram at the end of them, or 0.
         Its cost is the up to `max_ngram_size` nodes per token that it visits, each elsewhere in
         memory."""
-        num_entries = self.num_entries + stop - start
-        if num_entries > self.capacity:
-            self._retire()
-            start = max(start, stop - self.capacity)
-            num_entries = stop - start
-        self.num_entries = num_entries
-        self.texts[base] = tokens
+        start = self.make_room(base, tokens, start, stop)
         root, last_wins = self.root, self.last_wins
         known, occurrence, node = 0, base + start, root
         last = start - 1
@@ -79,8 +73,8 @@ class _Pool:
                     break
                 if type(child) is dict:
                     if last_wins:
-                        known = child[_OWN]
-                        child[_OWN] = occurrence
+                        known = child[OWN]
+                        child[OWN] = occurrence
                     node = child
                 elif index == first:  # the largest n-grams have no children
                     known = child
@@ -89,7 +83,7 @@ class _Pool:
                     break
                 else:
                     known = child
-                    node[token] = node = {_OWN: occurrence if last_wins else child}
+                    node[token] = node = {OWN: occurrence if last_wins else child}
                     before = (child & _POSITION) - (last - index + 2)
                     if before >= 0:
                         node[self.texts[child & _TEXT][before]] = child
@@ -97,11 +91,23 @@ class _Pool:
                     break
                 index -= 1
                 token = tokens[index]
-        return known or node.get(_OWN, 0)
+        return known or node.get(OWN, 0)
+
+    def make_room(self, base: int, tokens: list[int], start: int, stop: int) -> int:
+        """Counts the entries `tokens[start:stop]`. Returns the first for which there is room, from
+        `start` on."""
+        num_entries = self.num_entries + stop - start
+        if num_entries > self.capacity:
+            self._retire()
+            start = max(start, stop - self.capacity)
+            num_entries = stop - start
+        self.num_entries = num_entries
+        self.texts[base] = tokens
+        return start
 
     def _retire(self) -> None:
         """This tree becomes the older half; the former older half is dropped."""
-        older = self.older = _Pool(self.max_ngram_size, self.last_wins, self.capacity)
+        older = self.older = type(self)(self.max_ngram_size, self.last_wins, self.capacity)
         older.root, older.texts, older.num_entries = self.root, self.texts, self.num_entries
         self.root, self.texts, self.num_entries = {}, {}, 0
 
@@ -114,7 +120,7 @@ class _Pool:
                 break
             if type(child) is not dict:
                 return int(child)
-            node, known = child, child[_OWN]
+            node, known = child, child[OWN]
         return known
 
     def locate(self, occurrence: int) -> tuple[list[int], int]:
@@ -126,10 +132,10 @@ class _Pool:
         half."""
         assert self.older is not None
         here, there = self.locate(known), self.older.locate(self.older.find(tokens))
-        longer = self._match_len(*there, tokens) - self._match_len(*here, tokens)
+        longer = self.match_len(*there, tokens) - self.match_len(*here, tokens)
         return there if longer > 0 or (longer == 0 and not self.last_wins) else here
 
-    def _match_len(self, text: list[int], end: int, tokens: list[int]) -> int:
+    def match_len(self, text: list[int], end: int, tokens: list[int]) -> int:
         """How many tokens before `text[end]` equal the last ones of `tokens`, up to the n-gram
         size."""
         size = min(self.max_ngram_size, end, len(tokens))
@@ -140,7 +146,7 @@ class _Pool:
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    pool: _Pool
+    pool: NGramIndex
     base: int  # the number of its text, shifted to the high bits
     num_indexed: int = 0
     known: int = 0  # the pool's occurrence of the end of the text when that was inserted
@@ -148,6 +154,8 @@ class _Request:
 
 class NGramPool:
     """Proposes drafts for requests, which it knows by their id and their growing token list."""
+
+    index_kind: ClassVar[type[NGramIndex]] = NGramIndex
 
     def __init__(
         self,
@@ -165,7 +173,7 @@ class NGramPool:
             is_keep_all and not is_use_oldest,
             max_pool_entries // 2,
         )
-        self._public = _Pool(*self._pool_options) if is_public_pool else None
+        self._public = self.index_kind(*self._pool_options) if is_public_pool else None
         # An n-gram at the end of a text has no continuation. A private pool inserts it anyway,
         # because the lookup is then the same walk through the tree. In a public pool other requests
         # would find it.
@@ -190,11 +198,8 @@ class NGramPool:
 
         `tokens` is the request's own list. It is not copied; it may only grow, and must not change
         after `free`."""
-        request = self._requests.get(request_id) or self._admit(request_id)
-        pool, stop = request.pool, len(tokens) - self._lag
-        if stop > request.num_indexed:
-            request.known = pool.insert(request.base, tokens, request.num_indexed, stop)
-            request.num_indexed = stop
+        request = self._updated(request_id, tokens)
+        pool = request.pool
         known = pool.find(tokens) if self._lag else request.known
         if pool.older is not None:
             text, start = pool.locate_in_both(known, tokens)
@@ -206,11 +211,20 @@ class NGramPool:
             start : start + (draft_len if draft_len < self._max_draft_len else self._max_draft_len)
         ]
 
+    def _updated(self, request_id: int, tokens: list[int]) -> _Request:
+        """The request, whose new tokens are indexed."""
+        request = self._requests.get(request_id) or self._admit(request_id)
+        stop = len(tokens) - self._lag
+        if stop > request.num_indexed:
+            request.known = request.pool.insert(request.base, tokens, request.num_indexed, stop)
+            request.num_indexed = stop
+        return request
+
     def free(self, request_id: int) -> None:
         """The request has ended: its private pool is dropped. Its entries of a public pool stay."""
         self._requests.pop(request_id, None)
 
     def _admit(self, request_id: int) -> _Request:
-        pool = self._public or _Pool(*self._pool_options)
+        pool = self._public or self.index_kind(*self._pool_options)
         request = self._requests[request_id] = _Request(pool, next(self._numbers) << _POSITION_BITS)
         return request

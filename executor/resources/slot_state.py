@@ -19,7 +19,7 @@ from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.path_ranks import path_ranks
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.kernels.slot_tables import SlotTables, SyntheticRates, TreeRates
-from tllm_spec.kernels.slot_trees import accept_trees
+from tllm_spec.kernels.slot_trees import accept_trees, write_trees
 
 
 class SlotState:
@@ -87,14 +87,10 @@ class SlotState:
     ) -> None:
         """Writes trees to the next windows of slots `[B]`. num_drafts `[B]`: how many of their
         nodes were proposed; None: all up to the depth that the request limits drafts to. Nodes are
-        ordered by depth."""
+        ordered by depth. Rows after the tree's stay as they are: they are never accepted."""
         assert self._trees is not None
-        self._trees.write(slot_ids, tree)
-        self.window[slot_ids, 1 : tree.parents.shape[1]] = tree.tokens
-        if num_drafts is None:
-            limits = gather_rows(self._draft_limits, slot_ids).unsqueeze(1)
-            num_drafts = (tree.depths[:, 1:] <= limits).sum(dim=1)
-        self.num_drafts[slot_ids] = num_drafts
+        trees = self._trees.tables
+        write_trees(self._tables, trees, slot_ids, tree, self._draft_limits, num_drafts)
 
     def reset_dummy(self) -> None:
         """Padded rounds advance the dummy slot too; it must not grow."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.draft_shape import DraftShape
-from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.slot_tables import TreeTables
 
 
 @dataclass(frozen=True)
@@ -42,30 +42,31 @@ class WindowTree:
 
 
 class SlotTrees:
-    """The trees of S slots in windows of W rows. `parents` `[S, W]` int64: -1 for the root."""
+    """The trees of S slots in windows of W rows. `tables` has `[S, W]` int64: parents (-1 for the
+    root), depths and bits."""
 
     def __init__(self, num_slots: int, width: int, device: torch.device) -> None:
         rows = torch.arange(width, device=device)
         self._chain = rows - 1, rows, (torch.full_like(rows, 2) << rows) - 1
         # A row that was never written sees the root and itself.
-        self.parents = torch.full_like(rows, -1).repeat(num_slots, 1)
-        self._depths = (rows > 0).to(torch.int64).repeat(num_slots, 1)
-        self._bits = ((torch.ones_like(rows) << rows) | 1).repeat(num_slots, 1)
+        self.tables = TreeTables(
+            torch.full_like(rows, -1).repeat(num_slots, 1),
+            (rows > 0).to(torch.int64).repeat(num_slots, 1),
+            ((torch.ones_like(rows) << rows) | 1).repeat(num_slots, 1),
+        )
+
+    @property
+    def parents(self) -> torch.Tensor:
+        return self.tables.parents
 
     def take(self, slot_ids: torch.Tensor, shape: DraftShape) -> WindowTree:
         """The first rows of the trees of slots `[B]`."""
-        depths = gather_rows(self._depths[:, : shape.window], slot_ids)
-        bits = gather_rows(self._bits[:, : shape.window], slot_ids)
+        depths = gather_rows(self.tables.depths[:, : shape.window], slot_ids)
+        bits = gather_rows(self.tables.bits[:, : shape.window], slot_ids)
         return WindowTree(shape.depth, depths, bits)
 
     def write_chains(self, slot_ids: torch.Tensor, length: int) -> None:
         """A chain of that many drafts in each of the slots `[B]`."""
-        for table, chain in zip((self.parents, self._depths, self._bits), self._chain, strict=True):
+        tables = self.tables.parents, self.tables.depths, self.tables.bits
+        for table, chain in zip(tables, self._chain, strict=True):
             table[slot_ids, : length + 1] = chain[: length + 1]
-
-    def write(self, slot_ids: torch.Tensor, tree: DraftTree) -> None:
-        """Rows after the tree's stay as they are: they are never accepted."""
-        width = tree.parents.shape[1]
-        self.parents[slot_ids, :width] = tree.parents
-        self._depths[slot_ids, :width] = tree.depths
-        self._bits[slot_ids, :width] = tree.bits

@@ -11,6 +11,7 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
+from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroups
@@ -25,7 +26,11 @@ from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.executor.speculative.drafting.model_tree_drafter import ModelTreeDrafter
-from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramPoolManager
+from tllm_spec.executor.speculative.drafting.ngram import (
+    NGramDrafter,
+    NGramPoolManager,
+    NGramTreeDrafter,
+)
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.registry import LoadFormat
@@ -96,14 +101,18 @@ class Mode:
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     assert isinstance(config, NGramDecodingConfig)
-    pool = NGramPool(
-        max_draft_len=config.max_draft_len,
-        max_matching_ngram_size=config.max_matching_ngram_size,
-        is_keep_all=config.is_keep_all,
-        is_use_oldest=config.is_use_oldest,
-        is_public_pool=config.is_public_pool,
-        max_pool_entries=config.max_pool_entries,
-    )
+    limits = {
+        "max_draft_len": config.max_draft_len,
+        "max_matching_ngram_size": config.max_matching_ngram_size,
+        "is_public_pool": config.is_public_pool,
+        "max_pool_entries": config.max_pool_entries,
+    }
+    if config.drafts_trees:
+        tree = config.shapes.longest
+        trees = NGramTreePool(max_nodes=tree.num_nodes, topk=tree.topk, **limits)
+        return _on_host(NGramTreeDrafter(trees), NGramPoolManager(trees), around)
+    keeps = {"is_keep_all": config.is_keep_all, "is_use_oldest": config.is_use_oldest}
+    pool = NGramPool(**limits, **keeps)
     return _on_host(NGramDrafter(pool), NGramPoolManager(pool), around)
 
 

@@ -126,7 +126,9 @@ def draft_target(model: Path, draft_len: int = 4, **options: Any) -> dict[str, A
     }
 
 
-def user_provided(propose: Callable[[LlmRequest], Any], draft_len: int = 4) -> dict[str, Any]:
+def user_provided(
+    propose: Callable[[LlmRequest], Any], draft_len: int = 4, **options: Any
+) -> dict[str, Any]:
     """Keyword arguments for drafts that come from a function."""
     drafter = ScriptedDrafter(propose)
     return {
@@ -134,6 +136,7 @@ def user_provided(propose: Callable[[LlmRequest], Any], draft_len: int = 4) -> d
             "decoding_type": "User_Provided",
             "drafter": drafter,
             "max_draft_len": draft_len,
+            **options,
         }
     }
 

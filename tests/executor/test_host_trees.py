@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 
-from tests.executor.harness import Harness, all_pages_are_back, output_of
+from tests.executor.harness import Harness, ScriptedDrafter, all_pages_are_back, output_of
+from tllm_spec.config import LlmArgs
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, chain_of
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_trees import HostTree
+from tllm_spec.kernels.draft_layout import DraftLayout
 from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodingConfig
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 11]
 DEPTH, NUM_NODES = 3, 10
+TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.95},
@@ -98,10 +104,17 @@ def test_the_text_is_plain_decodings_and_the_right_path_is_accepted(
 
 def test_paths_with_equal_beginnings_become_one_tree_ordered_by_depth() -> None:
     tree = HostTree.of_paths([[5, 6, 7], [5, 8], [9], [5, 6, 7]])
-    assert tree == HostTree([5, 9, 6, 8, 7], [0, 0, 1, 1, 3])
-    assert tree.up_to(2) == HostTree([5, 9, 6, 8], [0, 0, 1, 1])
+    assert tree.tokens == [5, 9, 6, 8, 7] and tree.parents == [-1, 0, 0, 1, 1, 3]
+    assert tree.depths == [0, 1, 1, 2, 2, 3] and tree.bits == [1, 3, 5, 11, 19, 43]
+    assert tree.up_to(2) == HostTree.of_paths([[5, 6], [5, 8], [9]])
     assert HostTree.of_parents([5, 6, 7, 9, 8], [0, 1, 2, 0, 1]) == tree
-    assert HostTree.of_paths([]) == HostTree([], []) and HostTree.of_paths([[]]) == HostTree([], [])
+    assert not HostTree.of_paths([]).tokens and not HostTree.of_paths([[]]).tokens
+
+
+def test_the_bits_of_63_drafts_fill_a_signed_number() -> None:
+    layout = DraftLayout.chain(63)
+    tree = HostTree.of_parents(range(63), layout.parents[1:])
+    assert tuple(tree.bits) == layout.bits and tree.is_chain
 
 
 @pytest.mark.parametrize(
@@ -113,6 +126,9 @@ def test_paths_with_equal_beginnings_become_one_tree_ordered_by_depth() -> None:
         ([[1, "x"]], None, "which are no tree of token ids"),
         ([1, 2], [0, 2], "node 2 has the parent 2; accepted are 0 to 1"),
         ([1, 2], [0], "2 tokens have 1 parents"),
+        ([7, 8, 7], [0, 1, 0], "nodes 1 and 3 are both 7 after node 0"),
+        ([1, "x"], [0, 0], "which are no tree of token ids"),
+        ([1] * 70, range(70), "a tree has at most 63 tokens, not 70"),
     ],
 )
 def test_what_is_no_tree_fails_its_request_and_no_other(
@@ -144,6 +160,59 @@ def test_more_nodes_than_a_row_has_bits_for_are_refused() -> None:
         )
 
 
-def test_prompt_lookup_drafts_chains_only() -> None:
-    with pytest.raises(ValueError, match="max_total_draft_tokens = 8 is refused: drafts are"):
-        NGramDecodingConfig(max_draft_len=4, max_total_draft_tokens=8)
+def test_a_round_without_branches_has_the_window_of_a_chain(tiny: Path) -> None:
+    def propose(request: LlmRequest) -> Any:
+        branches = request.seed == 1 and request.num_output_tokens % 2
+        return [[1, 2], [3]] if branches else [1, 2]
+
+    harness = Harness(tiny, **trees(ScriptedDrafter(propose)))
+    shapes, launch = [], harness.parts.runner.launch
+
+    def noted(batch: ScheduledBatch) -> LaunchedRound:
+        shapes.append(batch.shape)
+        return launch(batch)
+
+    harness.parts.runner.launch = noted  # type: ignore[method-assign]
+    for seed in (0, 1):
+        harness.submit([1, 2, 3], 12, seed=seed)
+    harness.run()
+    assert {shape for shape in shapes if shape.depth == 2} == {
+        chain_of(2),
+        DraftShape(2, NUM_NODES, NUM_NODES),
+    }
+
+
+def test_rounds_of_chains_have_graphs_next_to_those_of_trees(tiny: Path) -> None:
+    own = {"decoding_type": "NGram", "max_draft_len": 2, **TREE, "max_total_draft_tokens": 5}
+    args = LlmArgs.from_kwargs(str(tiny), speculative_config=own, skip_tokenizer_init=True)
+    keys = BuildPlan(args).round_keys([4])
+    assert {key.shape for key in keys} == {
+        NO_DRAFTS, chain_of(1), chain_of(2), DraftShape(1, 2, 2), DraftShape(2, 5, 2)
+    }  # fmt: skip
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dynamic_tree_max_topK": 2}, "dynamic_tree_max_topK = 2 needs use_dynamic_tree: true"),
+        ({"use_dynamic_tree": True}, "needs dynamic_tree_max_topK"),
+        (TREE | {"is_use_oldest": True}, "is_use_oldest = True is refused: a tree has the newest"),
+        (TREE | {"is_keep_all": False}, "is_keep_all = False is refused: a tree has the newest"),
+        (TREE | {"max_total_draft_tokens": 3}, "= 3 is not in 4..30, what a tree of depth 4 with"),
+        (TREE | {"max_total_draft_tokens": 31}, "= 31 is not in 4..30, what a tree of depth 4"),
+        (TREE | {"dynamic_tree_max_topK": 17}, "dynamic_tree_max_topK = 17 is more than 16"),
+        ({"max_total_draft_tokens": 8}, "max_total_draft_tokens = 8 is refused: drafts are"),
+    ],
+)
+def test_an_impossible_tree_of_ngrams_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NGramDecodingConfig(max_draft_len=4, **options)
+
+
+def test_a_tree_of_ngrams_has_topk_times_depth_nodes_unless_it_says_otherwise() -> None:
+    config = NGramDecodingConfig(max_draft_len=4, **TREE)
+    assert config.max_total_draft_tokens == 8 and config.is_use_oldest is False
+    shapes = config.shapes
+    assert [shapes.of(n).num_nodes for n in range(5)] == [0, 2, 6, 8, 8]
+    assert NGramDecodingConfig(max_draft_len=4).is_use_oldest is True

@@ -177,8 +177,12 @@ def test_drafts_deeper_than_a_requests_limit_do_not_count() -> None:
 
 
 @on_each_kernel_device
+@pytest.mark.parametrize("says_number", [False, True])
+@pytest.mark.parametrize("is_expanded", [False, True])
 @pytest.mark.parametrize("width", [2, 13, 64])
-def test_the_kernel_writes_trees_like_the_reference(device: str, width: int) -> None:
+def test_the_kernel_writes_trees_like_the_reference(
+    device: str, width: int, is_expanded: bool, says_number: bool
+) -> None:
     tables, generator = random_tables(2, width), random.Random(width)
     there = moved(tables, device)
     paths: list[tuple[int, ...]] = [()]
@@ -189,8 +193,15 @@ def test_the_kernel_writes_trees_like_the_reference(device: str, width: int) -> 
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))[:9]
     limits = torch.arange(NUM_SLOTS) % 4
     trees, trees_there = empty_trees(width + 1, "cpu"), empty_trees(width + 1, device)
-    write_trees_reference(tables, trees, slots, tree_of(layout, 9), limits)
-    write_trees(there, trees_there, slots.to(device), tree_of(layout, 9, device), limits.to(device))
+    number = torch.arange(9) % width if says_number else None
+    write_trees_reference(tables, trees, slots, tree_of(layout, 9), limits, number)
+    tree = tree_of(layout, 9, device)
+    if is_expanded:
+        rows = (each[:1].expand(9, -1) for each in (tree.parents, tree.depths, tree.bits))
+        tree = DraftTree(tree.tokens, *rows)
+    moved_number = None if number is None else number.to(device)
+    write_trees(there, trees_there, slots.to(device), tree, limits.to(device), moved_number)
+    assert number is None or torch.equal(tables.num_drafts[slots], number)
     assert_equal(there, tables)
     for found, expected in zip(vars(trees_there).values(), vars(trees).values(), strict=True):
         assert torch.equal(found.cpu(), expected)

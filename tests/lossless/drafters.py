@@ -1,7 +1,10 @@
-"""A user-provided drafter that knows the right text and proposes right, wrong, too few and no
-tokens by turns."""
+"""User-provided drafters that know the right text and propose right, wrong, too few and no tokens
+by turns."""
+
+from itertools import chain
 
 from tllm_spec.executor.batch import ScheduledBatch
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
@@ -27,7 +30,28 @@ class AdversarialDrafter(Drafter):
                 (token + 1) % 2048 for token in rest[num_right : num_right + num_wrong]
             ]
             if drafts:  # else the placeholders stay as they are: nothing to propose
-                request.py_draft_tokens = drafts[: request.num_drafts_wanted]
+                self._set(request, drafts[: request.num_drafts_wanted])
+
+    def _set(self, request: LlmRequest, drafts: list[int]) -> None:
+        request.py_draft_tokens = drafts
+
+
+class AdversarialTreeDrafter(AdversarialDrafter):
+    """A wrong token before each draft as its sibling. By turns it gives paths, tokens with parents,
+    and chains."""
+
+    def _set(self, request: LlmRequest, drafts: list[int]) -> None:
+        if request.num_output_tokens % 5 == 0:
+            request.py_draft_tokens = drafts
+            return
+        wrong = [(token + 7) % 2048 for token in drafts]
+        if request.num_output_tokens % 2:
+            paths = [[*drafts[:i], wrong[i]] for i in range(len(drafts))]
+            request.py_draft_tokens = [*paths, drafts]  # type: ignore[list-item] # a list of paths
+            return
+        # Node 2n is the n-th draft.
+        request.py_draft_tokens = list(chain.from_iterable(zip(wrong, drafts, strict=True)))
+        request.py_draft_parents = [2 * (i // 2) for i in range(2 * len(drafts))]
 
 
 def expected_rounds(output_len: int, draft_len: int) -> tuple[int, int, int]:

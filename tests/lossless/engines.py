@@ -25,10 +25,10 @@ MODES: dict[str, dict[str, Any] | None] = {
     },
 }
 DYNAMIC_TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
-TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target")
+TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target", "ngram")
 MODES |= {f"{mode}_tree": (MODES[mode] or {}) | DYNAMIC_TREE for mode in TREES}
 MODES["eagle3_static"] = MODES["eagle3"]
-OVERLAPPING = tuple(mode for mode in MODES if mode != "ngram")
+OVERLAPPING = tuple(mode for mode in MODES if not mode.startswith("ngram"))
 
 
 def static_choices(depth: int) -> list[list[int]]:

@@ -58,7 +58,13 @@ def speculate(llm: LLM, prompts: list[list[int]], **options: Any) -> Speculative
     """Figures of all prompts together, every second one sampled."""
     all_params = [
         SamplingParams(
-            max_tokens=OUTPUT_LEN, ignore_eos=True, seed=i, temperature=0.8 * (i % 2), **options
+            **{
+                "max_tokens": OUTPUT_LEN,
+                "ignore_eos": True,
+                "seed": i,
+                "temperature": 0.8 * (i % 2),
+                **options,
+            }
         )
         for i in range(len(prompts))
     ]
@@ -212,6 +218,24 @@ def test_a_tree_of_16_nodes_is_accepted_further_than_a_chain_of_its_depth(
         found[name] = sum(all_stats, SpeculativeStats()).acceptance_length
     print(f"T = {temperature}: {found}")
     assert found[f"{mode}_tree"] >= 1.1 * found[mode]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_of_ngrams_is_accepted_further_than_chains_of_the_oldest_and_the_newest(
+    long_prompts: list[list[int]], temperature: float
+) -> None:
+    ways: dict[str, tuple[str, dict[str, Any]]] = {
+        "oldest": ("ngram", {"is_use_oldest": True}),
+        "newest": ("ngram", {"is_use_oldest": False}),
+        "tree": ("ngram_tree", {"max_total_draft_tokens": 16}),
+    }
+    found: dict[str, float] = {}
+    for name, (mode, options) in ways.items():
+        own = engine(mode, DRAFT_LEN, **NEVER_PAUSES, **options)
+        with LLM("zoo:llama", max_batch_size=8, **own) as llm:
+            found[name] = speculate(llm, long_prompts, temperature=temperature).acceptance_length
+    print(f"T = {temperature}: {found}")
+    assert found["tree"] >= 1.03 * max(found["oldest"], found["newest"])
 
 
 @pytest.mark.parametrize("mode", ["draft_target", "draft_target_one_model"])

@@ -16,8 +16,8 @@ from tests.lossless.engines import MODES, tiny_engine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.outputs import Logprob
 
-NUM_DRAWS, MAX_ROUNDS = 14, 1500
-USER = "user_provided"
+NUM_DRAWS, MAX_ROUNDS = 15, 1500
+USER = ("user_provided", "user_provided_tree")
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,17 @@ def propose(
     return random.choice((None, drafts[:draft_len], drafts[:draft_len]))
 
 
+def propose_tree(
+    random: Random, texts: dict[int, list[int]], draft_len: int, request: LlmRequest
+) -> Any:
+    """The same drafts between wrong branches."""
+    drafts = propose(random, texts, draft_len, request)
+    if drafts is None or random.random() < 0.3:
+        return drafts
+    branches = [[*drafts[:i], random.randrange(64)] for i in range(len(drafts))]
+    return random.sample([drafts, *branches], 1 + len(branches))
+
+
 def change_draft_len(harness: Harness, random: Random, draft_len: int) -> None:
     """Another draft length in most rounds, 0 for many rounds now and then; within the tokens of a
     round."""
@@ -183,7 +194,7 @@ def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
     tiny: Path, drafts: tuple[Path, Path], plain: Harness, number: int
 ) -> None:
     random = Random(number)
-    mode = (*MODES, USER)[number % (len(MODES) + 1)]
+    mode = (*MODES, *USER)[number % (len(MODES) + len(USER))]
     draft_len, page_size = random.choice((1, 2, 3, 5, 7)), random.choice((1, 2, 4, 8))
     asked = draw_traffic(random, page_size)
     alone = [each.submit(plain) for each in asked]
@@ -195,11 +206,13 @@ def test_in_random_traffic_each_request_gets_the_text_that_it_gets_alone(
     may_pause = (
         {} if mode == "plain" else {"max_concurrency": 2}
     )  # rounds without drafts are possible
-    speculation = (
-        user_provided(partial(propose, random, texts, draft_len), draft_len)
-        if mode == USER
-        else tiny_engine(mode, drafts, draft_len, **may_pause)
-    )
+    if mode not in USER:
+        speculation = tiny_engine(mode, drafts, draft_len, **may_pause)
+    elif mode == "user_provided":
+        speculation = user_provided(partial(propose, random, texts, draft_len), draft_len)
+    else:
+        drafter = partial(propose_tree, random, texts, draft_len)
+        speculation = user_provided(drafter, draft_len, max_total_draft_tokens=2 * draft_len)
     harness = Harness(tiny, **(speculation | draw_engine(random, draft_len, page_size)))
     if mode != "plain" and random.random() < 0.6:
         change_draft_len(harness, random, draft_len)

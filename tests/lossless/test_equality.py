@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 from tests.lossless.cases import OUTPUT_LEN, Case, assert_same, generate
-from tests.lossless.drafters import AdversarialDrafter, expected_rounds
+from tests.lossless.drafters import (
+    AdversarialDrafter,
+    AdversarialTreeDrafter,
+    expected_rounds,
+)
 from tests.lossless.engines import MODES, engine, static_choices
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
@@ -49,6 +53,8 @@ FLOORS = {
     "ngram": 1.02,
     "draft_target": 1.3,
     "user_provided": 1.3,
+    "ngram_tree": 1.02,
+    "user_provided_tree": 1.3,
     "draft_target_one_model": 1.3,
     "eagle3": 1.3,
     "eagle3_two_model": 1.3,
@@ -89,12 +95,18 @@ def covering_runs() -> list[Any]:
     return runs
 
 
-def make_llm(run: Run, known: AdversarialDrafter) -> LLM:
+def make_llm(run: Run, texts: dict[tuple[int, ...], list[int]]) -> LLM:
     options = SETTINGS[run.setting] | {"max_batch_size": 8}
     if run.mode in MODES:
         options |= engine(run.mode, run.draft_len, overlap=run.overlap)
     else:
-        own = {"decoding_type": "User_Provided", "drafter": known, "max_draft_len": run.draft_len}
+        kind = AdversarialTreeDrafter if run.mode.endswith("_tree") else AdversarialDrafter
+        own = {
+            "decoding_type": "User_Provided",
+            "drafter": kind(texts),
+            "max_draft_len": run.draft_len,
+            "max_total_draft_tokens": window_of(run) - 1,
+        }
         options |= {"speculative_config": own, "disable_overlap_scheduler": not run.overlap}
     if run.setting == "chunked_prefill":
         # Room for all windows and a few prompt tokens: prompts come in many chunks next to
@@ -109,6 +121,8 @@ def window_of(run: Run) -> int:
     """Rows of a request."""
     if run.mode.endswith("_static"):
         return 1 + len(static_choices(run.draft_len))
+    if run.mode == "user_provided_tree":
+        return 1 + 2 * run.draft_len
     return 1 + run.draft_len * (4 if run.mode.endswith("_tree") else 1)
 
 
@@ -129,7 +143,7 @@ def test_the_text_is_plain_decodings(
     known_texts: dict[tuple[int, ...], list[int]],
     oracle: Callable[[], Oracle],
 ) -> None:
-    with make_llm(run, AdversarialDrafter(known_texts)) as llm:
+    with make_llm(run, known_texts) as llm:
         assert llm._executor.parts.max_in_flight == run.overlap
         if run.setting.startswith("prefix_reuse"):
             leave_prefixes(llm, cases)
@@ -155,7 +169,9 @@ def assert_speculated(
         SpeculativeStats(),
     )
     assert total.acceptance_length >= FLOORS[run.mode]
-    if run.mode == "user_provided" and undisturbed:
+    # There, two windows of a tree are more than a forward's tokens: most rounds have no drafts.
+    has_room = run.mode != "user_provided_tree" or run.setting != "prefix_reuse_and_chunks"
+    if run.mode.startswith("user_provided") and undisturbed and has_room:
         for output, expected in zip(outputs[:8], plain, strict=False):
             if output.outputs[0].token_ids == expected.outputs[0].token_ids:
                 stats = output.speculative_decoding

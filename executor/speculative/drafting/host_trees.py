@@ -1,7 +1,9 @@
 """Drafts of trees that are made on the host: a drafter gives paths, or tokens and their parents."""
 
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from operator import index
 from typing import Any, NamedTuple
 
@@ -10,56 +12,93 @@ from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.rounds.transfer import to_device
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.kernels.beam_pool import DraftTree
-from tllm_spec.kernels.draft_layout import DraftLayout
+from tllm_spec.kernels.draft_layout import MAX_NODES
 from tllm_spec.option_checks import shown
+
+# Rows of padding follow the root and are never accepted.
+_PADDING_BITS = [1 | 1 << row for row in range(MAX_NODES - 1)] + [1 - (1 << 63)]
 
 
 class HostTree(NamedTuple):
-    """Drafts by depth: the token of each, and its parent, 0 for the bonus token and n for the n-th
-    draft."""
+    """`tokens` of the drafts, by depth. The others are of the window's rows, of which the first is
+    the root: `parents` (-1 for the root), `depths`, and `bits`: bit j of row r: r is j or descends
+    from j, as int64."""
 
     tokens: list[int]
     parents: list[int]
+    depths: list[int]
+    bits: list[int]
 
     @classmethod
-    def of_paths(cls, paths: Sequence[Sequence[Any]]) -> "HostTree":
+    def of_paths(cls, paths: Iterable[Sequence[Any]]) -> "HostTree":
         """Equal beginnings of paths become one. Raises TypeError for what is no token id."""
-        tree, nodes = cls([], []), dict[tuple[int, ...], int]()
-        own = [tuple(map(index, path)) for path in paths]
-        for depth in range(1, max(map(len, own), default=0) + 1):
-            for path in own:
-                if len(path) >= depth and path[:depth] not in nodes:
-                    tree.parents.append(nodes.get(path[: depth - 1], 0))
-                    tree.tokens.append(path[depth - 1])
-                    nodes[path[:depth]] = len(tree.tokens)
-        return tree
+        nodes: dict[tuple[int, int], int] = {}
+        tokens, parents = list[int](), list[int]()
+        for path in paths:
+            node = 0
+            for token in map(index, path):
+                child = nodes.get((node, token))
+                if child is None:
+                    tokens.append(token)
+                    parents.append(node)
+                    child = nodes[node, token] = len(tokens)
+                node = child
+        return cls.of_parents(tokens, parents)
 
     @classmethod
     def of_parents(cls, tokens: Sequence[Any], parents: Sequence[Any]) -> "HostTree":
-        """Raises TypeError for what is no number, ValueError for a parent that is not an earlier
-        node."""
+        """parents: of each token, 0 for the root and n for the n-th token. Raises TypeError for
+        what is no number, and ValueError for more rows than there are bits, a parent that is not
+        an earlier node, and equal children of a node."""
         if len(tokens) != len(parents):
             raise ValueError(f"{len(tokens)} tokens have {len(parents)} parents")
-        DraftLayout.from_parents([-1, *map(index, parents)])
-        paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(tokens, parents, strict=True):
-            paths.append((*paths[parent], index(token)))
-        return cls.of_paths(paths)
+        if len(tokens) >= MAX_NODES:
+            raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {len(tokens)}")
+        tokens, parents = list(map(index, tokens)), list(map(index, parents))
+        depths, bits, children = [0], [1], dict[tuple[int, int], int]()
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+            if not 0 <= parent < node:
+                raise ValueError(
+                    f"parents: node {node} has the parent {parent}; accepted are 0 to {node - 1}"
+                )
+            depths.append(depths[parent] + 1)
+            bits.append(bits[parent] | 1 << node)
+            if (twin := children.setdefault((parent, token), node)) != node:
+                raise ValueError(f"nodes {twin} and {node} are both {token} after node {parent}")
+        if any(after < before for before, after in pairwise(depths)):
+            return cls.of_parents(*_by_depth(tokens, parents, depths))
+        if bits[-1] >> 63:
+            bits[-1] -= 1 << 64
+        return cls(tokens, [-1, *parents], depths, bits)
 
     @property
-    def layout(self) -> DraftLayout:
-        return DraftLayout.from_parents([-1, *self.parents])
+    def depth(self) -> int:
+        return self.depths[-1]
+
+    @property
+    def is_chain(self) -> bool:
+        return self.depth == len(self.tokens)
 
     def up_to(self, depth: int) -> "HostTree":
         """Without deeper drafts."""
-        number = sum(own <= depth for own in self.layout.depths) - 1
-        return HostTree(self.tokens[:number], self.parents[:number])
+        rows = bisect_right(self.depths, depth)
+        if rows == len(self.depths):
+            return self
+        parents, depths, bits = (each[:rows] for each in self[1:])
+        return HostTree(self.tokens[: rows - 1], parents, depths, bits)
 
 
 class HostTreeDrafter(HostDrafter):
-    """Windows of a round have as many rows as the deepest tree of the round may have."""
+    """Windows of a round have as many rows as its deepest tree may have, or, if no tree has a
+    branch, as that chain has."""
+
+    def _propose(self, batch: ScheduledBatch) -> None:
+        for request in batch.generation_requests:
+            request.py_draft_parents = None
+        super()._propose(batch)
 
     def _are_valid(self, drafts: list[Any]) -> bool:
+        self._found: list[HostTree] = []  # by request, in the order of `_check`
         return False  # each is checked, and becomes a tree
 
     def _check(self, request: LlmRequest) -> None:
@@ -72,10 +111,10 @@ class HostTreeDrafter(HostDrafter):
                 f"the drafter proposed {shown(tokens)} with the parents {shown(parents)}, which "
                 f"are no tree of token ids: {error}"
             ) from error
-        longest, depth = self._slots.shapes.longest, tree.layout.max_depth
-        if depth > longest.depth or len(tree.tokens) > longest.num_nodes:
+        longest = self._slots.shapes.longest
+        if tree.depth > longest.depth or len(tree.tokens) > longest.num_nodes:
             raise ValueError(
-                f"the drafter proposed {len(tree.tokens)} tokens on paths of up to {depth}; "
+                f"the drafter proposed {len(tree.tokens)} tokens on paths of up to {tree.depth}; "
                 f"max_total_draft_tokens is {longest.num_nodes} and max_draft_len {longest.depth}"
             )
         if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < self._vocab_size:
@@ -83,30 +122,41 @@ class HostTreeDrafter(HostDrafter):
                 f"the drafter proposed {tree.tokens}; the model has token ids 0 to "
                 f"{self._vocab_size - 1}"
             )
-        request.py_draft_tokens, request.py_draft_parents = tree.tokens, tree.parents
+        self._found.append(tree)
         self.culprits = []
 
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests = batch.generation_requests
-        trees = [
-            HostTree(request.py_draft_tokens, request.py_draft_parents or []).up_to(depth)
-            for request, depth in zip(requests, wanted, strict=True)
-        ]
-        depths = [tree.layout.max_depth for tree in trees]
-        batch.num_steps = max(depths)
-        batch.shape = self._slots.shapes.of(batch.num_steps)
-        numbers: list[int] = []  # of slot, number of drafts, and the rows of the tree
-        for request, tree, depth in zip(requests, trees, depths, strict=True):
+        trees = [tree.up_to(depth) for tree, depth in zip(self._found, wanted, strict=True)]
+        for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None
-            request.py_num_draft_tokens = depth
-            numbers += (request.slot, len(tree.tokens))
-            numbers += _rows(tree, batch.shape.num_nodes, request.tokens[-1])
-        if not batch.num_steps:
-            return
-        table = to_device(array("q", numbers), self._slots.device).view(len(requests), -1)
-        nodes, width = batch.shape.num_nodes, batch.shape.window
-        slot_ids, num_drafts, tokens, *rows = table.split_with_sizes((1, 1, nodes, *[width] * 3), 1)
-        self._slots.write_tree(slot_ids[:, 0], DraftTree(tokens, *rows), num_drafts[:, 0])
+            request.py_num_draft_tokens = tree.depth
+        batch.num_steps = max(tree.depth for tree in trees)
+        batch.shape = self._slots.shapes.fitting(
+            batch.num_steps, is_chain=all(tree.is_chain for tree in trees)
+        )
+        if batch.num_steps:
+            self._write(requests, trees, batch.shape.window)
+
+    def _write(self, requests: Sequence[LlmRequest], trees: Sequence[HostTree], width: int) -> None:
+        """Sends the trees to the slots in one copy."""
+        batch, sizes = len(requests), (1, 1, width - 1, width, width, width)
+        numbers = chain(
+            (request.slot for request in requests),
+            (len(tree.tokens) for tree in trees),
+            # The request's own last token: another token's embedding might be NaN.
+            *(
+                tree.tokens + request.tokens[-1:] * (width - len(tree.parents))
+                for request, tree in zip(requests, trees, strict=True)
+            ),
+            *(tree.parents + [0] * (width - len(tree.parents)) for tree in trees),
+            *(tree.depths + [1] * (width - len(tree.parents)) for tree in trees),
+            *(tree.bits + _PADDING_BITS[len(tree.parents) : width] for tree in trees),
+        )
+        sent = to_device(array("q", numbers), self._slots.device)
+        slot_ids, num_drafts, *rows = sent.split([batch * size for size in sizes])
+        tree = DraftTree(*(each.view(batch, -1) for each in rows))
+        self._slots.write_tree(slot_ids, tree, num_drafts)
 
 
 def _tree_of(tokens: Any, parents: Any) -> HostTree:
@@ -117,14 +167,10 @@ def _tree_of(tokens: Any, parents: Any) -> HostTree:
     return HostTree.of_paths([tokens] if is_chain else tokens)
 
 
-def _rows(tree: HostTree, num_nodes: int, padding: int) -> list[int]:
-    """Tokens, then the parents, depths and bits of the window's rows. Padding follows the root."""
-    num_padding = num_nodes - len(tree.tokens)
-    layout = DraftLayout.from_parents([-1, *tree.parents, *[0] * num_padding])
-    return [
-        *tree.tokens,
-        *[padding] * num_padding,
-        *layout.parents,
-        *layout.depths,
-        *layout.bits,
-    ]
+def _by_depth(
+    tokens: list[int], parents: list[int], depths: list[int]
+) -> tuple[list[int], list[int]]:
+    """The same tree with its nodes ordered by depth. depths: of the root, too."""
+    ordered = sorted(range(1, len(depths)), key=depths.__getitem__)
+    number = {0: 0} | {node: new for new, node in enumerate(ordered, 1)}
+    return [tokens[node - 1] for node in ordered], [number[parents[node - 1]] for node in ordered]

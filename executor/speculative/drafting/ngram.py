@@ -1,9 +1,11 @@
-"""NGram drafts: what followed the same tokens earlier in the text (`resources/ngram_pool.py`)."""
+"""NGram drafts: what followed the same tokens earlier in the text (`resources/ngram_pool.py`,
+`resources/ngram_tree_pool.py`)."""
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
 from tllm_spec.executor.resources.ngram_pool import NGramPool
+from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.speculative.drafting.drafter import Drafter
 
 
@@ -31,3 +33,21 @@ class NGramDrafter(Drafter):
             request.py_draft_tokens = (
                 self._pool.propose(request.request_id, request.tokens, wanted) if wanted else []
             )
+
+
+class NGramTreeDrafter(Drafter):
+    """As `NGramDrafter`, with several continuations of the last tokens."""
+
+    def __init__(self, pool: NGramTreePool) -> None:
+        self._pool = pool
+
+    def prepare_draft_tokens(
+        self, scheduled_requests: ScheduledBatch, resource_manager: ResourceManager | None = None
+    ) -> None:
+        for request in scheduled_requests.generation_requests:
+            tokens, parents = list[int](), list[int]()
+            if wanted := request.num_drafts_wanted:
+                tokens, parents = self._pool.propose_tree(
+                    request.request_id, request.tokens, wanted
+                )
+            request.py_draft_tokens, request.py_draft_parents = tokens, parents
