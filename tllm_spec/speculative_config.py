@@ -65,8 +65,6 @@ MTP_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "speculative_model": NotServed((None,), "the module is in the target's checkpoint"),
     "load_format": NotServed((None,), "the module is loaded as the target is"),
-    "use_dynamic_tree": NotServed((False,), NO_TREE),
-    "dynamic_tree_max_topK": NotServed((None,), NO_TREE),
 }
 
 
@@ -94,7 +92,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
     }
 
 
-class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
+class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """Drafts from a smaller model with the target's tokenizer."""
 
     decoding_type: Literal["Draft_Target"] = "Draft_Target"
@@ -109,7 +107,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
         return not self.draft_target_one_model
 
 
-class Eagle3DecodingConfig(DraftTreeDecodingConfig):
+class Eagle3DecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target."""
 
     decoding_type: Literal["Eagle3"] = "Eagle3"
@@ -143,7 +141,7 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig):
         return False
 
 
-class MTPDecodingConfig(DecodingBaseConfig):
+class MTPDecodingConfig(DraftTreeDecodingConfig):
     """Drafts from the next-token-prediction modules in the target's own checkpoint."""
 
     decoding_type: Literal["MTP"] = "MTP"
@@ -171,7 +169,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
     not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {
-        **DecodingBaseConfig.old_names,
+        **TREE_NAMES,
         "num_nextn_predict_layers": "max_draft_len",
     }
 
@@ -190,6 +188,11 @@ class MTPDecodingConfig(DecodingBaseConfig):
                     "use_relaxed_acceptance_for_thinking: true or leave them out"
                 )
             return self
+        if self.drafts_trees:
+            raise ValueError(
+                "use_relaxed_acceptance_for_thinking = True is refused for draft trees: its rule "
+                "is for chains"
+            )
         for name in ("use_rejection_sampling", "synthetic_acceptance_rates"):
             if value := getattr(self, name):
                 raise ValueError(

@@ -58,8 +58,6 @@ def build_engines(plan: BuildPlan) -> Engines:
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
     draft = load_draft(plan, target) if plan.draft_plan is not None else None
-    if draft is not None:
-        plan.check_trees(draft.net.config)
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(

@@ -120,6 +120,19 @@ class PlainMTP:
             hidden = torch.cat((hidden, states[-1:]))
         return drafted
 
+    def best_after(
+        self, tokens: list[int], path: Sequence[int], topk: int, later: "Sequence[PlainMTP]" = ()
+    ) -> list[tuple[int, float]]:
+        """The best drafts after `tokens` and the drafts `path`, with their probabilities."""
+        hidden, read = self.target_states(tokens[:-1]), tokens[1:]
+        modules = [self, *(later or [self] * len(path))]
+        for module, token in zip(modules, path, strict=False):
+            hidden = torch.cat((hidden, module.states(read, hidden)[-1:]))
+            read = [*read, token]
+        state = modules[len(path)].states(read, hidden)[-1]
+        best = self.logits(state).softmax(-1).topk(topk)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
 
 def module_tensors(folder: Path, index: int, num_layers: int = 3) -> dict[str, torch.Tensor]:
     """The tensors of module `index` of a checkpoint, by their names below `model.layers.N.`."""
