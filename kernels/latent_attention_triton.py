@@ -59,8 +59,8 @@ def _queries(
 def _seen(
     keys: tl.tensor, positions: tl.tensor, bits: tl.tensor, region: tl.tensor, TREE: tl.constexpr
 ) -> tl.tensor:
-    """Which keys each row sees, `[M, N]`: those up to its position; of a tree, those before `region`
-    and, from there on, those whose bit is set."""
+    """Which keys each row sees, `[M, N]`: those up to its position; of a tree, those before
+    `region` and, from there on, those whose bit is set."""
     if TREE:
         return (keys < region)[None, :] | is_set(bits, tl.maximum(keys - region, 0))
     else:  # noqa: RET505 - Triton compiles what follows a return

@@ -25,7 +25,7 @@ from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
 from tllm_spec.draft_tree_config import MAX_NODES, TREE_NAMES, DraftTreeDecodingConfig
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed, shown
-from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, RelaxedRule
+from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, PathText, RelaxedRule
 from tllm_spec.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
@@ -63,7 +63,6 @@ RELAXED_OPTIONS = frozenset(
 )
 MTP_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
-    "speculative_model": NotServed((None,), "the module is in the target's checkpoint"),
     "load_format": NotServed((None,), "the module is loaded as the target is"),
 }
 
@@ -142,10 +141,13 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
 
 
 class MTPDecodingConfig(DraftTreeDecodingConfig):
-    """Drafts from the next-token-prediction modules in the target's own checkpoint."""
+    """Drafts from the next-token-prediction modules that belong to the target."""
 
     decoding_type: Literal["MTP"] = "MTP"
-    """The next-token-prediction module of the target's checkpoint (DeepSeek V3)."""
+    """The next-token-prediction module of the target (DeepSeek V3)."""
+    speculative_model: PathText | None = None
+    """Folder that has the modules only, as SGLang exports them (NextN). null: they are in the
+    target's checkpoint."""
     mtp_eagle_one_model: bool = True
     """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
     its own engine after the forward. Rounds overlap either way."""

@@ -93,8 +93,8 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
     not."""
     draft = plan.draft_plan
     assert draft is not None
-    if draft.path is None:
-        folder = resolve_model(plan.args.model)
+    if draft.num_modules:
+        folder = resolve_model(plan.args.model) if draft.path is None else draft_folder(draft)
         max_num_tokens = plan.args.max_num_tokens
         return load_mtp(draft, target, folder, plan.args.load_format, max_num_tokens=max_num_tokens)
     if not draft.is_head:

@@ -9,7 +9,7 @@ import torch
 
 from tests.models.deepseek import save_deepseek
 from tests.models.helpers import random_tokens
-from tests.models.mtp_reference import save_predictable
+from tests.models.mtp_reference import export_modules, save_predictable
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
@@ -146,6 +146,43 @@ def test_trees_of_the_models_own_module_leave_the_text_alone(
     found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
     assert found == plain_of_mtp
     assert acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize("is_vanilla", [True, False])
+def test_exported_modules_draft_as_those_of_the_checkpoint(
+    is_vanilla: bool, one_model: bool, plain_of_mtp: list[list[int]], tmp_path: Path
+) -> None:
+    folder, exported = tmp_path / "target", tmp_path / "exported"
+    folder.mkdir()
+    save_predictable(folder, num_modules=2)
+    mtp = {
+        "decoding_type": "MTP",
+        "max_draft_len": 2,
+        "mtp_eagle_one_model": one_model,
+        "use_mtp_vanilla": is_vanilla,
+    }
+    expected = texts(folder, speculative_config=mtp, **SETTINGS["undisturbed"])
+    export_modules(folder, exported)
+    mtp["speculative_model"] = str(exported)
+    found = texts(folder, speculative_config=mtp, **SETTINGS["undisturbed"])
+    assert found == expected and found[0] == plain_of_mtp
+
+
+def test_mtp_and_exported_modules_need_each_other(with_mtp: Path, tmp_path: Path) -> None:
+    folder, exported = tmp_path / "target", tmp_path / "exported"
+    folder.mkdir()
+    save_predictable(folder)
+    export_modules(folder, exported)
+    for decoding, draft, problem in (
+        ("Eagle3", exported, "has MTP modules; use it with decoding_type: MTP"),
+        ("MTP", with_mtp, "must be a folder of exported MTP modules"),
+        ("MTP", None, "num_nextn_predict_layers of this DeepseekV3ForCausalLM is 0"),
+    ):
+        spec = {"decoding_type": decoding, "max_draft_len": 2}
+        spec |= {} if draft is None else {"speculative_model": str(draft)}
+        with pytest.raises(ValueError, match=problem):
+            LLM(str(folder), skip_tokenizer_init=True, speculative_config=spec)
 
 
 @pytest.mark.parametrize("one_model", [True, False])

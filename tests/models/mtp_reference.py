@@ -141,6 +141,30 @@ def module_tensors(folder: Path, index: int, num_layers: int = 3) -> dict[str, t
     return {name.removeprefix(prefix): x for name, x in tensors if name.startswith(prefix)}
 
 
+def export_modules(folder: Path, exported: Path, num_layers: int = 3) -> None:
+    """The modules of a checkpoint in a folder of their own, as SGLang exports the only one of
+    DeepSeek V3: they become the layers from 0 on, without the copies of the target's weights. The
+    checkpoint keeps none."""
+    raw = json.loads((folder / "config.json").read_text())
+    number = raw["num_nextn_predict_layers"]
+    tensors, own = load_file(folder / "model.safetensors"), {}
+    for index in range(number):
+        prefix = f"model.layers.{num_layers + index}."
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            tensor = tensors.pop(name)
+            if not name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
+                own[name.replace(prefix, f"model.layers.{index}.")] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    exported.mkdir()
+    file = "nextn_layer_parameters.safetensors"
+    save_file(own, exported / file, metadata={"format": "pt"})
+    index_of = {"weight_map": dict.fromkeys(own, file)}
+    (exported / "model.safetensors.index.json").write_text(json.dumps(index_of))
+    changed = {"num_hidden_layers": number, "architectures": [raw["architectures"][0] + "NextN"]}
+    (exported / "config.json").write_text(json.dumps(raw | changed))
+
+
 def save_predictable(folder: Path, num_modules: int = 1) -> None:
     """A checkpoint whose layers add little to the embedding, so that the modules, which pass the
     embedding on, are often right."""

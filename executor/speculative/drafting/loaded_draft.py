@@ -64,10 +64,11 @@ def load_mtp(
     *,
     max_num_tokens: int,
 ) -> LoadedDraft:
-    """Load MTP modules of the target's checkpoint. Raises ValueError if tensors are missing or
-    surplus."""
+    """Load MTP modules from the target's checkpoint or the plan's. Raises ValueError if tensors are
+    missing or surplus."""
     assert isinstance(target, DeepseekForCausalLM)
-    modules = load_nextn(folder, target, load_format, plan.num_modules)
+    is_exported = plan.path is not None
+    modules = load_nextn(folder, target, load_format, plan.num_modules, is_exported=is_exported)
     config = target.config
     spec = SpecMetadata(
         (config.num_layers,), config.hidden_size, max_num_tokens, target.dtype, target.device
