@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from tllm_spec.adaptive_config import AdaptiveConfig, CostModelOptions, EmaOptions
 from tllm_spec.cli import bench, serve
 from tllm_spec.config import CudaGraphConfig, KvCacheConfig, LlmArgs, SchedulerConfig
+from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
 from tllm_spec.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
 from tllm_spec.speculative_config import CONFIG_OF_TYPE
@@ -55,6 +56,8 @@ def page() -> str:
     parts.append(table(model_rows(DecodingBaseConfig)))
     parts += ["For `Draft_Target` and `Eagle3`:\n"]
     parts.append(table(model_rows(DraftModelDecodingConfig, own=True)))
+    parts += ["For draft trees of `Draft_Target`, `Eagle3` and `MTP`:\n"]
+    parts.append(table(model_rows(DraftTreeDecodingConfig, own=True)))
     for decoding in dict.fromkeys(CONFIG_OF_TYPE.values()):
         name = decoding.model_fields["decoding_type"].default
         parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
+from tllm_spec.kernels.tree_mask import TreeMask
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_splits import power_of_two
 
@@ -38,6 +39,8 @@ class LatentTables:
     kv_lens: torch.Tensor
     """`[B]` int32, at least 1: tokens in the cache, including the W of the window."""
     window: int
+    tree: TreeMask | None = None
+    """Which keys the rows see, if the windows are rows of trees; None: those up to their own."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def latent_attention(
     scale: float,
     workspace: LatentWorkspace,
 ) -> torch.Tensor:
-    """Query w of request b has position kv_lens[b] - W + w and attends to the keys up to there.
+    """Query w of request b has index kv_lens[b] - W + w and attends to the keys up to there, or to
+    those that `tables.tree` names.
 
     Keys beyond a request's length or its block table are never read. A query before position 0,
     which only a row of graph padding can have, attends to nothing and gives zeros.
@@ -131,7 +135,7 @@ def _launch(
 
     (heads, num_tokens, rank), (_, page_size, width) = q_latent.shape, layer.shape
     output = torch.empty_like(q_latent)
-    batch, window = num_tokens // tables.window, tables.window
+    batch, window, tree = num_tokens // tables.window, tables.window, tables.tree
     rows = heads * window
     shape = _tile_shape(rows, layer.element_size())
     block_m, block_n = shape.rows, shape.keys
@@ -141,7 +145,9 @@ def _launch(
         *(q_latent, q, layer, tables.block_tables, tables.block_tables.stride(0)),
         *(tables.kv_lens, max_len, num_tokens, scale * math.log2(math.e), output),
         *(workspace.outputs, workspace.log_sums, splits),
+        *((None, 0) if tree is None else (tree.bits, tree.length)),
         **programmatic_launch(q.device),
+        TREE=tree is not None,
         SPLITS=splits > 1,
         WINDOW=window,
         HEADS=heads,
@@ -207,8 +213,12 @@ def plain_latent_attention(
     entries = layer.view(-1, width)[slots].float().masked_fill(absent[:, :, None], 0)
     rotated = q[..., rank - width :].transpose(0, 1)
     queries = torch.cat((q_latent, rotated), -1).float().view(heads, batch, window, width)
-    positions = tables.kv_lens[:, None] + torch.arange(-window, 0, device=q.device)
-    hidden = (keys > positions[:, :, None]) | absent[:, None]  # [B, W, L]
+    if tables.tree is None:
+        positions = tables.kv_lens[:, None] + torch.arange(-window, 0, device=q.device)
+        seen = keys <= positions[:, :, None]
+    else:
+        seen = tables.tree.visible(tables.kv_lens, keys)
+    hidden = ~seen | absent[:, None]  # [B, W, L]
     scores = torch.einsum("hbwd,bld->hbwl", queries, entries) * scale
     # The softmax of a row without keys is NaN; it becomes zeros.
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)

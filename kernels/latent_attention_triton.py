@@ -13,11 +13,12 @@ from tllm_spec.kernels.programmatic_launch_triton import (
     launch_dependents,
     wait_for_previous,
 )
+from tllm_spec.kernels.tree_mask_triton import is_set
 
-_LENGTHS = ["max_len", "num_tokens", "num_splits", "table_stride"]
+_LENGTHS = ["max_len", "num_tokens", "num_splits", "table_stride", "tree_len"]
 # In a mixed batch these start after the rows of the contexts, at any alignment. Specializing on the
 # alignment would compile more kernels.
-_OFFSETS = ["block_tables", "kv_lens"]
+_OFFSETS = ["block_tables", "kv_lens", "tree_bits"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -55,10 +56,24 @@ def _queries(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _seen(
+    keys: tl.tensor, positions: tl.tensor, bits: tl.tensor, region: tl.tensor, TREE: tl.constexpr
+) -> tl.tensor:
+    """Which keys each row sees, `[M, N]`: those up to its position; of a tree, those before
+    `region` and, from there on, those whose bit is set."""
+    if TREE:
+        return (keys < region)[None, :] | is_set(bits, tl.maximum(keys - region, 0))
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        return keys[None, :] <= positions[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend(
     absorbed: tl.tensor,
     rotated: tl.tensor,
     positions: tl.tensor,
+    bits: tl.tensor,
+    region: tl.tensor,
     layer: tl.tensor,
     table: tl.tensor,
     first: tl.tensor,
@@ -71,6 +86,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    TREE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Of the keys `first` to `end`: each row's highest score, the sum of its weights relative to
     that, and the sum of the weighted latents. table: the request's block table row."""
@@ -97,7 +113,7 @@ def _attend(
         scores = tl.dot(
             rotated, tl.trans(shared.to(absorbed.dtype)), scores, input_precision="ieee"
         )
-        seen = own[None, :] & (keys[None, :] <= positions[:, None])
+        seen = own[None, :] & _seen(keys, positions, bits, region, TREE)
         scores = tl.where(seen, scores * log2_scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: no key seen so far
@@ -116,10 +132,11 @@ def attention_kernel(
     q_latent: tl.tensor, q: tl.tensor, layer: tl.tensor, block_tables: tl.tensor,
     table_stride: tl.tensor, kv_lens: tl.tensor, max_len: tl.tensor, num_tokens: tl.tensor,
     log2_scale: tl.tensor, output: tl.tensor, partials: tl.tensor, log_sums: tl.tensor,
-    num_splits: tl.tensor, SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr,
-    RANK: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    WIDEN: tl.constexpr, PDL: tl.constexpr,
+    num_splits: tl.tensor, tree_bits: tl.tensor, tree_len: tl.tensor, TREE: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
+    ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (tiles of rows, requests, splits): adjacent programs read the same keys."""
     begin(PDL)
@@ -137,11 +154,13 @@ def attention_kernel(
     absorbed, rotated = _queries(
         q_latent, q, latent_rows, rows, real_rows, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
     )
+    bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
     first = split * share
     top, total, mixed = _attend(
-        absorbed.to(dot_type), rotated.to(dot_type), kv_len - WINDOW + new, layer,
-        block_tables + request * table_stride, first, tl.minimum(first + share, num_keys),
-        log2_scale, RANK, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
+        absorbed.to(dot_type), rotated.to(dot_type), kv_len - WINDOW + new, bits,
+        kv_len - tree_len, layer, block_tables + request * table_stride, first,
+        tl.minimum(first + share, num_keys), log2_scale, RANK, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N,
+        BLOCK_R, BLOCK_P, TREE,
     )
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     ranks = tl.arange(0, BLOCK_R)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.programmatic_launch_triton import launch_dependents, wait_for_previous
+from tllm_spec.kernels.tree_mask_triton import is_set
 
 _LENGTHS = ["max_len", "num_splits", "min_keys", "offset"]
 # In a mixed batch these start after the rows of the contexts, at any alignment. Specializing on the
@@ -70,12 +71,6 @@ def _add_keys(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _is_set(bits: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Bits `index` `[N]` of `bits` `[R]`, `[R, N]`. An index above 63 reads bit 63."""
-    return ((bits[:, None] >> tl.minimum(index, 63).to(tl.int64)[None, :]) & 1) != 0
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _seen(
     bits: tl.tensor,
     offset: tl.tensor,
@@ -89,7 +84,7 @@ def _seen(
     """Which of the window's own keys each row sees, `[R, BLOCK_W]`."""
     new = tl.arange(0, BLOCK_W)[None, :]
     if TREE:
-        return (new < WINDOW) & _is_set(bits, offset + tl.arange(0, BLOCK_W))
+        return (new < WINDOW) & is_set(bits, offset + tl.arange(0, BLOCK_W))
     else:  # noqa: RET505 - Triton compiles what follows a return
         first_own = WINDOW - tl.minimum(num_own, kv_len)  # padding may have positions below 0
         return (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
@@ -133,7 +128,7 @@ def _attend(
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
         seen = own[None, :]
         if IN_TREE:
-            seen = seen & _is_set(bits, positions - first)
+            seen = seen & is_set(bits, positions - first)
         scores = tl.where(seen, scores, float("-inf"))
         values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
         top, total, mixed = _add_keys(top, total, mixed, scores, values)

@@ -2,9 +2,12 @@
 has accepted drafts if it drafts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.models.helpers import random_tokens
+from tests.models.mtp_reference import save_predictable
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.speculative.draft_length.cost_model import CostModelSlot
 from tllm_spec.executor.speculative.draft_length.ema_policy import AdaptiveSpeculativeParams
@@ -12,9 +15,10 @@ from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 from tllm_spec.yaml_file import read_yaml
 
-EXAMPLES = sorted(
+ALL_EXAMPLES = sorted(
     (Path(__file__).parent.parent / "yaml_examples").glob("*.yaml"), key=lambda path: path.stem
 )
+EXAMPLES = [path for path in ALL_EXAMPLES if path.stem != "mtp"]  # of zoo:llama
 REPEATING = "self.items.append(item)\n        self.count += 1\n        "
 PROMPTS = [
     "def factorial(n):\n    if n == 0:\n        return 1\n    return ",
@@ -25,7 +29,7 @@ OVERLAPPING = {
     *("plain", "eagle3_one_model", "eagle3_two_model", "adaptive", "adaptive_ema"),
     *("eagle3_dynamic_tree", "eagle3_static_tree", "adaptive_trees"),
     *("draft_target", "draft_target_one_model", "rejection_sampling", "schedule"),
-    "tensor_parallel",
+    *("tensor_parallel", "mtp"),
 }
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -63,7 +67,23 @@ def test_an_example_gives_the_text_of_plain_greedy_decoding(
 
 def test_there_is_an_example_for_every_way_of_running() -> None:
     others = {"ngram", "user_provided", "max_utilization", "no_overlap"}
-    assert OVERLAPPING | others <= {path.stem for path in EXAMPLES}
+    assert OVERLAPPING | others <= {path.stem for path in ALL_EXAMPLES}
+
+
+def test_the_mtp_example_serves_a_deepseek_checkpoint(tmp_path: Path) -> None:
+    save_predictable(tmp_path)
+    [path] = [path for path in ALL_EXAMPLES if path.stem == "mtp"]
+    prompts = [random_tokens(9, seed=seed) for seed in range(3)]
+    size: dict[str, Any] = {"skip_tokenizer_init": True, "max_seq_len": 64}
+    found = []
+    for options in ({}, read_yaml(path)):
+        with LLM(str(tmp_path), **size, **options) as llm:
+            parts = llm._executor.parts
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            llm.check_integrity()
+    assert found[0] == found[1]
+    assert parts.controller.state()["draft_lens"] == [0, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -88,5 +108,5 @@ def test_an_adaptive_example_is_served_by_its_strategy(
 
 
 def test_rounds_overlap_in_the_examples_without_drafts_on_the_host() -> None:
-    args = {path.stem: LlmArgs.from_yaml(path, model="zoo:llama") for path in EXAMPLES}
+    args = {path.stem: LlmArgs.from_yaml(path, model="zoo:llama") for path in ALL_EXAMPLES}
     assert {name for name, each in args.items() if each.why_no_overlap is None} == OVERLAPPING

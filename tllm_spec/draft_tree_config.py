@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, PositiveInt, model_validator
 
 from tllm_spec.config_base import ConfigError
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes, chain_of
-from tllm_spec.speculative_base import DraftModelDecodingConfig
+from tllm_spec.speculative_base import DecodingBaseConfig
 
 MAX_TOPK = 16
 MAX_NODES = 63  # without the root: a row's ancestors are bits of an int64
@@ -20,7 +20,7 @@ MAX_BEAM_KEYS = 64  # of the draft network's forwards of one round, for the same
 # SGLang's names; its number of draft tokens counts the root.
 SGLANG_TOPK, SGLANG_NODES = "speculative_eagle_topk", "speculative_num_draft_tokens"
 TREE_NAMES: Mapping[str, str] = {
-    **DraftModelDecodingConfig.old_names,
+    **DecodingBaseConfig.old_names,
     SGLANG_TOPK: "dynamic_tree_max_topK",
     "speculative_num_steps": "max_draft_len",
     SGLANG_NODES: "max_total_draft_tokens",
@@ -81,7 +81,7 @@ def default_trees(largest: DraftShape) -> list[DraftShape]:
     return trees
 
 
-class DraftTreeDecodingConfig(DraftModelDecodingConfig):
+class DraftTreeDecodingConfig(DecodingBaseConfig):
     """The options of the decoding types whose draft weights may draft trees."""
 
     use_dynamic_tree: bool = False

@@ -30,7 +30,7 @@ from tllm_spec.draft_tree_config import (
 )
 from tllm_spec.import_path import make_object
 from tllm_spec.option_checks import NotServed, shown
-from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, RelaxedRule
+from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, PathText, RelaxedRule
 from tllm_spec.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
@@ -68,10 +68,7 @@ RELAXED_OPTIONS = frozenset(
 )
 MTP_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
-    "speculative_model": NotServed((None,), "the module is in the target's checkpoint"),
     "load_format": NotServed((None,), "the module is loaded as the target is"),
-    "use_dynamic_tree": NotServed((False,), NO_TREE),
-    "dynamic_tree_max_topK": NotServed((None,), NO_TREE),
 }
 
 
@@ -166,7 +163,7 @@ def _most_nodes(topk: int, depth: int) -> int:
     return sum(topk**level for level in range(1, depth + 1))
 
 
-class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
+class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """Drafts from a smaller model with the target's tokenizer."""
 
     decoding_type: Literal["Draft_Target"] = "Draft_Target"
@@ -181,7 +178,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig):
         return not self.draft_target_one_model
 
 
-class Eagle3DecodingConfig(DraftTreeDecodingConfig):
+class Eagle3DecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target."""
 
     decoding_type: Literal["Eagle3"] = "Eagle3"
@@ -215,11 +212,14 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig):
         return False
 
 
-class MTPDecodingConfig(DecodingBaseConfig):
-    """Drafts from the next-token-prediction modules in the target's own checkpoint."""
+class MTPDecodingConfig(DraftTreeDecodingConfig):
+    """Drafts from the next-token-prediction modules that belong to the target."""
 
     decoding_type: Literal["MTP"] = "MTP"
-    """The next-token-prediction module of the target's checkpoint (DeepSeek V3)."""
+    """The next-token-prediction module of the target (DeepSeek V3)."""
+    speculative_model: PathText | None = None
+    """Folder that has the modules only, as SGLang exports them (NextN). null: they are in the
+    target's checkpoint."""
     mtp_eagle_one_model: bool = True
     """True runs the module inside the target's forward: a round is one CUDA graph. False runs it in
     its own engine after the forward. Rounds overlap either way."""
@@ -243,7 +243,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
     not_served: ClassVar[Mapping[str, NotServed]] = MTP_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = {
-        **DecodingBaseConfig.old_names,
+        **TREE_NAMES,
         "num_nextn_predict_layers": "max_draft_len",
     }
 
@@ -262,6 +262,11 @@ class MTPDecodingConfig(DecodingBaseConfig):
                     "use_relaxed_acceptance_for_thinking: true or leave them out"
                 )
             return self
+        if self.drafts_trees:
+            raise ValueError(
+                "use_relaxed_acceptance_for_thinking = True is refused for draft trees: its rule "
+                "is for chains"
+            )
         for name in ("use_rejection_sampling", "synthetic_acceptance_rates"):
             if value := getattr(self, name):
                 raise ValueError(

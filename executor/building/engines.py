@@ -58,8 +58,6 @@ def build_engines(plan: BuildPlan) -> Engines:
     if plan.draft_plan is not None:
         logger.info("loading weights: the drafter's")
     draft = load_draft(plan, target) if plan.draft_plan is not None else None
-    if draft is not None:
-        plan.check_trees(draft.net.config)
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(
@@ -95,11 +93,11 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
     not."""
     draft = plan.draft_plan
     assert draft is not None
-    if draft.path is None:
+    if draft.num_modules:
         return load_mtp(
             draft,
             target,
-            resolve_model(plan.args.model),
+            resolve_model(plan.args.model) if draft.path is None else draft_folder(draft),
             plan.args.load_format,
             max_num_tokens=plan.args.max_num_tokens,
             communicator=plan.communicator,

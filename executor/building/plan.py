@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterable
 
 from tllm_spec.attention.choice import choose_backend
-from tllm_spec.attention.geometry import LatentGeometry
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_shape import DraftShapes, chain_of
@@ -24,7 +23,6 @@ from tllm_spec.executor.speculative.modes import draft_model_of
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -55,7 +53,7 @@ class BuildPlan:
             )
         self.shapes = self.spec.shapes if self.spec else DraftShapes.chains(0)
         self.draft_plan = draft_model_of(self.spec)
-        self.check_trees(self.config)
+        self._check_trees()
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
         self.attention = choose_backend(args.attn_backend, self.device, self.dtype)
         self.why_no_overlap = args.why_no_overlap
@@ -64,9 +62,8 @@ class BuildPlan:
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
         self._log()
 
-    def check_trees(self, config: ModelConfig | Eagle3Config) -> None:
-        """Raises ValueError if drafts are trees, and a round has no room for the smallest one or
-        the model's attention has no mask for them."""
+    def _check_trees(self) -> None:
+        """Raises ValueError if drafts are trees, and a round has no room for the smallest one."""
         if not self.shapes.has_trees:
             return
         smallest, max_num_tokens = self.shapes.of(1).window, self.args.max_num_tokens
@@ -74,12 +71,6 @@ class BuildPlan:
             raise ValueError(
                 f"max_num_tokens = {max_num_tokens} has no room for a draft tree, whose window has "
                 f"{smallest} rows even at depth 1"
-            )
-        is_latent = isinstance(config.attention_geometry(self.mapping), LatentGeometry)
-        if is_latent:
-            raise ValueError(
-                f"max_total_draft_tokens = {self.shapes.longest.num_nodes} of a draft tree is "
-                "refused: a model with latent attention (MLA) reads chains only"
             )
 
     def _log(self) -> None:

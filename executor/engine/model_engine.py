@@ -70,8 +70,7 @@ class ModelEngine:
         rows `[B, D+1]`."""
         num_pages = -(-windows.max_kv_len // self.rows.page_size)
         tables = self.rows.table.rows(windows.slots, num_pages)
-        planes = self.backend.pool.data.flatten(0, 1).flatten(3)
-        move_kv(planes, tables, windows.first, rows, lens)
+        move_kv(self.backend.pool.planes, tables, windows.first, rows, lens)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype."""

@@ -83,14 +83,14 @@ class Speculation:
 class DraftModel:
     """Which draft weights are to be loaded, and where their KV goes."""
 
-    path: str | None  # None: in the target's checkpoint, loaded as the target is
+    path: str | None  # None: MTP modules in the target's checkpoint
     load_format: LoadFormat
     is_head: bool  # reads hidden states of the target
     # Of the target, for a head; None: the head's own choice or the default.
     capture_layers: tuple[int, ...] | None
     shares_pages: bool  # its layers are extra layers of the target's pages
     in_target_forward: bool  # one-model path; otherwise it drafts in launches of its own
-    num_modules: int = 0  # of MTP
+    num_modules: int = 0  # of MTP, which are loaded as the target is
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _eagle3_head(config: DecodingBaseConfig) -> DraftModel:
 def _mtp_module(config: DecodingBaseConfig) -> DraftModel:
     assert isinstance(config, MTPDecodingConfig)
     return DraftModel(
-        None,
+        config.speculative_model,
         "auto",
         is_head=True,
         capture_layers=None,

@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.attention import latent as module
 from tllm_spec.attention.choice import create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
@@ -21,6 +22,7 @@ from tllm_spec.kernels.latent_prefill import MAX_EXPANDED_TOKENS
 from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.rms_norm import plain_rms_norm
 from tllm_spec.kernels.rotary_write import Rotary, plain_rotate
+from tllm_spec.kernels.tree_mask import TreeMask
 
 LAYERS, HEADS, RANK, ROPE, NOPE, VALUE, PAGE_SIZE = 2, 3, 24, 8, 16, 12, 4
 GEOMETRY = LatentGeometry(LAYERS, HEADS, RANK, ROPE, NOPE, VALUE, 0.2)
@@ -41,6 +43,7 @@ class Problem:
 
         width = max(-(-length // PAGE_SIZE) for length in kv_lens)
         self.kv_lens, self.new, self.num_contexts = kv_lens, new, num_contexts
+        self.tree: TreeMask | None = None
         tables = torch.randperm(len(kv_lens) * width, generator=generator).view(-1, width)
         self.tables = tables.to(torch.int32)
         self.norm = LatentNorm(random(RANK) + 1, 1e-6)
@@ -81,6 +84,7 @@ class Problem:
             ),
             kv_slots=torch.cat([self.slots(r, starts[r]) for r in requests]),
             max_kv_len=max(self.kv_lens[self.num_contexts :], default=0),
+            tree=self.tree,
         )
 
     def on_device(self, dtype: torch.dtype) -> None:
@@ -109,6 +113,7 @@ class Problem:
         inputs = LatentInputs(torch.cat(self.queries), torch.cat(latent), self.norm, self.up)
         rotary = Rotary(self.cos_sin, metadata.positions)
         output = backend.run(1, inputs, rotary, backend.plan(metadata))
+        self.rotated = inputs.q
         for request in range(len(self.new)):
             written = flat[self.slots(request, 0)]
             expected = self.entries(request)
@@ -198,6 +203,40 @@ def test_chunks_with_and_without_earlier_tokens_and_windows_share_a_forward(
     starts = [0, *accumulate(new)]
     expected = ragged_attention(problem, PhaseArguments(starts, kv_lens, causal=True))
     torch.testing.assert_close(problem.run(kind), expected, rtol=1e-4, atol=1e-5)
+
+
+@on_each_kind
+@pytest.mark.parametrize("offset", [0, 4])
+def test_rows_of_trees_attend_to_their_paths_and_chunks_stay_causal(
+    offset: int, kind: type[LatentBackend]
+) -> None:
+    kv_lens, new = [6, 17, 14, 9], [6, 5, 3, 3]
+    problem, generator = Problem(kv_lens, new, num_contexts=2), torch.Generator().manual_seed(4)
+    length = offset + new[-1]
+    paths = [random_paths(length, generator)[offset:] for _ in kv_lens[2:]]
+    problem.tree = TreeMask(torch.tensor([bits_of(own) for own in paths]), length)
+    output = problem.run(kind)
+    chunks = PhaseArguments([0, 6, 11], kv_lens[:2], causal=True)
+    plain = ragged_attention(Problem(kv_lens, new, num_contexts=2), chunks)
+    torch.testing.assert_close(output[:11], plain, rtol=1e-4, atol=1e-5)
+    for request, own in enumerate(paths, 2):
+        first = kv_lens[request] - length
+        for row, path in enumerate(own):
+            seen = [*range(first), *(first + key for key in path)]
+            index = 11 + 3 * (request - 2) + row
+            expected = attend(problem, request, row, seen)
+            torch.testing.assert_close(output[index], expected, rtol=1e-4, atol=1e-5)
+
+
+def attend(problem: Problem, request: int, row: int, seen: list[int]) -> torch.Tensor:
+    """Attention of one row, whose query `run` has rotated, over the request's entries `seen`."""
+    entries = problem.entries(request)[seen]
+    expanded = torch.einsum("lr,hdr->lhd", entries[:, :RANK], problem.up)
+    shared = entries[:, None, RANK:].expand(-1, HEADS, -1)
+    keys = torch.cat((expanded[..., :NOPE], shared), -1)
+    query = problem.rotated[sum(problem.new[:request]) + row]
+    weights = (torch.einsum("hd,lhd->hl", query, keys) * GEOMETRY.scale).softmax(-1)
+    return torch.einsum("hl,lhv->hv", weights, expanded[..., NOPE:])
 
 
 @pytest.mark.gpu

@@ -133,7 +133,9 @@ def replays_of(table: Any) -> int:
 def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
     tiny: Path, tiny_draft: Path, head: Path, depth: list[int], mode: str, has_graphs: bool
 ) -> None:
-    options = speculate(tiny_draft, head, mode) | SMALL_POOL | {"max_batch_size": 8, "max_num_tokens": 80}
+    options = (
+        speculate(tiny_draft, head, mode) | SMALL_POOL | {"max_batch_size": 8, "max_num_tokens": 80}
+    )
     lengths = {0, 1, 2, 3} if mode != "plain" else {0}
     harness = with_graphs(tiny, (1, 2, 4), lengths, **options) if has_graphs else None
     harness = harness or Harness(tiny, **options)

@@ -1,7 +1,7 @@
 """Drafting with the MTP module of the target's checkpoint: in every situation the drafts are those
 of a slow loop over the true tokens, so its cache misses nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 
 from tests.executor.draft_caches import generating, with_lengths, worker_of
 from tests.executor.harness import Harness, all_pages_are_back
+from tests.executor.test_tree_drafting import Candidate, paths_in_slot, slow_tree
 from tests.models.helpers import random_tokens
 from tests.models.mtp_reference import (
     PlainMTP,
@@ -110,6 +111,42 @@ def test_after_rounds_without_drafts_or_with_fewer_no_module_misses_anything(
                 assert window[: 1 + count] == [request.tokens[-1], *drafts]
                 num_drafted += 1
     assert num_drafted > 10 and all(request.num_output_tokens == 30 for request in requests)
+
+
+@pytest.mark.parametrize("is_vanilla", [False, True])
+@pytest.mark.parametrize("one_model", [True, False])
+def test_every_tree_is_that_of_a_slow_reference(
+    one_model: bool, is_vanilla: bool, vanilla: tuple[Path, list[PlainMTP]]
+) -> None:
+    folder, (first, *later) = vanilla
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}
+    options = {"mtp_eagle_one_model": one_model, "use_mtp_vanilla": is_vanilla}
+    harness = Harness(
+        folder,
+        max_seq_len=64,
+        kv_cache_config=PAGES,
+        disable_overlap_scheduler=True,
+        **mtp(3, **options, **tree),
+    )
+    prompts = [random_tokens(9, seed=5) * 2, random_tokens(7, seed=6)]
+    requests = [harness.submit(prompt, max_tokens=10) for prompt in prompts]
+    num_checked = 0
+    while harness.round():
+        for request in generating(harness):
+
+            def children_of(
+                parent: Candidate, tokens: Sequence[int] = request.tokens
+            ) -> list[Candidate]:
+                best = first.best_after(list(tokens), parent.path, 3, later if is_vanilla else ())
+                return [
+                    Candidate((*parent.path, token), parent.score * probability)
+                    for token, probability in best
+                ]
+
+            assert paths_in_slot(harness, request) == slow_tree(children_of, 3, 3, 8)
+            num_checked += 1
+    assert num_checked > 8 and all(request.num_output_tokens == 10 for request in requests)
+    assert all_pages_are_back(harness.executor)
 
 
 def test_the_module_reads_the_targets_state_after_its_final_norm(

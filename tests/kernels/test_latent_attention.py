@@ -1,6 +1,7 @@
 """Windows of MLA in the absorbed form: the kernel against the reference, and the reference against
 the expanded form."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
     only_with_the_compiler,
 )
+from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.kernels import latent_attention as module
 from tllm_spec.kernels.latent_attention import (
     LatentTables,
@@ -20,6 +22,7 @@ from tllm_spec.kernels.latent_attention import (
     plain_latent_attention,
 )
 from tllm_spec.kernels.latent_prefill import ExpandedPart, expand, expanded_attention
+from tllm_spec.kernels.tree_mask import TreeMask
 
 RANK, ROPE, NOPE, VALUE, PAGE_SIZE, SCALE = 48, 16, 24, 20, 8, 0.2
 ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -54,6 +57,15 @@ class Problem:
         workspace = LatentWorkspace.allocate(RANK, self.q.device)
         workspace = LatentWorkspace(workspace.outputs, workspace.log_sums, num_processors)
         return latent_attention(self.q_latent, self.q, self.layer, self.tables, SCALE, workspace)
+
+    def with_trees(self, offset: int) -> "Problem":
+        """The windows are the last nodes of random trees of `offset` more keys."""
+        length, generator = offset + self.tables.window, torch.Generator().manual_seed(2)
+        number = len(self.entries)
+        self.paths = [random_paths(length, generator)[offset:] for _ in range(number)]
+        bits = torch.tensor([bits_of(paths) for paths in self.paths], device=self.q.device)
+        self.tables = replace(self.tables, tree=TreeMask(bits, length))
+        return self
 
     def reference(self) -> torch.Tensor:
         return plain_latent_attention(self.q_latent, self.q, self.layer, self.tables, SCALE)
@@ -101,6 +113,40 @@ def test_a_query_before_position_0_gives_zeros(device: str) -> None:
     result = problem.run(1)
     assert not result[:, 0].any() and result[:, 1:].abs().min() > 0
     torch.testing.assert_close(result, problem.reference(), rtol=1e-5, atol=2e-5)
+
+
+# Lengths, rows of each window and the keys of the tree's region before them.
+TREES = [([9, 150, 33], 6, 0), ([12, 77], 3, 6), ([64, 70], 1, 63), ([64, 140], 8, 56)]
+
+
+@pytest.mark.parametrize(("kv_lens", "window", "offset"), TREES)
+@only_outside_the_interpreter
+def test_each_row_of_a_tree_attends_to_its_own_path(
+    kv_lens: list[int], window: int, offset: int
+) -> None:
+    problem = Problem(kv_lens, window, 3, torch.float32, "cpu").with_trees(offset)
+    found = problem.reference().view(3, len(kv_lens), window, RANK)
+    for request, (entries, paths) in enumerate(zip(problem.entries, problem.paths, strict=True)):
+        first = len(entries) - offset - window
+        for row, path in enumerate(paths):
+            seen = entries[[*range(first), *(first + key for key in path)]]
+            token = request * window + row
+            query = torch.cat((problem.q_latent[:, token], problem.q[token, :, NOPE:]), -1)
+            expected = (query @ seen.t() * SCALE).softmax(-1) @ seen[:, :RANK]
+            torch.testing.assert_close(found[:, request, row], expected, rtol=1e-4, atol=1e-5)
+
+
+@on_each_kernel_device
+@pytest.mark.usefixtures("few_keys")
+@pytest.mark.parametrize("num_processors", [1, 40])
+@pytest.mark.parametrize(("kv_lens", "window", "offset"), TREES)
+def test_rows_of_trees_equal_the_reference(
+    kv_lens: list[int], window: int, offset: int, num_processors: int, device: str
+) -> None:
+    problem = Problem(kv_lens, window, 5, torch.float32, device).with_trees(offset)
+    torch.testing.assert_close(
+        problem.run(num_processors), problem.reference(), rtol=1e-5, atol=2e-5
+    )
 
 
 @only_outside_the_interpreter
@@ -152,12 +198,13 @@ def test_joined_parts_equal_one_part() -> None:
 
 
 @only_with_the_compiler
+@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(
     ("window", "heads", "dtype"),
     [(1, 16, "bf16"), (2, 16, "bf16"), (4, 16, "bf16"), (8, 128, "bf16"), (1, 16, "fp32")],
 )
 def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
-    window: int, heads: int, dtype: str
+    window: int, heads: int, dtype: str, tree: bool
 ) -> None:
     from tllm_spec.kernels.latent_attention_triton import attention_kernel, reduction_kernel
 
@@ -165,7 +212,10 @@ def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
     types = dict.fromkeys(("q_latent", "q", "layer", "output"), f"*{dtype}")
     types |= {"block_tables": "*i32", "kv_lens": "*i32", "log2_scale": "fp32"}
     types |= {"partials": "*fp32", "log_sums": "*fp32"}
-    constants: dict[str, Any] = {"SPLITS": True, "WINDOW": window, "HEADS": heads, "RANK": 512}
+    if tree:
+        types["tree_bits"] = "*i64"
+    constants: dict[str, Any] = {"TREE": tree} | ({} if tree else {"tree_bits": None})
+    constants |= {"SPLITS": True, "WINDOW": window, "HEADS": heads, "RANK": 512}
     constants |= {"ROPE": 64, "HEAD_DIM": 192, "PAGE_SIZE": 32, "BLOCK_M": shape.rows, "PDL": True}
     constants |= {"BLOCK_N": shape.keys, "BLOCK_R": 512, "BLOCK_P": 64, "WIDEN": False}
     options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}

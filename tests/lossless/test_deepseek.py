@@ -9,7 +9,7 @@ import torch
 
 from tests.models.deepseek import save_deepseek
 from tests.models.helpers import random_tokens
-from tests.models.mtp_reference import save_predictable
+from tests.models.mtp_reference import export_modules, save_predictable
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
@@ -113,10 +113,135 @@ def test_the_models_own_modules_draft_and_leave_the_text_alone(
     assert acceptance_length > 1.3
 
 
+TREES: dict[str, dict[str, Any]] = {
+    "dynamic": {
+        "max_draft_len": 3,
+        "use_dynamic_tree": True,
+        "dynamic_tree_max_topK": 3,
+        "max_total_draft_tokens": 8,
+    },
+    "static": {"eagle_choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+}
+
+
+# Every pair of two of them is in the default run.
+on_trees = pytest.mark.parametrize(
+    ("tree", "one_model", "setting"),
+    [
+        pytest.param(
+            *(tree, one_model, setting), marks=[pytest.mark.slow] if (i + j + k) % 2 else []
+        )
+        for i, tree in enumerate(TREES)
+        for j, one_model in enumerate((True, False))
+        for k, setting in enumerate(SETTINGS)
+    ],
+)
+
+
+@on_trees
+def test_trees_of_the_models_own_module_leave_the_text_alone(
+    tree: str, one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | TREES[tree]
+    found, acceptance_length = texts(with_mtp, speculative_config=mtp, **SETTINGS[setting])
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize("is_vanilla", [True, False])
+def test_exported_modules_draft_as_those_of_the_checkpoint(
+    is_vanilla: bool, one_model: bool, plain_of_mtp: list[list[int]], tmp_path: Path
+) -> None:
+    folder, exported = tmp_path / "target", tmp_path / "exported"
+    folder.mkdir()
+    save_predictable(folder, num_modules=2)
+    mtp = {
+        "decoding_type": "MTP",
+        "max_draft_len": 2,
+        "mtp_eagle_one_model": one_model,
+        "use_mtp_vanilla": is_vanilla,
+    }
+    expected = texts(folder, speculative_config=mtp, **SETTINGS["undisturbed"])
+    export_modules(folder, exported)
+    mtp["speculative_model"] = str(exported)
+    found = texts(folder, speculative_config=mtp, **SETTINGS["undisturbed"])
+    assert found == expected and found[0] == plain_of_mtp
+
+
+def test_mtp_and_exported_modules_need_each_other(with_mtp: Path, tmp_path: Path) -> None:
+    folder, exported = tmp_path / "target", tmp_path / "exported"
+    folder.mkdir()
+    save_predictable(folder)
+    export_modules(folder, exported)
+    for decoding, draft, problem in (
+        ("Eagle3", exported, "has MTP modules; use it with decoding_type: MTP"),
+        ("MTP", with_mtp, "must be a folder of exported MTP modules"),
+        ("MTP", None, "num_nextn_predict_layers of this DeepseekV3ForCausalLM is 0"),
+    ):
+        spec = {"decoding_type": decoding, "max_draft_len": 2}
+        spec |= {} if draft is None else {"speculative_model": str(draft)}
+        with pytest.raises(ValueError, match=problem):
+            LLM(str(folder), skip_tokenizer_init=True, speculative_config=spec)
+
+
+@pytest.mark.parametrize("one_model", [True, False])
+def test_trees_of_a_module_for_each_step_leave_the_text_alone(
+    one_model: bool, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    tree = {"max_draft_len": 2, "use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
+    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model, "use_mtp_vanilla": True}
+    found, acceptance_length = texts(
+        with_mtp, speculative_config=mtp | tree, **SETTINGS["prefix_reuse"]
+    )
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.3
+
+
+@pytest.mark.parametrize(("one_model", "setting"), [(True, "prefix_reuse"), (False, "preemption")])
+def test_a_draft_model_with_latents_drafts_trees_for_a_target_with_latents(
+    one_model: bool, setting: str, folder: Path, plain: list[list[int]]
+) -> None:
+    """The draft model is the target itself, so its drafts are right."""
+    drafting = {
+        "decoding_type": "Draft_Target",
+        "speculative_model": str(folder),
+        "draft_target_one_model": one_model,
+    }
+    found, acceptance_length = texts(
+        folder, speculative_config=drafting | TREES["dynamic"], **SETTINGS[setting]
+    )
+    assert found == plain
+    assert acceptance_length > 2.5
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_latent_cache(
     one_model: bool, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]], tmp_path: Path
+) -> None:
+    check_eagle3({"max_draft_len": 2}, one_model, setting, with_mtp, plain_of_mtp, tmp_path)
+
+
+@on_trees
+def test_trees_of_an_eagle3_head_leave_the_text_of_a_latent_target_alone(
+    tree: str,
+    one_model: bool,
+    setting: str,
+    with_mtp: Path,
+    plain_of_mtp: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    check_eagle3(TREES[tree], one_model, setting, with_mtp, plain_of_mtp, tmp_path)
+
+
+def check_eagle3(
+    drafts: dict[str, Any],
+    one_model: bool,
+    setting: str,
+    with_mtp: Path,
+    plain_of_mtp: list[list[int]],
+    tmp_path: Path,
 ) -> None:
     head = write_tiny_eagle3(
         tmp_path, hidden_size=64, vocab_size=128, draft_vocab_size=100, num_captured=2
@@ -124,37 +249,19 @@ def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_laten
     eagle3 = {
         "decoding_type": "Eagle3",
         "speculative_model": str(head),
-        "max_draft_len": 2,
         "eagle3_layers_to_capture": [0, 2],
         "eagle3_one_model": one_model,
+        **drafts,
     }
     found, _ = texts(with_mtp, speculative_config=eagle3, **SETTINGS[setting])
     assert found == plain_of_mtp
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"deterministic": True}, "deterministic = true is refused for DeepseekV3ForCausalLM"),
-        (
-            {
-                "speculative_config": {
-                    "decoding_type": "Eagle3",
-                    "speculative_model": "head",
-                    "max_draft_len": 2,
-                    "use_dynamic_tree": True,
-                    "dynamic_tree_max_topK": 2,
-                }
-            },
-            "a draft tree is refused: a model with latent attention",
-        ),
-    ],
-)
-def test_what_latent_attention_does_not_have_is_refused(
-    options: dict[str, Any], problem: str, with_mtp: Path
-) -> None:
-    with pytest.raises(ValueError, match=problem):
-        LLM(str(with_mtp), skip_tokenizer_init=True, **options)
+def test_batch_invariant_latent_attention_is_refused(with_mtp: Path) -> None:
+    with pytest.raises(
+        ValueError, match="deterministic = true is refused for DeepseekV3ForCausalLM"
+    ):
+        LLM(str(with_mtp), skip_tokenizer_init=True, deterministic=True)
 
 
 @pytest.mark.gpu

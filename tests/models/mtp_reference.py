@@ -120,12 +120,49 @@ class PlainMTP:
             hidden = torch.cat((hidden, states[-1:]))
         return drafted
 
+    def best_after(
+        self, tokens: list[int], path: Sequence[int], topk: int, later: "Sequence[PlainMTP]" = ()
+    ) -> list[tuple[int, float]]:
+        """The best drafts after `tokens` and the drafts `path`, with their probabilities."""
+        hidden, read = self.target_states(tokens[:-1]), tokens[1:]
+        modules = [self, *(later or [self] * len(path))]
+        for module, token in zip(modules, path, strict=False):
+            hidden = torch.cat((hidden, module.states(read, hidden)[-1:]))
+            read = [*read, token]
+        state = modules[len(path)].states(read, hidden)[-1]
+        best = self.logits(state).softmax(-1).topk(topk)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
 
 def module_tensors(folder: Path, index: int, num_layers: int = 3) -> dict[str, torch.Tensor]:
     """The tensors of module `index` of a checkpoint, by their names below `model.layers.N.`."""
     prefix = f"model.layers.{num_layers + index}."
     tensors = load_file(folder / "model.safetensors").items()
     return {name.removeprefix(prefix): x for name, x in tensors if name.startswith(prefix)}
+
+
+def export_modules(folder: Path, exported: Path, num_layers: int = 3) -> None:
+    """The modules of a checkpoint in a folder of their own, as SGLang exports the only one of
+    DeepSeek V3: they become the layers from 0 on, without the copies of the target's weights. The
+    checkpoint keeps none."""
+    raw = json.loads((folder / "config.json").read_text())
+    number = raw["num_nextn_predict_layers"]
+    tensors, own = load_file(folder / "model.safetensors"), {}
+    for index in range(number):
+        prefix = f"model.layers.{num_layers + index}."
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            tensor = tensors.pop(name)
+            if not name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
+                own[name.replace(prefix, f"model.layers.{index}.")] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    exported.mkdir()
+    file = "nextn_layer_parameters.safetensors"
+    save_file(own, exported / file, metadata={"format": "pt"})
+    index_of = {"weight_map": dict.fromkeys(own, file)}
+    (exported / "model.safetensors.index.json").write_text(json.dumps(index_of))
+    changed = {"num_hidden_layers": number, "architectures": [raw["architectures"][0] + "NextN"]}
+    (exported / "config.json").write_text(json.dumps(raw | changed))
 
 
 def save_predictable(folder: Path, num_modules: int = 1) -> None:

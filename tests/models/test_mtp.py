@@ -1,5 +1,6 @@
 """An MTP module equals its plain-torch transcription, and its tensors are accounted for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.helpers import PagedRunner, load, random_tokens, reference_logits
-from tests.models.mtp_reference import PlainMTP, save_with_mtp
+from tests.models.mtp_reference import PlainMTP, export_modules, save_with_mtp
 from tllm_spec.attention.choice import create_backend
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.kv_pool import KVPool
@@ -100,6 +101,73 @@ def test_a_checkpoint_needs_the_modules_that_draft(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=problem):
             check_nextn(ModelConfig.from_pretrained(folder), wanted)
     check_nextn(ModelConfig.from_pretrained(folder), 2)
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> tuple[Path, Path]:
+    """A target without modules, and the folder of its module."""
+    target, folder = tmp_path / "target", tmp_path / "exported"
+    target.mkdir()
+    save_with_mtp(target)
+    export_modules(target, folder)
+    return target, folder
+
+
+def load_exported(target: Path, folder: Path) -> NextnModules:
+    model = load(target)
+    assert isinstance(model, DeepseekForCausalLM)
+    return load_nextn(folder, model, "auto", is_exported=True)
+
+
+def test_an_exported_module_is_that_of_the_whole_checkpoint(
+    exported: tuple[Path, Path], tmp_path: Path
+) -> None:
+    save_with_mtp(tmp_path)
+    expected = dict(load_module(tmp_path).named_parameters())
+    found = dict(load_exported(*exported).named_parameters())
+    assert found.keys() == expected.keys() and "steps.0.mlp.experts.gate_up" in found
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    target, folder = exported
+    check_nextn(ModelConfig.from_pretrained(target), 1, folder)
+
+
+def test_every_tensor_of_an_exported_folder_is_accounted_for(exported: tuple[Path, Path]) -> None:
+    target, folder = exported
+    file = folder / "nextn_layer_parameters.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.surprise"] = tensors.pop("model.layers.0.eh_proj.weight")
+    tensors["model.norm.weight"] = torch.ones(64)
+    tensors["model.layers.0.embed_tokens.weight"] = torch.ones(128, 64)  # a copy of the target's
+    save_file(tensors, file)
+    problem = r"missing eh_proj\.weight; surplus model\.norm\.weight, surprise\."
+    with pytest.raises(ValueError, match=problem):
+        load_exported(target, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, r"exported MTP modules, whose .*NextN"),
+        ({"rms_norm_eps": 1e-3}, r"not for this target: rms_norm_eps: 0\.001, and "),
+        ({"kv_lora_rank": 16}, r"not for this target: mla: "),
+    ],
+)
+def test_an_exported_folder_must_have_modules_for_the_target(
+    change: dict[str, Any], problem: str, exported: tuple[Path, Path]
+) -> None:
+    target, folder = exported
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=problem):
+        check_nextn(ModelConfig.from_pretrained(target), 1, folder)
+
+
+def test_an_exported_folder_needs_a_module_for_each_step(exported: tuple[Path, Path]) -> None:
+    target, folder = exported
+    with pytest.raises(
+        ValueError, match=r"max_draft_len = 2 needs .* num_hidden_layers of .* is 1"
+    ):
+        check_nextn(ModelConfig.from_pretrained(target), 2, folder)
 
 
 def test_dummy_weights_need_only_the_config(tmp_path: Path) -> None:

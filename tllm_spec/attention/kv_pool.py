@@ -29,6 +29,9 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._page_dim = 1 + layout.page_dim
+        self.planes = self.data.flatten(0, layout.page_dim).flatten(3)
+        """A view, `[planes, pages, page_size, width]`: what each layer has of every token, a plane
+        for its keys and one for its values, or one for its latents."""
 
     @staticmethod
     def page_bytes(geometry: Geometry, page_size: int, dtype: torch.dtype) -> int:

@@ -210,8 +210,11 @@ class VanillaLatent(LatentBackend):
         keys = torch.arange(length, device=device)
         own_keys = torch.minimum(keys, kv_lens[:, None] - 1)
         slots = slots_of(block_tables, own_keys, self.pool.page_size).flatten()
-        queries = kv_lens[:, None] + torch.arange(-window, 0, device=device)
-        hidden = keys > queries[:, :, None]
+        if metadata.tree is None:
+            queries = kv_lens[:, None] + torch.arange(-window, 0, device=device)
+            hidden = keys > queries[:, :, None]
+        else:
+            hidden = ~metadata.tree.visible(kv_lens, keys)
         mask = torch.zeros_like(hidden, dtype=self.pool.data.dtype).masked_fill_(hidden, -torch.inf)
         mask = mask[:, None, :, None].expand(batch, 1, window, heads, length).flatten(2, 3)
         first = sum(metadata.context_lens)
@@ -265,7 +268,10 @@ class TritonLatent(LatentBackend):
     def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
         batch = metadata.num_generations
         tables = LatentTables(
-            metadata.block_tables[-batch:], metadata.kv_lens[-batch:], metadata.window
+            metadata.block_tables[-batch:],
+            metadata.kv_lens[-batch:],
+            metadata.window,
+            metadata.tree,
         )
         return LatentWindows(sum(metadata.context_lens), tables, None, None)
 

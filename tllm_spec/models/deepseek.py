@@ -158,21 +158,23 @@ class LatentAttention(Module):
 
 
 class DeepseekLayer(Module):
-    """Pre-norm block that adds to the residual stream, in place if all rows are wanted. `number`:
-    the layer's in the checkpoint; `layer`: its index in the KV pool."""
+    """Pre-norm block that adds to the residual stream, in place if all rows are wanted. `layer`:
+    its index in the KV pool."""
 
     mlp: MLP | SparseMoE
 
-    def __init__(self, config: ModelConfig, number: int, layer: int, placement: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, placement: Placement, *, is_sparse: bool
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, placement)
         self.self_attn = LatentAttention(config, layer, placement)
         self.post_attention_layernorm = RMSNorm(size, eps, placement)
-        if config.moe is None or number not in config.sparse_layers:
-            self.mlp = MLP(config, placement)
-        else:
+        if config.moe is not None and is_sparse:
             self.mlp = SparseMoE(config.moe, placement, DEEPSEEK_NAMES)
+        else:
+            self.mlp = MLP(config, placement)
 
     def forward(
         self,
@@ -201,7 +203,8 @@ class DeepseekModel(Module):
         assert config.mla is not None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
         self.layers = nn.ModuleList(
-            DeepseekLayer(config, number, number, placement) for number in range(config.num_layers)
+            DeepseekLayer(config, number, placement, is_sparse=number in config.sparse_layers)
+            for number in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.cos_sin = cos_sin_table(

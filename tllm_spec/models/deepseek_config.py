@@ -156,10 +156,9 @@ def deepseek_moe(raw: dict[str, Any]) -> MoEConfig | None:
 
 
 def deepseek_sparse_layers(raw: dict[str, Any]) -> frozenset[int]:
-    """The layers with experts, the next-token-prediction layers at the end included."""
+    """The decoder's layers with experts."""
     step = int(raw.get("moe_layer_freq") or 1)
-    last = int(raw["num_hidden_layers"]) + num_nextn_layers(raw)
-    layers = range(int(raw["first_k_dense_replace"]), last)
+    layers = range(int(raw["first_k_dense_replace"]), int(raw["num_hidden_layers"]))
     return frozenset(layer for layer in layers if layer % step == 0)
 
 

@@ -1,5 +1,5 @@
 """DeepSeek's next-token-prediction modules (MTP, arXiv 2412.19437, section 2.2) as a draft network:
-the layers after the decoder's in the target's checkpoint.
+the layers after the decoder's in the target's checkpoint, or in an exported one of their own.
 
 A module reads a token and the target's hidden state before it; the next step reads the output of
 the step before instead of the target's state. Used as in EAGLE, one module makes all steps;
@@ -21,6 +21,7 @@ from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.module import Module, Placement, specialize_for_cpu
+from tllm_spec.models.nextn_checkpoint import exported_config
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.weights import fill, fill_random, stored_tensors
 
@@ -44,7 +45,7 @@ class NextnModule(DeepseekLayer):
 
     def __init__(self, target: DeepseekForCausalLM, index: int, placement: Placement) -> None:
         config = target.config
-        super().__init__(config, config.num_layers + index, index, placement)
+        super().__init__(config, index, placement, is_sparse=True)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps, placement)
         self.hnorm = RMSNorm(size, eps, placement)
@@ -129,18 +130,29 @@ class NextnModules(Module):
         return self.target.compute_logits(hidden)
 
 
-def check_nextn(config: ModelConfig, num_modules: int) -> None:
-    """Raises ValueError unless a checkpoint with this config has the modules to draft with."""
-    if not config.num_nextn_layers:
+def check_nextn(config: ModelConfig, num_modules: int, exported: Path | None = None) -> None:
+    """Raises ValueError unless the target's checkpoint, or the folder `exported`, has the modules
+    to draft with. config: the target's."""
+    if exported is not None:
+        if config.mla is None:
+            raise ValueError(
+                "decoding_type = 'MTP' is served for DeepSeek models, and the target is a "
+                f"{config.architecture}"
+            )
+        available, key = exported_config(exported, config).num_layers, "num_hidden_layers"
+    else:
+        available, key = config.num_nextn_layers, "num_nextn_predict_layers"
+    if not available:
         raise ValueError(
             "decoding_type = 'MTP' drafts with the next-token-prediction layers of the target's "
-            f"checkpoint, and num_nextn_predict_layers of this {config.architecture} is 0"
+            f"checkpoint, and num_nextn_predict_layers of this {config.architecture} is 0; "
+            "speculative_model may name a folder that has them"
         )
-    if config.num_nextn_layers < num_modules:
+    if available < num_modules:
+        where = exported or f"this {config.architecture}"
         raise ValueError(
             f"use_mtp_vanilla = True with max_draft_len = {num_modules} needs a module for each "
-            f"draft; num_nextn_predict_layers of this {config.architecture} is "
-            f"{config.num_nextn_layers}"
+            f"draft; {key} of {where} is {available}"
         )
 
 
@@ -150,13 +162,21 @@ def load_nextn(
     load_format: LoadFormat,
     count: int = 1,
     communicator: Communicator = SINGLE,
+    *,
+    is_exported: bool = False,
 ) -> NextnModules:
-    """The first `count` modules of the target's checkpoint in the folder `path`, in its dtype and
-    on its device, sharded as the target's layers are.
+    """The first `count` modules of the folder `path`, the target's checkpoint or an exported one,
+    in the target's dtype and on its device, sharded as the target's layers are.
 
     Raises:
-        ValueError: tensors are missing or surplus.
+        ValueError: tensors are missing or surplus, or exported modules are not for the target.
     """
+    config, first = target.config, target.config.num_layers
+    known = None
+    if is_exported:
+        config, first = exported_config(path, config), 0
+        # Everything else in such a folder is surplus.
+        known = tuple(f"model.layers.{number}." for number in range(config.num_layers))
     placement = Placement(
         target.dtype, target.device, communicator.mapping, communicator=communicator
     )
@@ -165,15 +185,22 @@ def load_nextn(
         fill_random(modules)
     else:
         for index, module in enumerate(modules.modules_by_step):
-            prefix = f"model.layers.{target.config.num_layers + index}."
-            tensors = _below(prefix, path, target.config)
+            prefix = f"model.layers.{first + index}."
+            tensors = _below(prefix, path, config, known)
             fill(module, tensors, f"The tensors {prefix}* in {path} do not fit an MTP module")
     specialize_for_cpu(modules, placement)
     return modules
 
 
-def _below(prefix: str, path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in stored_tensors(path, config, lambda name: name.startswith(prefix)):
+def _below(
+    prefix: str, path: Path, config: ModelConfig, known: tuple[str, ...] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors below `prefix`, without it, and those below none of the prefixes `known`."""
+
+    def is_wanted(name: str) -> bool:
+        return name.startswith(prefix) or (known is not None and not name.startswith(known))
+
+    for name, tensor in stored_tensors(path, config, is_wanted):
         name = name.removeprefix(prefix)
         if name not in SHARED:
             yield name, tensor

@@ -1,4 +1,4 @@
-"""Checks of a draft model or EAGLE-3 head before anything is loaded."""
+"""Checks of a draft model, an EAGLE-3 head or MTP modules before anything is loaded."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.config import ModelConfig, read_json
 from tllm_spec.models.mtp import check_nextn
+from tllm_spec.models.nextn_checkpoint import is_exported
 from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 
 # Keys of config.json that only EAGLE-3 heads have.
@@ -14,16 +15,19 @@ HEAD_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_ty
 
 def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None, target: ModelConfig) -> None:
     """Raises ValueError, naming the option, when the folder has a head instead of a model or a
-    model instead of a head, when a model's tokenizer is not the target's, and when the target's
-    checkpoint has no module to draft with."""
+    model instead of a head, when a model's tokenizer is not the target's, and when there is no
+    MTP module to draft with."""
     if draft is None:
         return
-    if draft.path is None:
-        check_nextn(target, draft.num_modules)
+    if draft.num_modules:
+        exported = None if draft.path is None else draft_folder(draft)
+        check_nextn(target, draft.num_modules, exported)
         return
     folder = draft_folder(draft)
     option = f"speculative_config.speculative_model = {draft.path!r}"
     config = read_json(folder / "config.json")
+    if is_exported(config):
+        raise ValueError(f"{option} has MTP modules; use it with decoding_type: MTP")
     if draft.is_head and not _may_be_head(config):
         raise ValueError(
             f"{option} is a language model of {config['num_hidden_layers']} layers, not an EAGLE-3 "

@@ -129,6 +129,9 @@ class NextnNet(DraftNet):
     def captured(self, num_rows: int) -> torch.Tensor | None:
         return self._spec.captured(num_rows)
 
+    def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        return gather_rows(self._spec.buffer, rows)
+
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return captured
 

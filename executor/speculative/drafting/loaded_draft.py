@@ -65,10 +65,13 @@ def load_mtp(
     max_num_tokens: int,
     communicator: Communicator = SINGLE,
 ) -> LoadedDraft:
-    """Load MTP modules of the target's checkpoint. Raises ValueError if tensors are missing or
-    surplus."""
+    """Load MTP modules from the target's checkpoint or the plan's. Raises ValueError if tensors are
+    missing or surplus."""
     assert isinstance(target, DeepseekForCausalLM)
-    modules = load_nextn(folder, target, load_format, plan.num_modules, communicator)
+    is_exported = plan.path is not None
+    modules = load_nextn(
+        folder, target, load_format, plan.num_modules, communicator, is_exported=is_exported
+    )
     config = target.config
     spec = SpecMetadata(
         (config.num_layers,), config.hidden_size, max_num_tokens, target.dtype, target.device

@@ -142,4 +142,4 @@ class _Growth:
             min(self._bound + length, self._layers.rows.max_len),
             tree=TreeRows(depths, TreeMask(bits, length), num_before),
         )
-        return self._layers.forward([], windows, state)
+        return self._layers.forward([], windows, state, step=depth)
