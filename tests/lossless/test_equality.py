@@ -48,6 +48,7 @@ FLOORS = {
     "plain": 0.0,
     "ngram": 1.02,
     "draft_target": 1.3,
+    "draft_target_onnxruntime": 1.3,
     "user_provided": 1.3,
     "draft_target_one_model": 1.3,
     "eagle3": 1.3,

@@ -18,7 +18,7 @@ import torch
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.draft_engine import DraftModelEngine
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import LlmRequest
@@ -41,7 +41,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
 
     def __init__(
         self,
-        engine: ModelEngine,
+        engine: DraftModelEngine,
         kv: DraftKVManager,
         slots: SlotState,
         groups: RowGroups,
@@ -54,7 +54,6 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         self._groups = groups
         self._sampling = sampling
         self._max_num_tokens = max_num_tokens
-        self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Positions before the bonus token that a round of drafts may write again.
         self._lag = 1
 
@@ -87,7 +86,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
                 request.draft_lag += 1
 
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
-        wanted = set(asked)
+        wanted = set(asked) if self._engine.may_be_captured else set[GraphKey]()
         return [key for key in of_rounds if key.draft_len and key in wanted]
 
     def draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:
@@ -112,7 +111,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         chunks = [missed for missed in of_contexts if missed and missed.start < missed.end]
         for forward in forwards_of(chunks + late, self._max_num_tokens):
             self._kv.kv.table.flush()
-            self._engine.forward(forward, None, self._no_rows)
+            self._engine.read(forward)
         for request, _, end in chunks:
             request.draft_lag = request.kv_len - end
         for request, _, end in chunks + late:
@@ -153,11 +152,8 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for step in range(draft_len):
-            width = token_ids.shape[1]
-            hidden = self._engine.forward(
-                [], Windows(group.slots, first, token_ids, longest + step)
-            )
-            logits = self._engine.compute_logits(hidden[width - 1 :: width])
+            windows = Windows(group.slots, first, token_ids, longest + step)
+            logits = self._engine.last_logits(windows)
             tokens, distribution = self._sampling.choose(group, step, logits, positions[1])
             drafts.append(tokens)
             if distribution is not None:
