@@ -1,10 +1,14 @@
 """A draft model whose network runs outside torch: what is refused, and how it is loaded."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from tllm_spec.draft_network.network import DraftNetwork
+from tllm_spec.draft_network.network import DraftNetwork, Network
+from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build
+from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
+from tllm_spec.draft_network.tensorrt_package import find_tensorrt
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import cpu_threads, pick_dtype
 from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
@@ -31,7 +35,10 @@ def check_draft_backend(plan: BuildPlan) -> None:
     if (size := plan.mapping.world_size) > 1:
         reasons.append(f"it runs on one device, and tensor_parallel_size is {size}")
     dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
-    reasons += _why_no_onnxruntime(plan.device, dtype)
+    if draft.backend == "onnxruntime":
+        reasons += _why_no_onnxruntime(plan.device, dtype)
+    else:
+        reasons += _why_no_tensorrt(plan.device)
     if reasons:
         raise ValueError(
             f"speculative_config.draft_backend = {draft.backend!r} is refused: {'; '.join(reasons)}"
@@ -39,9 +46,8 @@ def check_draft_backend(plan: BuildPlan) -> None:
 
 
 def load_network(plan: BuildPlan, draft: DraftModel, folder: Path) -> DraftNetwork:
-    """Loads the weights on the host and builds the network from them."""
-    from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
-
+    """Loads the weights on the host and builds the network from them. Raises ValueError where that
+    fails."""
     config = ModelConfig.from_pretrained(folder)
     model = load_model(
         folder,
@@ -51,13 +57,42 @@ def load_network(plan: BuildPlan, draft: DraftModel, folder: Path) -> DraftNetwo
         max_positions=plan.max_len,
     )
     assert isinstance(model, LlamaForCausalLM)
-    num_threads = cpu_threads(model) or torch.get_num_threads()
-    network = OnnxRuntimeNetwork(model, num_threads)
+    in_onnxruntime = draft.backend == "onnxruntime"
+    network = (_onnxruntime if in_onnxruntime else _tensorrt)(model, plan)
     return DraftNetwork(config, model.dtype, plan.device, network)
+
+
+def _onnxruntime(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
+    from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
+
+    return OnnxRuntimeNetwork(model, cpu_threads(model) or torch.get_num_threads())
+
+
+def _tensorrt(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
+    package = find_tensorrt(plan.device)
+    limits = EngineLimits(
+        max_batch_size=plan.slots.max_batch_size,
+        max_chunk=plan.args.max_num_tokens,
+        max_cached=-(-plan.max_len // plan.page_size) * plan.page_size,
+        page_size=plan.page_size,
+    )
+    loaded = load_or_build(package, model, limits)
+    return TensorRTNetwork(package.trt, loaded, limits, plan.device)
+
+
+def _why_no_tensorrt(device: torch.device) -> list[str]:
+    try:
+        find_tensorrt(device)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _why_no_onnxruntime(device: torch.device, dtype: torch.dtype) -> list[str]:
     reasons = []
+    for name in ("onnx", "onnxruntime"):
+        if find_spec(name) is None:
+            reasons.append(f"the package {name} is missing; pip install tllm_spec[onnxruntime]")
     if device.type != "cpu":
         reasons.append(f"it runs on a CPU, and device is {device.type!r}")
     if dtype != torch.float32:

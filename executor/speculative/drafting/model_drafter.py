@@ -11,6 +11,7 @@ A round without drafts for a request adds exactly one token to it. So the host k
 model has missed when drafting resumes (`LlmRequest.draft_lag`), and it has these tokens: only the
 last one can be in flight, and the drafting round reads that from its slot."""
 
+import logging
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -32,6 +33,8 @@ from tllm_spec.executor.speculative.drafting.graph_drafter import GraphDrafter
 from tllm_spec.executor.speculative.drafting.missed_tokens import forwards_of
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.kernels.row_copies import gather_rows
+
+logger = logging.getLogger(__name__)
 
 _is_greedy, _slot = attrgetter("rules.is_greedy"), attrgetter("slot")
 
@@ -86,7 +89,10 @@ class ModelDrafter(GraphDrafter, RoundEnd):
                 request.draft_lag += 1
 
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
-        wanted = set(asked) if self._engine.may_be_captured else set[GraphKey]()
+        if not self._engine.may_be_captured:
+            logger.warning("drafts are made without CUDA graphs: the draft engine allows none")
+            return []
+        wanted = set(asked)
         return [key for key in of_rounds if key.draft_len and key in wanted]
 
     def draft_from_slots(self, slot_ids: torch.Tensor, shape: DraftShape, sampled: bool) -> None:

@@ -1,5 +1,7 @@
-"""The network definition in onnxruntime gives the numbers of the draft model in torch."""
+"""The network definition gives the numbers of the draft model in torch: in onnxruntime, and through
+TensorRT's network API, whose layers are interpreted."""
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -7,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.draft_network.network_interpreter import InterpretedNetwork
 from tests.draft_network.step_pairs import Side, load, network_side, torch_side
 from tests.models.helpers import save_checkpoint
+from tllm_spec.draft_network.network import Network
 from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
+from tllm_spec.models.llama import LlamaForCausalLM
 from tllm_spec.zoo.registry import resolve_model
 
 TOLERANCE = 1e-4
@@ -24,14 +29,20 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def sides_of(folder: Path) -> tuple[Side, Side]:
-    model = load(folder)
-    return torch_side(model), network_side(model, OnnxRuntimeNetwork(model, 1))
+def in_onnxruntime(model: LlamaForCausalLM) -> Network:
+    return OnnxRuntimeNetwork(model, num_threads=1)
+
+
+@pytest.fixture(params=[in_onnxruntime, InterpretedNetwork], ids=["onnx", "tensorrt"])
+def make_network(request: pytest.FixtureRequest) -> Callable[[LlamaForCausalLM], Network]:
+    made: Callable[[LlamaForCausalLM], Network] = request.param
+    return made
 
 
 @pytest.fixture
-def zoo() -> tuple[Side, Side]:
-    return sides_of(resolve_model("zoo:llama-draft"))
+def zoo(make_network: Callable[[LlamaForCausalLM], Network]) -> tuple[Side, Side]:
+    model = load(resolve_model("zoo:llama-draft"))
+    return torch_side(model), network_side(model, make_network(model))
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -62,11 +73,12 @@ def test_logits_and_kv_of_chunks_and_windows_are_those_of_torch(zoo: tuple[Side,
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_architecture_of_the_family_has_the_numbers_of_torch(
-    name: str, tmp_path: Path
+    name: str, make_network: Callable[[LlamaForCausalLM], Network], tmp_path: Path
 ) -> None:
     architecture, config = FAMILY[name]
     save_checkpoint(tmp_path, architecture, max_position_embeddings=512, **config)
-    assert_equal_steps(sides_of(tmp_path), 128)
+    model = load(tmp_path)
+    assert_equal_steps((torch_side(model), network_side(model, make_network(model))), 128)
 
 
 def test_200_greedy_steps_give_equal_tokens_logits_and_kv(zoo: tuple[Side, Side]) -> None:
@@ -100,8 +112,7 @@ def test_entries_after_the_window_do_not_matter_even_if_they_are_nan(
 
 def test_an_id_beyond_the_draft_vocabulary_is_read_as_its_last_id() -> None:
     model = load(resolve_model("zoo:llama-draft"))
-    network = OnnxRuntimeNetwork(model, 1)
-    sides = torch_side(model, 3000), network_side(model, network, 3000)
+    sides = torch_side(model, 3000), network_side(model, in_onnxruntime(model), 3000)
     for side in sides:
         side.read(0, [2999, 4])
     assert_close(*(side.step([0], [2], torch.tensor([[2500]])) for side in sides))
