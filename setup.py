@@ -7,10 +7,16 @@ from setuptools import find_namespace_packages, setup
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
 PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
 GUIDED = ["xgrammar>=0.2.7,<0.3"]
+# For draft_backend.
+ONNXRUNTIME = ["onnx>=1.17", "onnxruntime>=1.20"]
+TENSORRT = ["tensorrt>=10.13"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
     *GUIDED,
     *PARALLEL,
+    *ONNXRUNTIME,
+    # Its builder needs no GPU: tests build the network that tensorrt would run.
+    "tensorrt-rtx>=1.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
@@ -52,7 +58,14 @@ setup(
         "jinja2>=3.1",
         *SERVER,
     ],
-    extras_require={"cuda": CUDA, "guided": GUIDED, "parallel": PARALLEL[:1], "dev": DEV},
+    extras_require={
+        "cuda": CUDA,
+        "guided": GUIDED,
+        "parallel": PARALLEL[:1],
+        "onnxruntime": ONNXRUNTIME,
+        "tensorrt": TENSORRT,
+        "dev": DEV,
+    },
     entry_points={
         "console_scripts": [
             "tllm-serve = tllm_spec.cli.entry:serve",

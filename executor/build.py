@@ -11,6 +11,7 @@ import torch
 
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.executor.building.draft_backend import check_draft_backend
 from tllm_spec.executor.building.engines import Engines, build_engines
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.rounds import build_controller
@@ -68,6 +69,7 @@ def build_executor(
     plan = BuildPlan(args, communicator)
     communicator.join(plan.device)
     check_draft(plan.draft_plan, tokenizer, plan.config)
+    check_draft_backend(plan)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.shapes, plan.device)
     sampler = _sampler(plan, slots)

@@ -88,6 +88,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "tllm_spec.executor.speculative.draft_length.request_pause",
         "tllm_spec.executor.rounds.device_span",
     ),
+    ("tllm_spec.draft_network",),
     ("tllm_spec.models",),
     ("tllm_spec.attention",),
     ("tllm_spec.kernels", "tllm_spec.distributed"),

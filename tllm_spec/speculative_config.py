@@ -36,6 +36,7 @@ from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDec
 
 logger = logging.getLogger(__name__)
 
+DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
 NO_DRAFT_MODEL = "this decoding type has no draft model"
 NO_DRAFT_PROBABILITY = (
     "these drafts have no probabilities to accept against; they are compared with the target's "
@@ -172,6 +173,27 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
     """True runs the draft model inside the target's forward: a round is one CUDA graph. False runs
     it in its own engine before the forward. Rounds overlap either way. True is the default in newer
     versions of TensorRT-LLM."""
+    draft_backend: DraftBackend = "torch"
+    """What runs the draft model's network. `tensorrt` builds an engine at the first start and keeps
+    it on disk; `onnxruntime` is for CPUs."""
+
+    @model_validator(mode="after")
+    def _check_draft_backend(self) -> DraftTargetDecodingConfig:
+        if self.draft_backend == "torch":
+            return self
+        reasons = []
+        if self.draft_target_one_model:
+            reasons.append(
+                "draft_target_one_model = True runs the draft model in the target's round"
+            )
+        if self.drafts_trees:
+            reasons.append("its network drafts chains, not trees")
+        if reasons:
+            raise ValueError(
+                f"draft_backend = {self.draft_backend!r} is refused: {'; '.join(reasons)}; "
+                "accepted: 'torch'"
+            )
+        return self
 
     @property
     def may_pause(self) -> bool:

@@ -12,11 +12,19 @@ from tllm_spec.attention.choice import create_backend
 from tllm_spec.attention.geometry import AttentionGeometry, Geometry
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.draft_network.network import DraftNetwork
+from tllm_spec.executor.building.draft_backend import load_network
 from tllm_spec.executor.building.memory import reserved_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.device_choice import pick_dtype
-from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, ServedModel, plan_num_pages
+from tllm_spec.executor.engine.memory_plan import (
+    DUMMY_PAGES,
+    ServedModel,
+    TorchModel,
+    plan_num_pages,
+)
 from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.network_engine import NetworkEngine
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.resources.kv_cache import KVCacheManager
 from tllm_spec.executor.resources.paged_cache import PagedCache
@@ -40,13 +48,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Engines:
     """The target with its cache, and the draft weights, if there are any: `layers` on the target's
-    pages, or `draft` with its own. `models`: all that were loaded."""
+    pages, or `draft` with its own. `models`: all that run in torch."""
 
     target: ModelEngine
     kv: KVCacheManager
     draft: DraftEngine | None
     layers: DraftLayers | None
-    models: list[ServedModel]
+    models: list[TorchModel]
 
 
 def build_engines(plan: BuildPlan) -> Engines:
@@ -75,10 +83,9 @@ def build_engines(plan: BuildPlan) -> Engines:
     )
     own_engine = None
     if draft is not None and layers is None:
-        assert isinstance(draft.net, CausalLM)
-        own = _build_engine(plan, draft.net, num_pages, extra_kv_tokens=plan.draft_kv_tokens)
-        own_engine = DraftEngine(*own[:2])
-    return Engines(engine, kv, own_engine, layers, models)
+        own_engine = _build_draft_engine(plan, draft, num_pages)
+    in_torch = [model for model in models if not isinstance(model, DraftNetwork)]
+    return Engines(engine, kv, own_engine, layers, in_torch)
 
 
 def load_target(plan: BuildPlan) -> CausalLM:
@@ -103,7 +110,10 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
             communicator=plan.communicator,
         )
     if not draft.is_head:
-        return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
+        folder = draft_folder(draft)
+        if draft.backend != "torch":
+            return LoadedDraft(draft, load_network(plan, draft, folder), None)
+        return LoadedDraft(draft, _load(plan, folder, draft.load_format), None)
     return load_head(
         draft,
         target,
@@ -128,6 +138,22 @@ def _load(
     )
 
 
+def _build_draft_engine(plan: BuildPlan, draft: LoadedDraft, num_pages: int) -> DraftEngine:
+    """A draft model with a cache of its own."""
+    extra_kv_tokens = plan.draft_kv_tokens
+    if isinstance(draft.net, CausalLM):
+        own = _build_engine(plan, draft.net, num_pages, extra_kv_tokens=extra_kv_tokens)
+        return DraftEngine(*own[:2])
+    assert isinstance(draft.net, DraftNetwork)
+    geometry = draft.net.config.attention_geometry(plan.mapping)
+    pool = _pool(plan, geometry, draft.net.dtype, num_pages)
+    rows = _rows(plan, num_pages)
+    kv = KVCacheManager(
+        _cache(plan, [pool], lookahead=0), pool, rows.table, extra_kv_tokens=extra_kv_tokens
+    )
+    return DraftEngine(NetworkEngine(draft.net, pool, rows, plan.config.vocab_size), kv)
+
+
 def _build_engine(
     plan: BuildPlan,
     model: CausalLM,
@@ -140,8 +166,7 @@ def _build_engine(
     """A model with a cache of `num_pages` pages, which `draft` may share."""
     geometry = model.config.attention_geometry(plan.mapping)
     pools = [_pool(plan, geometry, model.dtype, num_pages)]
-    table = BlockTable(plan.slots, -(-plan.max_len // plan.page_size), plan.device)
-    rows = RowBuilder(table, num_pages, plan.page_size, plan.device)
+    rows = _rows(plan, num_pages)
     layers, spec = None, None
     if draft is not None and draft.plan.shares_pages:
         own = draft.net.config.attention_geometry(plan.mapping)
@@ -152,7 +177,7 @@ def _build_engine(
     kv = KVCacheManager(
         _cache(plan, pools, lookahead=int(spec is not None)),
         pools[0],
-        table,
+        rows.table,
         extra_kv_tokens=extra_kv_tokens,
     )
     if batch_invariant:
@@ -161,6 +186,11 @@ def _build_engine(
     else:
         attention = create_backend(plan.attention, geometry, pools[0])
     return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
+
+
+def _rows(plan: BuildPlan, num_pages: int) -> RowBuilder:
+    table = BlockTable(plan.slots, -(-plan.max_len // plan.page_size), plan.device)
+    return RowBuilder(table, num_pages, plan.page_size, plan.device)
 
 
 def _pool(plan: BuildPlan, geometry: Geometry, dtype: torch.dtype, num_pages: int) -> KVPool:

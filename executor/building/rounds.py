@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tllm_spec.executor.building.draft_lens import EAGER_SIZES, RoundTimer
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.building.warm_up import WarmUp
-from tllm_spec.executor.engine.memory_plan import ServedModel
+from tllm_spec.executor.engine.memory_plan import TorchModel
 from tllm_spec.executor.graphs.dummy_contexts import ContextLimits
 from tllm_spec.executor.graphs.graph_pool import GraphPool
 from tllm_spec.executor.graphs.slot_graphs import GraphKey, graph_keys
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_controller(
-    plan: BuildPlan, runner: RoundRunner, speculation: Speculation, models: Sequence[ServedModel]
+    plan: BuildPlan, runner: RoundRunner, speculation: Speculation, models: Sequence[TorchModel]
 ) -> AdaptiveController:
     """The controller of the draft length. Tunes the models' GEMMs, captures the graphs of all draft
     lengths that the controller may ask for, and times their rounds if it compares times."""

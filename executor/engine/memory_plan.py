@@ -12,6 +12,7 @@ import torch
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
@@ -26,7 +27,8 @@ DUMMY_PAGES = 1
 # Of the driver and a graph's nodes, measured. The activations of all graphs share one pool.
 BYTES_A_GRAPH = 16 << 20
 
-ServedModel = CausalLM | Eagle3Head | NextnModules
+TorchModel = CausalLM | Eagle3Head | NextnModules
+ServedModel = TorchModel | DraftNetwork
 
 
 def plan_num_pages(

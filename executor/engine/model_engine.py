@@ -18,6 +18,8 @@ class ModelEngine:
     `input_vocab_size` is the target's: a draft model with a smaller vocabulary reads ids beyond it
     as its last id. `spec` captures hidden states for a draft head."""
 
+    may_be_captured = True
+
     def __init__(
         self,
         model: CausalLM,
@@ -30,6 +32,7 @@ class ModelEngine:
         self.backend = backend
         self.rows = rows
         self.spec = spec
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=rows.device)
         self._last_token_id = model.config.vocab_size - 1
         self._clamps = input_vocab_size > model.config.vocab_size
         self._captures_last_layer = (
@@ -71,6 +74,16 @@ class ModelEngine:
         num_pages = -(-windows.max_kv_len // self.rows.page_size)
         tables = self.rows.table.rows(windows.slots, num_pages)
         move_kv(self.backend.pool.planes, tables, windows.first, rows, lens)
+
+    def read(self, chunks: list[ContextChunk]) -> None:
+        """Writes the KV of the chunks' tokens."""
+        self.forward(chunks, None, self._no_rows)
+
+    def last_logits(self, windows: Windows) -> torch.Tensor:
+        """Writes the KV of the windows' tokens. Returns the logits after the last token of each,
+        `[B, V]`."""
+        width = windows.token_ids.shape[1]
+        return self.compute_logits(self.forward([], windows)[width - 1 :: width])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]` -> `[R, V]` in the model's dtype."""

@@ -6,6 +6,7 @@ drafter is made."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tllm_spec.executor.engine.draft_engine import DraftModelEngine
 from tllm_spec.executor.engine.model_engine import ModelEngine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.interface import ResourceManager
@@ -36,6 +37,7 @@ from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
+    DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
     MTPDecodingConfig,
@@ -48,7 +50,7 @@ from tllm_spec.speculative_config import (
 class DraftEngine:
     """A draft model ready to run, with its own cache."""
 
-    engine: ModelEngine
+    engine: DraftModelEngine
     kv: KVCacheManager
 
 
@@ -91,6 +93,7 @@ class DraftModel:
     shares_pages: bool  # its layers are extra layers of the target's pages
     in_target_forward: bool  # one-model path; otherwise it drafts in launches of its own
     num_modules: int = 0  # of MTP, which are loaded as the target is
+    backend: DraftBackend = "torch"
 
 
 @dataclass(frozen=True)
@@ -154,8 +157,13 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
     assert around.draft is not None
     engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
     sampling = DraftSampling(around.sampler, _draws(config))
-    kind = ModelTreeDrafter if config.drafts_trees else ModelDrafter
-    drafter = kind(engine, kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens)
+    parts = kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
+    drafter: ModelDrafter
+    if config.drafts_trees:
+        assert isinstance(engine, ModelEngine)
+        drafter = ModelTreeDrafter(engine, *parts)
+    else:
+        drafter = ModelDrafter(engine, *parts)
     return Speculation(drafter, [kv], round_end=drafter, graph_drafter=drafter)
 
 
@@ -209,6 +217,7 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         capture_layers=None,
         shares_pages=config.draft_target_one_model,
         in_target_forward=config.draft_target_one_model,
+        backend=config.draft_backend,
     )
 
 

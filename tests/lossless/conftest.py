@@ -29,6 +29,7 @@ LONG_ONLY = (
     "eagle3_two_model_tree",
     "draft_target_one_model_tree",
     "draft_target_tree",
+    "draft_target_onnxruntime",
     "eagle3_static",
 )
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)

@@ -12,6 +12,11 @@ MODES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": 3},
     "draft_target": {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL},
+    "draft_target_onnxruntime": {
+        "decoding_type": "Draft_Target",
+        "speculative_model": DRAFT_MODEL,
+        "draft_backend": "onnxruntime",
+    },
     "draft_target_one_model": {
         "decoding_type": "Draft_Target",
         "speculative_model": DRAFT_MODEL,
@@ -28,6 +33,7 @@ DYNAMIC_TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
 TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target", "ngram")
 MODES |= {f"{mode}_tree": (MODES[mode] or {}) | DYNAMIC_TREE for mode in TREES}
 MODES["eagle3_static"] = MODES["eagle3"]
+ON_GPU = tuple(mode for mode in MODES if mode != "draft_target_onnxruntime")
 OVERLAPPING = tuple(mode for mode in MODES if not mode.startswith("ngram"))
 
 

@@ -52,6 +52,7 @@ FLOORS = {
     "plain": 0.0,
     "ngram": 1.02,
     "draft_target": 1.3,
+    "draft_target_onnxruntime": 1.3,
     "user_provided": 1.3,
     "ngram_tree": 1.02,
     "user_provided_tree": 1.3,

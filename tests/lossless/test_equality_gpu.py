@@ -18,7 +18,7 @@ from tests.lossless.cases import (
     generate,
     heldout_prompts,
 )
-from tests.lossless.engines import MODES, engine
+from tests.lossless.engines import ON_GPU, engine
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
@@ -59,7 +59,7 @@ def check(
 
 
 @pytest.mark.parametrize("draft_len", DRAFT_LENS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ON_GPU)
 def test_the_text_is_plain_decodings_of_one_request_alone(
     mode: str,
     draft_len: int,
@@ -72,7 +72,7 @@ def test_the_text_is_plain_decodings_of_one_request_alone(
     check(reference, requests, oracle, **engine(mode, draft_len))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
+@pytest.mark.parametrize("mode", [mode for mode in ON_GPU if mode != "plain"])
 def test_a_draft_length_that_follows_the_traffic_changes_no_text(
     mode: str,
     reference: tuple[str, list[RequestOutput]],

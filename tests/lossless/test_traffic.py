@@ -25,7 +25,13 @@ BUSY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*MODES, *(f"{mode} in turn" for mode in MODES)])
+PARAMS = [
+    pytest.param(name, marks=[pytest.mark.slow] if "onnxruntime" in name else [])
+    for name in [*MODES, *(f"{mode} in turn" for mode in MODES)]
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def engine(request: pytest.FixtureRequest, drafts: tuple[Path, Path]) -> dict[str, Any]:
     """ "in turn": where rounds would overlap, they do not."""
     mode = request.param.removesuffix(" in turn")

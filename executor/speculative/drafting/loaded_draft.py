@@ -6,6 +6,7 @@ from pathlib import Path
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.executor.engine.rows import RowBuilder
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
@@ -29,7 +30,7 @@ class LoadedDraft:
     """`spec`: the hidden states that the target captures for a head."""
 
     plan: DraftModel
-    net: CausalLM | Eagle3Head | NextnModules
+    net: CausalLM | Eagle3Head | NextnModules | DraftNetwork
     spec: SpecMetadata | None
 
     def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> DraftLayers:
@@ -42,6 +43,7 @@ class LoadedDraft:
             assert self.spec is not None
             net = NextnNet(self.net, self.spec)
         else:
+            assert not isinstance(self.net, DraftNetwork)
             net = CausalNet(self.net, vocab_size)
         return DraftLayers(net, backend, rows)
 

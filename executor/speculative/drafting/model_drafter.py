@@ -11,6 +11,7 @@ A round without drafts for a request adds exactly one token to it. So the host k
 model has missed when drafting resumes (`LlmRequest.draft_lag`), and it has these tokens: only the
 last one can be in flight, and the drafting round reads that from its slot."""
 
+import logging
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -18,7 +19,7 @@ import torch
 
 from tllm_spec.draft_shape import NO_DRAFTS, DraftShape
 from tllm_spec.executor.batch import ScheduledBatch
-from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.draft_engine import DraftModelEngine
 from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.request import LlmRequest
@@ -33,6 +34,8 @@ from tllm_spec.executor.speculative.drafting.missed_tokens import forwards_of
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.kernels.row_copies import gather_rows
 
+logger = logging.getLogger(__name__)
+
 _is_greedy, _slot = attrgetter("rules.is_greedy"), attrgetter("slot")
 
 
@@ -41,7 +44,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
 
     def __init__(
         self,
-        engine: ModelEngine,
+        engine: DraftModelEngine,
         kv: DraftKVManager,
         slots: SlotState,
         groups: RowGroups,
@@ -54,7 +57,6 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         self._groups = groups
         self._sampling = sampling
         self._max_num_tokens = max_num_tokens
-        self._no_rows = torch.empty(0, dtype=torch.int64, device=slots.device)
         # Positions before the bonus token that a round of drafts may write again.
         self._lag = 1
 
@@ -87,6 +89,9 @@ class ModelDrafter(GraphDrafter, RoundEnd):
                 request.draft_lag += 1
 
     def keys(self, of_rounds: list[GraphKey], asked: Iterable[GraphKey]) -> list[GraphKey]:
+        if not self._engine.may_be_captured:
+            logger.warning("drafts are made without CUDA graphs: the draft engine allows none")
+            return []
         wanted = set(asked)
         return [key for key in of_rounds if key.draft_len and key in wanted]
 
@@ -112,7 +117,7 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         chunks = [missed for missed in of_contexts if missed and missed.start < missed.end]
         for forward in forwards_of(chunks + late, self._max_num_tokens):
             self._kv.kv.table.flush()
-            self._engine.forward(forward, None, self._no_rows)
+            self._engine.read(forward)
         for request, _, end in chunks:
             request.draft_lag = request.kv_len - end
         for request, _, end in chunks + late:
@@ -153,11 +158,8 @@ class ModelDrafter(GraphDrafter, RoundEnd):
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for step in range(draft_len):
-            width = token_ids.shape[1]
-            hidden = self._engine.forward(
-                [], Windows(group.slots, first, token_ids, longest + step)
-            )
-            logits = self._engine.compute_logits(hidden[width - 1 :: width])
+            windows = Windows(group.slots, first, token_ids, longest + step)
+            logits = self._engine.last_logits(windows)
             tokens, distribution = self._sampling.choose(group, step, logits, positions[1])
             drafts.append(tokens)
             if distribution is not None:

@@ -38,6 +38,7 @@ class ModelTreeDrafter(ModelDrafter):
         max_num_tokens: int,
     ) -> None:
         super().__init__(engine, kv, slots, groups, sampling, max_num_tokens)
+        self._model_engine = engine
         depth, num_slots = slots.shapes.longest.depth, len(slots.kv_lens)
         self._lag = depth + 1
         self._runs = torch.zeros((num_slots, depth + 2), dtype=torch.int64, device=slots.device)
@@ -112,6 +113,6 @@ class ModelTreeDrafter(ModelDrafter):
         first = (gather_rows(self._slots.kv_lens, slots) - lens).clamp_min(0)
         bound = min(longest + width, self._engine.rows.max_len)
         windows = Windows(slots, first, gather_rows(self._runs, slots), bound)
-        hidden = self._engine.forward([], windows)
+        hidden = self._model_engine.forward([], windows)
         rows = torch.arange(0, len(hidden), width, device=hidden.device) + lens
         self._trees.draft(group, shape, gather_rows(hidden, rows), longest)

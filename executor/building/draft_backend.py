@@ -1,0 +1,101 @@
+"""A draft model whose network runs outside torch: what is refused, and how it is loaded."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from tllm_spec.draft_network.network import DraftNetwork, Network
+from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build
+from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
+from tllm_spec.draft_network.tensorrt_package import find_tensorrt
+from tllm_spec.executor.building.plan import BuildPlan
+from tllm_spec.executor.device_choice import cpu_threads, pick_dtype
+from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
+from tllm_spec.executor.speculative.modes import DraftModel
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.registry import load_model
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def check_draft_backend(plan: BuildPlan) -> None:
+    """Raises ValueError, with all reasons in one sentence, where the backend cannot run."""
+    draft = plan.draft_plan
+    if draft is None or draft.backend == "torch":
+        return
+    config = ModelConfig.from_pretrained(draft_folder(draft))
+    reasons = []
+    if config.architecture not in ARCHITECTURES:
+        reasons.append(
+            f"its network is a dense decoder ({', '.join(ARCHITECTURES)}), and the draft model is "
+            f"{config.architecture}"
+        )
+    if (size := plan.mapping.world_size) > 1:
+        reasons.append(f"it runs on one device, and tensor_parallel_size is {size}")
+    dtype = pick_dtype(plan.args.dtype, config.dtype, plan.device)
+    if draft.backend == "onnxruntime":
+        reasons += _why_no_onnxruntime(plan.device, dtype)
+    else:
+        reasons += _why_no_tensorrt(plan.device)
+    if reasons:
+        raise ValueError(
+            f"speculative_config.draft_backend = {draft.backend!r} is refused: {'; '.join(reasons)}"
+        )
+
+
+def load_network(plan: BuildPlan, draft: DraftModel, folder: Path) -> DraftNetwork:
+    """Loads the weights on the host and builds the network from them. Raises ValueError where that
+    fails."""
+    config = ModelConfig.from_pretrained(folder)
+    model = load_model(
+        folder,
+        dtype=pick_dtype(plan.args.dtype, config.dtype, plan.device),
+        device=torch.device("cpu"),
+        load_format=draft.load_format,
+        max_positions=plan.max_len,
+    )
+    assert isinstance(model, LlamaForCausalLM)
+    in_onnxruntime = draft.backend == "onnxruntime"
+    network = (_onnxruntime if in_onnxruntime else _tensorrt)(model, plan)
+    return DraftNetwork(config, model.dtype, plan.device, network)
+
+
+def _onnxruntime(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
+    from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
+
+    return OnnxRuntimeNetwork(model, cpu_threads(model) or torch.get_num_threads())
+
+
+def _tensorrt(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
+    package = find_tensorrt(plan.device)
+    limits = EngineLimits(
+        max_batch_size=plan.slots.max_batch_size,
+        max_chunk=plan.args.max_num_tokens,
+        max_cached=-(-plan.max_len // plan.page_size) * plan.page_size,
+        page_size=plan.page_size,
+    )
+    loaded = load_or_build(package, model, limits)
+    return TensorRTNetwork(package.trt, loaded, limits, plan.device)
+
+
+def _why_no_tensorrt(device: torch.device) -> list[str]:
+    try:
+        find_tensorrt(device)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _why_no_onnxruntime(device: torch.device, dtype: torch.dtype) -> list[str]:
+    reasons = []
+    for name in ("onnx", "onnxruntime"):
+        if find_spec(name) is None:
+            reasons.append(f"the package {name} is missing; pip install tllm_spec[onnxruntime]")
+    if device.type != "cpu":
+        reasons.append(f"it runs on a CPU, and device is {device.type!r}")
+    if dtype != torch.float32:
+        name = str(dtype).removeprefix("torch.")
+        reasons.append(f"it runs in float32, and dtype is {name!r}")
+    return reasons

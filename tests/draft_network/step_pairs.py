@@ -1,0 +1,91 @@
+"""A draft model in torch and in a network outside torch, over caches of the same shape."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tllm_spec.attention.geometry import AttentionGeometry
+from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.mapping import SINGLE_RANK
+from tllm_spec.draft_network.network import DraftNetwork, Network
+from tllm_spec.executor.engine.draft_engine import DraftModelEngine
+from tllm_spec.executor.engine.model_engine import ModelEngine
+from tllm_spec.executor.engine.network_engine import NetworkEngine
+from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
+from tllm_spec.executor.resources.seq_slots import SeqSlotManager
+from tllm_spec.executor.resources.slot_state import BlockTable
+from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.registry import load_model
+
+PAGE_SIZE, NUM_SLOTS, MAX_LEN = 8, 4, 320
+CPU = torch.device("cpu")
+
+
+def load(folder: Path) -> LlamaForCausalLM:
+    model = load_model(folder, dtype=torch.float32, device=CPU, max_positions=MAX_LEN)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+@dataclass
+class Side:
+    """One engine with its cache. Slot s has every fourth page from s + 1 on, so pages of
+    neighbouring slots alternate."""
+
+    engine: DraftModelEngine
+    pool: KVPool
+
+    def step(
+        self, slots: Sequence[int], first: Sequence[int], tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits after windows `[B, W]` of tokens that start at these positions."""
+        longest = max(first) + tokens.shape[1]
+        windows = Windows(torch.tensor(slots), torch.tensor(first), tokens, longest)
+        return self.engine.last_logits(windows)
+
+    def read(self, slot: int, tokens: list[int], start: int = 0) -> None:
+        self.engine.read([ContextChunk(slot, start, tokens)])
+
+    def entries(self, slot: int, length: int) -> torch.Tensor:
+        """`[layers, 2, length, Hkv, D]` of the slot's first tokens."""
+        pages = self.engine.rows.table.pages(slot)
+        return self.pool.data[:, :, pages].flatten(2, 3)[:, :, :length]
+
+
+def torch_side(model: LlamaForCausalLM, input_vocab_size: int | None = None) -> Side:
+    pool, rows = _cache(model)
+    geometry = model.config.attention_geometry(SINGLE_RANK)
+    assert isinstance(geometry, AttentionGeometry)
+    backend = VanillaAttention(geometry, pool)
+    size = input_vocab_size or model.config.vocab_size
+    return Side(ModelEngine(model, backend, rows, size), pool)
+
+
+def network_side(
+    model: LlamaForCausalLM, network: Network, input_vocab_size: int | None = None
+) -> Side:
+    pool, rows = _cache(model)
+    draft = DraftNetwork(model.config, model.dtype, CPU, network)
+    size = input_vocab_size or model.config.vocab_size
+    return Side(NetworkEngine(draft, pool, rows, size), pool)
+
+
+def _cache(model: LlamaForCausalLM) -> tuple[KVPool, RowBuilder]:
+    num_pages = MAX_LEN // PAGE_SIZE
+    geometry = model.config.attention_geometry(SINGLE_RANK)
+    pool = KVPool(
+        geometry,
+        num_pages=1 + NUM_SLOTS * num_pages,
+        page_size=PAGE_SIZE,
+        dtype=model.dtype,
+        device=CPU,
+    )
+    pool.data.fill_(torch.nan)  # what nobody has written must not matter
+    table = BlockTable(SeqSlotManager(NUM_SLOTS), num_pages, CPU)
+    for slot in range(NUM_SLOTS):
+        table.write(slot, [1 + slot + NUM_SLOTS * i for i in range(num_pages)], 0)
+    table.flush()
+    return pool, RowBuilder(table, pool.num_pages, PAGE_SIZE, CPU)

@@ -1,0 +1,294 @@
+"""The TensorRT engine of the zoo's draft model: its definition, how it is built and kept, and how
+it runs on torch's memory, with a stand-in for the engine."""
+
+import ctypes
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorrt_rtx as trt
+import torch
+
+from tests.draft_network.network_interpreter import PACKAGE, InterpretedNetwork, interpret
+from tests.draft_network.step_pairs import CPU, MAX_LEN, PAGE_SIZE, load, network_side, torch_side
+from tests.draft_network.test_numbers import assert_close, assert_equal_steps
+from tllm_spec.draft_network import tensorrt_build
+from tllm_spec.draft_network.tensorrt_build import (
+    EngineLimits,
+    build,
+    define,
+    engine_file,
+    load_or_build,
+)
+from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
+from tllm_spec.draft_network.tensorrt_package import trt_logger
+from tllm_spec.models.llama import LlamaForCausalLM
+from tllm_spec.models.registry import load_model
+from tllm_spec.zoo.registry import resolve_model
+
+LIMITS = EngineLimits(max_batch_size=20, max_chunk=256, max_cached=MAX_LEN, page_size=PAGE_SIZE)
+TYPES = {torch.float32: trt.float32, torch.bfloat16: trt.bfloat16, torch.float16: trt.float16}
+
+
+def zoo_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    folder = resolve_model("zoo:llama-draft")
+    model = load_model(folder, dtype=dtype, device=CPU, max_positions=MAX_LEN)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_inputs_and_outputs_of_the_zoos_draft_network(dtype: torch.dtype) -> None:
+    builder = trt.Builder(trt_logger(trt))
+    network, _emitter = define(PACKAGE, builder, zoo_model(dtype))
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    own, heads = TYPES[dtype], ("keys.0", "values.0", "keys.1", "values.1")
+    assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in inputs} == {
+        "token_ids": ((-1, -1), trt.int64),
+        "positions": ((-1, -1), trt.int64),
+        "cached_rows": ((-1, -1), trt.int64),
+    } | dict.fromkeys(heads, ((-1, 1, 32), own))
+    assert {tensor.name: (tuple(tensor.shape), tensor.dtype) for tensor in outputs} == {
+        "logits": ((-1, 2048), own)
+    } | {f"new_{name}": ((-1, -1, 1, 32), own) for name in heads}
+
+
+def test_the_zoos_draft_network_builds_and_serialises() -> None:
+    model = zoo_model(torch.bfloat16)
+    weight_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    assert build(PACKAGE, model, LIMITS).nbytes > weight_bytes
+
+
+def test_profiles_cover_every_batch_size_once_and_then_the_chunks_of_prompts() -> None:
+    *windows, prompts = replace(LIMITS, max_batch_size=100).profiles
+    sizes = [(1, 1, 1), (2, 8, 8), (9, 64, 64), (65, 100, 100)]
+    assert [profile["batch"] for profile in windows] == sizes
+    assert {profile["window"] for profile in windows} == {(1, 1, 2)}
+    assert prompts["batch"] == (1, 1, 1) and prompts["window"] == (1, 256, 256)
+
+
+@dataclass
+class StandInContext:
+    """An execution context without a device: it interprets the network on the memory that it was
+    given."""
+
+    engine: "StandInEngine"
+    profile: int = -1
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    addresses: dict[str, int] = field(default_factory=dict)
+    num_shapes_set: int = 0
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert address % 256 == 0 and size == self.engine.device_memory_size_v2
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profile = profile
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        self.num_shapes_set += name == "token_ids"
+        if name == "token_ids":
+            ranges = LIMITS.profiles[self.profile]
+            sizes = zip(shape, (ranges["batch"], ranges["window"]), strict=True)
+            return all(low <= size <= high for size, (low, _, high) in sizes)
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self.engine.streams.append(stream)
+        definition = self.engine.definition
+        inputs = {
+            tensor.name: self._tensor(tensor, self.shapes[tensor.name])
+            for tensor in map(definition.get_input, range(definition.num_inputs))
+        }
+        results = interpret(definition, inputs)
+        for tensor in map(definition.get_output, range(definition.num_outputs)):
+            value = results[tensor.name]
+            self._tensor(tensor, tuple(value.shape)).copy_(value)
+        return True
+
+    def _tensor(self, declared: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        dtype = torch.int64 if declared.dtype == trt.int64 else torch.float32
+        size = torch.Size(shape).numel() * dtype.itemsize
+        memory = (ctypes.c_char * size).from_address(self.addresses[declared.name])
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class StandInEngine:
+    device_memory_size_v2 = 1000
+
+    def __init__(self, definition: Any) -> None:
+        self.definition = definition
+        self.contexts: list[StandInContext] = []
+        self.streams: list[int] = []
+
+    @property
+    def num_io_tensors(self) -> int:
+        return int(self.definition.num_inputs + self.definition.num_outputs)
+
+    def get_tensor_name(self, index: int) -> str:
+        number = self.definition.num_inputs
+        if index < number:
+            return str(self.definition.get_input(index).name)
+        return str(self.definition.get_output(index - number).name)
+
+    def get_tensor_mode(self, name: str) -> Any:
+        names = [self.get_tensor_name(index) for index in range(self.definition.num_inputs)]
+        return trt.TensorIOMode.INPUT if name in names else trt.TensorIOMode.OUTPUT
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        """The smallest shapes for all three."""
+        tensors = map(self.definition.get_input, range(self.definition.num_inputs))
+        [tensor] = [tensor for tensor in tensors if tensor.name == name]
+        sizes = {"batch": 1, "window": 1, "cached": PAGE_SIZE, "kv_rows": PAGE_SIZE}
+        names = [tensor.get_dimension_name(index) for index in range(len(tensor.shape))]
+        shape = [sizes.get(name, size) for name, size in zip(names, tensor.shape, strict=True)]
+        return [tuple(shape)] * 3
+
+    def create_execution_context(self, strategy: Any) -> StandInContext:
+        assert strategy == trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        self.contexts.append(StandInContext(self))
+        return self.contexts[-1]
+
+
+class StandInStream:
+    """CUDA streams without a device. Which waits for which is in `waits`."""
+
+    current: "StandInStream"
+
+    def __init__(self, *_: object) -> None:
+        self.cuda_stream = id(self)
+        self.waits: list[StandInStream] = []
+
+    def wait_stream(self, other: "StandInStream") -> None:
+        self.waits.append(other)
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def default_stream(monkeypatch: pytest.MonkeyPatch) -> StandInStream:
+    stream = StandInStream.current = StandInStream()
+    monkeypatch.setattr(torch.cuda, "Stream", StandInStream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: StandInStream.current)
+    return stream
+
+
+def test_an_engine_on_torchs_memory_gives_the_numbers_of_torch(
+    default_stream: StandInStream,
+) -> None:
+    interpreted = InterpretedNetwork(zoo_model())
+    engine = StandInEngine(interpreted.definition)
+    network = TensorRTNetwork(trt, (None, engine), LIMITS, CPU)
+    model = load(resolve_model("zoo:llama-draft"))
+    assert_equal_steps((torch_side(model), network_side(model, network)), 2048)
+    # Not on the default stream, but in its order.
+    assert set(engine.streams) == {default_stream.waits[0].cuda_stream}
+    assert len(default_stream.waits) == len(engine.streams)
+    # One context for windows of 3 requests, and one for prompts.
+    assert sorted(context.profile for context in engine.contexts) == [1, 3]
+
+
+def test_each_shape_of_a_captured_run_has_a_context_of_its_own(
+    default_stream: StandInStream,
+) -> None:
+    interpreted = InterpretedNetwork(zoo_model())
+    engine = StandInEngine(interpreted.definition)
+    network = TensorRTNetwork(trt, (None, engine), LIMITS, CPU)
+    model = load(resolve_model("zoo:llama-draft"))
+    sides = torch_side(model), network_side(model, network)
+    for side in sides:
+        side.read(0, [5, 6, 7])
+    StandInStream.current = capturing = StandInStream()
+    for tokens in ([[1, 2]], [[3]], [[1, 2]], [[3]]):
+        assert_close(*(side.step([0], [3], torch.tensor(tokens)) for side in sides))
+    assert engine.streams[1:] == [capturing.cuda_stream] * 4
+    assert [context.num_shapes_set for context in engine.contexts] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("is_capturable", [True, False])
+def test_a_package_that_can_be_asked_says_whether_runs_may_be_captured(
+    is_capturable: bool, default_stream: StandInStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tensorrt_rtx` is asked with the shapes of a window; `tensorrt` has no such question."""
+    engine = StandInEngine(InterpretedNetwork(zoo_model()).definition)
+    assert TensorRTNetwork(trt, (None, engine), LIMITS, CPU).may_be_captured
+    asked: list[dict[str, tuple[int, ...]]] = []
+
+    def answer(context: StandInContext, stream: int) -> bool:
+        asked.append(context.shapes)
+        return is_capturable
+
+    monkeypatch.setattr(StandInContext, "is_stream_capturable", answer, raising=False)
+    assert TensorRTNetwork(trt, (None, engine), LIMITS, CPU).may_be_captured == is_capturable
+    [shapes] = asked
+    assert shapes["token_ids"] == (1, 1) and shapes["keys.1"] == (8, 1, 32)
+
+
+class Runtime:
+    """Loads what `build` returned, but no other bytes."""
+
+    def __init__(self, logger: Any) -> None: ...
+
+    def deserialize_cuda_engine(self, serialised: bytes) -> object | None:
+        return "engine" if bytes(serialised) == b"built" else None
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineLimits]:
+    """What was built; engines are kept in a folder of the test."""
+    made: list[EngineLimits] = []
+
+    def stand_in(package: Any, model: LlamaForCausalLM, limits: EngineLimits) -> bytes:
+        made.append(limits)
+        return b"built"
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(trt, "Runtime", Runtime)
+    monkeypatch.setattr(tensorrt_build, "build", stand_in)
+    return made
+
+
+def test_an_engine_is_built_once_and_then_read_from_the_cache(builds: list[EngineLimits]) -> None:
+    for _ in range(2):
+        assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
+    assert builds == [LIMITS]
+
+
+def test_a_kept_engine_that_does_not_load_is_built_again(builds: list[EngineLimits]) -> None:
+    path = engine_file(PACKAGE, zoo_model(), LIMITS)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"broken")
+    assert load_or_build(PACKAGE, zoo_model(), LIMITS)[1] == "engine"
+    assert builds == [LIMITS] and path.read_bytes() == b"built"
+
+
+def test_other_weights_limits_types_and_targets_have_engines_of_their_own() -> None:
+    model = zoo_model()
+    changed = zoo_model()
+    changed.model.norm.weight[3] += 1
+    other_target = replace(PACKAGE, target=trt.ComputeCapability.SM120)
+    files = [
+        engine_file(PACKAGE, model, LIMITS),
+        engine_file(PACKAGE, changed, LIMITS),
+        engine_file(PACKAGE, zoo_model(torch.bfloat16), LIMITS),
+        engine_file(PACKAGE, model, replace(LIMITS, max_batch_size=21)),
+        engine_file(other_target, model, LIMITS),
+    ]
+    assert len(set(files)) == len(files) and files[0] == engine_file(PACKAGE, zoo_model(), LIMITS)
+
+
+def test_what_tensorrt_cannot_build_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FailingBuilder(trt.Builder):  # type: ignore[misc] # TensorRT has no types
+        def build_serialized_network(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(trt, "Builder", FailingBuilder)
+    with pytest.raises(ValueError, match=r"tensorrt_rtx 1\..* cannot build the draft model's"):
+        build(PACKAGE, zoo_model(), LIMITS)

@@ -1,0 +1,29 @@
+"""A draft model whose network runs outside torch, on torch's memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tllm_spec.models.config import ModelConfig
+
+
+class Network(Protocol):
+    """A network that `Decoder` has defined."""
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether a CUDA graph can hold a run."""
+
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """All tensors are contiguous and on the network's device; `outputs` have the right shapes
+        and are overwritten. On CUDA the run is in order with torch's current stream."""
+
+
+@dataclass(frozen=True)
+class DraftNetwork:
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    network: Network
