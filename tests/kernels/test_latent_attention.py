@@ -200,15 +200,21 @@ def test_joined_parts_equal_one_part() -> None:
 @only_with_the_compiler
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(
-    ("window", "heads", "dtype"),
-    [(1, 16, "bf16"), (2, 16, "bf16"), (4, 16, "bf16"), (8, 128, "bf16"), (1, 16, "fp32")],
+    ("window", "heads", "batch", "dtype"),
+    [
+        (1, 16, 256, "bf16"),
+        (2, 16, 256, "bf16"),
+        (4, 16, 8, "bf16"),
+        (8, 128, 1, "bf16"),
+        (1, 16, 1, "fp32"),
+    ],
 )
 def test_the_kernel_compiles_for_hopper_within_its_shared_memory(
-    window: int, heads: int, dtype: str, tree: bool
+    window: int, heads: int, batch: int, dtype: str, tree: bool
 ) -> None:
     from tllm_spec.kernels.latent_attention_triton import attention_kernel, reduction_kernel
 
-    shape = module._tile_shape(window * heads, 4 if dtype == "fp32" else 2)
+    shape = module._tile_shape(window * heads, batch, 132, 4 if dtype == "fp32" else 2)
     types = dict.fromkeys(("q_latent", "q", "layer", "output"), f"*{dtype}")
     types |= {"block_tables": "*i32", "kv_lens": "*i32", "log2_scale": "fp32"}
     types |= {"partials": "*fp32", "log_sums": "*fp32"}
