@@ -27,7 +27,6 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
-from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
@@ -178,7 +177,6 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
         engines.target.model.lm_head.shard,
         slots,
         state,
-        RowGroups(state),
         rejection=rejection,
         thresholds=thresholds,
         synthetic_rates=rates,

@@ -2,28 +2,47 @@
 token after noise, and only these are exchanged. Filters, penalties, masks, log probabilities and
 rejection need all logits, and gather them. The tokens are the same bit for bit."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.logprobs import LogprobRows
-from tllm_spec.executor.sampling.row_group import RowGroup
+from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
 from tllm_spec.executor.sampling.row_places import RowPlaces
 from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.choose_token import offer_token
 
 
+class ShardedRowGroups(RowGroups):
+    """A graph that does not sample with filters reads the temperatures, too: filters need all
+    logits, and temperatures do not."""
+
+    def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
+        group = super().of_slots(slots, window, sampled=True)
+        return replace(group, filtered=sampled)
+
+
 class ShardedSampler(Sampler):
-    """`Sampler` of logits `[R, V / ranks]`. Its other arguments are `Sampler`'s."""
+    """`Sampler` of logits `[R, V / ranks]`. Its other arguments are `Sampler`'s; the groups are
+    `ShardedRowGroups`."""
 
     def __init__(self, shard: VocabShard, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._shard = shard
         last = shard.first + shard.size
         self._ids = torch.arange(shard.first, last, device=self.slots.device)
+
+    def start(self, request: LlmRequest) -> None:
+        super().start(request)
+        if request.graph_samples and not request.rules.has_filters:
+            request.graph_samples = False  # see `ShardedRowGroups`
 
     def _needs_all(self, group: RowGroup) -> bool:
         return bool(
@@ -112,11 +131,13 @@ class ShardedDraftSampling(DraftSampling):
         return super().best(group, self._shard.gather(logits), positions, topk)
 
 
-def sampler_of(shard: VocabShard | None, *arguments: Any, **options: Any) -> Sampler:
-    """shard: of the target's logits; None: every rank has all of them."""
+def sampler_of(
+    shard: VocabShard | None, slots: SlotState, state: SamplingState, **options: Any
+) -> Sampler:
+    """shard: of the target's logits; None: every rank has all of them. options: `Sampler`'s."""
     if shard is None:
-        return Sampler(*arguments, **options)
-    return ShardedSampler(shard, *arguments, **options)
+        return Sampler(slots, state, RowGroups(state), **options)
+    return ShardedSampler(shard, slots, state, ShardedRowGroups(state), **options)
 
 
 def draft_sampling_of(
