@@ -27,8 +27,8 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
-from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.sharded_sampler import sampler_of
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -72,7 +72,7 @@ def build_executor(
     check_draft_backend(plan)
     engines = build_engines(plan)
     slots = SlotState(plan.slots, plan.shapes, plan.device)
-    sampler = _sampler(plan, slots)
+    sampler = _sampler(plan, slots, engines)
     speculation = build_speculation(plan.spec, _surroundings(plan, engines, slots, sampler))
     runner = RoundRunner(engines.target, sampler, speculation.round_end)
     num_threads = cpu_threads(engines.target.model)
@@ -160,7 +160,7 @@ def _surroundings(
     )
 
 
-def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
+def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
     state = SamplingState(plan.slots, plan.config.vocab_size, plan.device)
     rejection, rates, thresholds, relaxed = False, None, (1.0, 1.0), None
     if (spec := plan.spec) is not None:
@@ -173,10 +173,10 @@ def _sampler(plan: BuildPlan, slots: SlotState) -> Sampler:
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
             "nothing"
         )
-    return Sampler(
+    return sampler_of(
+        engines.target.model.lm_head.shard,
         slots,
         state,
-        RowGroups(state),
         rejection=rejection,
         thresholds=thresholds,
         synthetic_rates=rates,

@@ -64,6 +64,47 @@ def choose_draft(
     )
 
 
+def offer_token(
+    logits: torch.Tensor,
+    first: int,
+    ids: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The best value and its column of some columns of the logits, from `first` on: `[R, 2]` int32,
+    the value as the bits of a float32. As `choose_token`, or `choose_best` without a temperature.
+    ids `[V]` int64: token ids of the columns, which key the noise.
+
+    Column -1 with +inf where the row holds a NaN, and with -inf where it holds only that."""
+    if not logits.is_cuda:
+        return offer_token_reference(logits, first, ids, temperature, seeds, positions)
+    from tllm_spec.kernels.choose_token_triton import offer_token_triton
+
+    return offer_token_triton(logits, first, ids, temperature, seeds, positions)
+
+
+def offer_token_reference(
+    logits: torch.Tensor,
+    first: int,
+    ids: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Arguments and result of `offer_token`."""
+    values = logits.to(torch.float32)
+    if temperature is not None:
+        assert ids is not None and seeds is not None and positions is not None
+        noise = gumbel_noise(seeds, positions, int(ids.max()) + 1).index_select(1, ids)
+        drawn = values / temperature.unsqueeze(1) + noise
+        values = torch.where((temperature == 0).unsqueeze(1), values, drawn)
+    best, columns = values.max(dim=-1)
+    columns = torch.where(best > -torch.inf, columns + first, -1)
+    bits = best.nan_to_num(torch.inf, torch.inf, -torch.inf).view(torch.int32)
+    return torch.stack((bits, columns.to(torch.int32)), 1)
+
+
 def choose_token_reference(
     logits: torch.Tensor,
     temperature: torch.Tensor,

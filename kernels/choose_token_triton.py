@@ -37,13 +37,66 @@ def choose_token_triton(
 ) -> torch.Tensor:
     """See `choose_token`, or `choose_best` without a temperature, or `choose_draft` if `drafting`.
     All arguments may have a stride between rows."""
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    columns = temperature, seeds, positions
+    parts = _best_of_parts(logits, *columns, domain, cut, token_map)
+    _choose_among_parts[(len(logits),)](
+        *parts,
+        token_map,
+        chosen,
+        None,
+        0,
+        parts[0].shape[1],
+        triton.next_power_of_2(parts[0].shape[1]),
+        0 if drafting else -1,
+        **programmatic_launch(logits.device),
+        num_warps=1,
+    )
+    return chosen
+
+
+def offer_token_triton(
+    logits: torch.Tensor,
+    first: int,
+    ids: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `offer_token`. All arguments may have a stride between rows."""
+    offers = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device)
+    parts = _best_of_parts(logits, temperature, seeds, positions, 0, None, ids)
+    _choose_among_parts[(len(logits),)](
+        *parts,
+        None,
+        None,
+        offers,
+        first,
+        parts[0].shape[1],
+        triton.next_power_of_2(parts[0].shape[1]),
+        -1,
+        **programmatic_launch(logits.device),
+        num_warps=1,
+    )
+    return offers
+
+
+def _best_of_parts(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    domain: int,
+    cut: torch.Tensor | None,
+    token_map: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best value of each part of a row, and its token, `[R, parts]`."""
     assert logits.stride(1) == 1
     (num_rows, vocab_size), device = logits.shape, logits.device
     block = _BLOCK if temperature is not None or num_rows <= 16 else _LONG_BLOCK
     num_parts = triton.cdiv(vocab_size, block)
     part_values = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
     part_tokens = torch.empty((num_rows, num_parts), dtype=torch.int32, device=device)
-    chosen = torch.empty(num_rows, dtype=torch.int64, device=device)
     _choose_part[(num_rows, num_parts)](
         logits,
         logits.stride(0),
@@ -63,19 +116,7 @@ def choose_token_triton(
         **programmatic_launch(device),
         **_OPTIONS,
     )
-    width = triton.next_power_of_2(num_parts)
-    _choose_among_parts[(num_rows,)](
-        part_values,
-        part_tokens,
-        token_map,
-        chosen,
-        num_parts,
-        width,
-        0 if drafting else -1,
-        **programmatic_launch(device),
-        num_warps=1,
-    )
-    return chosen
+    return part_values, part_tokens
 
 
 def _stride(column: torch.Tensor | None) -> int:
@@ -190,18 +231,21 @@ def _choose_part(
     tl.store(part_tokens + index, token)
 
 
-@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["first", "num_parts"])  # type: ignore[untyped-decorator]  # triton has no types
 def _choose_among_parts(
     part_values: tl.tensor,
     part_tokens: tl.tensor,
     token_map: tl.tensor,
     chosen: tl.tensor,
+    offers: tl.tensor,
+    first: tl.tensor,
     num_parts: tl.tensor,
     width: tl.constexpr,
     nothing: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The best of a row's parts, mapped by `token_map`; `nothing` if it is NaN or -inf."""
+    """The best of a row's parts, mapped by `token_map`; `nothing` if it is NaN or -inf. With
+    `offers`, its value and its token, counted from `first`."""
     begin(PDL)
     row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, width)
     exists = parts < num_parts
@@ -211,7 +255,10 @@ def _choose_among_parts(
     token = tl.min(tl.where(values == best, tokens, 2147483647), axis=0)
     token = tl.where(best > float("-inf"), token, nothing)
     token = tl.maximum(token, nothing)  # the id of a NaN is -1
-    if token_map is not None:
+    if offers is not None:
+        tl.store(offers + 2 * row, best.to(tl.int32, bitcast=True))
+        tl.store(offers + 2 * row + 1, tl.where(token < 0, token, token + first).to(tl.int32))
+    elif token_map is not None:
         tl.store(chosen + row, tl.load(token_map + token))
     else:
         tl.store(chosen + row, token.to(tl.int64))

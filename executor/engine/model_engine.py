@@ -86,5 +86,10 @@ class ModelEngine:
         return self.compute_logits(self.forward([], windows)[width - 1 :: width])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` -> `[R, V]` in the model's dtype."""
+        """`[R, H]` -> `[R, V]` in the model's dtype, or this rank's columns."""
         return self.model.compute_logits(hidden)
+
+    def compute_all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, H]` -> `[R, V]` on every rank."""
+        logits, shard = self.model.compute_logits(hidden), self.model.lm_head.shard
+        return logits if shard is None else shard.gather(logits)

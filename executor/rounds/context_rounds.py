@@ -99,7 +99,7 @@ class ContextRounds:
         hidden = self._engine.forward(chunks, windows)
         vocab_size = self._engine.model.config.vocab_size
         collect_prompt_logprobs(
-            batch.context_requests, hidden, self._engine.compute_logits, vocab_size
+            batch.context_requests, hidden, self._engine.compute_all_logits, vocab_size
         )
         return hidden.index_select(0, wanted)
 

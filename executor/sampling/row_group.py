@@ -130,7 +130,9 @@ class RowGroups:
             group.parts = [
                 self._make(requests[first : first + size], window)
                 if requests
-                else self.of_slots(group.slots[first : first + size], window, sampled=group.mixed)
+                else self.of_slots(
+                    group.slots[first : first + size], window, sampled=group.filtered
+                )
                 for first in firsts
             ]
         return group.parts

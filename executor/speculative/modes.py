@@ -17,6 +17,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.row_group import RowGroups
 from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.sharded_sampler import draft_sampling_of
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.draft_kv import DraftKVManager
 from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
@@ -156,7 +157,8 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
         return _one_model(config, around)
     assert around.draft is not None
     engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
-    sampling = DraftSampling(around.sampler, _draws(config))
+    shard = engine.model.lm_head.shard if isinstance(engine, ModelEngine) else None
+    sampling = draft_sampling_of(shard, around.sampler, _draws(config))
     parts = kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
     drafter: ModelDrafter
     if config.drafts_trees:
@@ -196,7 +198,8 @@ def _worker_parts(
     """What `DraftWorker` is made of."""
     layers, slots = around.layers, around.slots
     assert layers is not None
-    sampling = DraftSampling(around.sampler, _draws(config), layers.net.token_map)
+    net = layers.net
+    sampling = draft_sampling_of(net.shard, around.sampler, _draws(config), net.token_map)
     backlog = DraftBacklog(layers, slots, around.max_num_tokens)
     return layers, slots, around.sampler.groups, sampling, backlog
 

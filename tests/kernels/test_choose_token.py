@@ -8,16 +8,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from tllm_spec.distributed.communicator import Communicator
+from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.kernels.choose_token import (
     choose_best,
     choose_draft,
     choose_draft_reference,
     choose_token,
     choose_token_reference,
+    offer_token,
 )
 from tllm_spec.kernels.gumbel import DRAFT_DOMAIN, TARGET_DOMAIN, gumbel_noise
 
@@ -315,6 +320,31 @@ def test_a_draft_is_always_a_valid_token(run: Run) -> None:
         assert choose_draft(logits, own).tolist() == expected
         found = run("choose_token_triton", logits, token_map=own, drafting=True)
         assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_best_of_all_ranks_offers_is_the_choice_among_all_columns(
+    run: Run, number: int, drawn: bool
+) -> None:
+    """With ties within and between ranks, and rows with NaN, +inf and only -inf."""
+    logits = random_logits(8, 2048)
+    logits[1, [5, 700, 1500]] = 20.0
+    logits[2, 9], logits[2, 1700] = INF, NAN
+    logits[3], logits[4, :1024] = -INF, -INF
+    logits[5, [1023, 1024]] = INF
+    temperature = torch.tensor([0.7, 0.0, 1.0, 3.0, 0.3, 2.0, 100.0, 0.0])
+    keyed = (temperature, *keys()) if drawn else ()
+    expected = choose_token_reference(logits, *keyed) if drawn else choose_best(logits)
+    size, offered = 2048 // number, list[torch.Tensor]()
+    for rank in range(number):
+        own, ids = logits[:, rank * size : (rank + 1) * size], torch.arange(2048)
+        arguments = own, rank * size, ids[rank * size : (rank + 1) * size], *keyed
+        offered.append(run("offer_token_triton", *arguments))
+        assert torch.equal(offered[-1], offer_token(*arguments))
+    gathering = SimpleNamespace(all_gather=lambda offers: torch.cat(offered, 1))
+    shard = VocabShard(cast(Communicator, gathering), 0, size)
+    assert torch.equal(shard.best(offered[0]), expected)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.linear import OutputLinear
 from tllm_spec.models.module import Module
 
 
@@ -15,6 +16,7 @@ class CausalLM(Module, ABC):
     `torch.inference_mode()`."""
 
     config: ModelConfig
+    lm_head: OutputLinear
 
     @property
     def dtype(self) -> torch.dtype:
@@ -34,7 +36,8 @@ class CausalLM(Module, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32."""
+        """`[R, H]` to `[R, vocab_size]`, in the model's dtype; the sampler converts to float32.
+        Where the output layer is sharded, to this rank's columns, `lm_head.shard`."""
 
     def parameter_name(self, name: str) -> str:
         """The checkpoint's tensor `name` without a prefix that the modules here do not have."""

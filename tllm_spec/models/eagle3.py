@@ -34,7 +34,7 @@ class BorrowedModules:
     and its parameters do not include them."""
 
     embed_tokens: Embedding
-    lm_head: Linear
+    lm_head: OutputLinear
 
     @classmethod
     def of(cls, target: CausalLM, *, tied: bool, placement: Placement) -> "BorrowedModules":
@@ -43,7 +43,7 @@ class BorrowedModules:
             target.get_submodule("model.embed_tokens"),
             target.get_submodule("lm_head"),
         )
-        assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, Linear)
+        assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, OutputLinear)
         if tied and lm_head.weight is not embed_tokens.weight:
             rows, columns = embed_tokens.weight.shape
             lm_head = OutputLinear(columns, rows, placement=placement, tied=embed_tokens.weight)
@@ -216,9 +216,13 @@ class Eagle3Head(Module):
         return self.norm.forward(total) if self.config.norm_output and len(total) else total
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`."""
-        lm_head = self.borrowed.lm_head if self.lm_head is None else self.lm_head
-        return lm_head.forward(hidden, None if self.config.norm_output else self.norm)
+        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""
+        return self.output.forward(hidden, None if self.config.norm_output else self.norm)
+
+    @property
+    def output(self) -> OutputLinear:
+        """The head's own output layer, or the target's."""
+        return self.borrowed.lm_head if self.lm_head is None else self.lm_head
 
 
 def load_eagle3_head(

@@ -1,6 +1,6 @@
 """Linear layers of one tensor-parallel rank, and the checkpoint tensors that they fuse.
 
-Each holds one rank's shard. Row-parallel layers sum over the ranks, and the output layer gathers.
+Each holds one rank's shard. Row-parallel layers sum over the ranks.
 """
 
 import platform
@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.kernels.batch_invariant_linear import batch_invariant_linear
 from tllm_spec.kernels.silu_and_mul import silu_and_mul
 from tllm_spec.kernels.small_m_gemm import serves, small_m_gemm
@@ -153,8 +154,8 @@ class ColumnLinear(Linear):
 
 
 class OutputLinear(ColumnLinear):
-    """A column-parallel output layer, of which every rank gets all logits. `tied`: an embedding,
-    whose weight it shares; every rank has all of that."""
+    """A column-parallel output layer. `shard`: the logits that this rank has; None: all of them.
+    `tied`: an embedding, whose weight it shares; every rank has all of that."""
 
     def __init__(
         self,
@@ -172,10 +173,10 @@ class OutputLinear(ColumnLinear):
         super().__init__(
             in_features, {"lm_head": out_features}, bias=False, placement=placement, weight=weight
         )
-
-    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """`[R, H]` to `[R, V]`, of `norm(x)` if there is a norm."""
-        return self.communicator.all_gather(super().forward(x, norm))
+        self.shard: VocabShard | None = None
+        if mapping.tp_size > 1:
+            size = self.parts["lm_head"]
+            self.shard = VocabShard(placement.communicator, size * mapping.tp_rank, size)
 
 
 class RowLinear(Linear):

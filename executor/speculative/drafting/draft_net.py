@@ -10,6 +10,7 @@ import torch
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.spec_metadata import SpecMetadata
+from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
@@ -24,13 +25,15 @@ class DraftNet(ABC):
 
     `reads_tokens_only`: what it has missed can be read later, from tokens. `has_one_layer`: rows
     that are not wanted need no attention. `vocab_size` is that of the logits; `token_map`
-    `[vocab_size]` has the target's ids of a reduced vocabulary."""
+    `[vocab_size]` has the target's ids of a reduced vocabulary. `shard`: this rank's columns of the
+    logits; None: all."""
 
     shift: int
     reads_tokens_only: bool
     has_one_layer: bool
     vocab_size: int
     token_map: torch.Tensor | None = None
+    shard: VocabShard | None = None
 
     @abstractmethod
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
@@ -66,7 +69,7 @@ class DraftNet(ABC):
 
     @abstractmethod
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:
-        """`[R, H]` -> `[R, vocab_size]` in the network's dtype."""
+        """`[R, H]` -> `[R, vocab_size]` in the network's dtype, or the columns of `shard`."""
 
 
 class Eagle3Net(DraftNet):
@@ -81,6 +84,7 @@ class Eagle3Net(DraftNet):
         self.has_one_layer = head.config.num_layers == 1
         self.vocab_size = head.config.output_size
         self.token_map = head.draft_to_target
+        self.shard = head.output.shard
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
         return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
@@ -122,6 +126,7 @@ class NextnNet(DraftNet):
         self.modules = modules
         self._spec = spec
         self.vocab_size = modules.config.vocab_size
+        self.shard = modules.target.lm_head.shard
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
         return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
@@ -162,6 +167,7 @@ class CausalNet(DraftNet):
         self._model = model
         self.has_one_layer = model.config.num_layers == 1
         self.vocab_size = model.config.vocab_size
+        self.shard = model.lm_head.shard
         self._clamps = input_vocab_size > self.vocab_size
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:

@@ -1,0 +1,149 @@
+"""Sampling from an output layer that is sharded by columns. Each rank offers its best value and
+token after noise, and only these are exchanged. Filters, penalties, masks, log probabilities and
+rejection need all logits, and gather them. The tokens are the same bit for bit."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.executor.batch import SampledTokens
+from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.sampling.draft_sampling import DraftSampling
+from tllm_spec.executor.sampling.logprobs import LogprobRows
+from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
+from tllm_spec.executor.sampling.row_places import RowPlaces
+from tllm_spec.executor.sampling.sampler import Sampler
+from tllm_spec.executor.sampling.state import SamplingState
+from tllm_spec.kernels.choose_token import offer_token
+
+
+class ShardedRowGroups(RowGroups):
+    """A graph that does not sample with filters reads the temperatures, too: filters need all
+    logits, and temperatures do not."""
+
+    def of_slots(self, slots: torch.Tensor, window: int, *, sampled: bool) -> RowGroup:
+        group = super().of_slots(slots, window, sampled=True)
+        return replace(group, filtered=sampled)
+
+
+class ShardedSampler(Sampler):
+    """`Sampler` of logits `[R, V / ranks]`. Its other arguments are `Sampler`'s; the groups are
+    `ShardedRowGroups`."""
+
+    def __init__(self, shard: VocabShard, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._shard = shard
+        last = shard.first + shard.size
+        self._ids = torch.arange(shard.first, last, device=self.slots.device)
+
+    def start(self, request: LlmRequest) -> None:
+        super().start(request)
+        if request.graph_samples and not request.rules.has_filters:
+            request.graph_samples = False  # see `ShardedRowGroups`
+
+    def _needs_all(self, group: RowGroup) -> bool:
+        return bool(
+            self.rejection
+            or self._relaxed is not None
+            or group.filtered
+            or group.is_edited
+            or group.with_logprobs
+            or group.guided_rows is not None
+        )
+
+    def _sample(
+        self,
+        group: RowGroup,
+        logits: torch.Tensor,
+        places: RowPlaces,
+        draft_probs: torch.Tensor | None,
+        logprobs: LogprobRows,
+    ) -> SampledTokens:
+        if self._needs_all(group):
+            logits = self._shard.gather(logits)
+        return super()._sample(group, logits, places, draft_probs, logprobs)
+
+    def _choose(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
+        if logits.shape[1] == self.state.vocab_size:
+            return super()._choose(group, logits, places)
+        first, sampled = self._shard.first, group.sampled
+        if sampled is None:
+            return self._shard.best(offer_token(logits, first))
+        assert group.sampled_parameters is not None
+        offers = offer_token(
+            sampled.take(logits),
+            first,
+            self._ids,
+            group.sampled_parameters.column("temperature").squeeze(1),
+            group.sampled_parameters.integer("seed"),
+            places.positions(group.window, sampled.requests),
+        )
+        if sampled.rows is not None:
+            offers = sampled.put(offer_token(logits, first), offers)
+        return self._shard.best(offers)
+
+
+class ShardedDraftSampling(DraftSampling):
+    """`DraftSampling` of logits `[N, V_draft / ranks]`. `token_map` has the target's ids of all
+    columns."""
+
+    def __init__(
+        self, shard: VocabShard, sampler: Sampler, mode: str, token_map: torch.Tensor | None
+    ) -> None:
+        super().__init__(sampler, mode, token_map)
+        self._shard = shard
+        # Columns that no target token has must not be offered.
+        self._always_gathers = self.keeps_probs or shard.num_columns > sampler.state.vocab_size
+        last = shard.first + shard.size
+        ids = torch.arange(shard.first, last, device=sampler.slots.device)
+        self._ids = ids if token_map is None else token_map[shard.first : last].contiguous()
+
+    def choose(
+        self, group: RowGroup, step: int, logits: torch.Tensor, first: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        sampled = None if self._mode == "greedy" else group.sampled
+        if self._always_gathers or (sampled is not None and group.filtered):
+            return super().choose(group, step, self._shard.gather(logits), first)
+        if sampled is None:
+            offers = offer_token(logits, self._shard.first)
+        else:
+            assert group.sampled_parameters is not None
+            parameters = group.sampled_parameters.every(group.window)
+            offers = offer_token(
+                sampled.take_requests(logits),
+                self._shard.first,
+                self._ids,
+                parameters.column("temperature").squeeze(1),
+                parameters.integer("seed"),
+                sampled.take_requests(first) + step,
+            )
+            if sampled.requests is not None:
+                greedy = offer_token(logits, self._shard.first)
+                offers = sampled.put_requests(greedy, offers)
+        return self._target_ids(self._shard.best(offers).clamp_min(0)), None
+
+    def best(
+        self, group: RowGroup, logits: torch.Tensor, positions: torch.Tensor, topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().best(group, self._shard.gather(logits), positions, topk)
+
+
+def sampler_of(
+    shard: VocabShard | None, slots: SlotState, state: SamplingState, **options: Any
+) -> Sampler:
+    """shard: of the target's logits; None: every rank has all of them. options: `Sampler`'s."""
+    if shard is None:
+        return Sampler(slots, state, RowGroups(state), **options)
+    return ShardedSampler(shard, slots, state, ShardedRowGroups(state), **options)
+
+
+def draft_sampling_of(
+    shard: VocabShard | None, sampler: Sampler, mode: str, token_map: torch.Tensor | None = None
+) -> DraftSampling:
+    """shard: of the draft model's logits, as above."""
+    if shard is None:
+        return DraftSampling(sampler, mode, token_map)
+    return ShardedDraftSampling(shard, sampler, mode, token_map)

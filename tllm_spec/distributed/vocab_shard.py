@@ -1,0 +1,37 @@
+"""The columns of logits that one rank has, and two ways to a token of all columns: gather them, or
+exchange each rank's best one."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.distributed.communicator import Communicator
+
+MAX_TOKEN = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns from `first` on, as many as every rank has: `size`."""
+
+    communicator: Communicator
+    first: int
+    size: int
+
+    @property
+    def num_columns(self) -> int:
+        """Of all ranks."""
+        return self.size * self.communicator.mapping.tp_size
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[R, size]` to `[R, num_columns]`."""
+        return self.communicator.all_gather(logits)
+
+    def best(self, offers: torch.Tensor) -> torch.Tensor:
+        """The best column of all ranks' offers `[R, 2]` int32 (`offer_token`), `[R]` int64: 8 bytes
+        are sent for each row. Ties go to the lowest column; -1 if a rank offers a NaN, or none
+        offers a number."""
+        both = self.communicator.all_gather(offers).view(len(offers), -1, 2)
+        values = both[..., 0].contiguous().view(torch.float32)
+        is_best = values == values.amax(1, keepdim=True)
+        return torch.where(is_best, both[..., 1], MAX_TOKEN).amin(1).long()
