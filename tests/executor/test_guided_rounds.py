@@ -9,7 +9,7 @@ import pytest
 
 from tests.executor.draft_caches import SMALL_POOL
 from tests.executor.draft_graphs import assert_same, captures_without_a_device
-from tests.executor.graph_rounds import MODES, speculate, with_graphs
+from tests.executor.graph_rounds import MODES, on_cuda, speculate, with_graphs
 from tests.executor.guided_rounds import (
     assert_grammatical,
     events_of,
@@ -133,7 +133,8 @@ def replays_of(table: Any) -> int:
 def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
     tiny: Path, tiny_draft: Path, head: Path, depth: list[int], mode: str, has_graphs: bool
 ) -> None:
-    options = speculate(tiny_draft, head, mode) | SMALL_POOL | {"max_batch_size": 8, "max_num_tokens": 80}
+    options = speculate(tiny_draft, head, mode) | SMALL_POOL
+    options |= {"max_batch_size": 8, "max_num_tokens": 80}
     lengths = {0, 1, 2, 3} if mode != "plain" else {0}
     harness = with_graphs(tiny, (1, 2, 4), lengths, **options) if has_graphs else None
     harness = harness or Harness(tiny, **options)
@@ -186,4 +187,20 @@ def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
     assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
     assert not any(requests[i].error for i in others)
     assert {len(harness.responses[r.request_id]) for r in requests} == {1}
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_guided_text_is_that_without_graphs_and_overlap(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    speculation = speculate(tiny_draft, head, mode)
+    harness = on_cuda(tiny, list(SIZES), **speculation)
+    eager = on_cuda(tiny, None, **speculation, **NO_OVERLAP)
+    ours, theirs = submit_guided(harness), submit_guided(eager)
+    harness.run()
+    eager.run()
+    assert_same(ours, theirs)
+    assert_grammatical(ours)
     assert all_pages_are_back(harness.executor)
