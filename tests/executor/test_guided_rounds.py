@@ -3,6 +3,7 @@ round before, then masks are filled, then the rest is launched. The text is that
 
 from itertools import chain
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.transfer import ToHost
+from tllm_spec.executor.sampling import grammar_masks
 from tllm_spec.grammar_state import GrammarState
 
 SIZES = (1, 4, 8)
@@ -159,7 +161,7 @@ def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
+def test_masks_of_many_requests_are_filled_in_threads(
     tiny: Path,
     tiny_draft: Path,
     head: Path,
@@ -167,6 +169,38 @@ def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
     monkeypatch: pytest.MonkeyPatch,
     has_graphs: bool,
 ) -> None:
+    options = speculate(tiny_draft, head, "eagle3")
+    alone = Harness(tiny, **options)
+    expected = submit_guided(alone)
+    alone.run()
+    monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2)
+    harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
+    harness = harness or Harness(tiny, **options)
+    threads, fill = set[str](), GrammarState.fill
+
+    def watched(*arguments: Any) -> None:
+        threads.add(current_thread().name[:13])
+        fill(*arguments)
+
+    monkeypatch.setattr(GrammarState, "fill", watched)
+    requests = submit_guided(harness)
+    harness.run()
+    assert_same(requests, expected)
+    assert threads == {"tllm-grammars", current_thread().name}
+
+
+@pytest.mark.parametrize("in_threads", [False, True])
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
+    tiny: Path,
+    tiny_draft: Path,
+    head: Path,
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    has_graphs: bool,
+    in_threads: bool,
+) -> None:
+    monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2 if in_threads else 100)
     options = speculate(tiny_draft, head, "eagle3")
     harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
     harness, alone = harness or Harness(tiny, **options), Harness(tiny, **options)
