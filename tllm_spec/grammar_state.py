@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,8 +66,14 @@ class DraftNodes:
 
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftNodes:
-        import torch
+        return cls(tokens, *_chain(len(tokens)))
 
-        first_child = torch.arange(1, len(tokens) + 1)
-        first_child[-1] = -1
-        return cls(tokens, first_child, torch.full_like(first_child, -1))
+
+@lru_cache(maxsize=64)
+def _chain(length: int) -> tuple[Tensor, Tensor]:
+    """First child and next sibling of a chain's nodes."""
+    import torch
+
+    first_child = torch.arange(1, length + 1)
+    first_child[-1] = -1
+    return first_child, torch.full_like(first_child, -1)

@@ -8,7 +8,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -27,6 +27,7 @@ from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import DraftCounters, LlmRequest, RequestState
 from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.rounds.transfer import ToHost
+from tllm_spec.grammar_state import GrammarState
 from tllm_spec.models.linear import Linear
 from tllm_spec.sampling_params import SamplingParams
 
@@ -98,14 +99,26 @@ class Rounds:
     def has_graphs(self) -> bool:
         return self.executor.parts.runner.graphs is not None
 
-    def start(self, batch_size: int, prompt_len: int, **params: Any) -> None:
+    def start(
+        self,
+        batch_size: int,
+        prompt_len: int,
+        grammars: Sequence[GrammarState] = (),
+        **params: Any,
+    ) -> None:
         """Replaces what runs by `batch_size` requests with random prompts, prefilled and warm.
 
-        `params`: SamplingParams of the last request; the others are greedy."""
+        `params`: SamplingParams of the last request; the others are greedy. `grammars`: of the
+        first requests."""
         self.stop()
         max_tokens = self.built.max_seq_len - prompt_len
-        self.requests = self.put(batch_size - 1, prompt_len, max_tokens) if batch_size > 1 else []
-        self.requests += self.put(1, prompt_len, max_tokens, **params)
+        self.requests = [
+            self._request(next(self._ids), prompt_len, max_tokens, grammar)
+            for grammar in [*grammars, *[None] * (batch_size - len(grammars))]
+        ]
+        if params:
+            self.requests[-1:] = [self._request(next(self._ids), prompt_len, max_tokens, **params)]
+        self.built.queue.put(self.requests)
         while not all(request.state is RequestState.GENERATION for request in self.requests):
             self.executor.step()
         self.run(WARM_UP_ROUNDS)
@@ -188,7 +201,12 @@ class Rounds:
         return events
 
     def _request(
-        self, request_id: int, prompt_len: int, max_tokens: int, **params: Any
+        self,
+        request_id: int,
+        prompt_len: int,
+        max_tokens: int,
+        grammar: GrammarState | None = None,
+        **params: Any,
     ) -> LlmRequest:
         vocab_size, draft_len = self.built.model_config.vocab_size, self.built.max_draft_len
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
@@ -202,6 +220,7 @@ class Rounds:
             arrival=request_id,
             max_tokens=max_tokens,
             draft_limit=draft_len,
+            grammar=grammar,
             counters=DraftCounters(draft_len),
         )
 

@@ -59,7 +59,9 @@ class DecodeRounds:
         forwards.capture({replace(key, sampled=False) for key in keys})
         self._masks.make_room(num_rows)
         tails = graphs.for_same_results(self._tail)
-        tails.capture(keys)
+        # A forward begins with the dummy slot empty, but no tail does.
+        tails.capture(keys, lambda key: self._step.sampler.slots.reset_dummy())
+        self._step.sampler.slots.reset_dummy()
         self.graphs, self.forward_graphs, self.tails = graphs, forwards, tails
         return graphs
 

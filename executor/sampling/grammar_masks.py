@@ -5,6 +5,7 @@ where plain decoding would choose it. The drafts are sent to the host before the
 launched. While it runs, the host reads the round before and fills the masks."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from time import perf_counter
 
 import torch
@@ -19,6 +20,9 @@ from tllm_spec.kernels.token_mask import mask_tokens
 
 # All requests wait meanwhile, so a request whose grammar takes longer fails.
 MAX_FILL_SECONDS = 1.0
+NUM_THREADS = 4
+MIN_FOR_THREADS = 16  # requests; the masks of fewer take less time than a forward
+ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
 
 
 class GrammarMasks:
@@ -35,7 +39,8 @@ class GrammarMasks:
         self._windows: ToHost | None = None
         self._drafts: list[torch.Tensor] = []
         self._index: dict[int, int] = {}  # of the round's windows, by request id
-        self._culprit: LlmRequest | None = None
+        self._unfilled: set[LlmRequest] = set()  # begun, and broken off by an exception
+        self._threads: ThreadPoolExecutor | None = None
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
         self.read_rounds: Callable[[], None] = lambda: None
         self.limits_time = True
@@ -76,10 +81,10 @@ class GrammarMasks:
         mask_tokens(logits, *self._parts(self._for_graphs, len(logits)))
 
     def blame(self) -> list[LlmRequest] | None:
-        """After an exception: the request whose grammar caused it; None if it was not raised
+        """After an exception: the requests whose grammars caused it; None if it was not raised
         here."""
-        culprit, self._culprit = self._culprit, None
-        return None if culprit is None else [culprit]
+        culprits, self._unfilled = list(self._unfilled), set()
+        return culprits or None
 
     def _parts(self, numbers: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_masks = (len(numbers) - num_rows) // self._num_words
@@ -90,36 +95,62 @@ class GrammarMasks:
         """On the host, for that many rows. A request that has ended needs no masks."""
         if any(request.grammar and request.tokens_in_flight for request in requests):
             self.read_rounds()
-        guided = [
-            (index, request)
+        guided = {
+            index: request
             for index, request in enumerate(requests)
             if request.grammar is not None and not request.is_finished
-        ]
+        }
         size = num_rows + len(guided) * window * self._num_words
         is_pinned = self._slots.device.type == "cuda"
-        filled = torch.full((size,), -1, dtype=torch.int32, pin_memory=is_pinned)
+        filled = torch.empty(size, dtype=torch.int32, pin_memory=is_pinned)
         mask_of_row, masks = self._parts(filled, num_rows)
-        for number, (index, request) in enumerate(guided):
+        numbers = [-1] * num_rows
+        for number, index in enumerate(guided):
             first = number * window
-            mask_of_row[index * window :][:window] = torch.arange(first, first + window)
-            self._fill_one(request, window, masks[first : first + window])
+            numbers[index * window : (index + 1) * window] = range(first, first + window)
+        mask_of_row.copy_(torch.tensor(numbers, dtype=torch.int32))
+        if guided:
+            self._fill_all(list(guided.values()), masks.split(window))
         return filled
 
-    def _fill_one(self, request: LlmRequest, window: int, masks: torch.Tensor) -> None:
+    def _fill_all(self, guided: list[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
+        """In threads, where there are many: xgrammar works without Python's lock."""
+        self._receive_windows()
+        number = NUM_THREADS if len(guided) >= MIN_FOR_THREADS else 1
+        work = [(guided[i::number], masks[i::number]) for i in range(number)]
+        if number == 1:
+            self._fill_some(*work[0])
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(NUM_THREADS, "tllm-grammars")
+        running = [self._threads.submit(self._fill_some, *each) for each in work]
+        wait(running)
+        for each in running:
+            each.result()
+
+    @torch.inference_mode()
+    def _fill_some(self, guided: Sequence[LlmRequest], masks: Sequence[torch.Tensor]) -> None:
+        for request, own in zip(guided, masks, strict=True):
+            self._unfilled.add(request)
+            self._fill_one(request, own)
+            self._unfilled.remove(request)
+
+    def _fill_one(self, request: LlmRequest, masks: torch.Tensor) -> None:
         assert request.grammar is not None
-        self._culprit, start = request, perf_counter()
+        start = perf_counter()
         request.grammar.read(request.tokens, request.prompt_len)
-        request.grammar.fill(self._nodes(request, window), masks)
+        request.grammar.fill(self._nodes(request, len(masks)), masks.fill_(-1))
         if perf_counter() - start > MAX_FILL_SECONDS and self.limits_time:
             raise ValueError(f"its grammar takes more than {MAX_FILL_SECONDS} seconds a token")
-        self._culprit = None
+
+    def _receive_windows(self) -> None:
+        if self._windows is not None:
+            self._drafts, self._windows = self._windows.wait(), None
 
     def _nodes(self, request: LlmRequest, window: int) -> DraftNodes:
         """The request's window, without padding after the proposed drafts."""
         if window == 1:
-            return DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
-        if self._windows is not None:
-            self._drafts, self._windows = self._windows.wait(), None
+            return ROOT
         windows, *parents = self._drafts
         index = self._index[request.request_id]
         if parents:

@@ -3,13 +3,14 @@ round before, then masks are filled, then the rest is launched. The text is that
 
 from itertools import chain
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import pytest
 
 from tests.executor.draft_caches import SMALL_POOL
 from tests.executor.draft_graphs import assert_same, captures_without_a_device
-from tests.executor.graph_rounds import MODES, speculate, with_graphs
+from tests.executor.graph_rounds import MODES, on_cuda, speculate, with_graphs
 from tests.executor.guided_rounds import (
     assert_grammatical,
     events_of,
@@ -24,6 +25,7 @@ from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.transfer import ToHost
+from tllm_spec.executor.sampling import grammar_masks
 from tllm_spec.grammar_state import GrammarState
 
 SIZES = (1, 4, 8)
@@ -133,9 +135,8 @@ def replays_of(table: Any) -> int:
 def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
     tiny: Path, tiny_draft: Path, head: Path, depth: list[int], mode: str, has_graphs: bool
 ) -> None:
-    options = (
-        speculate(tiny_draft, head, mode) | SMALL_POOL | {"max_batch_size": 8, "max_num_tokens": 80}
-    )
+    options = speculate(tiny_draft, head, mode) | SMALL_POOL
+    options |= {"max_batch_size": 8, "max_num_tokens": 80}
     lengths = {0, 1, 2, 3} if mode != "plain" else {0}
     harness = with_graphs(tiny, (1, 2, 4), lengths, **options) if has_graphs else None
     harness = harness or Harness(tiny, **options)
@@ -160,7 +161,7 @@ def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
+def test_masks_of_many_requests_are_filled_in_threads(
     tiny: Path,
     tiny_draft: Path,
     head: Path,
@@ -168,6 +169,38 @@ def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
     monkeypatch: pytest.MonkeyPatch,
     has_graphs: bool,
 ) -> None:
+    options = speculate(tiny_draft, head, "eagle3")
+    alone = Harness(tiny, **options)
+    expected = submit_guided(alone)
+    alone.run()
+    monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2)
+    harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
+    harness = harness or Harness(tiny, **options)
+    threads, fill = set[str](), GrammarState.fill
+
+    def watched(*arguments: Any) -> None:
+        threads.add(current_thread().name[:13])
+        fill(*arguments)
+
+    monkeypatch.setattr(GrammarState, "fill", watched)
+    requests = submit_guided(harness)
+    harness.run()
+    assert_same(requests, expected)
+    assert threads == {"tllm-grammars", current_thread().name}
+
+
+@pytest.mark.parametrize("in_threads", [False, True])
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
+    tiny: Path,
+    tiny_draft: Path,
+    head: Path,
+    depth: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    has_graphs: bool,
+    in_threads: bool,
+) -> None:
+    monkeypatch.setattr(grammar_masks, "MIN_FOR_THREADS", 2 if in_threads else 100)
     options = speculate(tiny_draft, head, "eagle3")
     harness = with_graphs(tiny, SIZES, {0, 3}, **options) if has_graphs else None
     harness, alone = harness or Harness(tiny, **options), Harness(tiny, **options)
@@ -188,4 +221,20 @@ def test_a_grammar_that_takes_too_long_in_a_round_fails_its_own_request_only(
     assert [output_of(requests[i]) for i in others] == [output_of(expected[i]) for i in others]
     assert not any(requests[i].error for i in others)
     assert {len(harness.responses[r.request_id]) for r in requests} == {1}
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_guided_text_is_that_without_graphs_and_overlap(
+    tiny: Path, tiny_draft: Path, head: Path, mode: str
+) -> None:
+    speculation = speculate(tiny_draft, head, mode)
+    harness = on_cuda(tiny, list(SIZES), **speculation)
+    eager = on_cuda(tiny, None, **speculation, **NO_OVERLAP)
+    ours, theirs = submit_guided(harness), submit_guided(eager)
+    harness.run()
+    eager.run()
+    assert_same(ours, theirs)
+    assert_grammatical(ours)
     assert all_pages_are_back(harness.executor)
