@@ -167,6 +167,9 @@ class StreamedText:
         """The text that may be shown after `token_ids`, without what was shown before."""
         self._num_tokens += len(token_ids)
         piece = self._piece(token_ids, by_token=self._has_stops or self._wants_begins)
+        if not self._has_stops:
+            self._num_chars_shown += len(piece)
+            return piece
         self._matcher.feed(piece)
         ready = self._held + piece
         split = len(ready) - self._matcher.num_held()

@@ -14,6 +14,7 @@ from tests.server.raw_client import completion, connect, head, read_until, statu
 from tllm_spec.server import guard
 from tllm_spec.server.options import ServerOptions
 
+CHAT = [{"role": "user", "content": "a"}]
 PATH = "/v1/completions"
 
 
@@ -178,6 +179,40 @@ def test_a_request_that_no_empty_server_would_take_is_a_mistake() -> None:
         response = httpx.post(f"{host.url}{PATH}", json=body)
         assert response.status_code == 400
         assert "send several requests" in response.json()["error"]["message"]
+
+
+def test_a_client_that_has_its_share_is_told_to_come_again() -> None:
+    with serving(max_client_choices=2) as host:
+        url, body = f"{host.url}{PATH}", {"model": "fake", "prompt": "a"}
+        slow = body | {"prompt": SLOW_PROMPT, "stream": True}
+        with httpx.stream("POST", url, json=slow, timeout=60) as response:
+            lines = response.iter_lines()  # httpx hangs up when this is collected
+            assert next(lines).startswith("data: ")
+            refused = httpx.post(url, json=body | {"n": 2})
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert httpx.post(url, json=body).status_code == 200
+        wait_for(lambda: host.llm.aborted == {0})
+        wait_for(lambda: httpx.post(url, json=body | {"n": 2}).status_code == 200)
+        assert httpx.post(url, json=body | {"n": 3}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_request_for_more_tokens_than_its_budget_is_a_mistake(path: str) -> None:
+    prompt = {"prompt": "a"} if path == "completions" else {"messages": CHAT}
+    with serving(max_request_tokens=60) as host:
+        url, body = f"{host.url}/v1/{path}", {"model": "fake", **prompt}
+        assert httpx.post(url, json=body | {"n": 3, "max_tokens": 20}).status_code == 200
+        refused = httpx.post(url, json=body | {"n": 3, "max_tokens": 21})
+        assert refused.status_code == 400
+        assert "3 choices of 21 tokens" in refused.json()["error"]["message"]
+        assert httpx.post(url, json=body | {"n": 61}).status_code == 400
+
+
+def test_a_chat_without_max_tokens_has_its_part_of_the_budget() -> None:
+    with serving(max_request_tokens=60) as host:
+        body = {"model": "fake", "messages": CHAT, "n": 2}
+        assert httpx.post(f"{host.url}/v1/chat/completions", json=body).status_code == 200
+        assert host.llm.sampling[-1].max_tokens == 30
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -34,6 +34,18 @@ SERVER_CLICK_OPTIONS = (
         help="Choices that may wait for a place in the batch. More are answered with 429.",
     ),
     click.option(
+        "--max_client_choices",
+        type=click.IntRange(1),
+        help="Choices that one client address may have at a time on one front process. More are "
+        "answered with 429. [default: any number]",
+    ),
+    click.option(
+        "--max_request_tokens",
+        type=click.IntRange(1),
+        help="Output tokens that one request may ask for, all choices together. More are answered "
+        "with 400. [default: any number]",
+    ),
+    click.option(
         "--max_body_mib",
         type=click.IntRange(1, 512),
         default=DEFAULTS.max_body_bytes // MIB,
@@ -101,6 +113,8 @@ SERVER_CLICK_OPTIONS = (
 SERVER_NAMES = (
     "frontends",
     "max_queue_size",
+    "max_client_choices",
+    "max_request_tokens",
     "max_body_mib",
     "max_connections",
     "request_timeout",
@@ -130,6 +144,8 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         max_body_bytes=given["max_body_mib"] * MIB,
         max_connections=given["max_connections"],
         max_queue_size=given["max_queue_size"],
+        max_client_choices=given["max_client_choices"],
+        max_request_tokens=given["max_request_tokens"],
         request_timeout=given["request_timeout"],
         shutdown_timeout=given["shutdown_timeout"],
         api_key=given["api_key"] or None,

@@ -49,6 +49,7 @@ from tllm_spec.server.refusals import RequestRefused, error_body, param_of
 from tllm_spec.server.responses import Answer
 from tllm_spec.server.responses_answer import ResponseAnswer
 from tllm_spec.server.responses_protocol import ResponsesRequest
+from tllm_spec.server.shares import ClientShares, within_budget
 from tllm_spec.server.streaming import (
     EngineError,
     EventStream,
@@ -89,6 +90,7 @@ class OpenAIServer:
         self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)
         self._perf_metrics = PerfMetrics()
         self._admission = Admission(llm, self._options.max_queue_size)
+        self._shares = ClientShares(self._options.max_client_choices)
         self._chat_prompts = ChatPrompts(
             llm.tokenizer,
             llm.check_length,
@@ -197,6 +199,7 @@ class OpenAIServer:
             params = body.to_sampling_params()
         if params.truncate_prompt_tokens is None:
             self._check_lengths(body.prompt)
+        params = self._admit(request, params, len(body.prompt))
         handles = await self._admission.start(
             len(body.prompt),
             request.state.body_size,
@@ -246,6 +249,7 @@ class OpenAIServer:
         self, body: ChatCompletionRequest, request: Request, params: SamplingParams
     ) -> list[RequestHandle]:
         self._check_lengths([message.content or "" for message in body.messages])
+        params = self._admit(request, params, 1)
         handles = await self._admission.start(
             1,
             request.state.body_size,
@@ -255,6 +259,12 @@ class OpenAIServer:
         )
         request.state.release_body()
         return handles
+
+    def _admit(self, request: Request, params: SamplingParams, num_prompts: int) -> SamplingParams:
+        """Raises RequestRefused for more than one request or one client may have."""
+        allowed = within_budget(params, num_prompts, self._options.max_request_tokens)
+        self._shares.take(request, num_prompts * params.n)
+        return allowed
 
     def _check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
         """Refuses what is too long at once: it would take memory until it is tokenised."""

@@ -114,6 +114,10 @@ class ParsedChatAnswer(ChatAnswer):
         self._is_named = is_named
         self._choices: dict[int, _Choice] = {}
 
+    @property
+    def has_text_only(self) -> bool:
+        return False
+
     def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
         delta = self._read(index, output.text, output)
         calls = [

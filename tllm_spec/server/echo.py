@@ -23,6 +23,10 @@ class EchoAnswer(CompletionAnswer):
     def is_slow(self) -> bool:
         return True
 
+    @property
+    def has_text_only(self) -> bool:
+        return super().has_text_only and not self._prompt_only
+
     def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
         text, logprobs = self._prompt(result, output)
         if self._prompt_only:

@@ -41,7 +41,8 @@ class _Disconnected(Exception):
 
 class Guard:
     """ASGI middleware. It leaves `release_body` in the scope's state, which a route may call when
-    it is done with the body, and `body_size`. A route that generates leaves a function there as
+    it is done with the body, `body_size`, and `at_end`, a list of functions to call when the answer
+    has been sent. A route that generates leaves a function there as
     `tokens`, for the access log: it returns the tokens of prompts and of outputs."""
 
     def __init__(self, app: App, options: ServerOptions) -> None:
@@ -101,11 +102,13 @@ class Guard:
                 if is_large:
                     self._one_large.release()
 
-        scope["state"] |= {"release_body": release, "body_size": len(body)}
+        at_end: list[Callable[[], None]] = [release]
+        scope["state"] |= {"release_body": release, "body_size": len(body), "at_end": at_end}
         try:
             return await self._app(scope, _replayed(body, receive), send)
         finally:
-            release()
+            for function in at_end:
+                function()
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         hosts = self._options.hosts

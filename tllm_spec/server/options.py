@@ -16,6 +16,8 @@ class ServerOptions:
     max_body_bytes: int = 32 << 20
     max_connections: int = 4096
     max_queue_size: int = 1024  # choices that wait for a place in the batch
+    max_client_choices: int | None = None  # that one address has at a time on one front
+    max_request_tokens: int | None = None  # of all outputs of a request
     request_timeout: float = 3600.0
     header_timeout: float = 15.0
     body_timeout: float = 60.0

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tllm_spec.outputs import CompletionOutput, Logprob, RequestOutput
+from tllm_spec.server.events import TextEvent, event
 from tllm_spec.tokenizer import REPLACEMENT, Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this number
@@ -76,6 +77,7 @@ class Answer(ABC):
         self._top_logprobs = top_logprobs  # None: without logprobs
         self._prompt_logprobs = prompt_logprobs  # the same for the prompt
         self._texts: dict[tuple[int, bool], str] = {}  # of tokens
+        self._text_events: dict[int, TextEvent] = {}  # by choice
         self._started: set[int] = set()
         self._finished: set[int] = set()
 
@@ -83,6 +85,11 @@ class Answer(ABC):
     def is_slow(self) -> bool:
         """Whether the texts of a prompt's tokens are needed, which takes long."""
         return self._prompt_logprobs is not None
+
+    @property
+    def has_text_only(self) -> bool:
+        """Whether a chunk between the first and the last brings a new text and nothing else."""
+        return self._top_logprobs is None
 
     @abstractmethod
     def _content(self, index: int, result: RequestOutput, output: CompletionOutput) -> Json:
@@ -125,6 +132,26 @@ class Answer(ABC):
             if output.finish_reason:
                 self._finished.add(index)
             yield self._chunk([{"index": index, **delta, **self._ending(index, output)}])
+
+    def events(self, prompt_index: int, result: RequestOutput) -> bytes:
+        """The same chunks as server-sent events."""
+        if len(result.outputs) == 1 and not result.outputs[0].finish_reason:
+            output = result.outputs[0]
+            found = self._text_events.get(self._index(prompt_index, output))
+            if found is not None:  # the common case
+                return found.with_text(text) if (text := output.text_diff) else b""
+        events = b"".join(map(event, self.chunks(prompt_index, result)))
+        if self.has_text_only:
+            for output in result.outputs:
+                self._keep_text_event(self._index(prompt_index, output), result, output.index)
+        return events
+
+    def _keep_text_event(self, index: int, result: RequestOutput, sample: int) -> None:
+        if index in self._started and index not in self._text_events:
+            with_mark = CompletionOutput(sample, text=TextEvent.MARK)
+            choice = {"index": index, **(self._delta(index, result, with_mark) or {})}
+            chunk = self._chunk([choice | self._ending(index, with_mark)])
+            self._text_events[index] = TextEvent(chunk)
 
     def _of_prompt(self, result: RequestOutput, output: CompletionOutput) -> Json:
         """`prompt_logprobs` as vLLM writes them: for each token None or

@@ -6,7 +6,6 @@ requests."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,14 +15,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tllm_spec.outputs import RequestOutput
+from tllm_spec.server.events import DONE, event
 from tllm_spec.server.protocol import StreamOptions
 from tllm_spec.server.refusals import error_body
-from tllm_spec.server.responses import Answer, Json, usage_of
+from tllm_spec.server.responses import Answer, usage_of
 
 if TYPE_CHECKING:
     from tllm_spec.request_handle import RequestHandle
-
-DONE = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
 
@@ -141,20 +139,17 @@ async def event_stream(
     async with aclosing(running.updates()) as outputs:
         try:
             async for i, result in outputs:
+                if not options.continuous_usage_stats:
+                    yield answer.events(i, result)
+                    continue
                 for chunk in answer.chunks(i, result):
-                    if options.continuous_usage_stats:
-                        chunk["usage"] = usage_of(handles)
-                    yield _event(chunk)
+                    yield event(chunk | {"usage": usage_of(handles)})
         except EngineError as error:
-            yield _event(error_body(str(error), "internal_error"))
+            yield event(error_body(str(error), "internal_error"))
             return
     if options.include_usage:
-        yield _event(answer.usage_chunk(handles))
+        yield event(answer.usage_chunk(handles))
     yield DONE
-
-
-def _event(data: Json) -> bytes:
-    return b"data: %s\n\n" % json.dumps(data, ensure_ascii=False).encode()
 
 
 class EventStream(Response):
@@ -170,7 +165,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        sending = asyncio.ensure_future(_send_all(self._events, send))
+        write_part = scope["state"].get("write_part", _cannot_write)
+        sending = asyncio.ensure_future(_send_all(self._events, send, write_part))
         watching = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -181,10 +177,18 @@ class EventStream(Response):
             watching.cancel()
 
 
-async def _send_all(events: AsyncGenerator[bytes, None], send: Send) -> None:
+def _cannot_write(data: bytes) -> bool:
+    """Of other servers' connections."""
+    return False
+
+
+async def _send_all(
+    events: AsyncGenerator[bytes, None], send: Send, write_part: Callable[[bytes], bool]
+) -> None:
     async with aclosing(events):
-        async for event in events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async for data in events:
+            if data and not write_part(data):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
