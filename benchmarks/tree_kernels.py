@@ -1,12 +1,15 @@
 """The steps of a draft tree on one GPU, each in a CUDA graph, against plain torch and the floor.
 
-    python -m benchmarks.tree_kernels [trees]
+    python -m benchmarks.tree_kernels [trees] [splits]
 
-trees  5 steps of 8 beams, windows of 32 rows; see gpu_kernels.py for shapes and the floor"""
+trees   5 steps of 8 beams, windows of 32 rows; see gpu_kernels.py for shapes and the floor
+splits  attention of wide windows by number of splits of the keys, the chosen one marked"""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -14,17 +17,22 @@ from benchmarks.gpu_kernels import (
     BF16,
     CUDA,
     HEAD_DIM,
+    HEADS,
     KV_HEADS,
     LAYERS,
     PAGE_SIZE,
+    TREE_CASES,
     VOCAB,
     bound,
+    paged_cache,
     read_us,
+    window_calls,
 )
 from benchmarks.harness.device_time import call_us
-from benchmarks.harness.report import Options, Row, Subject, main, numbers, table
+from benchmarks.harness.report import Options, Row, Subject, main, number, numbers, table
 
 TOPK, STEPS, WINDOW = 8, 5, 32  # of the trees
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 
 def trees(options: Options) -> Iterator[Row]:
@@ -130,7 +138,60 @@ def trees_table(rows: Sequence[Row]) -> list[str]:
     return table((by_batch, "ours", "torch", "floor"), lines)
 
 
-SUBJECTS = (Subject("trees", "Steps of draft trees", trees, trees_table, needs_cuda=True),)
+def splits(options: Options) -> Iterator[Row]:
+    from tllm_spec.kernels.window_splits import (
+        MAX_PARTIAL_ROWS,
+        MIN_KEYS_PER_SPLIT,
+        Splits,
+        WindowWorkspace,
+    )
+
+    for (batch, context), rows in product(TREE_CASES[: 2 if options.quick else None], (16, 32, 64)):
+        pools, tables = paged_cache(batch, context)
+        case = {"batch_size": batch, "context": context, "rows": rows}
+        number, us = chosen_splits(pools, tables, context, rows)
+        yield case | {"splits": number, "us": us, "is_chosen": True}
+        room = MAX_PARTIAL_ROWS // (batch * rows * HEADS)
+        for count in (each for each in SPLITS if each <= room):
+            forced = Splits(count, MIN_KEYS_PER_SPLIT, False, False)
+            with mock.patch.object(WindowWorkspace, "splits", lambda *_, of=forced, **__: of):
+                found = call_us({"us": window_calls(pools, tables, context, rows)})
+            yield case | {"splits": count, "us": found["us"], "is_chosen": False}
+
+
+def chosen_splits(
+    pools: torch.Tensor, tables: torch.Tensor, context: int, rows: int
+) -> tuple[int, float]:
+    """The number of splits that a launch chooses, and its microseconds."""
+    from tllm_spec.kernels.window_splits import Splits, WindowWorkspace
+
+    chosen, choose = list[Splits](), WindowWorkspace.splits
+
+    def noted(self: WindowWorkspace, *sizes: int, is_wide: bool = False) -> Splits:
+        chosen.append(choose(self, *sizes, is_wide=is_wide))
+        return chosen[-1]
+
+    with mock.patch.object(WindowWorkspace, "splits", noted):
+        us = call_us({"us": window_calls(pools, tables, context, rows)})["us"]
+    return chosen[-1].number, us
+
+
+def splits_table(rows: Sequence[Row]) -> list[str]:
+    cases = list(dict.fromkeys((r["batch_size"], r["context"], r["rows"]) for r in rows))
+    lines = []
+    for case in cases:
+        own = [row for row in rows if (row["batch_size"], row["context"], row["rows"]) == case]
+        us = {row["splits"]: row["us"] for row in own if not row["is_chosen"]}
+        [chosen] = [f"{number(row['us'])} ({row['splits']})" for row in own if row["is_chosen"]]
+        cells = [number(us.get(each)) for each in SPLITS]
+        lines.append([f"{case[0]} x {case[1]:,}, {case[2]} rows", chosen, *cells])
+    return table(("µs, by requests x context", "chosen", *map(str, SPLITS)), lines)
+
+
+SUBJECTS = (
+    Subject("trees", "Steps of draft trees", trees, trees_table, needs_cuda=True),
+    Subject("splits", "Splits of wide windows", splits, splits_table, needs_cuda=True),
+)
 
 if __name__ == "__main__":
     with torch.inference_mode():

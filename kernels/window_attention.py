@@ -35,6 +35,7 @@ from tllm_spec.kernels.window_splits import (
     TILE_BYTES,
     Splits,
     WindowWorkspace,
+    is_wide,
     power_of_two,
     warps_of,
 )
@@ -172,7 +173,10 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     rows, block_d = windows.window * windows.group, power_of_two(windows.head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, power_of_two(rows)))
     num_tiles = windows.kv_heads * -(-rows // block_m)
-    splits = workspace.splits(windows.batch * num_tiles, windows.tiles * rows, windows.max_len)
+    splits = workspace.splits(
+        *(windows.batch * num_tiles, windows.tiles * rows, windows.max_len),
+        is_wide=is_wide(windows.window, block_m),
+    )
     block_n = max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size())))
     lengths = (tables.block_tables, tables.block_tables.stride(0), tables.kv_lens, windows.max_len)
     partials = (workspace.outputs, workspace.log_sums)

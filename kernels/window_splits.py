@@ -10,6 +10,9 @@ import torch
 PROGRAMS_PER_MULTIPROCESSOR = 3
 # Programs of two warps that run at once on a multiprocessor of an H200.
 SMALL_PROGRAMS_PER_MULTIPROCESSOR = 4
+# Of wide windows: each stages 3 blocks of keys and values, so that no more fit. A launch of more
+# would have a second wave.
+WIDE_PROGRAMS_PER_MULTIPROCESSOR = 2
 # Each split has more keys than this, in whole blocks. With fewer the fixed costs of a split (query
 # rows, partial result) outweigh reading its keys.
 MIN_KEYS_PER_SPLIT, MIN_KEYS_PER_BLOCK = 64, 64
@@ -20,6 +23,11 @@ MAX_SPLITS = 64
 MAX_PARTIAL_ROWS = 1 << 15
 MAX_TILE_ROWS = 64
 MAX_TILE_KEYS = 128
+# A split of a full tile has more keys than this: then its partial result, written and read again,
+# has fewer bytes than its keys and values.
+MIN_KEYS_PER_WIDE_SPLIT = 2 * MAX_TILE_ROWS
+# Windows of more tokens are wide, if they fill a tile.
+MAX_NARROW_WINDOW = 8
 # Bytes of keys, and as many of values, in flight while a program computes.
 TILE_BYTES = 16384
 # Registers of a thread when three programs of 128 threads share 65,536.
@@ -49,9 +57,16 @@ class WindowWorkspace:
         log_sums = outputs.new_empty(MAX_PARTIAL_ROWS)
         return cls(outputs, log_sums, number, number * PROGRAMS_PER_MULTIPROCESSOR)
 
-    def splits(self, num_tiles: int, num_rows: int, max_len: int) -> "Splits":
+    def splits(
+        self, num_tiles: int, num_rows: int, max_len: int, *, is_wide: bool = False
+    ) -> "Splits":
         """For a launch that has `num_tiles` programs and `num_rows` output rows without splits."""
-        wanted, min_keys = self.num_programs // num_tiles, MIN_KEYS_PER_SPLIT
+        num_programs, min_keys = self.num_programs, MIN_KEYS_PER_SPLIT
+        if is_wide:
+            num_programs = num_programs * WIDE_PROGRAMS_PER_MULTIPROCESSOR
+            num_programs //= PROGRAMS_PER_MULTIPROCESSOR
+            min_keys = MIN_KEYS_PER_WIDE_SPLIT
+        wanted = num_programs // num_tiles
         are_rare = wanted <= 1
         if are_rare:
             wanted, min_keys = MAX_LONG_SPLITS, MIN_KEYS_PER_LONG_SPLIT
@@ -87,6 +102,12 @@ def warps_of(splits: Splits, block_m: int, block_d: int) -> dict[str, int]:
     if block_m > 16 or block_d > 128:
         return {"num_warps": 8 if block_m * block_d > 8192 else 4}
     return {"num_warps": 2} if splits.small_programs else {"num_warps": 4, "maxnreg": MAX_REGISTERS}
+
+
+def is_wide(window: int, block_m: int) -> bool:
+    """Whether windows of so many tokens, in tiles of `block_m` rows, have the splits of wide
+    ones."""
+    return window > MAX_NARROW_WINDOW and block_m == MAX_TILE_ROWS
 
 
 def power_of_two(size: int) -> int:

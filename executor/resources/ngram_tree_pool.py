@@ -107,7 +107,7 @@ class NGramTreePool(NGramPool):
         if isinstance(index.older, OccurrencesIndex):
             matches += islice(index.older.matches(tokens), MAX_OCCURRENCES)
             # Of equal lengths, the newer half first.
-            matches.sort(key=lambda match: -index.match_len(*match, tokens))
+            matches.sort(key=lambda match: -index.match_len(match[0], match[1], tokens))
         return self._tree(text[start : start + depth] for text, start in matches)
 
     def _tree(self, continuations: Iterable[list[int]]) -> tuple[list[int], list[int]]:

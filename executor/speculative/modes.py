@@ -105,19 +105,30 @@ class Mode:
 
 def _build_ngram(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
     assert isinstance(config, NGramDecodingConfig)
-    limits = {
-        "max_draft_len": config.max_draft_len,
-        "max_matching_ngram_size": config.max_matching_ngram_size,
-        "is_public_pool": config.is_public_pool,
-        "max_pool_entries": config.max_pool_entries,
-    }
     if config.drafts_trees:
-        tree = config.shapes.longest
-        trees = NGramTreePool(max_nodes=tree.num_nodes, topk=tree.topk, **limits)
-        return _on_host(NGramTreeDrafter(trees), NGramPoolManager(trees), around)
-    keeps = {"is_keep_all": config.is_keep_all, "is_use_oldest": config.is_use_oldest}
-    pool = NGramPool(**limits, **keeps)
+        return _build_ngram_trees(config, around)
+    pool = NGramPool(
+        max_draft_len=config.max_draft_len,
+        max_matching_ngram_size=config.max_matching_ngram_size,
+        is_keep_all=config.is_keep_all,
+        is_use_oldest=config.is_use_oldest,
+        is_public_pool=config.is_public_pool,
+        max_pool_entries=config.max_pool_entries,
+    )
     return _on_host(NGramDrafter(pool), NGramPoolManager(pool), around)
+
+
+def _build_ngram_trees(config: NGramDecodingConfig, around: Surroundings) -> Speculation:
+    tree = config.shapes.longest
+    pool = NGramTreePool(
+        max_nodes=tree.num_nodes,
+        topk=tree.topk,
+        max_draft_len=config.max_draft_len,
+        max_matching_ngram_size=config.max_matching_ngram_size,
+        is_public_pool=config.is_public_pool,
+        max_pool_entries=config.max_pool_entries,
+    )
+    return _on_host(NGramTreeDrafter(pool), NGramPoolManager(pool), around)
 
 
 def _build_user_provided(config: DecodingBaseConfig, around: Surroundings) -> Speculation:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
+from unittest import mock
 
+from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
 
@@ -20,9 +24,11 @@ DRAFT_MODEL = {
     "speculative_model": "zoo:llama-draft",
 }
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
+TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 12}
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": NGRAM,
+    "ngram-tree": NGRAM | TREE,
     "eagle3": EAGLE3,
     "eagle3-two-model": EAGLE3 | {"eagle3_one_model": False},
     "draft-model": DRAFT_MODEL,
@@ -84,15 +90,32 @@ def generate_and_cancel(llm: LLM) -> Outputs:
     return found + generate_all(llm)
 
 
+class ChangingTiers:
+    """Chooses another of `tiers` in every round. Ranks other than the first choose in another
+    order, which must not matter."""
+
+    def __init__(self, tiers: Sequence[int]) -> None:
+        from mpi4py import MPI
+
+        self._coming = cycle(tiers if MPI.COMM_WORLD.rank == 0 else tiers[::-1])
+        self.chosen = set[int]()
+
+    def steps_for(self, batch_size: int) -> int:
+        tier = next(self._coming)
+        self.chosen.add(tier)
+        return tier
+
+
 @dataclass(frozen=True)
 class Case:
     """`model`: of the zoo, or one of `tiny_models`, as its speculative model may be: the caller has
-    a folder with these."""
+    a folder with these. `tiers`: that rounds have by turns, instead of the controller's choice."""
 
     model: str = "zoo:llama"
     options: dict[str, Any] = field(default_factory=dict)
     run: Callable[[LLM], Outputs] = generate_all
     accepts: bool = False  # whether drafts must be accepted
+    tiers: tuple[int, ...] = ()
 
     def outputs(self, folder: str, num_ranks: int) -> Outputs:
         """On rank 0. The other processes of mpirun end with SystemExit."""
@@ -104,8 +127,14 @@ class Case:
         if spec.get("speculative_model") == "eagle3":
             options["speculative_config"] = spec | {"speculative_model": f"{folder}/eagle3"}
         model = self.model if self.model.startswith("zoo:") else f"{folder}/{self.model}"
-        with LLM(model, tensor_parallel_size=num_ranks, **options) as llm:
+        with ExitStack() as stack:
+            if self.tiers:
+                changing = ChangingTiers(self.tiers)
+                patch = mock.patch.object(AdaptiveController, "steps_for", changing.steps_for)
+                stack.enter_context(patch)
+            llm = stack.enter_context(LLM(model, tensor_parallel_size=num_ranks, **options))
             found = self.run(llm)
+            assert not self.tiers or changing.chosen == set(self.tiers)
             llm.check_integrity()
             state = llm.server_info()["internal_states"][0]
             if self.accepts:
@@ -137,6 +166,12 @@ CASES: dict[str, Case] = {
     "eagle3": speculating("eagle3"),
     "adaptive-draft-model": Case(
         options={"speculative_config": DRAFT_MODEL | {"adaptive": {}}}, accepts=True
+    ),
+    # Tiers 0 to 3 are draft lengths, 4 and 5 trees.
+    "adaptive-trees": Case(
+        options={"speculative_config": EAGLE3 | TREE | {"adaptive": {}}},
+        accepts=True,
+        tiers=(5, 0, 3, 4, 1, 5, 4, 2, 0),
     ),
     "plain-experts": Case(model="qwen2-moe", run=generate_twice),
     "divided-experts": Case(

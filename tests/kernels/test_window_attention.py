@@ -3,6 +3,7 @@ under Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`)."""
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tllm_spec.kernels.window_splits import (
     MIN_KEYS_PER_SPLIT,
     Splits,
     WindowWorkspace,
+    is_wide,
     warps_of,
 )
 
@@ -39,6 +41,9 @@ CASES = {
     "splits and two tiles": Case((200,), 8, 9, 80, 16, kv_heads=1, num_programs=12, spare_pages=60),
     "only the long one is split": Case((300, 5000, 1), 1, 2, 16, 32, kv_heads=1, spare_pages=2),
     "long ones of eight heads": Case((300, 5000), 2, 8, 16, 32, kv_heads=1, spare_pages=2),
+    "splits of wide windows": Case(
+        (40, 700), 16, 4, 16, 32, kv_heads=1, num_programs=24, spare_pages=2
+    ),
     "bfloat16": Case((1, 17, 90), 1, 4, 128, 16, dtype=torch.bfloat16),
     "bfloat16, splits": Case(
         (3, 600), 3, 2, 64, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16
@@ -156,6 +161,33 @@ def test_splits_fill_the_device_and_fit_the_workspace() -> None:
     assert workspace.splits(8, 32, 128).number == 1
     assert workspace.splits(128, 16384, 8192).number == MAX_PARTIAL_ROWS // 16384
     assert workspace.splits(2048, 65536, 8192).number == 1  # unsplit rows need no workspace
+
+
+def test_wide_windows_have_one_wave_of_programs_and_splits_worth_their_partial_results() -> None:
+    workspace = WindowWorkspace.allocate(128, torch.device("cpu"))
+    workspace = replace(workspace, num_programs=396)  # of an H200
+    found = {}
+    for batch, window in product((1, 8, 16), (16, 32, 64)):
+        tiles = batch * 8 * (4 * window // 64)
+        splits = workspace.splits(tiles, batch * 32 * window, 8192, is_wide=True)
+        found[batch, window] = splits.number
+        assert (tiles * splits.number <= 264 and splits.min_keys == 128) or splits.are_rare
+    assert found == {
+        (1, 16): 33,
+        (1, 32): 16,
+        (1, 64): 8,
+        (8, 16): 4,
+        (8, 32): 2,
+        (8, 64): 2,
+        (16, 16): 2,
+        (16, 32): 2,
+        (16, 64): 1,
+    }
+    assert workspace.splits(16, 1024, 1024, is_wide=True).number == 6  # of more than 128 keys
+
+
+def test_windows_of_8_tokens_and_tiles_that_are_not_full_have_the_splits_of_narrow_ones() -> None:
+    assert not is_wide(8, 64) and not is_wide(16, 32) and is_wide(9, 64)
 
 
 def test_a_launch_that_fills_the_device_splits_only_long_requests() -> None:

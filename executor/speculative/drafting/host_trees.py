@@ -154,7 +154,7 @@ class HostTreeDrafter(HostDrafter):
             *(tree.bits + _PADDING_BITS[len(tree.parents) : width] for tree in trees),
         )
         sent = to_device(array("q", numbers), self._slots.device)
-        slot_ids, num_drafts, *rows = sent.split([batch * size for size in sizes])
+        slot_ids, num_drafts, *rows = sent.split_with_sizes([batch * size for size in sizes])
         tree = DraftTree(*(each.view(batch, -1) for each in rows))
         self._slots.write_tree(slot_ids, tree, num_drafts)
 
