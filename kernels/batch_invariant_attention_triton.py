@@ -156,7 +156,7 @@ def _attend(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _join(top: tl.tensor, log_sum: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def join(top: tl.tensor, log_sum: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The new maximum of the log-sums, and relative to it the weights of the splits joined so far
     and of the next split."""
     new_top = tl.maximum(top, log_sum)
@@ -200,7 +200,7 @@ def _attend_all(
             count, start, first, tl.minimum(first + SPLIT_KEYS, length), log2_scale, value_offset,
             TREE, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        top, decay, weight = _join(top, log_sum)
+        top, decay, weight = join(top, log_sum)
         total = total * decay + weight
         mean = mean * decay[:, None] + own * weight[:, None]
     return tl.div_rn(mean, tl.where(total == 0.0, 1.0, total)[:, None])
@@ -299,7 +299,7 @@ def join_kernel(
     for split in tl.range(0, tl.cdiv(length, SPLIT_KEYS)):
         part = row * num_splits + split
         own = tl.load(means + part * HEAD_DIM + dims, mask=real, other=0.0)
-        top, decay, weight = _join(top, tl.load(log_sums + part))
+        top, decay, weight = join(top, tl.load(log_sums + part))
         total = total * decay + weight
         mean = mean * decay + own * weight
     mean = tl.div_rn(mean, tl.where(total == 0.0, 1.0, total))

@@ -13,15 +13,19 @@ from tllm_spec.kernels.triton_support import has_kernels
 MAX_ROWS = 64
 
 
-def head_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def head_gemm(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, batch_invariant: bool = False
+) -> None:
     """`out[t, h] = x[t, h] @ weight[h]`, summed in float32 and rounded once.
 
     Args:
         x: `[T, H, K]`, contiguous along K.
         weight: `[H, K, N]`, contiguous along K or N.
         out: `[T, H, N]`, contiguous along N; overwritten.
+        batch_invariant: whether a row's bits are the same for any other rows; slower.
     """
-    if not has_kernels(x.device) or not 0 < len(x) <= MAX_ROWS:
+    has_kernel = batch_invariant or len(x) <= MAX_ROWS
+    if not (has_kernels(x.device) and len(x) and has_kernel):
         plain_head_gemm(x, weight, out)
         return
     from tllm_spec.kernels.head_gemm_triton import head_gemm_kernel
@@ -29,10 +33,10 @@ def head_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     (rows, heads, depth), width = x.shape, weight.shape[2]
     assert x.stride(2) == out.stride(2) == 1 and 1 in weight.stride()[1:]
     assert weight.shape == (heads, depth, width) and out.shape == (rows, heads, width)
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    block_m = MAX_ROWS if batch_invariant or rows > 32 else 16 if rows <= 16 else 32
     # With 16 heads 128 programs, which is about one for each multiprocessor.
     block_n = 64 if width >= 512 else 16
-    head_gemm_kernel[(heads, -(-width // block_n))](
+    head_gemm_kernel[(heads, -(-width // block_n), -(-rows // block_m))](
         *(x, *x.stride()[:2], weight, *weight.stride(), out, *out.stride()[:2]),
         *(rows, depth, width),
         BLOCK_M=block_m,

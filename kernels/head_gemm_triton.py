@@ -28,10 +28,11 @@ def head_gemm_kernel(
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (heads, blocks of the width)."""
+    """Grid (heads, blocks of the width, blocks of rows)."""
     begin(PDL)
     head = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dot_type: tl.constexpr = tl.float32 if WIDEN else x.dtype.element_ty
     x_rows = x + head * x_head_stride + row[:, None] * x_row_stride
     columns = weight + head * weight_head_stride + column[None, :] * weight_width_stride

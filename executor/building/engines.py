@@ -7,10 +7,8 @@ from time import monotonic
 
 import torch
 
-from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.choice import create_backend
-from tllm_spec.attention.geometry import AttentionGeometry, Geometry
-from tllm_spec.attention.interface import AttentionBackend
+from tllm_spec.attention.choice import create_backend, create_batch_invariant
+from tllm_spec.attention.geometry import Geometry
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.executor.building.draft_backend import load_network
@@ -181,8 +179,7 @@ def _build_engine(
         extra_kv_tokens=extra_kv_tokens,
     )
     if batch_invariant:
-        assert isinstance(geometry, AttentionGeometry)
-        attention: AttentionBackend = BatchInvariantAttention(geometry, pools[0])
+        attention = create_batch_invariant(geometry, pools[0])
     else:
         attention = create_backend(plan.attention, geometry, pools[0])
     return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers

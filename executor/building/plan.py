@@ -37,8 +37,6 @@ class BuildPlan:
         self.spec = args.speculative_config
         self.device = pick_device(args.device, self.mapping.rank, args.gpus_per_node)
         self.config = ModelConfig.from_pretrained(resolve_model(args.model))
-        if self.config.mla is not None:
-            _refuse_for_latents(args, self.config.architecture)
         if args.deterministic and not has_kernels(self.device):
             raise ValueError(
                 f"deterministic = true needs CUDA and Triton; on {self.device.type!r} the "
@@ -189,15 +187,6 @@ class BuildPlan:
             chunked_prefill=self.args.enable_chunked_prefill,
             may_preempt=scheduling.capacity_scheduler_policy == "MAX_UTILIZATION",
             by_priority=scheduling.waiting_queue_policy == "priority",
-        )
-
-
-def _refuse_for_latents(args: LlmArgs, architecture: str) -> None:
-    """Raises ValueError for options that attention over MLA's latents does not have."""
-    if args.deterministic:
-        raise ValueError(
-            f"deterministic = true is refused for {architecture}: attention over MLA's latents has "
-            "no batch-invariant kernel"
         )
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.kernels.tree_problem import bits_of, random_paths
+from tllm_spec.attention import batch_invariant_latent as batch_invariant
 from tllm_spec.attention import latent as module
+from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
 from tllm_spec.attention.choice import create_backend, workspace_bytes
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry, LatentGeometry
@@ -27,6 +29,7 @@ from tllm_spec.kernels.tree_mask import TreeMask
 LAYERS, HEADS, RANK, ROPE, NOPE, VALUE, PAGE_SIZE = 2, 3, 24, 8, 16, 12, 4
 GEOMETRY = LatentGeometry(LAYERS, HEADS, RANK, ROPE, NOPE, VALUE, 0.2)
 KINDS: list[type[LatentBackend]] = [VanillaLatent, TritonLatent]
+ALL_KINDS = [*KINDS, BatchInvariantLatent]
 on_each_kind = pytest.mark.parametrize("kind", KINDS)
 NUM_DRAFTS, SEQ_LENS = 3, (10, 7)
 
@@ -192,12 +195,13 @@ def test_every_phase_of_a_round_attends_as_the_planned_wrapper_would(
     torch.testing.assert_close(problem.run(kind), expected, rtol=1e-4, atol=1e-5)
 
 
-@on_each_kind
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("bound", [5, 12, 1000])
 def test_chunks_with_and_without_earlier_tokens_and_windows_share_a_forward(
     bound: int, kind: type[LatentBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_EXPANDED_TOKENS", bound)
+    monkeypatch.setattr(batch_invariant, "MAX_ABSORBED_TOKENS", bound)
     kv_lens, new = [6, 17, 4, 9, 14], [6, 5, 4, 2, 2]
     problem = Problem(kv_lens, new, num_contexts=3)
     starts = [0, *accumulate(new)]
@@ -205,7 +209,7 @@ def test_chunks_with_and_without_earlier_tokens_and_windows_share_a_forward(
     torch.testing.assert_close(problem.run(kind), expected, rtol=1e-4, atol=1e-5)
 
 
-@on_each_kind
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("offset", [0, 4])
 def test_rows_of_trees_attend_to_their_paths_and_chunks_stay_causal(
     offset: int, kind: type[LatentBackend]

@@ -23,6 +23,7 @@ GROUPS: tuple[dict[str, int], ...] = (
     {"moe_routing": 21, "moe_permute": 10, "grouped_gemm": 17, "moe_combine": 15},
     {"slot_trees": 12, "draft_beams": 6, "top_tokens": 15, "move_kv": 18, "path_ranks": 3},
     {"latent_attention": 13, "latent_write": 10, "head_gemm": 24},
+    {"batch_invariant_latent": 13},
     {"filter_cut": 12, "batch_invariant_linear": 13, "rotary_write": 23, "send_results": 10},
 )
 

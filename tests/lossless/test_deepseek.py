@@ -257,13 +257,6 @@ def check_eagle3(
     assert found == plain_of_mtp
 
 
-def test_batch_invariant_latent_attention_is_refused(with_mtp: Path) -> None:
-    with pytest.raises(
-        ValueError, match="deterministic = true is refused for DeepseekV3ForCausalLM"
-    ):
-        LLM(str(with_mtp), skip_tokenizer_init=True, deterministic=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
@@ -289,3 +282,49 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
     )
     assert found == plain_of_mtp
     assert one_model is None or acceptance_length > 1.3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_gives_every_bit_of_a_request_alone(dtype: str, with_mtp: Path) -> None:
+    mtp = {"decoding_type": "MTP", "max_draft_len": 2}
+    runs: dict[str, dict[str, Any]] = {
+        "alone": PLAIN | {"max_batch_size": 1, "cuda_graph_config": None},
+        "together": {},
+        "without graphs": {"cuda_graph_config": None},
+        "in chunks": SETTINGS["chunks"],
+        "with prefix hits": SETTINGS["prefix_reuse"],
+        "preempted": SETTINGS["preemption"],
+        "chains": {"speculative_config": mtp},
+        "chains, two-model": {"speculative_config": mtp | {"mtp_eagle_one_model": False}},
+        "trees": {"speculative_config": {"decoding_type": "MTP"} | TREES["dynamic"]},
+        "trees in chunks": {"speculative_config": {"decoding_type": "MTP"} | TREES["static"]}
+        | SETTINGS["chunks"],
+    }
+    params = [
+        SamplingParams(
+            max_tokens=40, ignore_eos=True, seed=i, temperature=0.4 * (i % 2), logprobs=2
+        )
+        for i in range(len(PROMPTS))
+    ]
+    expected: list[Any] = []
+    for name, options in runs.items():
+        sizes = {"max_batch_size": 3, "max_seq_len": 64, "cuda_graph_config": {"batch_sizes": [3]}}
+        with LLM(
+            str(with_mtp),
+            device="cuda",
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            deterministic=True,
+            **(sizes | options),
+        ) as llm:
+            outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS, params)
+            llm.check_integrity()
+        found = [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+        expected = expected or found
+        for own, other in zip(found, expected, strict=True):
+            assert own == other, name
+        if "speculative_config" in options:
+            stats = [each.speculative_decoding for each in outputs]
+            assert max(each.acceptance_length for each in stats if each) > 1.3, name

@@ -15,6 +15,7 @@ from tests.kernels.interpreter import (
     only_outside_the_interpreter,
 )
 from tests.models.helpers import save_checkpoint
+from tests.models.mtp_reference import save_with_mtp
 from tllm_spec.config import LlmArgs
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
@@ -27,6 +28,24 @@ RUNS: dict[str, dict[str, Any]] = {
     "together": {},
     "in chunks": {"enable_chunked_prefill": True, "max_num_tokens": 19},
     "with drafts": {"speculative_config": NGRAM},
+}
+TREES = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 2}
+LATENT_RUNS = {
+    "together": RUNS["together"],
+    "in chunks, with drafts": RUNS["in chunks"]
+    | {"speculative_config": {"decoding_type": "MTP"} | TREES},
+}
+SMALL_LATENTS = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
 }
 
 
@@ -69,17 +88,19 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of Triton's interpreter")
-@pytest.mark.parametrize("has_experts", [False, True], ids=["interpreted", "interpreted experts"])
-def test_every_bit_is_that_of_a_request_alone(
-    has_experts: bool, tmp_path: Path, exact_dots: None
-) -> None:
+@pytest.mark.parametrize(
+    "kind", ["llama", "experts", "latents"], ids=lambda kind: f"interpreted {kind}"
+)
+def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_dots: None) -> None:
     model = write_tiny_llama(tmp_path)
-    if has_experts:
+    if kind == "experts":
         sizes = {"num_local_experts": 4, "hidden_size": 32, "max_position_embeddings": 80}
         save_checkpoint(tmp_path, "Mixtral", **sizes)
+    elif kind == "latents":
+        save_with_mtp(tmp_path, max_position_embeddings=80, **SMALL_LATENTS)
     alone = outputs_of(model, 1)
     assert all(one.error is None and one.outputs[0].length == 4 for one in alone)
-    for name, options in RUNS.items():
+    for name, options in (LATENT_RUNS if kind == "latents" else RUNS).items():
         others = outputs_of(model, 3, **options)
         for one, other in zip(alone, others, strict=True):
             assert one.outputs[0].token_ids == other.outputs[0].token_ids, name
@@ -89,9 +110,9 @@ def test_every_bit_is_that_of_a_request_alone(
             for other in others
             if other.speculative_decoding
         )
-        assert (drafted > 0) == (name == "with drafts")
+        assert (drafted > 0) == ("drafts" in name)
 
 
 @only_outside_the_interpreter
 def test_the_tiny_model_passes_in_a_process_of_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=2)
+    check_under_the_interpreter(__file__, num_tests=3)

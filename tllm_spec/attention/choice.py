@@ -6,6 +6,8 @@ from importlib import import_module
 
 import torch
 
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
 from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
@@ -64,6 +66,14 @@ def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -
         reason,
     )
     return TritonAttention(geometry, pool)
+
+
+def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend:
+    """The backend of `deterministic: true` for one pool."""
+    if isinstance(geometry, LatentGeometry):
+        return BatchInvariantLatent(geometry, pool)
+    assert isinstance(geometry, AttentionGeometry)
+    return BatchInvariantAttention(geometry, pool)
 
 
 def workspace_bytes(kind: type[HeadsBackend], geometry: Geometry, dtype: torch.dtype) -> int:

@@ -1,0 +1,149 @@
+"""Batch-invariant paged attention over MLA's latents, in the absorbed form for prompts and windows
+alike (latent_attention.py): the result of a query has the same bits whatever else is in the launch.
+
+Keys are cut at absolute positions into blocks and splits, and rows of draft trees take the keys of
+their path in order, as in batch_invariant_attention.py. A program has a tile: up to TILE_ROWS query
+heads of consecutive tokens, or of one token of a tree. Tiles always have the same shape."""
+
+import math
+
+import torch
+
+from tllm_spec.kernels.batch_invariant_attention import (
+    ENOUGH_PROGRAMS,
+    SPLIT_KEYS,
+    QueryTiles,
+    SplitResults,
+)
+from tllm_spec.kernels.latent_attention import LatentTables, plain_latent_attention
+from tllm_spec.kernels.triton_support import has_kernels
+from tllm_spec.kernels.window_splits import power_of_two
+
+TILE_ROWS = 16  # of 512 float32 sums each, twice
+TREE_TOKENS = 1  # of a tile, which reads the keys of its token's path
+
+
+def tokens_per_tile(heads: int) -> int:
+    return max(1, TILE_ROWS // heads)
+
+
+def batch_invariant_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    results: SplitResults,
+) -> torch.Tensor:
+    """Each query attends to the keys of its request up to its own position, or to its path. A query
+    before position 0, which only a row of graph padding can have, gives zeros.
+
+    Args:
+        q_latent: `[T, H, R]`, contiguous: the queries times the key projection.
+        q: `[T, H, N + P]`, contiguous; of each head the last P elements are read, rotated.
+        layer: `[pages, page_size, R + P]`, contiguous, page_size a power of two.
+        block_tables: `[B, P]` int32, on the device.
+        tiles: of the rows, with at most `tokens_per_tile` tokens, of trees TREE_TOKENS.
+        scale: factor of the scores before the softmax.
+        results: workspace; overwritten.
+
+    Returns:
+        `[T, H, R]`: weighted latents.
+    """
+    if not has_kernels(q.device):
+        return plain_batch_invariant_latent(q_latent, q, layer, block_tables, tiles, scale)
+    num_rows, heads, _ = q_latent.shape
+    num_splits = -(-block_tables.shape[1] * layer.shape[1] // SPLIT_KEYS)
+    programs = tiles.table.shape[1] * -(-heads // TILE_ROWS)
+    fits = num_rows * heads * num_splits <= len(results.outputs)
+    spreads = num_splits > 1 and programs < ENOUGH_PROGRAMS and fits
+    return launch_latent(
+        q_latent, q, layer, block_tables, tiles, scale, results if spreads else None
+    )
+
+
+def launch_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    results: SplitResults | None,
+) -> torch.Tensor:
+    """results: spread splits over programs, or None: a program computes all splits of its tile."""
+    from tllm_spec.kernels.batch_invariant_attention_triton import join_kernel
+    from tllm_spec.kernels.batch_invariant_latent_triton import latent_kernel
+
+    for tensor in (q_latent, q, layer, tiles.table):
+        assert tensor.is_contiguous()
+    assert tiles.table.dtype == torch.int32 and block_tables.stride(1) == 1
+    (_, heads, rank), (_, page_size, width) = q_latent.shape, layer.shape
+    num_tiles, paths, is_wide = tiles.table.shape[1], tiles.paths, layer.element_size() > 2
+    own_paths = (None, None, 0) if paths is None else (paths.keys, paths.lens, paths.mask.length)
+    max_len = block_tables.shape[1] * page_size
+    lengths = (max_len, -(-max_len // SPLIT_KEYS), num_tiles)
+    output = torch.empty_like(q_latent)
+    latent_kernel[(-(-heads // TILE_ROWS), lengths[1] if results else 1, num_tiles)](
+        *(q_latent, q, layer, block_tables, tiles.table),
+        results.outputs if results else output,
+        results.log_sums if results else None,
+        *(scale * math.log2(math.e), block_tables.stride(0), *lengths, *own_paths),
+        TREE=paths is not None,
+        SPREADS=results is not None,
+        HEADS=heads,
+        HEAD_DIM=q.shape[2],
+        RANK=rank,
+        ROPE=width - rank,
+        PAGE_SIZE=page_size,
+        WIDEN=q.device.type == "cpu",  # the interpreter cannot multiply bfloat16
+        SPLIT_KEYS=SPLIT_KEYS,
+        BLOCK_M=TILE_ROWS,
+        BLOCK_N=16 if is_wide else 32,
+        BLOCK_R=power_of_two(rank),
+        BLOCK_P=max(16, power_of_two(width - rank)),
+        num_warps=4,
+        num_stages=2 if is_wide else 3,
+        # Fused multiply-adds may depend on the surrounding code.
+        enable_fp_fusion=False,
+    )
+    if results is not None:
+        join_kernel[(heads, tiles.max_tokens, num_tiles)](
+            *(results.outputs, results.log_sums, tiles.table, output, *lengths, own_paths[1]),
+            TREE=paths is not None,
+            HEAD_DIM=rank,
+            SPLIT_KEYS=SPLIT_KEYS,
+            BLOCK_D=power_of_two(rank),
+            enable_fp_fusion=False,
+        )
+    return output
+
+
+def plain_batch_invariant_latent(
+    q_latent: torch.Tensor,
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    tiles: QueryTiles,
+    scale: float,
+) -> torch.Tensor:
+    """Reference of `batch_invariant_latent` with another order of sums."""
+    first, start, count, request = tiles.table.long()
+    if tiles.paths is not None:
+        mask = tiles.paths.mask
+        one = slice(None, None, mask.bits.shape[1])  # the first tile of each request
+        lens = (start[one] + mask.length).to(torch.int32)
+        tables = LatentTables(block_tables[request[one]], lens, mask.bits.shape[1], mask)
+        return plain_latent_attention(q_latent.transpose(0, 1), q, layer, tables, scale).transpose(
+            0, 1
+        )
+    owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
+    offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
+    rows = first[owner] + offset
+    lens = (start[owner] + offset + 1).to(torch.int32)
+    tables = LatentTables(block_tables[request[owner]], lens, 1)
+    found = plain_latent_attention(
+        q_latent[rows].transpose(0, 1), q[rows], layer, tables, scale
+    ).transpose(0, 1)
+    return torch.empty_like(q_latent).index_copy_(0, rows, found)
