@@ -121,9 +121,7 @@ def test_the_first_package_that_serves_the_device_is_taken(monkeypatch: pytest.M
     assert package_for((9, 0), "H100").target is None
     install(monkeypatch, package("tensorrt", "8.6.1"), rtx)
     assert package_for((12, 0), "RTX 5090").target == TARGETS["SM120"]
-    with pytest.raises(
-        ValueError, match=r"tensorrt 8\.6\.1 is older than 10\.13, and"
-    ):
+    with pytest.raises(ValueError, match=r"tensorrt 8\.6\.1 is older than 10\.13, and"):
         package_for((9, 0), "H100")
 
 
