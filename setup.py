@@ -9,7 +9,7 @@ PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
 GUIDED = ["xgrammar>=0.2.7,<0.3"]
 # For draft_backend.
 ONNXRUNTIME = ["onnx>=1.17", "onnxruntime>=1.20"]
-TENSORRT = ["tensorrt>=10.13"]
+TENSORRT = ["tensorrt>=10.13.2"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
     *GUIDED,

@@ -183,9 +183,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
             return self
         reasons = []
         if self.draft_target_one_model:
-            reasons.append(
-                "draft_target_one_model = True runs the draft model in the target's round"
-            )
+            reasons.append("draft_target_one_model = True drafts in the target's own round")
         if self.drafts_trees:
             reasons.append("its network drafts chains, not trees")
         if reasons:

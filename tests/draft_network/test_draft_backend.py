@@ -1,0 +1,156 @@
+"""Which backends a draft model is refused on, and why."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.executor.harness import Harness
+from tests.models.helpers import save_checkpoint
+from tests.test_layout import PACKAGE_FILES
+from tllm_spec.draft_network import tensorrt_package
+from tllm_spec.draft_network.tensorrt_package import find_tensorrt, package_for
+from tllm_spec.draft_shape import chain_of
+from tllm_spec.executor.graphs.slot_graphs import GraphKey
+from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
+from tllm_spec.speculative_config import DraftTargetDecodingConfig
+
+LIBRARIES = ("onnx", "onnxruntime", "tensorrt", "tensorrt_rtx")
+TARGETS = {"NONE": 0, "CURRENT": 1, "SM75": 75, "SM89": 89, "SM120": 120}
+
+
+def imported_packages(path: Path) -> set[str]:
+    """The top-level names that a file imports, at any depth."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in names}
+
+
+def harness(draft: str | Path = "zoo:llama-draft", **options: Any) -> Harness:
+    backend = options.pop("draft_backend", "onnxruntime")
+    spec = {
+        "decoding_type": "Draft_Target",
+        "speculative_model": str(draft),
+        "max_draft_len": 3,
+        "draft_backend": backend,
+    }
+    return Harness("zoo:llama", speculative_config=spec, **options)
+
+
+def package(name: str, version: str, *, targets: bool = False) -> SimpleNamespace:
+    """A stand-in for an installed TensorRT."""
+    found = SimpleNamespace(__name__=name, __version__=version)
+    if targets:
+        found.ComputeCapability = SimpleNamespace(__members__=TARGETS)
+    return found
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *packages: SimpleNamespace) -> None:
+    """Only these packages can be imported."""
+    installed = {each.__name__: each for each in packages}
+
+    def import_module(name: str) -> SimpleNamespace:
+        if name not in installed:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return installed[name]
+
+    monkeypatch.setattr(tensorrt_package, "import_module", import_module)
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime"])
+def test_a_backend_outside_torch_drafts_chains_before_the_round(backend: str) -> None:
+    options = {"max_draft_len": 3, "speculative_model": "d", "draft_backend": backend}
+    assert DraftTargetDecodingConfig(**options).draft_backend == backend
+    with pytest.raises(ValueError) as refusal:
+        DraftTargetDecodingConfig(
+            **options, draft_target_one_model=True, use_dynamic_tree=True, dynamic_tree_max_topK=2
+        )
+    for sentence in (f"draft_backend = {backend!r}", "chains, not trees", "'torch'", "one_model"):
+        assert sentence in str(refusal.value)
+
+
+def test_onnxruntime_is_refused_with_every_reason_at_once(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    save_checkpoint(tmp_path, "Qwen3Moe", head_dim=32, **experts)
+    with pytest.raises(ValueError) as refusal:
+        harness(tmp_path, dtype="bfloat16")
+    text = str(refusal.value)
+    assert text.startswith("speculative_config.draft_backend = 'onnxruntime' is refused: ")
+    assert "the draft model is Qwen3MoeForCausalLM" in text
+    assert "it runs in float32, and dtype is 'bfloat16'" in text
+
+
+def test_tensorrt_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match="it runs on CUDA, and device is 'cpu'"):
+        harness(draft_backend="tensorrt")
+
+
+def test_a_missing_onnxruntime_is_refused_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ValueError, match=r"onnxruntime is missing; pip install tllm_spec\[onnxr"):
+        harness()
+
+
+def test_a_device_without_a_target_is_refused_with_package_version_and_capability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, package("tensorrt_rtx", "1.7.1.116", targets=True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    with pytest.raises(ValueError) as refusal:
+        find_tensorrt(torch.device("cuda"))
+    assert str(refusal.value) == (
+        "tensorrt cannot be imported (No module named 'tensorrt'), and tensorrt_rtx 1.7.1.116 has "
+        "no target for compute capability 9.0 (it has 7.5, 8.9, 12.0); "
+        "pip install tllm_spec[tensorrt]"
+    )
+
+
+def test_the_first_package_that_serves_the_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    rtx = package("tensorrt_rtx", "1.7.1.116", targets=True)
+    install(monkeypatch, package("tensorrt", "10.13.2.6"), rtx)
+    assert package_for((9, 0), "H100").name == "tensorrt 10.13.2.6"
+    assert package_for((9, 0), "H100").target is None
+    install(monkeypatch, package("tensorrt", "8.6.1"), rtx)
+    assert package_for((12, 0), "RTX 5090").target == TARGETS["SM120"]
+    with pytest.raises(ValueError, match=r"tensorrt 8\.6\.1 is older than 10\.13, and"):
+        package_for((9, 0), "H100")
+
+
+def test_drafts_are_made_without_graphs_where_the_engine_allows_none() -> None:
+    drafter = harness().parts.drafter
+    assert isinstance(drafter, ModelDrafter)
+    keys = [GraphKey(1, chain_of(3), False)]
+    assert drafter.keys(keys, keys) == []
+
+
+def test_only_the_network_of_a_backend_imports_its_library() -> None:
+    found = {
+        module for module, path in PACKAGE_FILES.items() if imported_packages(path) & set(LIBRARIES)
+    }
+    assert found == {
+        "tllm_spec.draft_network.onnx_emitter",
+        "tllm_spec.draft_network.onnxruntime_network",
+    }
+
+
+def test_a_draft_model_in_torch_loads_none_of_the_libraries() -> None:
+    code = (
+        "import sys\n"
+        "from tests.draft_network.test_draft_backend import LIBRARIES, harness\n"
+        "harness(draft_backend='torch')\n"
+        "print([name for name in LIBRARIES if name in sys.modules])"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
