@@ -110,7 +110,7 @@ class GrammarMasks:
             numbers[index * window : (index + 1) * window] = range(first, first + window)
         mask_of_row.copy_(torch.tensor(numbers, dtype=torch.int32))
         if guided:
-            self._fill_all(list(guided.values()), masks.split(window))
+            self._fill_all(list(guided.values()), torch.split(masks, window))
         return filled
 
     def _fill_all(self, guided: list[LlmRequest], masks: Sequence[torch.Tensor]) -> None:

@@ -51,7 +51,7 @@ class ShardedSampler(Sampler):
             or group.filtered
             or group.is_edited
             or group.with_logprobs
-            or group.guided_rows is not None
+            or group.is_guided
         )
 
     def _sample(
