@@ -1,9 +1,9 @@
 """What NGram costs the host in a round, of requests with 8,000 tokens, 1 to 5 of them new.
 
-    python -m benchmarks.ngram [host_time] [step] [--quick] [--output result.json]
+    python -m benchmarks.ngram [host_time] [step] [tree_step] [--quick] [--output result.json]
 
 `host_time`: the pool alone, 64 requests. `step`: all that the round's forward waits for, which is
-lookup, checks, padding and the copy to the slots (of the CPU).
+lookup, checks, padding and the copy to the slots (of the CPU). `tree_step`: the same with trees.
 
 `text` is source code of the standard library, split into words, spaces and signs; `random` are ids
 of a vocabulary of 128,000, where nearly every n-gram is new. Rounds: medians. Prompts: the mean of
@@ -24,18 +24,22 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.report import Options, Row, Subject, main, table
-from tllm_spec.draft_shape import DraftShapes, chain_of
+from tllm_spec.draft_shape import NO_DRAFTS, DraftShape, DraftShapes
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.decoding_rules import DecodingRules
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.resources.ngram_pool import NGramPool
+from tllm_spec.executor.resources.ngram_tree_pool import NGramTreePool
 from tllm_spec.executor.resources.seq_slots import SeqSlotManager
 from tllm_spec.executor.resources.slot_state import SlotState
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
-from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter
+from tllm_spec.executor.speculative.drafting.host_trees import HostTreeDrafter
+from tllm_spec.executor.speculative.drafting.ngram import NGramDrafter, NGramTreeDrafter
 from tllm_spec.sampling_params import SamplingParams
 
 DRAFT_LEN, MAX_NEW_TOKENS, VOCAB_SIZE = 4, 5, 128_000
+TREE = DraftShape(DRAFT_LEN, 16, 4)
 
 
 def text_stream() -> list[int]:
@@ -123,14 +127,33 @@ def host_time_table(rows: Sequence[Row]) -> list[str]:
     )
 
 
+def chains(ngram_size: int) -> tuple[DraftShapes, Drafter, type[HostDrafter]]:
+    inner = NGramDrafter(make_pool(ngram_size, is_public=False))
+    return DraftShapes.chains(DRAFT_LEN), inner, HostDrafter
+
+
+def trees(ngram_size: int) -> tuple[DraftShapes, Drafter, type[HostDrafter]]:
+    pool = NGramTreePool(
+        max_nodes=TREE.num_nodes,
+        topk=TREE.topk,
+        max_draft_len=DRAFT_LEN,
+        max_matching_ngram_size=ngram_size,
+        is_public_pool=False,
+        max_pool_entries=2_000_000,
+    )
+    depths = [DraftShape(depth, TREE.num_nodes, TREE.topk) for depth in range(1, DRAFT_LEN + 1)]
+    shapes = DraftShapes([NO_DRAFTS, *depths], narrows=True)
+    return shapes, NGramTreeDrafter(pool), HostTreeDrafter
+
+
 class Step:
     """A host drafter and requests in slots, as a round has them."""
 
-    def __init__(self, texts: list[list[int]], ngram_size: int) -> None:
+    def __init__(self, texts: list[list[int]], ngram_size: int, *, has_trees: bool) -> None:
         manager = SeqSlotManager(len(texts))
-        slots = SlotState(manager, DraftShapes.chains(DRAFT_LEN), torch.device("cpu"))
-        inner = NGramDrafter(make_pool(ngram_size, is_public=False))
-        self.drafter = HostDrafter(inner, None, slots, VOCAB_SIZE)
+        shapes, inner, kind = (trees if has_trees else chains)(ngram_size)
+        slots = SlotState(manager, shapes, torch.device("cpu"))
+        self.drafter, self.shape = kind(inner, None, slots, VOCAB_SIZE), shapes.longest
         rules = DecodingRules.from_params(
             SamplingParams(), vocab_size=VOCAB_SIZE, end_ids=(), encode=None
         )
@@ -144,21 +167,29 @@ class Step:
     def run(self) -> float:
         for request in self.requests:
             request.py_draft_tokens = [0] * DRAFT_LEN
-        batch = ScheduledBatch(generation_requests=self.requests, shape=chain_of(DRAFT_LEN))
+        batch = ScheduledBatch(generation_requests=self.requests, shape=self.shape)
         start = time.perf_counter()
         self.drafter.prepare_draft_tokens(batch)
         return time.perf_counter() - start
 
 
-def step(options: Options) -> Iterator[Row]:
+def steps(options: Options, has_trees: bool) -> Iterator[Row]:
     stream = text_stream()
     prompt_len, num_rounds = (500, 5) if options.quick else (8000, 60)
     for num_requests, ngram_size in product((1, 8) if options.quick else (1, 8, 64), (2, 4)):
         texts = Texts(stream, num_requests, prompt_len, num_rounds)
-        whole = Step(texts.texts, ngram_size)
+        whole = Step(texts.texts, ngram_size, has_trees=has_trees)
         whole.run()
         seconds = median_seconds(texts, num_rounds, whole.run)
         yield {"requests": num_requests, "ngram_size": ngram_size, "step_us": seconds * 1e6}
+
+
+def step(options: Options) -> Iterator[Row]:
+    return steps(options, has_trees=False)
+
+
+def tree_step(options: Options) -> Iterator[Row]:
+    return steps(options, has_trees=True)
 
 
 def step_table(rows: Sequence[Row]) -> list[str]:
@@ -174,6 +205,7 @@ def step_table(rows: Sequence[Row]) -> list[str]:
 SUBJECTS = (
     Subject("host_time", "NGram's pool, 64 requests of 8k tokens", host_time, host_time_table),
     Subject("step", "NGram's host drafter, text, private pool", step, step_table),
+    Subject("tree_step", "The same with trees of 16 drafts", tree_step, step_table),
 )
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.tree_acceptance [--quick] [--output result.json]
 
 The zoo on 40 held-out prompts of 128 tokens and 128 new ones, greedy and at temperature 0.8, with
-the same seeds. Trees have 4 children a node. Bar: an EAGLE-3 tree of 16 drafts at least 1.10 of the
-chain, at both temperatures."""
+the same seeds. Trees have 4 children a node. NGram's chain is the newest continuation. Bar: an
+EAGLE-3 tree of 16 drafts at least 1.10 of the chain, at both temperatures."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "decoding_type": "Draft_Target",
         "speculative_model": "zoo:llama-draft",
         "draft_target_one_model": True,
+    },
+    "NGram": {
+        "decoding_type": "NGram",
+        "max_matching_ngram_size": 3,
+        "is_use_oldest": False,
+        "max_rejected_rounds": None,
     },
 }
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
@@ -52,7 +58,7 @@ def shapes(options: Options) -> Iterator[Row]:
     prompts = heldout_prompts(number)
     drafters = ["EAGLE-3"] if options.quick else list(DRAFTERS)
     for drafter, (name, temperature) in product(drafters, TEMPERATURES.items()):
-        ways = SHAPES | (ARGMAX if temperature else {})
+        ways = SHAPES | (ARGMAX if temperature and drafter != "NGram" else {})
         if options.quick:
             ways = {shape: ways[shape] for shape in ("chain", "tree of 16")}
         for shape, own in ways.items():

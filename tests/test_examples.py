@@ -66,7 +66,7 @@ def test_an_example_gives_the_text_of_plain_greedy_decoding(
 
 
 def test_there_is_an_example_for_every_way_of_running() -> None:
-    others = {"ngram", "user_provided", "max_utilization", "no_overlap"}
+    others = {"ngram", "ngram_tree", "user_provided", "max_utilization", "no_overlap"}
     assert OVERLAPPING | others <= {path.stem for path in ALL_EXAMPLES}
 
 

@@ -131,3 +131,22 @@ def test_the_present_tree_is_shown_with_its_shape_and_what_it_was_chosen_by(
     assert {"3", "2x2/4"} <= controller["round_ms"]["1"].keys()
     slot = controller["slots"]["1"]
     assert len(slot["further_children"]) == 1 and 0.5 <= slot["tree_gain"] <= 2
+
+
+def test_the_tree_that_ngrams_may_have_is_shown(tmp_path: Path) -> None:
+    spec = {
+        "decoding_type": "NGram",
+        "max_draft_len": 3,
+        "use_dynamic_tree": True,
+        "dynamic_tree_max_topK": 2,
+        "max_total_draft_tokens": 6,
+    }
+    tiny = write_tiny_llama(tmp_path / "target")
+    options = {"speculative_config": spec, "max_batch_size": 2, "max_seq_len": 128}
+    with LLM(tiny, skip_tokenizer_init=True, **options) as llm:
+        llm.generate([1, 2, 3], {"max_tokens": 40}, use_tqdm=False)
+        info = info_of(llm)
+    state = info["internal_states"][0]
+    assert state["draft_shape"] == {"name": "3x2/6", "depth": 3, "drafts": 6, "topk": 2}
+    assert info["speculative_config"]["use_dynamic_tree"] is True
+    assert state["totals"]["speculation"]["rounds"] > 0

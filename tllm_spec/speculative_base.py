@@ -214,7 +214,7 @@ class DecodingBaseConfig(ConfigModel):
         if self.adaptive is not None and self.adaptive.trees and not self.mixes_trees:
             raise ValueError(
                 "adaptive.candidate_trees needs use_dynamic_tree: true with dynamic_tree_max_topK "
-                "above 1"
+                "above 1, and draft weights (Eagle3 or Draft_Target)"
             )
         if self.mixes_trees and self.draft_len_schedule is not None:
             raise ValueError(

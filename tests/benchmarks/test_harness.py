@@ -99,6 +99,7 @@ def test_idle_time_of_a_round_of_two_graphs_is_before_and_between_them() -> None
         (rounds, "sampling_params", 8),
         (ngram, "host_time", 16),
         (ngram, "step", 4),
+        (ngram, "tree_step", 4),
         (moe, "rounds", 4),
         (deepseek, "plain", 7),
         (deepseek, "mtp1", 4),

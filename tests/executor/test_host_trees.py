@@ -22,6 +22,7 @@ from tllm_spec.speculative_config import NGramDecodingConfig, UserProvidedDecodi
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 11]
 DEPTH, NUM_NODES = 3, 10
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2}
+TREE_OF_3 = {"max_draft_len": 2, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 3}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.95},
@@ -203,6 +204,10 @@ def test_rounds_of_chains_have_graphs_next_to_those_of_trees(tiny: Path) -> None
         (TREE | {"max_total_draft_tokens": 31}, "= 31 is not in 4..30, what a tree of depth 4"),
         (TREE | {"dynamic_tree_max_topK": 17}, "dynamic_tree_max_topK = 17 is more than 16"),
         ({"max_total_draft_tokens": 8}, "max_total_draft_tokens = 8 is refused: drafts are"),
+        (
+            TREE | {"adaptive": {"candidate_trees": [TREE_OF_3]}},
+            r"candidate_trees needs .*, and draft weights \(Eagle3 or Draft_Target\)",
+        ),
     ],
 )
 def test_an_impossible_tree_of_ngrams_is_refused(options: dict[str, Any], message: str) -> None:

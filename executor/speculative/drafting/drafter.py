@@ -52,6 +52,7 @@ class Drafter(ABC):
         paths, `[[5, 6], [5, 8], [9]]`, or a list of tokens, parents before children, with
         `request.py_draft_parents`: for each the number of the token before it, counted from 1, and
         0 for the last token of `request.tokens`. `num_drafts_wanted` is then the longest path.
+        The children of a node must differ; equal beginnings of paths become one.
 
         `resource_manager` is the one that was configured with the drafter."""
 

@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
 
@@ -55,21 +55,23 @@ class HostTree(NamedTuple):
         if len(tokens) >= MAX_NODES:
             raise ValueError(f"a tree has at most {MAX_NODES - 1} tokens, not {len(tokens)}")
         tokens, parents = list(map(index, tokens)), list(map(index, parents))
-        depths, bits, children = [0], [1], dict[tuple[int, int], int]()
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+        depths = [0]
+        for node, parent in enumerate(parents, 1):
             if not 0 <= parent < node:
                 raise ValueError(
                     f"parents: node {node} has the parent {parent}; accepted are 0 to {node - 1}"
                 )
             depths.append(depths[parent] + 1)
-            bits.append(bits[parent] | 1 << node)
-            if (twin := children.setdefault((parent, token), node)) != node:
-                raise ValueError(f"nodes {twin} and {node} are both {token} after node {parent}")
-        if any(after < before for before, after in pairwise(depths)):
-            return cls.of_parents(*_by_depth(tokens, parents, depths))
-        if bits[-1] >> 63:
-            bits[-1] -= 1 << 64
-        return cls(tokens, [-1, *parents], depths, bits)
+        children = list(zip(parents, tokens, strict=True))
+        if len(set(children)) < len(children):
+            twin = next(i for i, child in enumerate(children) if child in children[:i])
+            raise ValueError(
+                f"nodes {1 + children.index(children[twin])} and {1 + twin} are both "
+                f"{tokens[twin]} after node {parents[twin]}"
+            )
+        if (ordered := sorted(depths)) != depths:
+            tokens, parents = _by_depth(tokens, parents, depths)
+        return cls(tokens, [-1, *parents], ordered, _bits(parents))
 
     @property
     def depth(self) -> int:
@@ -172,5 +174,16 @@ def _by_depth(
 ) -> tuple[list[int], list[int]]:
     """The same tree with its nodes ordered by depth. depths: of the root, too."""
     ordered = sorted(range(1, len(depths)), key=depths.__getitem__)
-    number = {0: 0} | {node: new for new, node in enumerate(ordered, 1)}
+    number = [0] * len(depths)
+    for new, node in enumerate(ordered, 1):
+        number[node] = new
     return [tokens[node - 1] for node in ordered], [number[parents[node - 1]] for node in ordered]
+
+
+def _bits(parents: list[int]) -> list[int]:
+    bits = [1]
+    for node, parent in enumerate(parents, 1):
+        bits.append(bits[parent] | 1 << node)
+    if bits[-1] >> 63:
+        bits[-1] -= 1 << 64
+    return bits
