@@ -72,7 +72,7 @@ class DecodeStep:
         under the masks that were sent."""
         group = self._groups.of_slots(slot_ids, shape.window, sampled=is_sampled)
         windows = self.windows(slot_ids, shape, self.max_len)
-        logits = self.engine.compute_logits(hidden)
+        logits = self.engine.compute_all_logits(hidden)
         self.sampler.grammar_masks.apply_sent(logits)
         result = self.sample(group, windows, logits, None, LogprobRows())
         self.round_end.in_tail(group, result, shape)

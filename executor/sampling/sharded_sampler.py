@@ -62,12 +62,12 @@ class ShardedSampler(Sampler):
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
-        if self._needs_all(group):
+        if logits.shape[1] < self.state.vocab_size and self._needs_all(group):
             logits = self._shard.gather(logits)
         return super()._sample(group, logits, places, draft_probs, logprobs)
 
     def _choose(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
-        if logits.shape[1] == self.state.vocab_size:
+        if logits.shape[1] == self.state.vocab_size:  # gathered
             return super()._choose(group, logits, places)
         first, sampled = self._shard.first, group.sampled
         if sampled is None:

@@ -55,6 +55,40 @@ for step in range(1, 4):
 group.close()
 """
 
+ONE_SHOT = """
+import torch
+from mpi4py import MPI
+from tllm_spec.distributed.one_shot import OneShotSum
+from tllm_spec.distributed.process_group import ProcessGroup
+from tllm_spec.distributed.sum_choice import SIZES, choose_sums, graph_seconds
+
+group = ProcessGroup(MPI.COMM_WORLD)
+rank, size = group.mapping.rank, group.mapping.world_size
+device = torch.device("cuda", rank)
+group.join(device)
+one_shot = OneShotSum(max(SIZES), device)
+sums = choose_sums({"one-shot": one_shot}, graph_seconds(device), group.share)
+print("choice", ["nccl" if each is None else "one-shot" for each in sums._by_size], flush=True)
+for dtype in (torch.float32, torch.bfloat16):
+    values = torch.zeros(7, 4096, device=device, dtype=dtype)
+    assert one_shot.serves(values) and not one_shot.serves(values[:, 1:])
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        one_shot(values.clone())
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(3):  # one buffer serves sums that follow each other
+            found = values.clone()
+            one_shot(found)
+    for step in range(1, 6):
+        values.copy_(torch.arange(4096) % 8 + step * (rank + 1))
+        graph.replay()
+        torch.cuda.synchronize(device)
+        expected = size * (torch.arange(4096) % 8) + step * size * (size + 1) // 2
+        assert (found.cpu() == expected.to(dtype)).all(), (dtype, step)
+group.close()
+"""
 STAGED = """
 import torch
 from mpi4py import MPI
@@ -119,3 +153,9 @@ def test_two_ranks_on_one_device_emit_the_tokens_of_one_rank(tmp_path: Path) -> 
 def test_staged_collectives_of_ranks_on_one_device_are_exact() -> None:
     world = run_world(2, ["-c", STAGED], CUDA_VISIBLE_DEVICES=first_device())
     assert world.returncode == 0, world.output
+
+
+def test_one_shot_sums_replay_in_a_graph() -> None:
+    """On all devices; with one device, of one rank."""
+    world = run_world(torch.cuda.device_count(), ["-c", ONE_SHOT])
+    assert world.returncode == 0 and "choice" in world.output, world.output

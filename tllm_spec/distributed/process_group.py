@@ -23,6 +23,8 @@ import torch.distributed as dist
 from tllm_spec.distributed.collectives import Collectives, ThroughHost
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import Mapping
+from tllm_spec.distributed.one_shot import OneShotSum
+from tllm_spec.distributed.sum_choice import SIZES, choose_sums, graph_seconds
 from tllm_spec.distributed.watch import Watch, accept, connect, listen
 
 if TYPE_CHECKING:
@@ -121,6 +123,21 @@ class ProcessGroup(Communicator):
                 logger.warning("ranks share a CUDA device: sums go over the host, without graphs")
         self.captures = self._tensors.captures
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        if backend == "nccl" and size > 1 and self._is_one_host:
+            self._choose_sums(device)
+
+    def _choose_sums(self, device: torch.device) -> None:
+        """Where all devices can read each other's memory, NCCL's sum is not the only one."""
+        try:
+            one_shot = OneShotSum(max(SIZES), device)
+            problem = ""
+        except (ImportError, AttributeError, RuntimeError) as error:
+            problem = str(error).partition("\n")[0]
+        if problems := [each for each in self.gather(problem) if each]:
+            logger.info("sums are NCCL's: %s", problems[0])
+            return
+        seconds = graph_seconds(device)
+        self._tensors = choose_sums({"one-shot": one_shot}, seconds, self.share)
 
     def close(self) -> None:
         self._watch.close()

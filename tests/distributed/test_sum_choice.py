@@ -1,0 +1,88 @@
+"""The fastest way of summing is chosen for each size by rank 0; stand-ins take the place of
+devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tllm_spec.distributed.collectives import Collectives
+from tllm_spec.distributed.sum_choice import SIZES, ChosenSums, choose_sums
+
+NAMES = ["one-shot", "nccl"]
+
+
+class Recorded:
+    """A stand-in for one-shot sums of up to 64 KiB in float32."""
+
+    def __init__(self, used: list[str]) -> None:
+        self.used = used
+
+    def serves(self, values: torch.Tensor) -> bool:
+        return values.dtype == torch.float32 and values.numel() * 4 <= 1 << 16
+
+    def __call__(self, values: torch.Tensor) -> None:
+        self.used.append("one-shot")
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways that sums went."""
+    found: list[str] = []
+    monkeypatch.setattr(Collectives, "all_reduce", lambda self, values: found.append("nccl"))
+    return found
+
+
+def times(limit: int, one_shot: Recorded) -> Callable[[Any, int], float]:
+    """One-shot is faster up to `limit` bytes."""
+    return lambda way, size: 2.0 if way is not one_shot else (1.0 if size <= limit else 3.0)
+
+
+def ways_of(sums: ChosenSums, used: list[str], *shapes: int, dtype: torch.dtype) -> list[str]:
+    used.clear()
+    for size in shapes:
+        sums.all_reduce(torch.zeros(size, dtype=dtype))
+    return list(used)
+
+
+def test_small_sums_go_the_way_that_was_faster_and_large_ones_go_to_nccl(used: list[str]) -> None:
+    one_shot = Recorded(used)
+    sums = choose_sums({"one-shot": one_shot}, times(1 << 14, one_shot), lambda value: value)
+    sizes = [1, 1 << 10, 1 << 12, (1 << 12) + 1, 1 << 20]
+    expected = ["one-shot"] * 3 + ["nccl"] * 2
+    assert ways_of(sums, used, *sizes, dtype=torch.float32) == expected
+
+
+def test_what_a_way_does_not_serve_goes_to_nccl(used: list[str]) -> None:
+    one_shot = Recorded(used)
+    sums = choose_sums({"one-shot": one_shot}, times(max(SIZES), one_shot), lambda value: value)
+    assert ways_of(sums, used, 1 << 14, (1 << 14) + 4, dtype=torch.float32) == NAMES
+    assert ways_of(sums, used, 8, dtype=torch.float16) == ["nccl"]
+
+
+def test_rank_0_decides_for_ranks_that_measured_otherwise(used: list[str]) -> None:
+    one_shot = Recorded(used)
+    said: list[list[str]] = []
+
+    def first(value: list[str]) -> list[str]:
+        said.append(value)
+        return value
+
+    choose_sums({"one-shot": one_shot}, times(1 << 14, one_shot), first)
+    slow_here = choose_sums({"one-shot": one_shot}, times(0, one_shot), lambda value: said[0])
+    assert ways_of(slow_here, used, 1 << 10, 1 << 14, dtype=torch.float32) == NAMES
+    assert said[0].count("one-shot") == 3
+
+
+def test_every_rank_measures_all_ways_in_the_same_order(used: list[str]) -> None:
+    one_shot, measured = Recorded(used), list[tuple[bool, int]]()
+
+    def seconds(way: object, size: int) -> float:
+        measured.append((way is one_shot, size))
+        return 1.0
+
+    choose_sums({"one-shot": one_shot}, seconds, lambda value: value)
+    assert measured == [(is_other, size) for size in SIZES for is_other in (False, True)]

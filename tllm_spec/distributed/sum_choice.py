@@ -1,0 +1,87 @@
+"""Which way of summing small tensors is the fastest for each size: measured when the ranks meet,
+decided by rank 0."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from tllm_spec.distributed.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+# Bytes; from one row of a small model to 64 rows of a large one. Larger sums are NCCL's.
+SIZES = tuple(1 << power for power in range(12, 21))
+IN_A_ROW = 50  # sums of a graph that is timed
+NCCL = "nccl"
+
+
+class Sum(Protocol):
+    """One way of summing."""
+
+    def serves(self, values: torch.Tensor) -> bool:
+        """Known from size, dtype and layout: the same on all ranks."""
+
+    def __call__(self, values: torch.Tensor) -> None:
+        """The sum of all ranks' values, in place."""
+
+
+class ChosenSums(Collectives):
+    """`others`: ways of summing other than NCCL's. choice: the fastest one's name for tensors of up
+    to each of `SIZES`."""
+
+    def __init__(self, others: Mapping[str, Sum], choice: Sequence[str]) -> None:
+        self._by_size = [others.get(name) for name in choice]
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        place = bisect_left(SIZES, values.numel() * values.element_size())
+        chosen = self._by_size[place] if place < len(SIZES) else None
+        if chosen is not None and chosen.serves(values):
+            chosen(values)
+        else:
+            super().all_reduce(values)
+
+
+def choose_sums(
+    others: Mapping[str, Sum],
+    seconds: Callable[[Callable[[torch.Tensor], None], int], float],
+    share: Callable[[Any], Any],
+) -> ChosenSums:
+    """seconds: of one sum of so many bytes. All ranks measure together, and rank 0's times count:
+    `share` returns rank 0's value."""
+    ways: dict[str, Callable[[torch.Tensor], None]] = {NCCL: Collectives().all_reduce, **others}
+    times = [{name: seconds(way, size) for name, way in ways.items()} for size in SIZES]
+    choice = share([min(found, key=lambda name: found[name]) for found in times])
+    for size, name, found in zip(SIZES, choice, times, strict=True):
+        shown = ", ".join(f"{way} {1e6 * time:.1f} us" for way, time in found.items())
+        logger.info("sums of up to %d bytes: %s (%s)", size, name, shown)
+    return ChosenSums(others, choice)
+
+
+def graph_seconds(device: torch.device) -> Callable[[Callable[[torch.Tensor], None], int], float]:
+    """Times a sum as decoding runs it: in a CUDA graph."""
+
+    def seconds(way: Callable[[torch.Tensor], None], num_bytes: int) -> float:
+        values = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no annotation
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            way(values)  # lets the library allocate, which a capture must not
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(IN_A_ROW):
+                way(values)
+        graph.replay()
+        torch.cuda.synchronize(device)
+        start = perf_counter()
+        graph.replay()
+        torch.cuda.synchronize(device)
+        return (perf_counter() - start) / IN_A_ROW
+
+    return seconds
