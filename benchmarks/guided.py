@@ -1,25 +1,32 @@
-"""What guided decoding costs in a round: batches in which no request, half of them, or all have a
-grammar, with overlap.
+"""Guided decoding: what it costs in a round, and what its forced text gains as drafts.
 
-    python -m benchmarks.guided [rounds]
+    python -m benchmarks.guided [rounds] [forced_text]
 
-rounds  milliseconds of a round, and its ratio over batches without a grammar of the same engine
+rounds       milliseconds of a round with overlap in batches of which no request, half of them, or
+             all have a grammar, and the ratio over batches without one
+forced_text  tokens per round of NGram (K = 4) on JSON schemas, with drafts of forced text, with
+             drafts that are only cut where the grammar excludes them, and with neither: the zoo
 
-Random prompts; with `--shape llama-8b` random weights. Drafts are verified without synthetic
-acceptance, which would accept what a grammar excludes. The grammar is of JSON lines that never end;
-the texts of all requests differ. The kinds of batches take turns."""
+Rounds: random prompts; with `--shape llama-8b` random weights. Drafts are verified without
+synthetic acceptance, which would accept what a grammar excludes. The grammar is of JSON lines that
+never end; the texts of all requests differ. The kinds of batches take turns."""
 
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from benchmarks.harness.engine import Rounds, in_turns, release
-from benchmarks.harness.grammars import JsonLines
+from benchmarks.harness.grammars import JsonLines, random_object
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
+from tllm_spec.grammar_state import GrammarState
+from tllm_spec.llm import LLM
+from tllm_spec.outputs import RequestOutput
+from tllm_spec.sampling_params import SamplingParams
 
 K = 3
 KINDS = {"none": 0.0, "half": 0.5, "all": 1.0}
@@ -104,7 +111,60 @@ def ratios(rows: Sequence[Row]) -> list[str]:
     return table(("", "batch", *KINDS), lines)
 
 
-SUBJECTS = (Subject("rounds", "Guided rounds, ms (over none)", rounds, ratios),)
+def forced_text(options: Options) -> Iterator[Row]:
+    """The texts must be equal."""
+    number = 8 if options.quick else 48
+    better, texts = GrammarState.better_drafts, set[tuple[str, ...]]()
+    ways: dict[str, Callable[[GrammarState, list[int], int], list[int]]] = {
+        "neither": lambda state, drafts, limit: drafts,
+        "cut": lambda state, drafts, limit: better(state, drafts, 0),
+        "forced text": better,
+    }
+    for name, way in ways.items():
+        with mock.patch.object(GrammarState, "better_drafts", way):
+            outputs = _json_outputs(options.device, number)
+        texts.add(tuple(output.outputs[0].text for output in outputs))
+        assert len(texts) == 1, "the text depends on the drafts"
+        stats = [each.speculative_decoding for each in outputs if each.speculative_decoding]
+        num_drafted = sum(sum(each.per_position_drafted) for each in stats)
+        num_accepted = sum(sum(each.per_position_accepted) for each in stats)
+        num_tokens = sum(each.num_emitted_tokens for each in stats)
+        yield {
+            "drafts": name,
+            "acceptance_length": num_tokens / sum(each.rounds for each in stats),
+            "draft_acceptance_rate": num_accepted / num_drafted,
+        }
+
+
+def _json_outputs(device: str, number: int) -> list[RequestOutput]:
+    config = {"decoding_type": "NGram", "max_draft_len": K + 1, "max_matching_ngram_size": 3}
+    params = [
+        SamplingParams(
+            max_tokens=160,
+            seed=seed,
+            temperature=(0.0, 0.8)[seed % 2],
+            guided_decoding={"json": random_object(seed)},
+        )
+        for seed in range(number)
+    ]
+    with LLM("zoo:llama", device=device, max_batch_size=8, speculative_config=config) as llm:
+        outputs = llm.generate(["import json\n"] * number, params, use_tqdm=False)
+    assert isinstance(outputs, list)
+    return outputs
+
+
+def drafts_table(rows: Sequence[Row]) -> list[str]:
+    cells = [
+        (row["drafts"], f"{row['acceptance_length']:.3f}", f"{row['draft_acceptance_rate']:.3f}")
+        for row in rows
+    ]
+    return table(("drafts", "tokens per round", "accepted drafts"), cells)
+
+
+SUBJECTS = (
+    Subject("rounds", "Guided rounds, ms (over none)", rounds, ratios),
+    Subject("forced_text", "Forced text as drafts, NGram", forced_text, drafts_table),
+)
 
 if __name__ == "__main__":
     sys.exit(main(SUBJECTS, __doc__))

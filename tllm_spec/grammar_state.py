@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,11 +13,17 @@ if TYPE_CHECKING:
 
 class GrammarState:
     """Advances with emitted tokens only, so nothing is ever taken back. `matcher`: xgrammar's, of
-    the grammar `compiled`. After the grammar's end (a stop token that did not end the text) every
-    token is allowed."""
+    the grammar `compiled`. `encode`: the tokenizer's; None: there are no drafts of forced text.
+    After the grammar's end (a stop token that did not end the text) every token is allowed."""
 
-    def __init__(self, matcher: Any, compiled: Any = None) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        compiled: Any = None,
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
         self._matcher = matcher
+        self._encode = encode
         self.compiled = compiled
         self._num_read = 0  # output tokens
 
@@ -41,6 +49,25 @@ class GrammarState:
         self._matcher.traverse_draft_tree(
             nodes.first_child, nodes.next_sibling, nodes.tokens, bitmask[: len(nodes.tokens)]
         )
+
+    def better_drafts(self, drafts: list[int], max_drafts: int) -> list[int]:
+        """The drafts up to the first one that the grammar excludes, or as tokens the text that the
+        grammar forces next, if these are more (jump-forward). The target chooses among all tokens
+        that spell the text, so they may be rejected, too."""
+        if self._matcher.is_terminated():
+            return drafts
+        drafts = self._allowed(drafts)
+        text = self._matcher.find_jump_forward_string() if self._encode is not None else ""
+        if not text:
+            return drafts
+        assert self._encode is not None
+        forced = self._allowed(self._encode(text)[:max_drafts])
+        return forced if len(forced) > len(drafts) else drafts
+
+    def _allowed(self, tokens: list[int]) -> list[int]:
+        """Those before the first one that cannot come there."""
+        ahead = self._matcher.fork()
+        return list(takewhile(ahead.accept_token, tokens))
 
 
 class DraftNodes:

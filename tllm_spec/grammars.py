@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import lru_cache, partial
 from typing import Any
 
 from tllm_spec.config import LlmArgs
@@ -25,6 +26,7 @@ class Grammars:
     ) -> None:
         self._backend = backend
         self._arguments = tokenizer, vocab_size, end_ids
+        self._encode = lru_cache(maxsize=4096)(partial(_encode, tokenizer))
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
 
@@ -43,16 +45,24 @@ class Grammars:
 
     def states_of(self, source: GrammarSource, number: int) -> list[GrammarState | None]:
         """The same for a grammar."""
-        return _states(self._get_compiler().compile(source), number)
+        return self._states(self._get_compiler().compile(source), number)
 
     def load_states(self, text: str, number: int) -> list[GrammarState | None]:
         """The same for a grammar that another process has compiled, as xgrammar's JSON."""
-        return _states(self._get_compiler().load(text), number)
+        return self._states(self._get_compiler().load(text), number)
 
     def close(self) -> None:
         """Ends the compiler's process."""
         if self._compiler is not None:
             self._compiler.close()
+
+    def _states(self, compiled: Any, number: int) -> list[GrammarState | None]:
+        import xgrammar  # heavy; the compiler has it
+
+        return [
+            GrammarState(xgrammar.GrammarMatcher(compiled), compiled, self._encode)
+            for _ in range(number)
+        ]
 
     def _get_compiler(self) -> GrammarCompiler:
         if self._backend is None:
@@ -71,7 +81,5 @@ def end_ids_of(limits: RequestLimits, tokenizer: Tokenizer | None) -> tuple[int,
     return limits.end_ids or (() if own is None else (own,))
 
 
-def _states(compiled: Any, number: int) -> list[GrammarState | None]:
-    import xgrammar  # heavy; the compiler has it
-
-    return [GrammarState(xgrammar.GrammarMatcher(compiled), compiled) for _ in range(number)]
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,5 @@
-"""A grammar of JSON lines that never ends, for a vocabulary of any size without a tokenizer."""
+"""A grammar of JSON lines that never ends, for a vocabulary of any size without a tokenizer; and
+schemas of JSON objects."""
 
 import json
 import re
@@ -26,6 +27,32 @@ SCHEMA = {
     "required": ["name", "size", "tags", "where"],
     "additionalProperties": False,
 }
+
+
+NAMES = ("name", "file_name", "line_number", "is_valid", "description", "count", "created_at")
+KINDS: tuple[dict[str, Any], ...] = (
+    {"type": "integer", "minimum": 0, "maximum": 400},
+    {"type": "boolean"},
+    {"type": "string", "maxLength": 6},
+    {"enum": ["pending", "running", "finished"]},
+)
+
+
+def random_object(seed: int) -> dict[str, Any]:
+    """Three properties, of which one is an object of two."""
+    random = Random(seed)
+    names = random.sample(NAMES, 3)
+    inner = _object({name: random.choice(KINDS) for name in random.sample(NAMES, 2)})
+    return _object({name: random.choice(KINDS) for name in names[:2]} | {names[2]: inner})
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 class JsonLines:
