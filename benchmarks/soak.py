@@ -21,17 +21,18 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
-from benchmarks.harness.report import table
+from benchmarks.harness.report import about, save, table
 from tllm_spec.bench.sse_client import HttpError, Target, events, request
 
 MODEL = "zoo:llama"
@@ -157,15 +158,29 @@ def memory_mib(pid: int) -> float:
     return int(found[1]) / 1024
 
 
-async def flat_memory(server: Server, clients: int, minutes: float) -> list[str]:
-    """What is wrong after waves for so long, two at least."""
-    end, rows, seed = time.monotonic() + 60 * minutes, [], 0
+def slope(samples: Sequence[tuple[float, float]]) -> float:
+    """Of a least-squares line through (hours, MiB)."""
+    hours, sizes = zip(*samples, strict=True)
+    middle, mean = fmean(hours), fmean(sizes)
+    spread = sum((hour - middle) ** 2 for hour in hours)
+    return sum((hour - middle) * (size - mean) for hour, size in samples) / spread
+
+
+async def flat_memory(
+    server: Server, clients: int, minutes: float, record: dict[str, Any]
+) -> list[str]:
+    """What is wrong after waves for so long, three at least. Memory counts from the second wave."""
+    start, rows, seed = time.monotonic(), [], 0
+    end = start + 60 * minutes
+    samples: dict[str, list[tuple[float, float]]] = {"engine": [], "front": []}
     mistakes: list[str] = []
     while seed < 3 or time.monotonic() < end:
         ends = await wave(server.url, clients, seed)
         await wait_until_idle(server.url)
         memory = {name: memory_mib(pid) for name, pid in server.pids().items()}
         rows.append((seed, ends, memory))
+        for name in samples if seed else ():
+            samples[name].append(((time.monotonic() - start) / 3600, memory[name]))
         if lost := ends["cut"] + ends["error event"] + ends["refused"]:
             mistakes.append(f"wave {seed}: {lost} requests have failed: {dict(ends)}")
         seed += 1
@@ -176,8 +191,11 @@ async def flat_memory(server: Server, clients: int, minutes: float) -> list[str]
         for n, e, m in shown
     ]
     print("\n".join(table(header, cells)), flush=True)
-    for name in ("engine", "front"):
-        first, last = rows[1][2][name], rows[-1][2][name]
+    record |= {"waves": seed, "requests": seed * clients}
+    for name, found in samples.items():
+        first, last, growth = found[0][1], found[-1][1], slope(found)
+        record[name] = {"MiB": [first, last], "MiB/h": growth}
+        print(f"{name}: {first:.0f} to {last:.0f} MiB, {growth:+.1f} MiB an hour", flush=True)
         if last > first * MAX_GROWTH:
             mistakes.append(f"the {name} grew from {first:.0f} to {last:.0f} MiB")
     return mistakes
@@ -234,9 +252,12 @@ async def integrity(options: dict[str, Any], clients: int) -> list[str]:
     return [] if ends["whole"] + ends["left"] == clients else ["requests failed"]
 
 
-async def soak(options: dict[str, Any], clients: int, minutes: float) -> list[str]:
+async def soak(
+    options: dict[str, Any], clients: int, minutes: float, record: dict[str, Any]
+) -> list[str]:
+    """What is wrong. Figures are added to `record`."""
     with served(options) as server:
-        mistakes = await flat_memory(server, clients, minutes)
+        mistakes = await flat_memory(server, clients, minutes, record)
         mistakes += await front_killed(server, clients)
         mistakes += await engine_killed(server, clients)
     return mistakes + await integrity(options, clients)
@@ -248,9 +269,14 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=500)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--config", type=Path, help="other arguments of LLM")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
     given = parser.parse_args()
     options = OPTIONS if given.config is None else yaml.safe_load(given.config.read_text())
-    mistakes = asyncio.run(soak(options | {"device": given.device}, given.clients, given.minutes))
+    record: dict[str, Any] = {"about": about(given.device)}
+    options = options | {"device": given.device}
+    mistakes = asyncio.run(soak(options, given.clients, given.minutes, record))
+    if given.output is not None:
+        save(given.output, record | {"mistakes": mistakes})
     print("\n".join(mistakes) or "all parts have passed")
     return 1 if mistakes else 0
 

@@ -66,6 +66,19 @@ def test_a_body_with_millions_of_values_is_refused_unparsed(
         assert httpx.post(url, content="[" * 10).status_code == 400
 
 
+@pytest.mark.parametrize("character", ["Ā", "中", "😀", "\\u4e2d"])
+def test_a_text_that_takes_several_bytes_a_character_may_have_a_quarter_of_the_limit(
+    character: str,
+) -> None:
+    with serving(max_body_bytes=1000) as host:
+        url = f"{host.url}{PATH}"
+        for length, status in ((240, 400), (251, 413)):
+            text = character.encode()
+            body = b'"' + b"a" * (length - 2 - len(text)) + text + b'"'
+            assert httpx.post(url, content=body).status_code == status
+        assert httpx.post(url, content='"' + "é" * 400 + '"').status_code == 400
+
+
 def test_more_large_bodies_at_once_than_fit_are_told_to_come_again() -> None:
     with serving(max_body_bytes=1000, body_timeout=600) as host:
         held = [connect(host.address) for _ in range(2)]

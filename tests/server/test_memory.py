@@ -26,15 +26,28 @@ def memory(pid: int, name: str) -> int:
 
 
 def keys() -> bytes:
-    return b'{"model": "zoo:llama", ' + b", ".join(b'"k%d": {}' % i for i in range(MIB // 3)) + b"}"
+    return (
+        b'{"model": "zoo:llama", '
+        + b", ".join(b'"k%d": {}' % i for i in range(MIB // 6 - 9))
+        + b"}"
+    )
 
 
 def token_ids() -> bytes:
-    return b'{"model": "zoo:llama", "prompt": [' + b"123456789," * (MIB - 100) + b"1]}"
+    return b'{"model": "zoo:llama", "prompt": [' + b"123456789," * (MIB // 2 - 100) + b"1]}"
 
 
 def long_text() -> bytes:
     return json.dumps({"model": MODEL, "prompt": "a b" * (9 * MIB)}).encode()
+
+
+def wide_text() -> bytes:
+    """One character makes Python store all of them with four bytes each."""
+    return json.dumps({"model": MODEL, "prompt": "a b" * (2 * MIB) + "\\ud83d\\ude00"}).encode()
+
+
+def too_wide_text() -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "a b" * (9 * MIB) + "😀"}).encode()
 
 
 def long_chat() -> bytes:
@@ -43,12 +56,12 @@ def long_chat() -> bytes:
 
 
 def many_messages() -> bytes:
-    messages = [{"rol": "user"}] * (MIB // 5)
+    messages = [{"rol": "user"}] * (MIB // 10)
     return json.dumps({"model": MODEL, "messages": messages}).encode()
 
 
 def deep() -> bytes:
-    return b"[" * (MIB - 1)
+    return b"[" * (MIB // 2 - 1)
 
 
 def too_large() -> bytes:
@@ -75,7 +88,8 @@ def test_hostile_bodies_take_at_most_half_as_much_again_as_an_idle_front(tmp_pat
             statuses.add(answer.status_code)
             lengths.add(len(answer.content))
 
-        for make in (keys, token_ids, long_text, long_chat, many_messages, deep, too_large):
+        texts = (long_text, wide_text, too_wide_text)
+        for make in (keys, token_ids, *texts, long_chat, many_messages, deep, too_large):
             is_chat = make in (long_chat, many_messages)
             path = "/v1/chat/completions" if is_chat else "/v1/completions"
             body = make()

@@ -4,6 +4,7 @@ request id, and one line in the access log."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import secrets
@@ -25,12 +26,14 @@ access_log = logging.getLogger("tllm_spec.access")
 # Without a key: load balancers ask for the first, browsers for pages without data.
 OPEN_PATHS = frozenset({"/health", "/dashboard"})
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
-# Bodies in memory at once, as a multiple of the largest one.
-BODIES_AT_ONCE = 2
 LARGE_BODY = 1 << 20  # bytes; only one such body is parsed and tokenised at a time
 # A body's text is cheap, its values are not: a parsed one takes up to 200 bytes.
-MAX_VALUES = 1 << 20
+MAX_VALUES = 1 << 19
 SEPARATORS = (b",", b":", b"[", b"{")
+# Python stores a text that has one such character with two or four bytes for each of all its
+# characters.
+WIDE = re.compile(rb"[\xc4-\xff]|\\u")
+WIDTH = 4
 CLIENT_CLOSED_REQUEST = 499  # a status that no client receives
 CLOSES = {"Connection": "close"}
 
@@ -40,10 +43,15 @@ class _Disconnected(Exception):
 
 
 class Guard:
-    """ASGI middleware. It leaves `release_body` in the scope's state, which a route may call when
-    it is done with the body, `body_size`, and `at_end`, a list of functions to call when the answer
-    has been sent. A route that generates leaves a function there as
-    `tokens`, for the access log: it returns the tokens of prompts and of outputs."""
+    """ASGI middleware. In the scope's state it leaves
+
+    - `take_body`, which returns the body, once; what the application receives only says whether
+      there is one. So a long body is not kept while its text is parsed.
+    - `body_size`, and `release_body`, which a route may call when it is done with the body.
+    - `at_end`, a list of functions to call when the answer has been sent.
+
+    A route that generates leaves a function there as `tokens`, for the access log: it returns the
+    tokens of prompts and of outputs."""
 
     def __init__(self, app: App, options: ServerOptions) -> None:
         self._app = app
@@ -89,7 +97,10 @@ class Guard:
             response = refusal.response()
             response.headers.update(CLOSES)
             return await response(scope, receive, send)
-        is_large = len(body) > LARGE_BODY
+        size = len(body)
+        bodies = [body]
+        del body
+        is_large = size > LARGE_BODY
         if is_large:
             await self._one_large.acquire()
         is_held = True
@@ -98,14 +109,16 @@ class Guard:
             nonlocal is_held
             if is_held:
                 is_held = False
-                self._num_held -= len(body)
+                self._num_held -= size
                 if is_large:
+                    gc.collect()  # cycles of exceptions and frames may hold what was parsed
                     self._one_large.release()
 
         at_end: list[Callable[[], None]] = [release]
-        scope["state"] |= {"release_body": release, "body_size": len(body), "at_end": at_end}
+        scope["state"] |= {"take_body": bodies.pop, "release_body": release}
+        scope["state"] |= {"body_size": size, "at_end": at_end}
         try:
-            return await self._app(scope, _replayed(body, receive), send)
+            return await self._app(scope, _replayed(b"-" if size else b"", receive), send)
         finally:
             for function in at_end:
                 function()
@@ -130,7 +143,7 @@ class Guard:
                 401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
             )
 
-    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytearray:
         """The whole body. It counts as held until the caller is done with it."""
         try:
             return await asyncio.wait_for(
@@ -140,41 +153,49 @@ class Guard:
             seconds = self._options.body_timeout
             raise RequestRefused(408, f"the body has not arrived within {seconds:g} s") from None
 
-    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytearray:
         limit = self._options.max_body_bytes
         declared = headers.get(b"content-length", b"0")
         if int(declared) > limit:
             if b"expect" not in headers:  # such a client waits for the answer before it sends
                 await _discard(receive, 2 * limit)
             raise self._too_large()
-        chunks: list[bytes] = []
-        size, more, is_taken = 0, True, False
+        body = bytearray()
+        more, is_taken = True, False
         try:
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise _Disconnected
                 chunk, more = message.get("body", b""), message.get("more_body", False)
-                chunks.append(chunk)
-                size += len(chunk)
+                body += chunk
                 self._num_held += len(chunk)
-                if size > limit:
+                if len(body) > limit:
                     raise self._too_large()
-                if self._num_held > BODIES_AT_ONCE * limit:
+                if self._num_held > limit:
                     raise RequestRefused(
                         503, "too many large bodies at once", "overloaded", retry_after=1
                     )
-            body = b"".join(chunks)
-            if sum(map(body.count, SEPARATORS)) > MAX_VALUES:
-                raise RequestRefused(
-                    413, f"the body has more than {MAX_VALUES} JSON values; send several bodies"
-                )
+            self._check_parsed_size(body)
             is_taken = True
             return body
         finally:
-            chunks.clear()  # a traceback of this frame would keep them
             if not is_taken:
-                self._num_held -= size
+                self._num_held -= len(body)
+                body.clear()  # a traceback of this frame would keep it
+
+    def _check_parsed_size(self, body: bytearray) -> None:
+        if sum(map(body.count, SEPARATORS)) > MAX_VALUES:
+            raise RequestRefused(
+                413, f"the body has more than {MAX_VALUES} JSON values; send several bodies"
+            )
+        longest = self._options.max_body_bytes // WIDTH
+        if len(body) > longest and WIDE.search(body):
+            raise RequestRefused(
+                413,
+                f"the body is too large: at most {longest} bytes are accepted of a text with "
+                "characters that are not Latin; send several bodies",
+            )
 
     def _too_large(self) -> RequestRefused:
         limit = self._options.max_body_bytes

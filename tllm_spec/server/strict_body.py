@@ -17,7 +17,9 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
-        return json.loads(await self.body(), object_pairs_hook=_unique)
+        await self.body()  # it has arrived, so this does not wait
+        text = _decoded(self.scope["state"]["take_body"]())
+        return json.loads(text, object_pairs_hook=_unique)
 
 
 class StrictBodyRoute(APIRoute):
@@ -31,6 +33,13 @@ class StrictBodyRoute(APIRoute):
             return await handle(_StrictRequest(request.scope, request.receive))
 
         return with_strict_body
+
+
+def _decoded(body: bytearray) -> str:
+    """As json.loads decodes. The body itself is not needed any more."""
+    text = body.decode(json.detect_encoding(body), "surrogatepass")
+    body.clear()
+    return text
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

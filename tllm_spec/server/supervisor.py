@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,6 +28,12 @@ DOWN_SECONDS = 1.0
 # Seconds after which a process that should have ended is killed.
 END_SECONDS = 10.0
 BACKLOG = 64
+# For glibc: what the threads of a front have taken for large bodies goes back to the system.
+FRONT_VARIABLES = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
 
 
 class ServeError(ValueError):
@@ -43,13 +50,20 @@ class Event(NamedTuple):
 
 class Child:
     """A process in a session of its own: Ctrl-C reaches the supervisor only. Closing `control`
-    asks it to end."""
+    asks it to end. variables: of its environment, where ours has none."""
 
-    def __init__(self, name: str, module: str, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        listener: socket.socket,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.is_ready = False
         self._module = f"tllm_spec.server.{module}"
         self._listener = listener
+        self._environment = {**(variables or {}), **os.environ}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, settings: ChildSettings, events: asyncio.Queue[Event]) -> None:
@@ -61,6 +75,7 @@ class Child:
             self._module,
             *map(str, passed),
             stdin=asyncio.subprocess.DEVNULL,
+            env=self._environment,
             pass_fds=(*passed, *mpirun_descriptors()),
             start_new_session=True,
         )
@@ -129,7 +144,7 @@ class Supervisor:
                         child.kill()
 
     async def _start_front(self) -> None:
-        front = Child("a front process", "front_process", self._listener)
+        front = Child("a front process", "front_process", self._listener, FRONT_VARIABLES)
         self._fronts.append(front)
         await front.start(self._settings, self._events)
 
