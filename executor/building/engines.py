@@ -169,7 +169,7 @@ def _build_engine(
     if draft is not None and draft.plan.shares_pages:
         own = draft.net.config.attention_geometry(plan.mapping)
         pools.append(_pool(plan, own, draft.net.dtype, num_pages))
-        backend = create_backend(plan.attention, own, pools[-1])
+        backend = create_backend(plan.attention, own, pools[-1], plans_latents=plan.plans_latents)
         layers = draft.layers(backend, rows, plan.config.vocab_size)
         spec = draft.spec
     kv = KVCacheManager(
@@ -181,7 +181,9 @@ def _build_engine(
     if batch_invariant:
         attention = create_batch_invariant(geometry, pools[0])
     else:
-        attention = create_backend(plan.attention, geometry, pools[0])
+        attention = create_backend(
+            plan.attention, geometry, pools[0], plans_latents=plan.plans_latents
+        )
     return ModelEngine(model, attention, rows, plan.config.vocab_size, spec), kv, layers
 
 

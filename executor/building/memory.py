@@ -19,7 +19,8 @@ def reserved_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     configs = [plan.config, *([draft.net.config] if draft else [])]
     geometries = [config.attention_geometry(plan.mapping) for config in configs]
     num_bytes = sum(
-        workspace_bytes(plan.attention, geometry, plan.dtype) for geometry in geometries
+        workspace_bytes(plan.attention, geometry, plan.dtype, plans_latents=plan.plans_latents)
+        for geometry in geometries
     )
     if plan.device.type == "cuda" and not plan.args.deterministic:
         num_bytes += WORKSPACE_BYTES

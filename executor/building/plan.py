@@ -86,6 +86,12 @@ class BuildPlan:
             logger.info("%s do not overlap: %s", which, self.why_no_overlap)
 
     @property
+    def plans_latents(self) -> bool:
+        """Whether windows over latents are planned on the host. A target with other attention has
+        CUDA graphs, which its draft network must fit."""
+        return self.args.attn_backend == "FLASHINFER" and self.config.mla is not None
+
+    @property
     def max_in_flight(self) -> int:
         """Rounds that may be launched, or scheduled, before the oldest is read."""
         return int(not self.args.disable_overlap_scheduler)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.executor.draft_caches import generating, with_lengths, worker_of
+from tests.executor.graph_rounds import num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.test_tree_drafting import Candidate, paths_in_slot, slow_tree
 from tests.models.helpers import random_tokens
@@ -147,6 +148,33 @@ def test_every_tree_is_that_of_a_slow_reference(
             num_checked += 1
     assert num_checked > 8 and all(request.num_output_tokens == 10 for request in requests)
     assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("one_model", [True, False])
+def test_replayed_rounds_of_chains_and_trees_give_the_texts_of_eager_rounds(
+    one_model: bool, tmp_path: Path, eager_graphs: None
+) -> None:
+    """Tier 3 is a chain, tier 4 a tree; they take turns."""
+    save_predictable(tmp_path)
+    tree = {"max_draft_len": 3, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 5}
+    spec = mtp(
+        mtp_eagle_one_model=one_model,
+        use_dynamic_tree=True,
+        adaptive={"candidate_steps": [0, 3], "candidate_trees": [tree]},
+        **{name: value for name, value in tree.items() if name != "max_draft_len"},
+    )
+    graphs = with_graphs(tmp_path, (1, 4), {0, 3, 4}, max_seq_len=64, **spec)
+    found = []
+    for harness in (graphs, Harness(tmp_path, max_seq_len=64)):
+        if harness is graphs:
+            with_lengths(harness, cycle([3, 4, 4, 0, 4]))
+        requests = [harness.submit(random_tokens(9, seed=i), max_tokens=20) for i in range(3)]
+        harness.run()
+        assert all_pages_are_back(harness.executor)
+        found.append([request.tokens for request in requests])
+    assert found[0] == found[1]
+    shapes = {key.shape.is_tree for key in num_replays(graphs)}
+    assert shapes == {True, False}
 
 
 def test_the_module_reads_the_targets_state_after_its_final_norm(

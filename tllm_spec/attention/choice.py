@@ -9,6 +9,7 @@ import torch
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
 from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
+from tllm_spec.attention.flashinfer_latent import FlashInferLatent
 from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
 from tllm_spec.attention.interface import AttentionBackend, HeadsBackend
 from tllm_spec.attention.kv_pool import KVPool
@@ -44,11 +45,16 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[
     return BACKENDS[name]
 
 
-def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -> AttentionBackend:
+def create_backend(
+    kind: type[HeadsBackend], geometry: Geometry, pool: KVPool, *, plans_latents: bool = False
+) -> AttentionBackend:
     """The backend for one pool: TRITON, with a warning, if FlashInfer has no kernels for its
-    heads. `kind`: what `choose_backend` returned."""
+    heads.
+
+    kind: what `choose_backend` returned. plans_latents: whether windows over latents run
+    FlashInfer's kernels, which plan on the host, instead of TRITON's."""
     if isinstance(geometry, LatentGeometry):
-        return _latent_kind(kind)(geometry, pool)
+        return _create_latent(kind, geometry, pool, plans_latents=plans_latents)
     assert isinstance(geometry, AttentionGeometry)
     if kind is not FlashInferAttention:
         return kind(geometry, pool)
@@ -68,6 +74,23 @@ def create_backend(kind: type[HeadsBackend], geometry: Geometry, pool: KVPool) -
     return TritonAttention(geometry, pool)
 
 
+def _create_latent(
+    kind: type[HeadsBackend], geometry: LatentGeometry, pool: KVPool, *, plans_latents: bool
+) -> LatentBackend:
+    if not plans_latents:
+        return _latent_kind(kind)(geometry, pool)
+    reason = FlashInferLatent.why_not(geometry, pool.data.dtype)
+    if reason is None:
+        try:
+            return FlashInferLatent(geometry, pool)
+        except (RuntimeError, OSError, ImportError) as error:
+            reason = f"FlashInfer's MLA kernels cannot be compiled: {error}"
+    logger.warning(
+        "the windows of %d layers with latent attention use TRITON: %s", geometry.num_layers, reason
+    )
+    return TritonLatent(geometry, pool)
+
+
 def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend:
     """The backend of `deterministic: true` for one pool."""
     if isinstance(geometry, LatentGeometry):
@@ -76,16 +99,19 @@ def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend
     return BatchInvariantAttention(geometry, pool)
 
 
-def workspace_bytes(kind: type[HeadsBackend], geometry: Geometry, dtype: torch.dtype) -> int:
+def workspace_bytes(
+    kind: type[HeadsBackend], geometry: Geometry, dtype: torch.dtype, *, plans_latents: bool = False
+) -> int:
     """What `create_backend` allocates besides the pool, for memory planning."""
     if isinstance(geometry, LatentGeometry):
+        if plans_latents and FlashInferLatent.why_not(geometry, dtype) is None:
+            return FlashInferLatent.workspace_bytes(geometry, dtype)
         return _latent_kind(kind).workspace_bytes(geometry, dtype)
     assert isinstance(geometry, AttentionGeometry)
     return kind.workspace_bytes(geometry)
 
 
 def _latent_kind(kind: type[HeadsBackend]) -> type[LatentBackend]:
-    """FlashInfer's MLA kernels plan from lengths on the host; TRITON's windows do not."""
     return VanillaLatent if kind is VanillaAttention else TritonLatent
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import DeepseekV3ForCausalLM
 
 from tests.executor.draft_caches import generating
+from tests.executor.graph_rounds import num_replays, with_graphs
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.models.helpers import random_tokens, reference_logits
 from tests.models.mtp_reference import save_predictable
@@ -180,11 +181,42 @@ def test_outside_the_phase_and_at_a_temperature_the_text_is_that_of_plain_decodi
     assert texts(folder, closed, 0.0, relaxed(rule)) == texts(folder, closed, 0.0, None)
 
 
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("one_model", [True, False])
+def test_replayed_rounds_accept_what_eager_rounds_accept(
+    one_model: bool, is_sampled: bool, folder: Path, eager_graphs: None
+) -> None:
+    """The texts change phase, requests join and leave, and batches are padded."""
+    spec = relaxed(RelaxedRule(20, 3.0, 114, 80), mtp_eagle_one_model=one_model)
+    graphs = with_graphs(folder, (1, 4, 8), {0, 1, 2, 3}, **spec)
+    harnesses = graphs, Harness(folder, **spec), Harness(folder, max_seq_len=64)
+    found = []
+    for harness in harnesses:
+        requests = [
+            harness.submit(
+                random_tokens(8 + i, seed=i),
+                max_tokens=12 + 4 * i,
+                temperature=0.6 if is_sampled and i % 3 == 1 else None,
+                draft_limit=(3, 2, 0)[i % 3] if harness.max_draft_len else None,
+                seed=i,
+            )
+            for i in range(7)
+        ]
+        harness.run()
+        assert all_pages_are_back(harness.executor)
+        found.append([(request.tokens, request.counters.by_accepted) for request in requests])
+    assert found[0] == found[1]
+    assert [tokens for tokens, _ in found[0]] != [tokens for tokens, _ in found[2]]
+    assert {key.batch_size for key in num_replays(graphs)} == {1, 4, 8}
+    assert any(key.sampled for key in num_replays(graphs)) == is_sampled
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"use_relaxed_acceptance_for_thinking": False}, "relaxed_delta, relaxed_topk: for"),
         ({"use_rejection_sampling": True}, "and use_rejection_sampling = True are exclusive"),
+        ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 2}, "is refused for draft trees"),
         ({"end_thinking_phase_token": BEGIN}, "must not be end_thinking_phase_token"),
         ({"relaxed_topk": 0}, "relaxed_topk"),
         ({"relaxed_delta": -0.1}, "relaxed_delta"),
