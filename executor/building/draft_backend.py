@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tllm_spec.draft_network.network import DraftNetwork, Network
+from tllm_spec.draft_network.network import ALIGNMENT, DraftNetwork, Network
 from tllm_spec.draft_network.tensorrt_build import EngineLimits, load_or_build
 from tllm_spec.draft_network.tensorrt_network import TensorRTNetwork
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt
@@ -38,7 +38,7 @@ def check_draft_backend(plan: BuildPlan) -> None:
     if draft.backend == "onnxruntime":
         reasons += _why_no_onnxruntime(plan.device, dtype)
     else:
-        reasons += _why_no_tensorrt(plan.device)
+        reasons += _why_no_tensorrt(plan, config, dtype)
     if reasons:
         raise ValueError(
             f"speculative_config.draft_backend = {draft.backend!r} is refused: {'; '.join(reasons)}"
@@ -80,12 +80,19 @@ def _tensorrt(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
     return TensorRTNetwork(package.trt, loaded, limits, plan.device)
 
 
-def _why_no_tensorrt(device: torch.device) -> list[str]:
+def _why_no_tensorrt(plan: BuildPlan, config: ModelConfig, dtype: torch.dtype) -> list[str]:
+    reasons = []
     try:
-        find_tensorrt(device)
+        find_tensorrt(plan.device)
     except ValueError as error:
-        return [str(error)]
-    return []
+        reasons.append(str(error))
+    page_bytes = plan.page_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    if page_bytes % ALIGNMENT:
+        reasons.append(
+            f"keys of a page have {page_bytes} bytes with kv_cache_config.tokens_per_block = "
+            f"{plan.page_size}, and TensorRT needs a multiple of {ALIGNMENT}"
+        )
+    return reasons
 
 
 def _why_no_onnxruntime(device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -1,5 +1,7 @@
 """Runs a draft model's network outside torch over pages of KV in torch."""
 
+import math
+from array import array
 from dataclasses import replace
 
 import torch
@@ -13,7 +15,7 @@ from tllm_spec.draft_network.decoder import (
     new_outputs,
     pool_inputs,
 )
-from tllm_spec.draft_network.network import DraftNetwork
+from tllm_spec.draft_network.network import ALIGNMENT, DraftNetwork
 from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 from tllm_spec.executor.rounds.transfer import to_device
 
@@ -30,6 +32,8 @@ class NetworkEngine:
         self._clamps = input_vocab_size > draft.config.vocab_size
         # [layers, 2, kv_rows, Hkv, D]
         self._kv = pool.data.flatten(2, 3)
+        row_bytes = self._kv[0, 0, 0].numel() * self._kv.element_size()
+        self._row_step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
         self._pool_inputs = {
             name: tensor
             for layer, both in enumerate(self._kv)
@@ -43,9 +47,11 @@ class NetworkEngine:
     def read(self, chunks: list[ContextChunk]) -> None:
         """One run for each chunk: in a batch all would be as long as the longest."""
         for chunk in chunks:
-            numbers = to_device([chunk.slot, chunk.start, *chunk.tokens], self.rows.device)
-            windows = Windows(numbers[:1], numbers[1:2], numbers[None, 2:], chunk.end)
-            self.last_logits(windows)
+            numbers = array("q", [*chunk.tokens, chunk.slot, chunk.start])
+            tokens, slots, first = to_device(numbers, self.rows.device).split_with_sizes(
+                (len(chunk.tokens), 1, 1)
+            )
+            self.last_logits(Windows(slots, first, tokens.unsqueeze(0), chunk.end))
 
     def last_logits(self, windows: Windows) -> torch.Tensor:
         """`[B, V]` in the model's dtype, for chains."""
@@ -57,8 +63,11 @@ class NetworkEngine:
         )
         if self._clamps:
             token_ids = token_ids.clamp_max(self._last_token_id)
-        shape = windows.token_ids.shape
-        new_kv = self._kv.new_empty((*self._kv.shape[:2], *shape, *self._kv.shape[3:]))
+        shape, heads = windows.token_ids.shape, self._kv.shape[3:]
+        num_rows = shape.numel()
+        # Keys and values of each layer begin at a multiple of ALIGNMENT.
+        padded = -(-num_rows // self._row_step) * self._row_step
+        new_kv = self._kv.new_empty((*self._kv.shape[:2], padded, *heads))[:, :, :num_rows]
         logits = self._kv.new_empty((shape[0], self._config.vocab_size))
         inputs = {
             TOKEN_IDS: token_ids.view(shape),
@@ -67,9 +76,9 @@ class NetworkEngine:
         }
         outputs = {LOGITS: logits}
         for layer, both in enumerate(new_kv):
-            outputs.update(zip(new_outputs(layer), both, strict=True))
+            outputs.update(zip(new_outputs(layer), both.view(2, *shape, *heads), strict=True))
         self._network.run(inputs | self._pool_inputs, outputs)
-        self._kv.index_copy_(2, metadata.kv_slots, new_kv.flatten(2, 3))
+        self._kv.index_copy_(2, metadata.kv_slots, new_kv)
         return logits
 
     def _cached_rows(self, block_tables: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,14 @@ without a GPU. It knows the layers that the draft model's network has."""
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import tensorrt_rtx as trt
+import pytest
 import torch
 
 from tllm_spec.draft_network.tensorrt_build import define
 from tllm_spec.draft_network.tensorrt_package import TensorRTPackage, trt_logger
 from tllm_spec.models.llama import LlamaForCausalLM
 
+trt = pytest.importorskip("tensorrt_rtx")  # there are wheels for Linux on x86-64
 PACKAGE = TensorRTPackage(trt, trt.ComputeCapability.SM89, "")
 _Layer = Any
 _UNARY: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {

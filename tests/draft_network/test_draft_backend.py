@@ -86,9 +86,14 @@ def test_onnxruntime_is_refused_with_every_reason_at_once(tmp_path: Path) -> Non
     assert "it runs in float32, and dtype is 'bfloat16'" in text
 
 
-def test_tensorrt_is_refused_on_a_cpu() -> None:
-    with pytest.raises(ValueError, match="it runs on CUDA, and device is 'cpu'"):
-        harness(draft_backend="tensorrt")
+def test_tensorrt_is_refused_on_a_cpu_and_with_pages_that_it_cannot_address() -> None:
+    with pytest.raises(ValueError) as refusal:
+        harness(draft_backend="tensorrt", kv_cache_config={"tokens_per_block": 1})
+    assert str(refusal.value) == (
+        "speculative_config.draft_backend = 'tensorrt' is refused: it runs on CUDA, and device is "
+        "'cpu'; keys of a page have 128 bytes with kv_cache_config.tokens_per_block = 1, and "
+        "TensorRT needs a multiple of 256"
+    )
 
 
 def test_a_missing_onnxruntime_is_refused_with_what_installs_it(

@@ -1,5 +1,5 @@
-"""The network definition gives the numbers of the draft model in torch: in onnxruntime, and through
-TensorRT's network API, whose layers are interpreted."""
+"""The network definition gives the numbers of the draft model in torch: in onnxruntime, through
+TensorRT's network API, whose layers are interpreted, and operation by operation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.draft_network.eager_network import EagerNetwork
 from tests.draft_network.network_interpreter import InterpretedNetwork
-from tests.draft_network.step_pairs import Side, load, network_side, torch_side
+from tests.draft_network.step_pairs import NUM_SLOTS, Side, load, network_side, torch_side
 from tests.models.helpers import save_checkpoint
 from tllm_spec.draft_network.network import Network
 from tllm_spec.draft_network.onnxruntime_network import OnnxRuntimeNetwork
@@ -33,7 +34,10 @@ def in_onnxruntime(model: LlamaForCausalLM) -> Network:
     return OnnxRuntimeNetwork(model, num_threads=1)
 
 
-@pytest.fixture(params=[in_onnxruntime, InterpretedNetwork], ids=["onnx", "tensorrt"])
+NETWORKS = {"onnx": in_onnxruntime, "tensorrt": InterpretedNetwork, "torch": EagerNetwork}
+
+
+@pytest.fixture(params=NETWORKS.values(), ids=NETWORKS)
 def make_network(request: pytest.FixtureRequest) -> Callable[[LlamaForCausalLM], Network]:
     made: Callable[[LlamaForCausalLM], Network] = request.param
     return made
@@ -108,6 +112,17 @@ def test_entries_after_the_window_do_not_matter_even_if_they_are_nan(
         side.pool.data[:, :, side.engine.rows.table.pages(1)[0], 4] = torch.nan
     assert_close(*(side.step([1], [4], torch.tensor([[6]])) for side in zoo))
     assert_close(*(side.entries(1, 5) for side in zoo))
+
+
+def test_padding_with_the_dummy_slot_changes_no_other_logits(zoo: tuple[Side, Side]) -> None:
+    """Its block table is all page 0, and it has no tokens."""
+    for side in zoo:
+        side.read(0, [7, 8, 9])
+    tokens, dummy = torch.tensor([[3, 4]]), torch.zeros((2, 2), dtype=torch.int64)
+    expected = zoo[0].step([0], [3], tokens)
+    logits = zoo[1].step([0, NUM_SLOTS, NUM_SLOTS], [3, 0, 0], torch.cat((tokens, dummy)))
+    assert_close(logits[:1], expected)
+    assert logits.isfinite().all()
 
 
 def test_an_id_beyond_the_draft_vocabulary_is_read_as_its_last_id() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorrt_rtx as trt
 import torch
 
-from tests.draft_network.network_interpreter import PACKAGE, InterpretedNetwork, interpret
+from tests.draft_network.network_interpreter import PACKAGE, InterpretedNetwork, interpret, trt
 from tests.draft_network.step_pairs import CPU, MAX_LEN, PAGE_SIZE, load, network_side, torch_side
 from tests.draft_network.test_numbers import assert_close, assert_equal_steps
 from tllm_spec.draft_network import tensorrt_build

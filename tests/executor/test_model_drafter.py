@@ -46,14 +46,15 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_draft_cache_always_equals_a_prefill_of_the_same_tokens(
-    tiny: Path, tiny_draft: Path, situation: str
+    tiny: Path, tiny_draft: Path, situation: str, backend: str
 ) -> None:
     options = {"max_batch_size": 3, "kv_cache_config": {"tokens_per_block": 4}} | SITUATIONS[
         situation
     ]
-    harness = Harness(tiny, **options, **draft_target(tiny_draft, 3))
+    harness = Harness(tiny, **options, **draft_target(tiny_draft, 3, draft_backend=backend))
     kv, random = draft_kv(harness), Random(1)
     shared = [
         random.randrange(64) for _ in range(17)

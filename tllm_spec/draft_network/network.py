@@ -8,6 +8,9 @@ import torch
 
 from tllm_spec.models.config import ModelConfig
 
+# Of a tensor's address, in bytes: what TensorRT asks for. torch allocates at multiples of 512.
+ALIGNMENT = 256
+
 
 class Network(Protocol):
     """A network that `Decoder` has defined."""
@@ -17,8 +20,9 @@ class Network(Protocol):
         """Whether a CUDA graph can hold a run."""
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """All tensors are contiguous and on the network's device; `outputs` have the right shapes
-        and are overwritten. On CUDA the run is in order with torch's current stream."""
+        """All tensors are contiguous, on the network's device and at multiples of `ALIGNMENT` in
+        their storage; `outputs` have the right shapes and are overwritten. On CUDA the run is in
+        order with torch's current stream."""
 
 
 @dataclass(frozen=True)

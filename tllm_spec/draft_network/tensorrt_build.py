@@ -99,6 +99,7 @@ def build(package: TensorRTPackage, model: LlamaForCausalLM, limits: EngineLimit
     builder = trt.Builder(trt_logger(trt))
     network, emitter = define(package, builder, model)
     config = builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)  # float32 is torch's float32
     if package.target is not None:
         config.num_compute_capabilities = 1
         config.set_compute_capability(package.target, 0)

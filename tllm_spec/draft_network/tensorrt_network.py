@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tllm_spec.draft_network.decoder import BATCH, CACHED_ROWS, TOKEN_IDS
+from tllm_spec.draft_network.network import ALIGNMENT
 from tllm_spec.draft_network.tensorrt_build import MAX_WINDOW, EngineLimits
 
-_ALIGNMENT = 256
 _Tensors = Mapping[str, torch.Tensor]
 
 
@@ -28,6 +28,7 @@ class _Context:
                 self.shapes[name] = tensor.shape
         for name, tensor in (*inputs.items(), *outputs.items()):
             assert tensor.is_contiguous()
+            assert tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
             _check(self.context.set_tensor_address(name, tensor.data_ptr()), name)
         _check(self.context.execute_async_v3(stream.cuda_stream), "the run")
 
@@ -44,7 +45,7 @@ class TensorRTNetwork:
         self._sizes = [profile[BATCH][2] for profile in limits.profiles[:-1]]
         self._device = device
         size = self._engine.device_memory_size_v2
-        self._scratch = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device)
+        self._scratch = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         # On the default stream TensorRT would make the host wait.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no annotation
         self._shared: dict[int, _Context] = {}
@@ -95,7 +96,7 @@ class TensorRTNetwork:
     def _context(self, profile: int) -> _Context:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
-        start = -(-self._scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        start = -(-self._scratch.data_ptr() // ALIGNMENT) * ALIGNMENT
         context.set_device_memory(start, self._engine.device_memory_size_v2)
         stream = self._stream.cuda_stream
         _check(context.set_optimization_profile_async(profile, stream), f"profile {profile}")
