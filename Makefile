@@ -26,10 +26,10 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -42,23 +42,21 @@ def philox_bits(
     and its two halves are the high and low words after masking."""
     device, rows, quads = seeds.device, seeds.numel(), -(-num_tokens // 4)
     multipliers, key_steps = _constants(device)
-    keys = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))  # [2, R]
+    keys = torch.stack((seeds, seeds >> 32))  # [2, R]; their low words count, here and below
     rounds = torch.arange(_ROUNDS, device=device)
-    round_keys = ((keys + (rounds[:, None] * key_steps)[:, :, None]) & _MASK).unsqueeze(
-        -1
-    )  # [10, 2, R, 1]
+    round_keys = (keys + (rounds[:, None] * key_steps)[:, :, None]).unsqueeze(-1)  # [10, 2, R, 1]
 
     # even = words (0, 2) of the counter, odd = words (1, 3).
     even = torch.full((2, rows, quads), domain, dtype=torch.int64, device=device)
     even[0] = torch.arange(quads, device=device)
     odd = torch.zeros((2, rows, 1), dtype=torch.int64, device=device)
-    odd[0] = positions.unsqueeze(-1) & _MASK
+    odd[0] = positions.unsqueeze(-1)
     for key in round_keys.unbind(0):
         product = even.flip(0).mul_(multipliers)
-        even = (product >> 32).bitwise_and_(_MASK).bitwise_xor_(odd).bitwise_xor_(key)
-        odd = product.bitwise_and_(_MASK)
+        even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(_MASK)
+        odd = product
     words = torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1)  # [R, quads, 4]
-    return words.view(rows, quads * 4)[:, :num_tokens]
+    return words.bitwise_and_(_MASK).view(rows, quads * 4)[:, :num_tokens]
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, domain: int) -> torch.Tensor:

@@ -1,15 +1,39 @@
-"""For the whole suite: one torch thread, and tiny checkpoints. On small models a second thread
-costs more than it computes, most of all when the machine is busy."""
+"""For the whole suite: one torch thread, tiny checkpoints, which tests are slow. On small models a
+second thread costs more than it computes, most of all when the machine is busy."""
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.executor.tiny_llama import write_tiny_llama
-from tests.lossless.engines import write_tiny_drafts
+from tests.lossless.engines import LONG_ONLY, write_tiny_drafts
 
 torch.set_num_threads(1)
+# A shell ignores SIGINT for what it starts in the background, and children inherit that: tests of
+# Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what LONG_ONLY and the marker `thinned` say."""
+    seen: dict[tuple[str, str], list[str]] = {}  # the values of each parameter of each test
+    for item in items:
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        is_left_out = item.callspec.params.get("mode") in LONG_ONLY
+        if item.get_closest_marker("thinned"):
+            place = 0
+            for name, value in item.callspec.params.items():
+                values = seen.setdefault((item.nodeid.split("[")[0], name), [])
+                if repr(value) not in values:
+                    values.append(repr(value))
+                place += values.index(repr(value))
+            is_left_out |= place % 2 == 1
+        if is_left_out:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from tests.attention.test_triton import BATCHES, CAPTURED, REPLAYED, Batch, Forward, on_each_device
-from tests.kernels.interpreter import check_under_the_interpreter, only_outside_the_interpreter
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.kernels.batch_invariant_attention import QueryTiles
 
@@ -58,8 +57,3 @@ def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages() -> No
             mine.copy_(new)
         graph.replay()
         other.check(output, backend.pool)
-
-
-@only_outside_the_interpreter
-def test_the_backend_passes_its_tests_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=7)

@@ -14,7 +14,6 @@ from tests.attention.test_triton import (
     Forward,
     on_each_device,
 )
-from tests.kernels.interpreter import check_under_the_interpreter, only_outside_the_interpreter
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
@@ -123,8 +122,3 @@ def test_a_captured_forward_can_be_replayed_with_other_trees(kind: type[Attentio
         mine.copy_(new)
     graph.replay()
     other.check(output, backend.pool)
-
-
-@only_outside_the_interpreter
-def test_the_backends_pass_their_tests_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=10)

@@ -8,8 +8,6 @@ import torch
 
 from tests.kernels.interpreter import (
     INTERPRETED,
-    check_under_the_interpreter,
-    only_outside_the_interpreter,
 )
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.geometry import AttentionGeometry
@@ -203,8 +201,3 @@ def test_a_generation_forward_never_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(output, expected)
-
-
-@only_outside_the_interpreter
-def test_the_backend_passes_its_tests_under_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=7)

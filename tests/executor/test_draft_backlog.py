@@ -93,6 +93,7 @@ def test_plain_rounds_share_one_forward_of_the_draft_network(
     assert rows == [4, 1, 1]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_draft_cache_lacks_only_the_positions_of_the_backlog(

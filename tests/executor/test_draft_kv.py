@@ -56,6 +56,7 @@ def check_that_writes_are_private(harness: Harness, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rows, "build", watched)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])

@@ -50,6 +50,7 @@ def vanilla(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[PlainM
     return folder, [PlainMTP(model, module_tensors(folder, index), folder) for index in range(3)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_each_draft_comes_from_its_own_module_as_in_a_slow_loop(
@@ -60,6 +61,7 @@ def test_each_draft_comes_from_its_own_module_as_in_a_slow_loop(
     check_drafts(folder, situation, lambda tokens: first.drafts(tokens, 3, later), **options)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_drafts_are_those_of_a_slow_loop(

@@ -53,13 +53,9 @@ def check_like_the_reference(output: torch.Tensor, reference: torch.Tensor) -> N
         assert (output != reference).sum() <= 0.02 * output.numel()
 
 
-def check_under_the_interpreter(file: str, num_tests: int) -> None:
-    """At least `num_tests` tests of `file` ran under the interpreter, and all of them passed."""
-    check_files_under_the_interpreter({file: num_tests})
-
-
 def check_files_under_the_interpreter(files: Mapping[str, int]) -> None:
-    """The same for several files, with each file's least number of tests, in one subprocess."""
+    """All tests of the files pass under the interpreter, in one subprocess; at least as many of
+    each file ran as it is mapped to."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     version = importlib.metadata.version("triton")

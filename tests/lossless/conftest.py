@@ -24,24 +24,7 @@ from tllm_spec.tokenizer import Tokenizer, load_tokenizer
 from tllm_spec.zoo.registry import resolve_model
 
 PROMPT_LEN = 60
-# Modes that the default run has in `test_equality` only: each is like another one that it has.
-LONG_ONLY = (
-    "eagle3_two_model_tree",
-    "draft_target_one_model_tree",
-    "draft_target_tree",
-    "draft_target_onnxruntime",
-    "eagle3_static",
-)
 STOPPING = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.8, ignore_eos=True, seed=7)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of LONG_ONLY modes as slow."""
-    for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if params.get("mode") in LONG_ONLY:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

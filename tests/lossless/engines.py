@@ -33,6 +33,14 @@ DYNAMIC_TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}
 TREES = ("eagle3", "eagle3_two_model", "draft_target_one_model", "draft_target", "ngram")
 MODES |= {f"{mode}_tree": (MODES[mode] or {}) | DYNAMIC_TREE for mode in TREES}
 MODES["eagle3_static"] = MODES["eagle3"]
+# Modes that the default run has in `test_equality` only: each is like another one that it has.
+LONG_ONLY = (
+    "eagle3_two_model_tree",
+    "draft_target_one_model_tree",
+    "draft_target_tree",
+    "draft_target_onnxruntime",
+    "eagle3_static",
+)
 ON_GPU = tuple(mode for mode in MODES if mode != "draft_target_onnxruntime")
 OVERLAPPING = tuple(mode for mode in MODES if not mode.startswith("ngram"))
 

@@ -91,6 +91,7 @@ def plain_of_mtp(with_mtp: Path) -> list[list[int]]:
     return texts(with_mtp, max_batch_size=1, **PLAIN)[0]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("one_model", [True, False])
 @pytest.mark.parametrize(("is_vanilla", "draft_len"), [(False, 3), (True, 2)])
@@ -215,6 +216,7 @@ def test_a_draft_model_with_latents_drafts_trees_for_a_target_with_latents(
     assert acceptance_length > 2.5
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("one_model", [True, False])
 def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_latent_cache(

@@ -11,7 +11,6 @@ from tests.executor.tiny_llama import write_tiny_llama
 from tests.kernels.conftest import exact_dots as exact_dots
 from tests.kernels.interpreter import (
     INTERPRETED,
-    check_under_the_interpreter,
     only_outside_the_interpreter,
 )
 from tests.models.helpers import save_checkpoint
@@ -111,8 +110,3 @@ def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_d
             if other.speculative_decoding
         )
         assert (drafted > 0) == ("drafts" in name)
-
-
-@only_outside_the_interpreter
-def test_the_tiny_model_passes_in_a_process_of_tritons_interpreter() -> None:
-    check_under_the_interpreter(__file__, num_tests=3)

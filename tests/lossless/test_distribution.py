@@ -22,7 +22,7 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 
-VOCAB, NUM_SEEDS, OUTPUT_LEN, NUM_CELLS = 512, 2000, 6, 50
+VOCAB, NUM_SEEDS, OUTPUT_LEN, NUM_CELLS = 512, 1500, 6, 50
 PROMPT = [7, 300, 41]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
@@ -222,6 +222,7 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, head
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("rejection", [True, False])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_a_head_with_a_reduced_vocabulary_leaves_the_targets_probabilities_alone(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 
 from tests.lossless.engines import MODES, engine
 from tests.lossless.json_schemas import matches, random_schema
+from tllm_spec import grammars
 from tllm_spec.executor.sampling import grammar_masks
+from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import CompletionOutput
 from tllm_spec.sampling_params import SamplingParams
+from tllm_spec.tokenizer import load_tokenizer
 
 pytest.importorskip("xgrammar")
 NUM_SCHEMAS, MANY_SCHEMAS = 6, 200
@@ -44,6 +48,18 @@ def run(options: dict[str, Any], number: int) -> list[CompletionOutput]:
         llm.check_integrity()
     assert isinstance(outputs, list) and not any(output.error for output in outputs)
     return [output.outputs[0] for output in outputs]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_compiler_for_all_engines() -> Iterator[None]:
+    """Its process takes longer to start than most of these tests. All engines have the same
+    tokenizer."""
+    compiler = GrammarCompiler(load_tokenizer("zoo:llama"), 2048, (1,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "GrammarCompiler", lambda *_: compiler)
+        patch.setattr(grammars.Grammars, "close", lambda _: None)
+        yield
+    compiler.close()
 
 
 @pytest.fixture(scope="module")

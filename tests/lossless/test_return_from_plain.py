@@ -148,6 +148,7 @@ def test_acceptance_after_plain_rounds_equals_acceptance_without_them(
     assert total / (NUM_REQUESTS * ROUNDS_AFTER) >= 0.75 * level > 0.4
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("num_plain", "overlap"),
     [

@@ -189,7 +189,7 @@ def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ({"max_seq_len": 100_000}, "Error: max_seq_len = 100000 exceeds the model's"),
-        (
+        pytest.param(
             {
                 "speculative_config": {
                     "decoding_type": "Draft_Target",
@@ -198,6 +198,7 @@ def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
                 }
             },
             "'/none' is neither an existing local folder",
+            marks=pytest.mark.slow,
         ),
     ],
 )
