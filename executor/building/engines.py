@@ -25,6 +25,7 @@ from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
     draft_folder,
+    keep_tokens,
     load_head,
     load_mtp,
 )
@@ -100,7 +101,10 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
         max_num_tokens = plan.args.max_num_tokens
         return load_mtp(draft, target, folder, plan.args.load_format, max_num_tokens=max_num_tokens)
     if not draft.is_head:
-        return LoadedDraft(draft, _load(plan, draft_folder(draft), draft.load_format), None)
+        model = _load(plan, draft_folder(draft), draft.load_format)
+        vocab_size = min(model.config.vocab_size, plan.config.vocab_size)
+        keep_tokens(draft, model, vocab_size, plan.communicator)
+        return LoadedDraft(draft, model, None)
     return load_head(
         draft,
         target,

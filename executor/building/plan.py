@@ -24,7 +24,6 @@ from tllm_spec.executor.speculative.modes import draft_model_of
 from tllm_spec.kernels.nvrtc import why_unavailable
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.zoo.registry import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class BuildPlan:
         self.slots = SeqSlotManager(min(args.max_batch_size, args.max_num_tokens))
         self._log()
 
-    def check_trees(self, config: ModelConfig | Eagle3Config) -> None:
+    def check_trees(self, config: ModelConfig) -> None:
         """Raises ValueError if drafts are trees, and a round has no room for the smallest one or
         the model's attention has no mask for them."""
         if not self.shapes.has_trees:
