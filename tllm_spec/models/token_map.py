@@ -3,6 +3,7 @@ only. A file lists them; the position in the list is the draft's id of a token."
 
 import json
 import pickle
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ from safetensors.torch import load_file
 
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.module import Placement, specialize_for_cpu
+
+# What the readers raise for files that are not theirs: an unpickler raises whatever it runs into.
+_UNREADABLE = (
+    *(OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AssertionError),
+    *(struct.error, pickle.UnpicklingError, SafetensorError),
+)
 
 
 def read_token_map(path: Path, vocab_size: int) -> torch.Tensor:
@@ -68,7 +75,7 @@ def _content(path: Path) -> Any:
             tensors = list(load_file(path).values())
             return tensors[0] if len(tensors) == 1 else None
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path} is not a readable token map: {reason}") from error
 
