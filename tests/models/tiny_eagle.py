@@ -35,26 +35,13 @@ def write_tiny_eagle(
     `config`: further keys of config.json, which says nothing of `bias` and `input_norm`. Like some
     published heads it has an embedding and an output layer, which are not used."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {
-        "q_proj": num_heads * head_dim,
-        "k_proj": num_kv_heads * head_dim,
-        "v_proj": num_kv_heads * head_dim,
-    }
+    heads = (num_heads * head_dim, num_kv_heads * head_dim, intermediate_size)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden_size, 2 * hidden_size)}
     if bias:
         shapes["fc.bias"] = (hidden_size,)
-    for layer in (f"layers.{number}" for number in range(num_layers)):
-        if layer != "layers.0" or input_norm:
-            shapes[f"{layer}.input_layernorm.weight"] = (hidden_size,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden_size,)
-        for name, size in sizes.items():
-            shapes[f"{layer}.self_attn.{name}.weight"] = (size, hidden_size)
-            if qkv_bias:
-                shapes[f"{layer}.self_attn.{name}.bias"] = (size,)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden_size, sizes["q_proj"])
-        shapes[f"{layer}.mlp.gate_proj.weight"] = (intermediate_size, hidden_size)
-        shapes[f"{layer}.mlp.up_proj.weight"] = (intermediate_size, hidden_size)
-        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden_size, intermediate_size)
+    for number in range(num_layers):
+        names = _layer(hidden_size, *heads, bias=qkv_bias, norm=input_norm or number > 0)
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in names.items()}
     tensors: Tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     tensors["embed_tokens.weight"] = torch.zeros(vocab_size, hidden_size)
     tensors["lm_head.weight"] = torch.zeros(vocab_size, hidden_size)
@@ -78,6 +65,27 @@ def write_tiny_eagle(
         keys["qkv_bias"] = True
     (folder / "config.json").write_text(json.dumps(keys | config))
     return folder
+
+
+def _layer(
+    size: int, q_size: int, kv_size: int, inner: int, *, bias: bool, norm: bool
+) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "post_attention_layernorm.weight": (size,),
+        "self_attn.q_proj.weight": (q_size, size),
+        "self_attn.k_proj.weight": (kv_size, size),
+        "self_attn.v_proj.weight": (kv_size, size),
+        "self_attn.o_proj.weight": (size, q_size),
+        "mlp.gate_proj.weight": (inner, size),
+        "mlp.up_proj.weight": (inner, size),
+        "mlp.down_proj.weight": (size, inner),
+    }
+    if norm:
+        shapes["input_layernorm.weight"] = (size,)
+    if bias:
+        for kind, rows in zip("qkv", (q_size, kv_size, kv_size), strict=True):
+            shapes[f"self_attn.{kind}_proj.bias"] = (rows,)
+    return shapes
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

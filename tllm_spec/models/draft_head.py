@@ -69,9 +69,13 @@ class DraftHead(Module, ABC):
         return self.borrowed.lm_head if self.lm_head is None else self.lm_head
 
     def keep_tokens(self, ids: torch.Tensor, placement: Placement) -> None:
-        """From now on only the target's tokens `ids` `[V_draft]` are drafted. The head has all
-        tokens of the target so far."""
-        assert self.draft_to_target is None
+        """From now on only the target's tokens `ids` `[V_draft]` are drafted. Raises ValueError if
+        the head's own tokens are not the target's, or do not divide over the ranks."""
+        if self.draft_to_target is not None:
+            raise ValueError(
+                "speculative_token_map is refused: d2t of the head already says which tokens it "
+                "drafts; accepted: null"
+            )
         self.lm_head = reduced_output(self.output_layer, ids, placement)
         self.draft_to_target = ids.to(self.device)
 
