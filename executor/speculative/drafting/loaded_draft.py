@@ -28,7 +28,7 @@ from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.token_map import read_token_map
-from tllm_spec.zoo.registry import resolve_model
+from tllm_spec.zoo.registry import resolve_file, resolve_model
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def token_ids(plan: DraftModel, vocab_size: int) -> torch.Tensor | None:
     if plan.token_map is None:
         return None
     try:
-        return read_token_map(Path(plan.token_map), vocab_size)
+        return read_token_map(resolve_file(plan.token_map), vocab_size)
     except ValueError as error:
         raise ValueError(f"speculative_config.speculative_token_map: {error}") from None
 
