@@ -20,6 +20,14 @@ DRAFT_MODEL = {
     "speculative_model": "zoo:llama-draft",
 }
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
+TOKEN_MAP = {"speculative_token_map": "zoo:llama-draft/token_map.json"}
+# For the caller's target, and with its tokens in another order.
+EAGLE = {
+    "decoding_type": "Eagle",
+    "max_draft_len": 3,
+    "speculative_model": "{folder}/head",
+    "speculative_token_map": "{folder}/head/tokens.json",
+}
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": NGRAM,
@@ -27,6 +35,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "eagle3-two-model": EAGLE3 | {"eagle3_one_model": False},
     "draft-model": DRAFT_MODEL,
     "draft-model-one-model": DRAFT_MODEL | {"draft_target_one_model": True},
+    "draft-model-token-map": DRAFT_MODEL | TOKEN_MAP,
 }
 
 PROMPTS = [
@@ -98,6 +107,11 @@ class Case:
         options: dict[str, Any] = {"device": "cpu", "max_batch_size": 8, **self.options}
         if self.model is None:
             options["skip_tokenizer_init"] = True
+        if (spec := options.get("speculative_config")) is not None:
+            options["speculative_config"] = {
+                name: value.format(folder=folder) if isinstance(value, str) else value
+                for name, value in spec.items()
+            }
         if num_ranks == 1:
             options.pop("moe_expert_parallel_size", None)
         with LLM(self.model or folder, tensor_parallel_size=num_ranks, **options) as llm:
@@ -128,6 +142,11 @@ CASES: dict[str, Case] = {
     "plain-experts": Case(model=None, run=generate_twice),
     "divided-experts": Case(
         model=None, options={"moe_expert_parallel_size": 2, "speculative_config": NGRAM}
+    ),
+    "eagle": Case(model=None, options={"speculative_config": EAGLE}, run=generate_twice),
+    "draft-model-token-map-one-model": Case(
+        options={"speculative_config": DRAFT_MODEL | TOKEN_MAP | {"draft_target_one_model": True}},
+        accepts=True,
     ),
     "cancelled": Case(
         model=None, options={"disable_overlap_scheduler": True}, run=generate_and_cancel

@@ -11,7 +11,8 @@ import pytest
 
 from tests.distributed.cases import CASES, GRID
 from tests.distributed.worlds import run_world
-from tests.models.helpers import save_checkpoint
+from tests.models.helpers import VOCAB_SIZE, save_checkpoint
+from tests.models.tiny_eagle import write_tiny_eagle
 
 pytest.importorskip("mpi4py")
 
@@ -28,6 +29,9 @@ EXPERTS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("experts")
     save_checkpoint(path, "Qwen2Moe", **EXPERTS)
+    sizes = {"hidden_size": 64, "vocab_size": VOCAB_SIZE, "num_heads": 4, "num_kv_heads": 2}
+    head = write_tiny_eagle(path / "head", **sizes)
+    (head / "tokens.json").write_text(json.dumps(list(range(VOCAB_SIZE))[::-1]))
     return path
 
 
