@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from tests.models.deepseek import save_deepseek
-from tests.models.helpers import save_checkpoint
+from tests.models.helpers import VOCAB_SIZE, save_checkpoint
 from tests.models.mtp_reference import save_predictable
 from tests.models.test_llama4 import save_llama4
+from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 
 EXPERTS: dict[str, Any] = {
@@ -21,6 +23,15 @@ QWEN3 = EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0
 LLAMA4 = {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_bias": True}
 V2 = {"q_lora_rank": None, "n_shared_experts": 2}
 HEAD: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
+
+
+def save_eagle(folder: Path) -> None:
+    """An EAGLE-1/2 head of qwen2-moe, and a token map that turns the order of its tokens."""
+    sizes = {"hidden_size": 64, "vocab_size": VOCAB_SIZE, "num_heads": 4, "num_kv_heads": 2}
+    write_tiny_eagle(folder, **sizes)
+    (folder / "tokens.json").write_text(json.dumps(list(range(VOCAB_SIZE))[::-1]))
+
+
 SAVERS = {
     "qwen2-moe": lambda folder: save_checkpoint(folder, "Qwen2Moe", **QWEN2),
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
@@ -29,6 +40,7 @@ SAVERS = {
     "deepseek-v2": lambda folder: save_deepseek(folder, "DeepseekV2", **V2),
     "deepseek-v3-strong": lambda folder: save_deepseek(folder, "DeepseekV3"),
     "deepseek-v3": lambda folder: save_predictable(folder, num_modules=2),
+    "eagle": save_eagle,
     "eagle3": lambda folder: write_tiny_eagle3(folder, num_captured=2, **HEAD),
 }
 
