@@ -77,7 +77,14 @@ def _tensorrt(model: LlamaForCausalLM, plan: BuildPlan) -> Network:
         page_size=plan.page_size,
     )
     loaded = load_or_build(package, model, limits)
-    return TensorRTNetwork(package.trt, loaded, limits, plan.device)
+    try:
+        return TensorRTNetwork(package.trt, loaded, limits, plan.device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ValueError(
+            "out of memory for the scratch memory of the draft model's engine, which grows with "
+            f"max_batch_size = {limits.max_batch_size} times max_seq_len = {plan.max_seq_len}; "
+            "lower one of them, or use draft_backend: torch"
+        ) from error
 
 
 def _why_no_tensorrt(plan: BuildPlan, config: ModelConfig, dtype: torch.dtype) -> list[str]:

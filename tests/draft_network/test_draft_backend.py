@@ -16,6 +16,7 @@ from tests.test_layout import PACKAGE_FILES
 from tllm_spec.draft_network import tensorrt_package
 from tllm_spec.draft_network.tensorrt_package import find_tensorrt, package_for
 from tllm_spec.draft_shape import chain_of
+from tllm_spec.executor.building import draft_backend
 from tllm_spec.executor.graphs.slot_graphs import GraphKey
 from tllm_spec.executor.speculative.drafting.model_drafter import ModelDrafter
 from tllm_spec.speculative_config import DraftTargetDecodingConfig
@@ -32,13 +33,14 @@ def imported_packages(path: Path) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def harness(draft: str | Path = "zoo:llama-draft", **options: Any) -> Harness:
-    backend = options.pop("draft_backend", "onnxruntime")
+def harness(
+    draft: str | Path = "zoo:llama-draft", draft_backend: str = "onnxruntime", **options: Any
+) -> Harness:
     spec = {
         "decoding_type": "Draft_Target",
         "speculative_model": str(draft),
         "max_draft_len": 3,
-        "draft_backend": backend,
+        "draft_backend": draft_backend,
     }
     return Harness("zoo:llama", speculative_config=spec, **options)
 
@@ -128,6 +130,20 @@ def test_the_first_package_that_serves_the_device_is_taken(monkeypatch: pytest.M
     assert package_for((12, 0), "RTX 5090").target == TARGETS["SM120"]
     with pytest.raises(ValueError, match=r"tensorrt 8\.6\.1 is older than 10\.13, and"):
         package_for((9, 0), "H100")
+
+
+def test_an_engine_whose_scratch_memory_does_not_fit_is_refused_by_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_large(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError
+
+    found = SimpleNamespace(trt=None)
+    monkeypatch.setattr(draft_backend, "find_tensorrt", lambda device: found)
+    monkeypatch.setattr(draft_backend, "load_or_build", lambda *_: None)
+    monkeypatch.setattr(draft_backend, "TensorRTNetwork", too_large)
+    with pytest.raises(ValueError, match="max_batch_size = 8 times max_seq_len = 256; lower one"):
+        harness(draft_backend="tensorrt")
 
 
 def test_drafts_are_made_without_graphs_where_the_engine_allows_none() -> None:
