@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.executor.harness import user_provided
 from tests.lossless.engines import MODES, engine
 from tests.lossless.json_schemas import matches, random_schema
 from tllm_spec import grammars
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling import grammar_masks
 from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.llm import LLM
@@ -84,6 +86,28 @@ def test_guided_text_does_not_depend_on_the_drafter(
     outputs = run(engine(mode, 3, overlap=overlap), NUM_SCHEMAS)
     assert [output.text for output in outputs] == [output.text for output in plain]
     assert [output.finish_reason for output in outputs] == [o.finish_reason for o in plain]
+
+
+def test_guided_text_does_not_depend_on_a_users_tree(plain: list[CompletionOutput]) -> None:
+    """Its right path lies between branches that the grammar often forbids."""
+
+    def propose(request: LlmRequest) -> list[list[int]]:
+        text = plain[texts[request.seed]].token_ids[request.num_output_tokens :]
+        right = text[: request.num_drafts_wanted]
+        wrong = [[*right[:i], (right[i] + 7) % 2048] for i in range(len(right))]
+        return [*wrong, right]
+
+    texts = {params.seed: i for i, params in enumerate(requests(NUM_SCHEMAS)[1])}
+    options = user_provided(propose, 3, max_total_draft_tokens=6, max_rejected_rounds=None)
+    with LLM("zoo:llama", max_batch_size=8, max_seq_len=256, **options) as llm:
+        prompts, params, _ = requests(NUM_SCHEMAS)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.check_integrity()
+    assert isinstance(outputs, list)
+    for output, expected in zip(outputs, plain, strict=False):
+        assert output.error is None and output.outputs[0].text == expected.text
+        stats = output.speculative_decoding
+        assert stats is not None and stats.acceptance_length > 2.5
 
 
 @pytest.mark.slow
