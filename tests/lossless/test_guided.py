@@ -130,9 +130,10 @@ def test_drafts_are_accepted_under_a_grammar() -> None:
     assert stats is not None and stats.acceptance_length > 1.1
 
 
-def test_text_that_a_grammar_forces_is_drafted() -> None:
+@pytest.mark.parametrize("mode", ["ngram", "ngram_tree"])
+def test_text_that_a_grammar_forces_is_drafted(mode: str) -> None:
     text = "def __init__(self, name, value):\n        self.name = name\n        self.value = value"
-    with LLM("zoo:llama", **engine("ngram", 4)) as llm:
+    with LLM("zoo:llama", **engine(mode, 4)) as llm:
         params = {"max_tokens": 60, "guided_decoding": {"choice": [text]}}
         output = llm.generate("class A:\n    ", params)
     assert not isinstance(output, list) and output.outputs[0].text == text

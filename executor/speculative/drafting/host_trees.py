@@ -144,7 +144,7 @@ class HostTreeDrafter(HostDrafter):
 
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests = batch.generation_requests
-        trees = [tree.up_to(depth) for tree, depth in zip(self._found, wanted, strict=True)]
+        trees = list(map(_better, requests, self._found, wanted))
         for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None
             request.py_num_draft_tokens = tree.depth
@@ -181,6 +181,19 @@ class HostTreeDrafter(HostDrafter):
         slots, num_drafts, *rows = sent.split_with_sizes(sizes)
         tree = DraftTree(*(each.view(batch, -1) for each in rows))
         self._slots.write_tree(slots, tree, num_drafts)
+
+
+def _better(request: LlmRequest, tree: HostTree, limit: int) -> HostTree:
+    """Of depth `limit` at most. The request's grammar may know a better chain."""
+    tree, grammar = tree.up_to(limit), request.grammar
+    if grammar is None or not limit:
+        return tree
+    grammar.read(request.tokens, request.prompt_len)
+    if tree.is_chain:
+        return HostTree.of_paths([grammar.better_drafts(tree.tokens, limit)])
+    # Branches that the grammar excludes are not accepted anyway.
+    forced = grammar.better_drafts([], limit)
+    return HostTree.of_paths([forced]) if len(forced) >= tree.depth else tree
 
 
 def _tree_of(tokens: Any, parents: Any) -> HostTree:
