@@ -42,14 +42,14 @@ class Sizes:
     batch_sizes: tuple[int, ...] = (1, 8)
     profiles: tuple[Profile, ...] = PROFILES
     prompt_len: int = 512
-    room: int = 4096  # tokens that a request may have after its prompt
-    settling_rounds: int = 240  # before the adaptive block
+    room: int = 5632  # tokens that a request may have after its prompt
+    settling_rounds: int = 400  # before the adaptive block
     adaptive_rounds: int = 120
     static_rounds: int = 30
     untimed_rounds: int = 8  # before each static block
 
 
-QUICK = Sizes(profiles=PROFILES[1:3], settling_rounds=160, adaptive_rounds=80)
+QUICK = Sizes(profiles=PROFILES[1:3], settling_rounds=240, adaptive_rounds=80)
 ZOO = Sizes((1, 2), PROFILES[1:3], 32, 480, 8, 8, 2, 1)
 
 

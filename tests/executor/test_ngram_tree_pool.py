@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tllm_spec.executor.resources.ngram_pool import NGramPool
+from tllm_spec.executor.resources.ngram_pool import OWN, NGramPool
 from tllm_spec.executor.resources.ngram_tree_pool import MAX_OCCURRENCES, NGramTreePool
 from tllm_spec.executor.speculative.drafting.host_trees import HostTree
 
@@ -99,3 +99,5 @@ def test_an_ngram_keeps_its_last_occurrences_only() -> None:
         found = pool.propose_tree(0, tokens[:stop], 1)
     newest = list(range(49, 49 - MAX_OCCURRENCES, -1))
     assert found == (newest, [0] * MAX_OCCURRENCES)
+    occurrences = pool._requests[0].pool.root[1][OWN]
+    assert MAX_OCCURRENCES <= len(occurrences) < 2 * MAX_OCCURRENCES

@@ -14,7 +14,18 @@ from tllm_spec.executor.rounds.transfer import ToHost
 
 HOST_DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}},
+    "ngram_tree": {
+        "speculative_config": {
+            "decoding_type": "NGram",
+            "max_draft_len": 3,
+            "use_dynamic_tree": True,
+            "dynamic_tree_max_topK": 2,
+        }
+    },
     "user_provided": user_provided(lambda request: [1, 2, 3][: request.num_drafts_wanted], 3),
+    "user_provided_tree": user_provided(
+        lambda request: [[1, 2, 3][: request.num_drafts_wanted], [4]], 3, max_total_draft_tokens=5
+    ),
 }
 NUM_ROUNDS = 12
 

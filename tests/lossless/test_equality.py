@@ -109,6 +109,8 @@ def make_llm(run: Run, texts: dict[tuple[int, ...], list[int]]) -> LLM:
             "max_total_draft_tokens": window_of(run) - 1,
         }
         options |= {"speculative_config": own, "disable_overlap_scheduler": not run.overlap}
+        if run.setting == "prefix_reuse_and_chunks":  # a tree's window is as wide at any depth
+            options["max_num_tokens"] = max(16, 3 * window_of(run))
     if run.setting == "chunked_prefill":
         # Room for all windows and a few prompt tokens: prompts come in many chunks next to
         # generating requests.
@@ -170,9 +172,7 @@ def assert_speculated(
         SpeculativeStats(),
     )
     assert total.acceptance_length >= FLOORS[run.mode]
-    # There, two windows of a tree are more than a forward's tokens: most rounds have no drafts.
-    has_room = run.mode != "user_provided_tree" or run.setting != "prefix_reuse_and_chunks"
-    if run.mode.startswith("user_provided") and undisturbed and has_room:
+    if run.mode.startswith("user_provided") and undisturbed:
         for output, expected in zip(outputs[:8], plain, strict=False):
             if output.outputs[0].token_ids == expected.outputs[0].token_ids:
                 stats = output.speculative_decoding

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.executor.harness import user_provided
 from tests.lossless.engines import MODES, engine
 from tests.lossless.json_schemas import matches, random_schema
 from tllm_spec import grammars
+from tllm_spec.executor.request import LlmRequest
 from tllm_spec.executor.sampling import grammar_masks
 from tllm_spec.grammar_compiler import GrammarCompiler
 from tllm_spec.llm import LLM
@@ -86,6 +88,28 @@ def test_guided_text_does_not_depend_on_the_drafter(
     assert [output.finish_reason for output in outputs] == [o.finish_reason for o in plain]
 
 
+def test_guided_text_does_not_depend_on_a_users_tree(plain: list[CompletionOutput]) -> None:
+    """Its right path lies between branches that the grammar often forbids."""
+
+    def propose(request: LlmRequest) -> list[list[int]]:
+        text = plain[texts[request.seed]].token_ids[request.num_output_tokens :]
+        right = text[: request.num_drafts_wanted]
+        wrong = [[*right[:i], (right[i] + 7) % 2048] for i in range(len(right))]
+        return [*wrong, right]
+
+    texts = {params.seed: i for i, params in enumerate(requests(NUM_SCHEMAS)[1])}
+    options = user_provided(propose, 3, max_total_draft_tokens=6, max_rejected_rounds=None)
+    with LLM("zoo:llama", max_batch_size=8, max_seq_len=256, **options) as llm:
+        prompts, params, _ = requests(NUM_SCHEMAS)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.check_integrity()
+    assert isinstance(outputs, list)
+    for output, expected in zip(outputs, plain, strict=False):
+        assert output.error is None and output.outputs[0].text == expected.text
+        stats = output.speculative_decoding
+        assert stats is not None and stats.acceptance_length > 2.5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
 def test_200_schemas_with_each_drafter(mode: str) -> None:
@@ -106,9 +130,10 @@ def test_drafts_are_accepted_under_a_grammar() -> None:
     assert stats is not None and stats.acceptance_length > 1.1
 
 
-def test_text_that_a_grammar_forces_is_drafted() -> None:
+@pytest.mark.parametrize("mode", ["ngram", "ngram_tree"])
+def test_text_that_a_grammar_forces_is_drafted(mode: str) -> None:
     text = "def __init__(self, name, value):\n        self.name = name\n        self.value = value"
-    with LLM("zoo:llama", **engine("ngram", 4)) as llm:
+    with LLM("zoo:llama", **engine(mode, 4)) as llm:
         params = {"max_tokens": 60, "guided_decoding": {"choice": [text]}}
         output = llm.generate("class A:\n    ", params)
     assert not isinstance(output, list) and output.outputs[0].text == text

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.request import LlmRequest
+from tllm_spec.executor.resources.interface import ResourceManager
+from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.rounds.transfer import to_device
+from tllm_spec.executor.speculative.drafting.drafter import Drafter
 from tllm_spec.executor.speculative.drafting.host_drafter import HostDrafter
 from tllm_spec.kernels.beam_pool import DraftTree
 from tllm_spec.kernels.draft_layout import MAX_NODES
@@ -94,13 +97,25 @@ class HostTreeDrafter(HostDrafter):
     """Windows of a round have as many rows as its deepest tree may have, or, if no tree has a
     branch, as that chain has."""
 
+    def __init__(
+        self,
+        inner: Drafter,
+        resource_manager: ResourceManager | None,
+        slots: SlotState,
+        vocab_size: int,
+    ) -> None:
+        super().__init__(inner, resource_manager, slots, vocab_size)
+        self._found: list[HostTree] = []  # of a round's requests, in order
+        # To the dummy slot: compiles the kernel before the first request.
+        self._send([len(slots.kv_lens) - 1], [HostTree.of_paths([])], [0])
+
     def _propose(self, batch: ScheduledBatch) -> None:
         for request in batch.generation_requests:
             request.py_draft_parents = None
         super()._propose(batch)
 
     def _are_valid(self, drafts: list[Any]) -> bool:
-        self._found: list[HostTree] = []  # by request, in the order of `_check`
+        self._found.clear()
         return False  # each is checked, and becomes a tree
 
     def _check(self, request: LlmRequest) -> None:
@@ -129,7 +144,7 @@ class HostTreeDrafter(HostDrafter):
 
     def _pad(self, batch: ScheduledBatch, wanted: list[int]) -> None:
         requests = batch.generation_requests
-        trees = [tree.up_to(depth) for tree, depth in zip(self._found, wanted, strict=True)]
+        trees = list(map(_better, requests, self._found, wanted))
         for request, tree in zip(requests, trees, strict=True):
             request.py_draft_tokens, request.py_draft_parents = tree.tokens, None
             request.py_num_draft_tokens = tree.depth
@@ -138,27 +153,47 @@ class HostTreeDrafter(HostDrafter):
             batch.num_steps, is_chain=all(tree.is_chain for tree in trees)
         )
         if batch.num_steps:
-            self._write(requests, trees, batch.shape.window)
+            slot_ids = [request.slot for request in requests]
+            self._send(slot_ids, trees, [request.tokens[-1] for request in requests])
 
-    def _write(self, requests: Sequence[LlmRequest], trees: Sequence[HostTree], width: int) -> None:
-        """Sends the trees to the slots in one copy."""
-        batch, sizes = len(requests), (1, 1, width - 1, width, width, width)
+    def _send(
+        self, slot_ids: Sequence[int], trees: Sequence[HostTree], padding: Sequence[int]
+    ) -> None:
+        """Sends the trees to the slots in one copy, all as wide as a tree may be, so that one
+        kernel is compiled.
+
+        padding: the token after each tree: its request's own last one, since another token's
+        embedding might be NaN."""
+        batch, width = len(slot_ids), self._slots.shapes.longest.window
         numbers = chain(
-            (request.slot for request in requests),
+            slot_ids,
             (len(tree.tokens) for tree in trees),
-            # The request's own last token: another token's embedding might be NaN.
             *(
-                tree.tokens + request.tokens[-1:] * (width - len(tree.parents))
-                for request, tree in zip(requests, trees, strict=True)
+                tree.tokens + [token] * (width - len(tree.parents))
+                for tree, token in zip(trees, padding, strict=True)
             ),
             *(tree.parents + [0] * (width - len(tree.parents)) for tree in trees),
             *(tree.depths + [1] * (width - len(tree.parents)) for tree in trees),
             *(tree.bits + _PADDING_BITS[len(tree.parents) : width] for tree in trees),
         )
         sent = to_device(array("q", numbers), self._slots.device)
-        slot_ids, num_drafts, *rows = sent.split_with_sizes([batch * size for size in sizes])
+        sizes = [batch * size for size in (1, 1, width - 1, width, width, width)]
+        slots, num_drafts, *rows = sent.split_with_sizes(sizes)
         tree = DraftTree(*(each.view(batch, -1) for each in rows))
-        self._slots.write_tree(slot_ids, tree, num_drafts)
+        self._slots.write_tree(slots, tree, num_drafts)
+
+
+def _better(request: LlmRequest, tree: HostTree, limit: int) -> HostTree:
+    """Of depth `limit` at most. The request's grammar may know a better chain."""
+    tree, grammar = tree.up_to(limit), request.grammar
+    if grammar is None or not limit:
+        return tree
+    grammar.read(request.tokens, request.prompt_len)
+    if tree.is_chain:
+        return HostTree.of_paths([grammar.better_drafts(tree.tokens, limit)])
+    # Branches that the grammar excludes are not accepted anyway.
+    forced = grammar.better_drafts([], limit)
+    return HostTree.of_paths([forced]) if len(forced) >= tree.depth else tree
 
 
 def _tree_of(tokens: Any, parents: Any) -> HostTree:
