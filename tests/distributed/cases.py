@@ -148,6 +148,8 @@ class Case:
             assert not self.tiers or changing.chosen == set(self.tiers)
             llm.check_integrity()
             state = llm.server_info()["internal_states"][0]
+            assert [rank["rank"] for rank in state["ranks"]] == list(range(num_ranks))
+            assert all(rank["weight_bytes"] > 0 for rank in state["ranks"])
             if self.accepts:
                 assert state["totals"]["speculation"]["acceptance_length"] > 1, state
             if self.options.get("scheduler_config"):
