@@ -3,7 +3,7 @@ latency and bandwidth. It needs no GPU; `docs/scaling.md` explains it.
 
     python -m benchmarks.scaling_model [check] [plain] [eagle3]
 
-check    one device, next to the rounds measured in benchmarks/results/rounds.json
+check    one device, next to the rounds measured in benchmarks/results
 plain    milliseconds of a plain round on 1 to 16 devices
 eagle3   tokens per second of one request with EAGLE-3, and its best draft length
 """
@@ -12,24 +12,30 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from benchmarks.harness.report import table
+from benchmarks.harness.scaling_shapes import LLAMA_8B, QWEN3_30B, SHAPES, V3_STYLE, Shape
 
-RESULTS = Path(__file__).parent / "results" / "rounds.json"
+RESULTS = Path(__file__).parent / "results"
 
 # Of an H200, fitted to the rounds of one device (`check`): bytes per second, seconds and bf16 FLOPs
 # per second; FP8 has twice these. Bytes for weights and KV cache.
-WEIGHT_BANDWIDTH = 4.0e12
-KV_BANDWIDTH = 4.0e12
-LAYER_SECONDS = 12e-6  # of a layer's launches and small kernels
-ROW_SECONDS = 4.7e-6  # of a row of logits: choosing a token
-FLOPS = 0.78e15
+WEIGHT_BANDWIDTH = 4.26e12
+KV_BANDWIDTH = 3.8e12
+LATENT_BANDWIDTH = 2.0e12  # of latents, which every head reads
+LAYER_SECONDS = 21.9e-6  # of a layer's launches and small kernels
+EXPERT_SECONDS = 12.6e-6  # of a router and the order of its tokens
+LATENT_SECONDS = 14.7e-6  # of a layer's projections to latents and back
+ROW_SECONDS = 5.6e-6  # of a row of logits: choosing a token
+FLOPS = 0.848e15
 MEMORY = 130e9
 # Assumptions, not measured here. Latency of a small all-reduce in a CUDA graph, and bytes per
 # second that a device sends, within a host of 8 (NVLink) and between hosts (InfiniBand).
@@ -37,88 +43,6 @@ HOST_SIZE = 8
 NVLINK_SECONDS, NVLINK_BANDWIDTH = 9e-6, 350e9
 NETWORK_SECONDS, NETWORK_BANDWIDTH = 25e-6, 45e9
 ACCEPTANCE = 0.7  # of a draft, after accepted ones
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Elements; bytes of a weight's element. `attention`: of a layer's matrices. `mlp`: of a layer
-    without experts. `expert`: of one; `shared`: of what every token takes next to them.
-    `kv_bytes`: of a token in a layer; `kv_parts`: the most devices that can divide it."""
-
-    name: str
-    layers: int
-    hidden: int
-    vocab: int
-    attention: float
-    mlp: float
-    kv_bytes: int
-    kv_parts: int
-    weight_bytes: int = 2
-    dense_layers: int = 0  # of a model with experts
-    experts: int = 0
-    top_k: int = 0
-    expert: float = 0
-    shared: float = 0
-    # The EAGLE-3 head: its fusion, its layer, and its vocabulary.
-    head_fc: float = 0
-    head_layer: float = 0
-    head_vocab: int = 32000
-
-    @property
-    def sparse_layers(self) -> int:
-        return self.layers - self.dense_layers if self.experts else 0
-
-    @property
-    def total_bytes(self) -> float:
-        dense = self.layers * self.attention + (self.layers - self.sparse_layers) * self.mlp
-        sparse = self.sparse_layers * (self.experts * self.expert + self.shared)
-        return self.weight_bytes * (dense + sparse) + 4 * self.vocab * self.hidden
-
-
-def llama(name: str, layers: int, hidden: int, inner: int, heads: int, **options: int) -> Shape:
-    """With 8 KV heads of 128, a head like a layer with twice the input, and 128,256 tokens."""
-    kv, mlp = 1024, 3 * hidden * inner
-    attention = hidden * (heads * 128 + 2 * kv) + heads * 128 * hidden
-    head = 2 * hidden * (heads * 128 + 2 * kv) + heads * 128 * hidden + mlp
-    sizes = {"attention": attention, "mlp": mlp, "head_fc": 3 * hidden**2, "head_layer": head}
-    return Shape(name, layers, hidden, 128256, kv_bytes=4 * kv, kv_parts=8, **sizes, **options)
-
-
-LLAMA_8B = llama("Llama 3.1 8B, bf16", 32, 4096, 14336, 32)
-SHAPES = (
-    LLAMA_8B,
-    llama("Llama 3.3 70B, bf16", 80, 8192, 28672, 64),
-    Shape(
-        "Qwen3 235B-A22B, FP8",
-        *(94, 4096, 151936),
-        attention=4096 * (8192 + 1024) + 8192 * 4096,
-        mlp=0,
-        kv_bytes=4 * 512,
-        kv_parts=4,
-        weight_bytes=1,
-        experts=128,
-        top_k=8,
-        expert=3 * 4096 * 1536,
-        head_fc=3 * 4096**2,
-        head_layer=2 * 4096 * 9216 + 8192 * 4096 + 3 * 4096 * 12288,
-    ),
-    Shape(
-        "DeepSeek V3, FP8",
-        *(61, 7168, 129280),
-        attention=187e6,
-        mlp=3 * 7168 * 18432,
-        kv_bytes=2 * 576,
-        kv_parts=1,
-        weight_bytes=1,
-        dense_layers=3,
-        experts=256,
-        top_k=8,
-        expert=3 * 7168 * 2048,
-        shared=3 * 7168 * 2048,
-        head_fc=3 * 7168**2,
-        head_layer=2 * 7168 * 9216 + 8192 * 7168 + 3 * 7168 * 18432,
-    ),
-)
 
 
 def gemm_seconds(elements: float, rows: float, weight_bytes: int) -> float:
@@ -155,20 +79,28 @@ def hit_experts(experts: int, top_k: int, rows: int, parts: int) -> float:
 
 
 def round_seconds(
-    shape: Shape, batch: int, window: int, context: int, devices: int, expert_parts: int = 1
+    shape: Shape,
+    batch: int,
+    window: int,
+    context: float,
+    devices: int,
+    expert_parts: int = 1,
+    hit: float | None = None,
 ) -> float:
     """A forward of the target over `batch` windows, and sampling. A part of the experts is sliced
-    over devices / expert_parts devices."""
+    over devices / expert_parts devices. hit: the experts that a part reads, if that was counted."""
     rows, size = batch * window, shape.weight_bytes
-    kv = batch * context * shape.kv_bytes / min(devices, shape.kv_parts) / KV_BANDWIDTH
-    layer = LAYER_SECONDS + kv + gemm_seconds(shape.attention / devices, rows, size)
+    kv = batch * context * shape.kv_bytes / min(devices, shape.kv_parts)
+    kv /= LATENT_BANDWIDTH if shape.is_latent else KV_BANDWIDTH
+    layer = LAYER_SECONDS + shape.is_latent * LATENT_SECONDS + kv
+    layer += gemm_seconds(shape.attention / devices, rows, size)
     dense = gemm_seconds(shape.mlp / devices, rows, size)
     sparse = 0.0
     if shape.experts:
-        hit = hit_experts(shape.experts, shape.top_k, rows, expert_parts)
+        hit = hit or hit_experts(shape.experts, shape.top_k, rows, expert_parts)
         read = hit * shape.expert / (devices / expert_parts)
         rows_of_expert = rows * shape.top_k / expert_parts / hit
-        sparse = gemm_seconds(read, rows_of_expert, size)
+        sparse = EXPERT_SECONDS + gemm_seconds(read, rows_of_expert, size)
         sparse += gemm_seconds(shape.shared / devices, rows, size)
     sums = 2 * all_reduce_seconds(2 * rows * shape.hidden, devices)
     seconds = shape.layers * (layer + sums) + shape.sparse_layers * sparse
@@ -177,14 +109,15 @@ def round_seconds(
 
 
 def _output_seconds(shape: Shape, vocab: int, rows: int, devices: int) -> float:
-    """The output layer (bf16), the gathering of its logits, and the choice of tokens."""
-    gathered = all_reduce_seconds(rows * vocab * 2 / 2, devices)  # half of what a sum sends
+    """The output layer (bf16), the choice of tokens, and the exchange of each rank's best, 8 bytes
+    a row."""
+    exchanged = all_reduce_seconds(8 * rows, devices)
     seconds = gemm_seconds(vocab * shape.hidden / devices, rows, 2)
-    return seconds + gathered + rows * ROW_SECONDS * vocab / 128256
+    return seconds + exchanged + rows * ROW_SECONDS * vocab / 128256
 
 
 def eagle3_seconds(
-    shape: Shape, batch: int, draft_len: int, context: int, devices: int, expert_parts: int = 1
+    shape: Shape, batch: int, draft_len: int, context: float, devices: int, expert_parts: int = 1
 ) -> float:
     """A round: the target's, then the head's steps, whose layer is sharded as the target's are."""
     target = round_seconds(shape, batch, draft_len + 1, context, devices, expert_parts)
@@ -196,40 +129,88 @@ def eagle3_seconds(
     return target + fuse + first + (draft_len - 1) * step
 
 
-def _head_seconds(shape: Shape, rows: int, batch: int, context: int, devices: int) -> float:
+def _head_seconds(shape: Shape, rows: int, batch: int, context: float, devices: int) -> float:
     kv = batch * context * shape.kv_bytes / min(devices, shape.kv_parts) / KV_BANDWIDTH
     layer = 2 * LAYER_SECONDS + kv + gemm_seconds(shape.head_layer / devices, rows, 2)
     sums = 2 * all_reduce_seconds(2 * rows * shape.hidden, devices)
     return layer + sums + _output_seconds(shape, shape.head_vocab, batch, devices)
 
 
-def measured() -> Iterator[tuple[str, int, float]]:
-    """Path, batch size and milliseconds of the 8B shape's rounds, of each table."""
-    subjects = json.loads(RESULTS.read_text())
-    for name in ("zero_drafts", "sampling_params", "deterministic"):
-        found: dict[tuple[str, int], list[float]] = {}
-        for row in subjects[name]["rows"]:
-            path = "plain" if name == "zero_drafts" else row["path"]
-            found.setdefault((path, row["batch_size"]), []).append(row["ms"])
-        for (path, batch), ms in found.items():
-            yield path, batch, mean(ms)
+@dataclass(frozen=True)
+class Checked:
+    """A measured round, in milliseconds, and what the model says."""
+
+    what: str
+    batch: int
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
 
 
 CHECK_CONTEXT = 1150  # prompts of 1,024 tokens, in the middle of the timed rounds
 
 
-def predicted_ms(path: str, batch: int) -> float:
-    if path == "plain":
-        return 1e3 * round_seconds(LLAMA_8B, batch, 1, CHECK_CONTEXT, 1)
-    return 1e3 * eagle3_seconds(LLAMA_8B, batch, 3, CHECK_CONTEXT, 1)
+def checked() -> Iterator[Checked]:
+    yield from _checked_llama()
+    yield from _checked_table()
+    yield from _checked_experts("moe", "rounds", QWEN3_30B, 0)
+    yield from _checked_experts("deepseek", "plain", V3_STYLE, 1)
+
+
+def _checked_llama() -> Iterator[Checked]:
+    """Of the 8B shape, from `benchmarks.h200`: plain rounds, and one-model EAGLE-3."""
+    for figure in _results("h200")["figures"]:
+        found = re.match(r"(plain|EAGLE-3 K=(\d)) round, batch (\d+)", figure["name"])
+        if found:
+            draft_len, batch = int(found[2] or 0), int(found[3])
+            context = figure["details"]["context"]
+            seconds = eagle3_seconds(LLAMA_8B, batch, draft_len, context, 1)
+            yield Checked(f"{LLAMA_8B.name}, {found[1]}", batch, figure["value"], 1e3 * seconds)
+
+
+def _checked_table() -> Iterator[Checked]:
+    """The means of the tables of `benchmarks.rounds`."""
+    for name, subject in _results("rounds").items():
+        found: dict[tuple[str, int], list[float]] = {}
+        for row in subject["rows"]:
+            path = "plain" if name == "zero_drafts" else row["path"]
+            found.setdefault((path, row["batch_size"]), []).append(row["ms"])
+        for (path, batch), ms in found.items():
+            draft_len = 0 if path == "plain" else 3
+            seconds = eagle3_seconds(LLAMA_8B, batch, draft_len, CHECK_CONTEXT, 1)
+            what = f"{LLAMA_8B.name}, {path}, {name.replace('_', ' ')}"
+            yield Checked(what, batch, mean(ms), 1e3 * seconds)
+
+
+def _checked_experts(file: str, subject: str, shape: Shape, shared: int) -> Iterator[Checked]:
+    """With the experts that were really hit, of which `shared` are the shared one."""
+    for row in _results(file)[subject]["rows"]:
+        if found := re.match(r"batch (\d+)(.*)", row["what"]):
+            batch, hit = int(found[1]), row["hit"] - shared
+            seconds = round_seconds(shape, batch, 1, CHECK_CONTEXT, 1, hit=hit)
+            yield Checked(f"{shape.name}{found[2]}", batch, row["value"], 1e3 * seconds)
+
+
+def _results(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{file}.json").read_text())
+    return found
 
 
 def check_lines() -> list[str]:
     cells = [
-        [path, str(batch), f"{ms:.2f}", f"{predicted_ms(path, batch):.2f}"]
-        for path, batch, ms in measured()
+        [
+            each.what,
+            str(each.batch),
+            f"{each.measured:.2f}",
+            f"{each.predicted:.2f}",
+            f"{each.error:+.0%}",
+        ]
+        for each in checked()
     ]
-    return table(("path", "batch", "measured, ms", "model, ms"), cells)
+    return table(("round", "batch", "measured, ms", "model, ms", "error"), cells)
 
 
 CONTEXT = 2048

@@ -48,14 +48,21 @@ def test_another_config_is_another_checkpoint(folder: Path) -> None:
     assert fingerprint(str(folder)) != first
 
 
-def test_target_tokenizer_and_draft_model_are_compared(folder: Path) -> None:
+def test_what_drafts_are_made_with_is_compared(folder: Path) -> None:
+    token_map = folder / "map.json"
+    token_map.write_text("[1, 2]")
+    first = fingerprint(str(token_map))
     spec: dict[str, Any] = {
         "decoding_type": "Draft_Target",
         "max_draft_len": 2,
         "speculative_model": "zoo:llama-draft",
+        "speculative_token_map": str(token_map),
     }
     args = LlmArgs.from_kwargs(folder, tokenizer="zoo:llama", speculative_config=spec)
-    assert list(checkpoints(args)) == [str(folder), "zoo:llama", "zoo:llama-draft"]
+    compared = [str(folder), "zoo:llama", "zoo:llama-draft", str(token_map)]
+    assert list(checkpoints(args)) == compared
+    token_map.write_text("[1, 3]")
+    assert fingerprint(str(token_map)) != first
     assert fingerprint(str(folder / "nowhere")) == ABSENT
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tllm_spec import __version__
 from tllm_spec.config import LlmArgs
-from tllm_spec.zoo.registry import resolve_model
+from tllm_spec.zoo.registry import resolve_file, resolve_model
 
 # Their versions decide about bits of tensors, or about what a grammar or a stop string matches.
 PACKAGES = ("torch", "triton", "flashinfer-python", "tokenizers", "transformers", "xgrammar")
@@ -26,14 +26,18 @@ def versions() -> dict[str, str]:
 
 
 def checkpoints(args: LlmArgs) -> dict[str, str]:
-    """A fingerprint of each folder that the model is loaded from."""
-    draft = getattr(args.speculative_config, "speculative_model", None)
-    return {name: fingerprint(name) for name in (args.model, args.tokenizer, draft) if name}
+    """A fingerprint of each folder or file that the model is loaded from."""
+    of_draft = ("speculative_model", "speculative_token_map")
+    drafts = (getattr(args.speculative_config, name, None) for name in of_draft)
+    return {name: fingerprint(name) for name in (args.model, args.tokenizer, *drafts) if name}
 
 
 def fingerprint(model: str) -> str:
     """Of the folder's text files, and of its weights: their sizes, their headers, and samples of
-    their bytes, since all of them would take minutes. "absent" if there is no such folder."""
+    their bytes, since all of them would take minutes. Of a file: of all of it. "absent" if there is
+    neither."""
+    if (file := resolve_file(model)).is_file():
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     try:
         folder = resolve_model(model)
     except ValueError:

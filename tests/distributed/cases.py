@@ -148,6 +148,8 @@ class Case:
             assert not self.tiers or changing.chosen == set(self.tiers)
             llm.check_integrity()
             state = llm.server_info()["internal_states"][0]
+            assert [rank["rank"] for rank in state["ranks"]] == list(range(num_ranks))
+            assert all(rank["weight_bytes"] > 0 for rank in state["ranks"])
             if self.accepts:
                 assert state["totals"]["speculation"]["acceptance_length"] > 1, state
             if self.options.get("scheduler_config"):
@@ -214,6 +216,8 @@ GPU_CASES = {
     "gpu-adaptive": Case(options=ON_GPU | {"speculative_config": EAGLE3 | {"adaptive": {}}}),
     "gpu-experts": Case("qwen2-moe", ON_GPU_TINY | {"speculative_config": NGRAM}),
     "gpu-divided-experts": Case("qwen2-moe", ON_GPU_TINY | EP | {"speculative_config": NGRAM}),
+    "gpu-latent-mtp": Case("deepseek-v3", ON_GPU_TINY | EP | {"speculative_config": MTP}),
+    "gpu-llama4": Case("llama4", ON_GPU_TINY | {"speculative_config": NGRAM}),
 }
 # Every family with experts or latent attention, its layers sliced and its experts divided.
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,8 @@
 
     python -m tests.distributed.failing_world MODEL_FOLDER (all | one | none)
 
-It prints the requests' errors, and for `none` the process ids of its ranks before it waits."""
+It prints the requests' errors. For `none` it prints the process ids of its ranks, and has running
+requests until one fails."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.llm import LLM
 
 PARAMS = {"max_tokens": 8, "ignore_eos": True}
+LASTING = {"max_tokens": 10**6, "ignore_eos": True}
 PENALISED = PARAMS | {"presence_penalty": 1.0}
 
 
@@ -34,10 +36,11 @@ def main() -> None:
     break_penalised({"all": (0, 1), "one": (1,), "none": ()}[kind])
     llm = LLM(folder, skip_tokenizer_init=True, device="cpu", tensor_parallel_size=2)
     if kind == "none":
-        running = llm.generate_async(TOKEN_PROMPTS[0], {"max_tokens": 10**6, "ignore_eos": True})
         ranks = llm.server_info()["internal_states"][0]["ranks"]
         print("processes", *(rank["process"] for rank in ranks), flush=True)
-        print("error", running.result().error, flush=True)
+        while (error := llm.generate_async(TOKEN_PROMPTS[0], LASTING).result().error) is None:
+            pass
+        print("error", error, flush=True)
     failed = llm.generate_async(TOKEN_PROMPTS[0], PENALISED)
     print("error", failed.result().error, flush=True)
     others = [llm.generate(prompt, PARAMS).outputs[0] for prompt in TOKEN_PROMPTS]

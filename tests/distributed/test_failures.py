@@ -82,6 +82,16 @@ def test_a_killed_rank_ends_the_model_that_started_it(folder: str) -> None:
 
 
 @pytest.mark.slow
+def test_two_models_run_next_to_each_other_and_only_one_ends_with_its_rank(folder: str) -> None:
+    """Their ports do not clash."""
+    command = [sys.executable, *PROGRAM, folder, "none"]
+    with serving(command) as (_, others):
+        status, output = end_after_kill(command, 1)
+        assert status == 1, output
+        assert all(map(is_running, others)) and len(set(others)) == 2
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_that_mpirun_started(folder: str) -> None:
     status, output = end_after_kill(mpirun(2, [*PROGRAM, folder, "none"]), 1)
     assert status != 0 and "error rank 1 (process" in output, output
