@@ -12,18 +12,19 @@ _BLOCK = 4096
 
 
 def mask_tokens_triton(
-    logits: torch.Tensor, mask_of_row: torch.Tensor, bitmasks: torch.Tensor
+    logits: torch.Tensor, mask_of_row: torch.Tensor, bitmasks: torch.Tensor, first: int
 ) -> None:
     """See `mask_tokens`."""
     assert logits.stride(1) == 1 and mask_of_row.is_contiguous() and bitmasks.is_contiguous()
-    vocab_size = logits.shape[1]
-    mask_tokens_kernel[(len(logits), triton.cdiv(vocab_size, _BLOCK))](
+    num_tokens = logits.shape[1]
+    mask_tokens_kernel[(len(logits), triton.cdiv(num_tokens, _BLOCK))](
         logits,
         logits.stride(0),
         mask_of_row,
         bitmasks,
         bitmasks.shape[1],
-        vocab_size,
+        first,
+        num_tokens,
         BLOCK=_BLOCK,
         **programmatic_launch(logits.device),
         num_warps=4,
@@ -37,7 +38,8 @@ def mask_tokens_kernel(
     mask_of_row: tl.tensor,
     bitmasks: tl.tensor,
     num_words: tl.tensor,
-    vocab_size: tl.tensor,
+    first: tl.tensor,
+    num_tokens: tl.tensor,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -46,9 +48,10 @@ def mask_tokens_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(mask_of_row + row).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = tokens < tl.where(index >= 0, vocab_size, 0)  # nothing without a mask
-    words = tl.load(bitmasks + index * num_words + tokens // 32, mask=real, other=-1)
-    excluded = ((words >> (tokens % 32)) & 1) == 0
+    real = tokens < tl.where(index >= 0, num_tokens, 0)  # nothing without a mask
+    ids = first + tokens
+    words = tl.load(bitmasks + index * num_words + ids // 32, mask=real, other=-1)
+    excluded = ((words >> (ids % 32)) & 1) == 0
     infinity = tl.full((BLOCK,), float("inf"), tl.float32)
     values = (-infinity).to(logits.dtype.element_ty)
     tl.store(logits + row * stride + tokens, values, mask=real & excluded)

@@ -34,7 +34,8 @@ class GrammarMasks:
 
     def __init__(self, slots: SlotState, vocab_size: int) -> None:
         self._slots = slots
-        self._num_words = -(-vocab_size // 32)
+        self._vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
+        self.first_token = 0  # of logits that are a part of the vocabulary's
         self._buffers = PinnedBuffers()
         self._windows: ToHost | None = None
         self._drafts: list[torch.Tensor] = []
@@ -64,7 +65,7 @@ class GrammarMasks:
         if group.is_guided:
             filled = self._fill(group.requests, group.window, len(logits))
             numbers = filled.to(logits.device, non_blocking=True)
-            mask_tokens(logits, *self._parts(numbers, len(logits)))
+            self._mask(logits, numbers)
 
     def make_room(self, max_rows: int) -> None:
         """Before graphs are captured, of which none has more rows."""
@@ -78,13 +79,17 @@ class GrammarMasks:
 
     def apply_sent(self, logits: torch.Tensor) -> None:
         """What a graph captures. logits `[R, V]`, changed in place."""
-        mask_tokens(logits, *self._parts(self._for_graphs, len(logits)))
+        self._mask(logits, self._for_graphs)
 
     def blame(self) -> list[LlmRequest] | None:
         """After an exception: the requests whose grammars caused it; None if it was not raised
         here."""
         culprits, self._unfilled = list(self._unfilled), set()
         return culprits or None
+
+    def _mask(self, logits: torch.Tensor, numbers: torch.Tensor) -> None:
+        first = self.first_token if logits.shape[1] < self._vocab_size else 0
+        mask_tokens(logits, *self._parts(numbers, len(logits)), first)
 
     def _parts(self, numbers: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_masks = (len(numbers) - num_rows) // self._num_words

@@ -1,6 +1,6 @@
 """Sampling from an output layer that is sharded by columns. Each rank offers its best value and
-token after noise, and only these are exchanged. Filters, penalties, masks, log probabilities and
-rejection need all logits, and gather them. The tokens are the same bit for bit."""
+token after noise, and only these are exchanged. Filters, penalties, log probabilities and rejection
+need all logits, and gather them. The tokens are the same bit for bit."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,7 @@ class ShardedSampler(Sampler):
     def __init__(self, shard: VocabShard, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._shard = shard
+        self.grammar_masks.first_token = shard.first
         last = shard.first + shard.size
         self._ids = torch.arange(shard.first, last, device=self.slots.device)
 
@@ -51,7 +52,6 @@ class ShardedSampler(Sampler):
             or group.filtered
             or group.is_edited
             or group.with_logprobs
-            or group.is_guided
         )
 
     def _sample(

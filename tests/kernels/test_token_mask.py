@@ -38,15 +38,26 @@ def test_only_excluded_tokens_of_rows_with_a_mask_become_minus_infinity(
     assert torch.equal(logits, expected)
 
 
+@on_each_shape
+def test_some_columns_are_masked_like_the_whole(shape: tuple[int, int]) -> None:
+    logits, mask_of_row, words = arguments(shape)
+    expected, first, last = logits.clone(), shape[1] // 3, shape[1] - 4
+    mask_tokens_reference(expected, mask_of_row, words)
+    own = logits[:, first:last].contiguous()
+    mask_tokens_reference(own, mask_of_row, words, first)
+    assert torch.equal(own, expected[:, first:last])
+
+
 @on_each_kernel_device
 @on_each_shape
+@pytest.mark.parametrize("first", [0, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kernel_equals_the_reference(
-    shape: tuple[int, int], dtype: torch.dtype, device: str
+    shape: tuple[int, int], dtype: torch.dtype, first: int, device: str
 ) -> None:
     logits, mask_of_row, words = (each.to(device) for each in arguments(shape))
-    logits = logits.to(dtype)
+    logits = logits.to(dtype)[:, first:].contiguous()
     expected = logits.clone()
-    mask_tokens_reference(expected, mask_of_row, words)
-    mask_tokens(logits, mask_of_row, words)
+    mask_tokens_reference(expected, mask_of_row, words, first)
+    mask_tokens(logits, mask_of_row, words, first)
     assert torch.equal(logits, expected)

@@ -14,6 +14,8 @@ from tests.executor.sampling.test_sampler import CPU, DRAFT_LEN, VOCAB, Bench
 from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.distributed.vocab_shard import VocabShard
+from tllm_spec.draft_shape import chain_of
+from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup
@@ -23,6 +25,7 @@ from tllm_spec.executor.sampling.sharded_sampler import (
     ShardedRowGroups,
     ShardedSampler,
 )
+from tllm_spec.grammar_state import DraftNodes, GrammarState
 
 RANKS = 2
 HALF = VOCAB // RANKS
@@ -115,6 +118,45 @@ def test_two_ranks_choose_the_tokens_of_one(ways: list[str], by_slots: bool) -> 
     assert all(torch.equal(each, expected) for each in found)
     of_pairs, of_logits = RANKS * 8 * len(logits), VOCAB * 4 * len(logits)
     assert group.num_bytes == (of_logits if filtered else of_pairs)
+
+
+class RandomMasks(GrammarState):
+    """Allows about half of the tokens, others in each row."""
+
+    def read(self, tokens: list[int], prompt_len: int) -> None:
+        pass
+
+    def fill(self, nodes: DraftNodes, bitmask: torch.Tensor) -> None:
+        generator = torch.Generator().manual_seed(7)
+        bitmask.random_(0, 1 << 31, generator=generator)
+
+
+@pytest.mark.parametrize("by_slots", [False, True])
+@pytest.mark.parametrize("ways", [["greedy", "greedy"], WAYS, ["filters", *WAYS]])
+def test_two_ranks_mask_their_halves_as_one_masks_all(ways: list[str], by_slots: bool) -> None:
+    num_rows = len(ways) * (DRAFT_LEN + 1)
+    logits = logits_of_windows(num_rows)
+
+    def run(shard: VocabShard | None) -> torch.Tensor:
+        bench = bench_of(ways, shard)
+        groups, requests, masks = bench.sampler.groups, bench.requests, bench.sampler.grammar_masks
+        requests[0].grammar = RandomMasks(None)
+        own = logits if shard is None else logits[:, shard.first : shard.first + HALF]
+        own = own.clone()
+        masks.begin(ScheduledBatch(generation_requests=requests, shape=chain_of(DRAFT_LEN)))
+        if not by_slots:
+            return windows(bench, groups.get(requests, DRAFT_LEN + 1), own)
+        slots = torch.tensor([request.slot for request in requests])
+        sampled = "filters" in ways if shard is not None else True
+        group = groups.of_slots(slots, DRAFT_LEN + 1, sampled=sampled)
+        masks.make_room(num_rows)
+        masks.send(requests, DRAFT_LEN + 1, num_rows)
+        masks.apply_sent(own)
+        return windows(bench, group, own)
+
+    expected = run(None)
+    found, _ = on_ranks(run)
+    assert all(torch.equal(each, expected) for each in found)
 
 
 def test_a_graph_of_best_tokens_serves_sampled_requests_without_filters() -> None:
