@@ -35,7 +35,7 @@ from tllm_spec.server.engine import Engine
 from tllm_spec.server.guard import CLIENT_CLOSED_REQUEST, Guard
 from tllm_spec.server.histograms import Histograms
 from tllm_spec.server.metrics import EngineMetrics
-from tllm_spec.server.openapi import answers, true_schema
+from tllm_spec.server.openapi import answers, errors, true_schema
 from tllm_spec.server.options import ServerOptions
 from tllm_spec.server.pages import Pages
 from tllm_spec.server.perf_metrics import PerfMetrics
@@ -61,6 +61,7 @@ from tllm_spec.server.streaming import (
 from tllm_spec.server.strict_body import StrictBodyRoute
 from tllm_spec.server.token_routes import TokenRoutes
 
+DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
@@ -101,18 +102,20 @@ class OpenAIServer:
         """The application to run."""
         app = FastAPI(title="tllm_spec", lifespan=self._lifespan)
         app.router.route_class = StrictBodyRoute
-        app.add_api_route("/health", self.health, response_model=None)
+        get, engine = app.add_api_route, errors(401, 403, 503)
+        get("/health", self.health, response_class=Response, responses={503: DOWN})
         app.add_api_route("/health", self.health, methods=["HEAD"], include_in_schema=False)
-        app.add_api_route("/health_generate", self.health_generate, response_model=None)
-        app.add_api_route("/version", self.version)
+        runs = engine | errors(429, 500, 504)
+        get("/health_generate", self.health_generate, response_class=Response, responses=runs)
+        get("/version", self.version, responses=errors(401, 403))
         for path in ("/server_info", "/get_server_info"):  # the second is SGLang's older name
-            app.add_api_route(path, self.server_info)
+            get(path, self.server_info, responses=engine)
         for path in ("/metrics", "/prometheus/metrics"):  # the second is TensorRT-LLM's
-            app.add_api_route(path, self.metrics, response_model=None)
-        app.add_api_route("/iteration_stats", self.iteration_stats)
-        app.add_api_route("/perf_metrics", self.perf_metrics)
-        app.add_api_route("/v1/models", self.models, responses=answers(Models))
-        app.add_api_route("/v1/models/{model:path}", self.model, responses=answers(Model))
+            get(path, self.metrics, response_class=PlainTextResponse, responses=engine)
+        get("/iteration_stats", self.iteration_stats, responses=engine | errors(404))
+        get("/perf_metrics", self.perf_metrics, responses=errors(401, 403))
+        get("/v1/models", self.models, responses=answers(Models))
+        get("/v1/models/{model:path}", self.model, responses=answers(Model))
         for path, route, answer in (
             ("/v1/completions", self.completions, Completion),
             ("/v1/chat/completions", self.chat, ChatCompletion),
@@ -124,7 +127,7 @@ class OpenAIServer:
             )
         TokenRoutes(self._llm, self._admission, self._chat_prompts, self._check_name).add_to(app)
         Pages(self._llm, self._model, self._histograms, self._options.api_key).add_to(app)
-        true_schema(app)
+        true_schema(app, self._model)
         app.add_middleware(Guard, options=self._options)
         app.add_exception_handler(RequestRefused, _refused)
         app.add_exception_handler(EngineError, _engine_error)
