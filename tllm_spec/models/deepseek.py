@@ -14,13 +14,12 @@ from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.latent import LatentBackend, LatentInputs
 from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek_config import LATENT_NORM_EPS, MLAConfig
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear, OutputLinear, RowLinear
-from tllm_spec.models.llama import MLP
+from tllm_spec.models.llama import MLP, DecoderLayer
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 from tllm_spec.models.moe import DEEPSEEK_NAMES, SparseMoE
 from tllm_spec.models.rotary import cos_sin_table
@@ -131,7 +130,7 @@ class LatentAttention(Module):
         )
 
     def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, hidden_size]`."""
         q, latent = self._project(hidden, norm)
@@ -142,13 +141,15 @@ class LatentAttention(Module):
         return self._backend(context).run(self.layer, inputs, rotary, context.plan)
 
     def write(
-        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only latents and keys are computed and written."""
         _, latent = self._project(hidden, norm)
         self._backend(context).write(self.layer, latent, self.norm, rotary, context.plan)
 
-    def _project(self, hidden: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    def _project(
+        self, hidden: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         both = self.a_proj.forward(hidden, norm)
         return both[:, : -self.latent_dim], both[:, -self.latent_dim :]
 
@@ -157,42 +158,17 @@ class LatentAttention(Module):
         return context.backend
 
 
-class DeepseekLayer(Module):
-    """Pre-norm block that adds to the residual stream, in place if all rows are wanted. `layer`:
-    its index in the KV pool."""
+class DeepseekLayer(DecoderLayer):
+    """With latent attention. `layer`: also its index in the KV pool."""
 
-    mlp: MLP | SparseMoE
-
-    def __init__(
-        self, config: ModelConfig, layer: int, placement: Placement, *, is_sparse: bool
-    ) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, placement)
+    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         self.self_attn = LatentAttention(config, layer, placement)
-        self.post_attention_layernorm = RMSNorm(size, eps, placement)
-        if config.moe is not None and is_sparse:
-            self.mlp = SparseMoE(config.moe, placement, DEEPSEEK_NAMES)
-        else:
-            self.mlp = MLP(config, placement)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        rotary: Rotary,
-        context: ForwardContext,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The residual stream hidden `[T, H]` after the block, or `[R, H]` of the rows `wanted`."""
-        if wanted is not None and not len(wanted):
-            self.self_attn.write(hidden, self.input_layernorm, rotary, context)
-            return hidden[:0]
-        attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
-        if wanted is not None:
-            hidden, attended = gather_rows(hidden, wanted), gather_rows(attended, wanted)
-        self.self_attn.o_proj.add_to(hidden, attended)
-        self.mlp.add_to(hidden, self.post_attention_layernorm)
-        return hidden
+    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        if config.moe is None or layer not in config.sparse_layers:
+            self.mlp = MLP(config, placement)
+        else:
+            self.mlp = SparseMoE(config.moe, placement, DEEPSEEK_NAMES)
 
 
 class DeepseekModel(Module):
@@ -203,8 +179,7 @@ class DeepseekModel(Module):
         assert config.mla is not None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
         self.layers = nn.ModuleList(
-            DeepseekLayer(config, number, placement, is_sparse=number in config.sparse_layers)
-            for number in range(config.num_layers)
+            DeepseekLayer(config, number, placement) for number in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.cos_sin = cos_sin_table(
