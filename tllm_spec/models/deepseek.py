@@ -8,21 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.latent import LatentBackend, LatentInputs
 from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek_config import LATENT_NORM_EPS, MLAConfig
-from tllm_spec.models.layers import Embedding, RMSNorm
-from tllm_spec.models.linear import Linear, OutputLinear, RowLinear
-from tllm_spec.models.llama import MLP, DecoderLayer
+from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.linear import Linear, RowLinear
+from tllm_spec.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 from tllm_spec.models.moe import DEEPSEEK_NAMES, SparseMoE
-from tllm_spec.models.rotary import cos_sin_table
 
 
 @dataclass(frozen=True)
@@ -171,64 +168,16 @@ class DeepseekLayer(DecoderLayer):
             self.mlp = SparseMoE(config.moe, placement, DEEPSEEK_NAMES)
 
 
-class DeepseekModel(Module):
-    """Embedding, layers and final norm."""
-
-    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
-        super().__init__()
-        assert config.mla is not None
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
-        self.layers = nn.ModuleList(
-            DeepseekLayer(config, number, placement) for number in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.cos_sin = cos_sin_table(
-            config.rope,
-            config.mla.rope_dim,
-            max_positions,
-            dtype=placement.dtype,
-            device=placement.device,
-        )
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        rotary = Rotary(self.cos_sin, positions)
-        hidden = self.embed_tokens.forward(input_ids)
-        last, spec = len(self.layers) - 1, context.spec
-        for number, layer in enumerate(self.layers):
-            wanted = context.wanted if number == last else None
-            hidden = layer.forward(hidden, rotary, context, wanted)
-            if spec is not None:
-                spec.maybe_capture_hidden_states(number, hidden)
-        normed = self.norm.forward(hidden) if len(hidden) else hidden
-        if spec is not None:
-            spec.maybe_capture_hidden_states(last + 1, normed)
-        return normed
-
-
-class DeepseekForCausalLM(CausalLM):
+class DeepseekForCausalLM(LlamaForCausalLM):
     """The decoder with its output layer."""
 
+    layer_type = DeepseekLayer
+
     def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
-        super().__init__()
-        self.config = config
-        self.model = DeepseekModel(config, max_positions, placement)
-        tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
-        self.lm_head = OutputLinear(
-            config.hidden_size, config.vocab_size, placement=placement, tied=tied
-        )
+        super().__init__(config, max_positions, placement)
         # The checkpoint's layers after the decoder's predict further tokens (mtp.py loads them).
         numbers = range(config.num_layers, config.num_layers + config.num_nextn_layers)
         self._nextn = tuple(f"model.layers.{number}." for number in numbers)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        return self.model.forward(input_ids, positions, context)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head.forward(hidden)
 
     def ignores(self, name: str) -> bool:
         return name.startswith(self._nextn) or super().ignores(name)

@@ -171,7 +171,7 @@ class LlamaModel(Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.cos_sin = cos_sin_table(
             config.rope,
-            config.head_dim,
+            config.rope_dim,
             max_positions,
             dtype=placement.dtype,
             device=placement.device,
