@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tllm_spec.kernels.batch_invariant_attention_triton import join
+from tllm_spec.kernels.latent_attention_triton import latent_scores, load_queries
 
 _LENGTHS = ["table_stride", "max_len", "num_splits", "num_tiles", "region"]
 
@@ -33,7 +34,6 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor]:
     """One split, the keys at positions `first` to `end`: each row's weighted mean of the latents,
     and log2 of the sum of its weights. Of a tree, position start + i is key i of the path."""
-    ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -45,17 +45,8 @@ def _attend(
             on_path = tl.load(path + (key_positions - start), mask=in_region, other=0)
             keys = tl.where(in_region, start + on_path, key_positions)
         pages = tl.load(table + keys // PAGE_SIZE, mask=own, other=0)
-        # A pool may have more than 2**31 elements.
-        slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
-        entries = layer + slots[:, None] * (RANK + ROPE)
-        # What lies beyond the end may be NaN, and 0 * NaN is NaN: it is loaded as zeros.
-        real = own[:, None] & (ranks < RANK)[None, :]
-        latents = tl.load(entries + ranks[None, :], mask=real, other=0.0).to(absorbed.dtype)
-        real_ropes = own[:, None] & (ropes < ROPE)[None, :]
-        shared = tl.load(entries + RANK + ropes[None, :], mask=real_ropes, other=0.0)
-        scores = tl.dot(absorbed, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(
-            rotated, tl.trans(shared.to(absorbed.dtype)), scores, input_precision="ieee"
+        latents, scores = latent_scores(
+            absorbed, rotated, layer, pages, keys, own, RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_P
         )
         seen = own[None, :] & (key_positions[None, :] <= positions[:, None])
         scores = tl.where(seen, scores * log2_scale, float("-inf"))
@@ -89,7 +80,7 @@ def latent_kernel(
     first_row, start = tl.load(tile).to(tl.int64), tl.load(tile + num_tiles)
     count = tl.load(tile + 2 * num_tiles)
     table = block_tables + tl.load(tile + 3 * num_tiles).to(tl.int64) * table_stride
-    in_tile, ranks, ropes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    in_tile, ranks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     tokens = in_tile // OWN_HEADS
     heads = tl.program_id(0) * OWN_HEADS + in_tile % OWN_HEADS
     lens, num_seen, path = tokens + 1, count, None
@@ -102,12 +93,10 @@ def latent_kernel(
 
     is_real = (tokens < count) & (heads < HEADS)
     rows = (first_row + tokens) * HEADS + heads
-    real = is_real[:, None] & (ranks < RANK)[None, :]
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
-    absorbed = tl.load(q_latent + rows[:, None] * RANK + ranks[None, :], mask=real, other=0.0)
-    real_ropes = is_real[:, None] & (ropes < ROPE)[None, :]
-    last = q + (rows * HEAD_DIM + HEAD_DIM - ROPE)[:, None]
-    rotated = tl.load(last + ropes[None, :], mask=real_ropes, other=0.0)
+    absorbed, rotated = load_queries(
+        q_latent, q, rows, rows, is_real, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
+    )
     absorbed, rotated, positions = absorbed.to(dot_type), rotated.to(dot_type), start + lens - 1
     if SPREADS:
         first = split * SPLIT_KEYS
@@ -124,6 +113,7 @@ def latent_kernel(
             RANK, ROPE, PAGE_SIZE, SPLIT_KEYS, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK_P,
         )
     targets = output + rows[:, None] * RANK + ranks[None, :]
+    real = is_real[:, None] & (ranks < RANK)[None, :]
     tl.store(targets, mean.to(output.dtype.element_ty), mask=real)
 # fmt: on
 

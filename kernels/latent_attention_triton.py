@@ -33,7 +33,7 @@ def _share(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _queries(
+def load_queries(
     q_latent: tl.tensor,
     q: tl.tensor,
     latent_rows: tl.tensor,
@@ -53,6 +53,36 @@ def _queries(
     pointers = q + (rows * HEAD_DIM + HEAD_DIM - ROPE)[:, None] + ropes[None, :]
     real_ropes = real_rows[:, None] & (ropes < ROPE)[None, :]
     return absorbed, tl.load(pointers, mask=real_ropes, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def latent_scores(
+    absorbed: tl.tensor,
+    rotated: tl.tensor,
+    layer: tl.tensor,
+    pages: tl.tensor,
+    keys: tl.tensor,
+    own: tl.tensor,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The latents `[N, R]` of the keys at indices `keys` `[N]`, which are in `pages` `[N]`, and the
+    queries' scores `[M, N]`. What lies beyond the length may be NaN, and 0 * NaN is NaN: keys that
+    are not `own` are loaded as zeros."""
+    ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    # A pool may have more than 2**31 elements.
+    slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+    entries = layer + slots[:, None] * (RANK + ROPE)
+    real = own[:, None] & (ranks < RANK)[None, :]
+    latents = tl.load(entries + ranks[None, :], mask=real, other=0.0).to(absorbed.dtype)
+    real_ropes = own[:, None] & (ropes < ROPE)[None, :]
+    shared = tl.load(entries + RANK + ropes[None, :], mask=real_ropes, other=0.0)
+    scores = tl.dot(absorbed, tl.trans(latents), input_precision="ieee")
+    shared = tl.trans(shared.to(absorbed.dtype))
+    return latents, tl.dot(rotated, shared, scores, input_precision="ieee")
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -90,7 +120,6 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Of the keys `first` to `end`: each row's highest score, the sum of its weights relative to
     that, and the sum of the weighted latents. table: the request's block table row."""
-    ranks, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -101,17 +130,8 @@ def _attend(
         own, later = keys < end, keys + BLOCK_N
         # Loaded one block ahead: the loads of latents, which Triton pipelines, wait for no load.
         next_pages = tl.load(table + later // PAGE_SIZE, mask=later < end, other=0)
-        # A pool may have more than 2**31 elements.
-        slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
-        entries = layer + slots[:, None] * (RANK + ROPE)
-        # What lies beyond the length may be NaN, and 0 * NaN is NaN: it is loaded as zeros.
-        real = own[:, None] & (ranks < RANK)[None, :]
-        latents = tl.load(entries + ranks[None, :], mask=real, other=0.0).to(absorbed.dtype)
-        real_ropes = own[:, None] & (ropes < ROPE)[None, :]
-        shared = tl.load(entries + RANK + ropes[None, :], mask=real_ropes, other=0.0)
-        scores = tl.dot(absorbed, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(
-            rotated, tl.trans(shared.to(absorbed.dtype)), scores, input_precision="ieee"
+        latents, scores = latent_scores(
+            absorbed, rotated, layer, pages, keys, own, RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_P
         )
         seen = own[None, :] & _seen(keys, positions, bits, region, TREE)
         scores = tl.where(seen, scores * log2_scale, float("-inf"))
@@ -151,7 +171,7 @@ def attention_kernel(
     new, heads = tile_rows // HEADS, tile_rows % HEADS
     tokens = (request * WINDOW + new).to(tl.int64)
     latent_rows, rows = heads * num_tokens + tokens, tokens * HEADS + heads
-    absorbed, rotated = _queries(
+    absorbed, rotated = load_queries(
         q_latent, q, latent_rows, rows, real_rows, RANK, ROPE, HEAD_DIM, BLOCK_R, BLOCK_P,
     )
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None

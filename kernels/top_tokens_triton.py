@@ -96,6 +96,38 @@ def _keep_best(keys: tl.tensor, topk: tl.constexpr, block: tl.constexpr) -> tl.t
     return kept
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _scores(
+    logits: tl.tensor, logits_stride: tl.tensor, temperatures: tl.tensor,
+    temperatures_stride: tl.tensor, seeds: tl.tensor, seeds_stride: tl.tensor,
+    positions: tl.tensor, positions_stride: tl.tensor, rows_per_request: tl.constexpr,
+    cuts: tl.tensor, token_map: tl.tensor, row: tl.tensor, columns: tl.tensor, exists: tl.tensor,
+    part: tl.tensor, block: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """What the tokens at `columns` of a row are compared by: logits, or logits / temperature that
+    the filters keep, plus noise. part: the columns are this part; None: they are any."""
+    values = tl.load(logits + row * logits_stride + columns, mask=exists, other=float("-inf")).to(
+        tl.float32
+    )
+    if temperatures is not None:
+        request = row // rows_per_request
+        temperature = tl.load(temperatures + request * temperatures_stride)
+        if temperature != 0:
+            seed = tl.load(seeds + request * seeds_stride)
+            position = tl.load(positions + request * positions_stride)
+            values = tl.div_rn(values, temperature)
+            if cuts is not None:
+                values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
+            if token_map is not None:
+                token = tl.load(token_map + columns, mask=exists, other=0)
+                values += noise_at(seed, position, token, 0)
+            elif part is not None:
+                values += part_noise(seed, position, part, 0, block)
+            else:
+                values += noise_at(seed, position, columns, 0)
+    return values
+
+
 _STRIDES = ["temperatures_stride", "seeds_stride", "positions_stride"]
 
 
@@ -113,23 +145,10 @@ def _reduce_part(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * block + tl.arange(0, block)
     exists = columns < vocab_size
-    values = tl.load(logits + row * logits_stride + columns, mask=exists, other=float("-inf")).to(
-        tl.float32
-    )
-    if temperatures is not None:
-        request = row // rows_per_request
-        temperature = tl.load(temperatures + request * temperatures_stride)
-        if temperature != 0:
-            seed = tl.load(seeds + request * seeds_stride)
-            position = tl.load(positions + request * positions_stride)
-            values = tl.div_rn(values, temperature)
-            if cuts is not None:
-                values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
-            if token_map is None:
-                values += part_noise(seed, position, part, 0, block)
-            else:
-                token = tl.load(token_map + columns, mask=exists, other=0)
-                values += noise_at(seed, position, token, 0)
+    values = _scores(
+        logits, logits_stride, temperatures, temperatures_stride, seeds, seeds_stride, positions,
+        positions_stride, rows_per_request, cuts, token_map, row, columns, exists, part, block,
+    )  # fmt: skip
     top = tl.max(tl.where(values != values, float("-inf"), values), axis=0)
     shift = tl.where(top > float("-inf"), top, 0.0)
     index = row * tl.num_programs(1) + part
@@ -161,22 +180,10 @@ def _best_of_row(
     best_part = tl.where(best != _NO_KEY, _indices(best), 0).to(tl.int32)
     columns = best_part[:, None] * block + tl.arange(0, block)[None, :]
     exists = (best != _NO_KEY)[:, None] & (columns < vocab_size)
-    values = tl.load(logits + row * logits_stride + columns, mask=exists, other=float("-inf")).to(
-        tl.float32
-    )
-    if temperatures is not None:
-        request = row // rows_per_request
-        temperature = tl.load(temperatures + request * temperatures_stride)
-        if temperature != 0:
-            seed = tl.load(seeds + request * seeds_stride)
-            position = tl.load(positions + request * positions_stride)
-            values = tl.div_rn(values, temperature)
-            if cuts is not None:
-                values = tl.where(values < tl.load(cuts + row), float("-inf"), values)
-            token = columns
-            if token_map is not None:
-                token = tl.load(token_map + columns, mask=exists, other=0)
-            values += noise_at(seed, position, token, 0)
+    values = _scores(
+        logits, logits_stride, temperatures, temperatures_stride, seeds, seeds_stride, positions,
+        positions_stride, rows_per_request, cuts, token_map, row, columns, exists, None, block,
+    )  # fmt: skip
     values = tl.where(values != values, float("-inf"), values)
     keys = tl.where(exists, _keys(values, columns), _NO_KEY)
     kept = _keep_best(tl.reshape(keys, [topk_block * block]), topk, topk_block)

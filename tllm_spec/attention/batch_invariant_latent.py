@@ -60,7 +60,7 @@ class BatchInvariantLatent(TritonLatent):
         self, layer: int, inputs: LatentInputs, rotary: Rotary, plan: AttentionPlan
     ) -> torch.Tensor:
         assert isinstance(plan, BatchInvariantLatentPlan)
-        self._write(layer, inputs.latent, inputs.q, inputs.norm, rotary, plan)
+        self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
         geometry, q = self.geometry, inputs.q
         keys, values = inputs.up.split_with_sizes((geometry.nope_dim, geometry.value_dim), 1)
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)

@@ -85,7 +85,7 @@ class LatentBackend(AttentionBackend):
         """Norm and write the rows' latents and rotated keys into the pool, then attend causally to
         all keys of the row's request. Returns `[T, H * V]`."""
         assert isinstance(plan, LatentPlan)
-        self._write(layer, inputs.latent, inputs.q, inputs.norm, rotary, plan)
+        self.write(layer, inputs.latent, inputs.norm, rotary, plan, inputs.q)
         geometry, q = self.geometry, inputs.q
         output = q.new_empty(len(q), geometry.num_heads, geometry.value_dim)
         expanded_attention(q, self._layers[layer], inputs.up, plan.contexts, geometry.scale, output)
@@ -106,20 +106,15 @@ class LatentBackend(AttentionBackend):
         norm: LatentNorm,
         rotary: Rotary,
         plan: AttentionPlan,
+        q: torch.Tensor | None = None,
     ) -> None:
-        """The part of `run` before attention: for rows whose outputs are not needed."""
-        self._write(layer, latent, None, norm, rotary, plan)
+        """The part of `run` before attention. q: None for rows whose outputs are not needed."""
+        latent = self._stored(latent, plan)
+        latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm)
 
-    @abstractmethod
-    def _write(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        q: torch.Tensor | None,
-        norm: LatentNorm,
-        rotary: Rotary,
-        plan: AttentionPlan,
-    ) -> None: ...
+    def _stored(self, latent: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """The latents that go into the pool."""
+        return latent
 
     @abstractmethod
     def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows: ...
@@ -187,21 +182,13 @@ class VanillaLatent(LatentBackend):
     replaced, not only masked: they may belong to another request, whose values may be NaN, and
     zero times NaN is NaN."""
 
-    def _write(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        q: torch.Tensor | None,
-        norm: LatentNorm,
-        rotary: Rotary,
-        plan: AttentionPlan,
-    ) -> None:
+    def _stored(self, latent: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         windows = plan.windows if isinstance(plan, LatentPlan) else None
-        if windows is not None and windows.tables.window > 1:
-            # A draft whose latent is NaN would spoil the rows before it, which mask it. Its own row
-            # is NaN by its query.
-            latent = latent.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-        latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm)
+        if windows is None or windows.tables.window == 1:
+            return latent
+        # A draft whose latent is NaN would spoil the rows before it, which mask it. Its own row is
+        # NaN by its query.
+        return latent.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
     def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
         batch, window, length = metadata.num_generations, metadata.window, metadata.max_kv_len
@@ -253,17 +240,6 @@ class TritonLatent(LatentBackend):
     def workspace_bytes(cls, geometry: LatentGeometry, dtype: torch.dtype) -> int:
         partials = MAX_PARTIAL_ROWS * (geometry.latent_dim + 1) * torch.float32.itemsize
         return super().workspace_bytes(geometry, dtype) + partials
-
-    def _write(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        q: torch.Tensor | None,
-        norm: LatentNorm,
-        rotary: Rotary,
-        plan: AttentionPlan,
-    ) -> None:
-        latent_write(latent, q, rotary, plan.kv_slots, self._layers[layer], norm)
 
     def _plan_windows(self, metadata: AttentionMetadata) -> LatentWindows:
         batch = metadata.num_generations

@@ -207,6 +207,11 @@ class ModelConfig:
         dense = 4 * self.intermediate_size
         return dense if self.moe is None else max(dense, self.moe.row_elements)
 
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a key that are rotated."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
+
     def attention_geometry(self, mapping: Mapping) -> Geometry:
         """One rank's share of the heads."""
         if self.mla is not None:

@@ -8,22 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.latent import LatentBackend, LatentInputs
 from tllm_spec.kernels.latent_write import LatentNorm
 from tllm_spec.kernels.rotary_write import Rotary
-from tllm_spec.kernels.row_copies import gather_rows
-from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek_config import LATENT_NORM_EPS, MLAConfig
-from tllm_spec.models.layers import Embedding, RMSNorm
-from tllm_spec.models.linear import Linear, OutputLinear, RowLinear
-from tllm_spec.models.llama import MLP
+from tllm_spec.models.layers import RMSNorm
+from tllm_spec.models.linear import Linear, RowLinear
+from tllm_spec.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 from tllm_spec.models.moe import DEEPSEEK_NAMES, SparseMoE
-from tllm_spec.models.rotary import cos_sin_table
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ class LatentAttention(Module):
         )
 
     def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> torch.Tensor:
         """The input of `o_proj`, `[T, H * V]`, for `norm(hidden)` `[T, hidden_size]`."""
         q, latent = self._project(hidden, norm)
@@ -142,13 +138,15 @@ class LatentAttention(Module):
         return self._backend(context).run(self.layer, inputs, rotary, context.plan)
 
     def write(
-        self, hidden: torch.Tensor, norm: RMSNorm, rotary: Rotary, context: ForwardContext
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
     ) -> None:
         """The same, but only latents and keys are computed and written."""
         _, latent = self._project(hidden, norm)
         self._backend(context).write(self.layer, latent, self.norm, rotary, context.plan)
 
-    def _project(self, hidden: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    def _project(
+        self, hidden: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         both = self.a_proj.forward(hidden, norm)
         return both[:, : -self.latent_dim], both[:, -self.latent_dim :]
 
@@ -157,103 +155,29 @@ class LatentAttention(Module):
         return context.backend
 
 
-class DeepseekLayer(Module):
-    """Pre-norm block that adds to the residual stream, in place if all rows are wanted. `layer`:
-    its index in the KV pool."""
+class DeepseekLayer(DecoderLayer):
+    """With latent attention. `layer`: also its index in the KV pool."""
 
-    mlp: MLP | SparseMoE
-
-    def __init__(
-        self, config: ModelConfig, layer: int, placement: Placement, *, is_sparse: bool
-    ) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, placement)
+    def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         self.self_attn = LatentAttention(config, layer, placement)
-        self.post_attention_layernorm = RMSNorm(size, eps, placement)
-        if config.moe is not None and is_sparse:
-            self.mlp = SparseMoE(config.moe, placement, DEEPSEEK_NAMES)
-        else:
+
+    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        if config.moe is None or layer not in config.sparse_layers:
             self.mlp = MLP(config, placement)
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        rotary: Rotary,
-        context: ForwardContext,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The residual stream hidden `[T, H]` after the block, or `[R, H]` of the rows `wanted`."""
-        if wanted is not None and not len(wanted):
-            self.self_attn.write(hidden, self.input_layernorm, rotary, context)
-            return hidden[:0]
-        attended = self.self_attn.forward(hidden, self.input_layernorm, rotary, context)
-        if wanted is not None:
-            hidden, attended = gather_rows(hidden, wanted), gather_rows(attended, wanted)
-        self.self_attn.o_proj.add_to(hidden, attended)
-        self.mlp.add_to(hidden, self.post_attention_layernorm)
-        return hidden
+        else:
+            self.mlp = SparseMoE(config.moe, placement, DEEPSEEK_NAMES)
 
 
-class DeepseekModel(Module):
-    """Embedding, layers and final norm."""
-
-    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
-        super().__init__()
-        assert config.mla is not None
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, placement)
-        self.layers = nn.ModuleList(
-            DeepseekLayer(config, number, placement, is_sparse=number in config.sparse_layers)
-            for number in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.cos_sin = cos_sin_table(
-            config.rope,
-            config.mla.rope_dim,
-            max_positions,
-            dtype=placement.dtype,
-            device=placement.device,
-        )
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        rotary = Rotary(self.cos_sin, positions)
-        hidden = self.embed_tokens.forward(input_ids)
-        last, spec = len(self.layers) - 1, context.spec
-        for number, layer in enumerate(self.layers):
-            wanted = context.wanted if number == last else None
-            hidden = layer.forward(hidden, rotary, context, wanted)
-            if spec is not None:
-                spec.maybe_capture_hidden_states(number, hidden)
-        normed = self.norm.forward(hidden) if len(hidden) else hidden
-        if spec is not None:
-            spec.maybe_capture_hidden_states(last + 1, normed)
-        return normed
-
-
-class DeepseekForCausalLM(CausalLM):
+class DeepseekForCausalLM(LlamaForCausalLM):
     """The decoder with its output layer."""
 
+    layer_type = DeepseekLayer
+
     def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
-        super().__init__()
-        self.config = config
-        self.model = DeepseekModel(config, max_positions, placement)
-        tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
-        self.lm_head = OutputLinear(
-            config.hidden_size, config.vocab_size, placement=placement, tied=tied
-        )
+        super().__init__(config, max_positions, placement)
         # The checkpoint's layers after the decoder's predict further tokens (mtp.py loads them).
         numbers = range(config.num_layers, config.num_layers + config.num_nextn_layers)
         self._nextn = tuple(f"model.layers.{number}." for number in numbers)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        return self.model.forward(input_ids, positions, context)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head.forward(hidden)
 
     def ignores(self, name: str) -> bool:
         return name.startswith(self._nextn) or super().ignores(name)

@@ -3,6 +3,8 @@ Qwen3-MoE), built from a `ModelConfig`.
 
 Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
@@ -92,11 +94,25 @@ class MLP(Module):
         self.down_proj.add_to(hidden, self.gate_up_proj.gated(hidden, norm))
 
 
+class SelfAttention(Protocol):
+    """What a layer needs of its attention."""
+
+    o_proj: RowLinear
+
+    def forward(
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor: ...
+
+    def write(
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
+    ) -> None: ...
+
+
 class DecoderLayer(Module):
     """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
     input_layernorm: RMSNorm | None
-    self_attn: Attention
+    self_attn: SelfAttention
     mlp: MLP | SparseMoE
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
@@ -155,7 +171,7 @@ class LlamaModel(Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.cos_sin = cos_sin_table(
             config.rope,
-            config.head_dim,
+            config.rope_dim,
             max_positions,
             dtype=placement.dtype,
             device=placement.device,

@@ -20,7 +20,9 @@ from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM, DeepseekLayer
 from tllm_spec.models.layers import RMSNorm
 from tllm_spec.models.linear import Linear
+from tllm_spec.models.llama import MLP
 from tllm_spec.models.module import Module, Placement, specialize_for_cpu
+from tllm_spec.models.moe import DEEPSEEK_NAMES, SparseMoE
 from tllm_spec.models.nextn_checkpoint import exported_config
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.weights import fill, fill_random, stored_tensors
@@ -45,7 +47,7 @@ class NextnModule(DeepseekLayer):
 
     def __init__(self, target: DeepseekForCausalLM, index: int, placement: Placement) -> None:
         config = target.config
-        super().__init__(config, index, placement, is_sparse=True)
+        super().__init__(config, index, placement)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps, placement)
         self.hnorm = RMSNorm(size, eps, placement)
@@ -54,6 +56,11 @@ class NextnModule(DeepseekLayer):
         self.shared_head = SharedHead(config, placement)
         # Not a submodule: the target's weights are not this checkpoint's.
         self.__dict__["target"] = target
+
+    def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
+        """A module has experts if the model has any."""
+        moe = config.moe
+        self.mlp = SparseMoE(moe, placement, DEEPSEEK_NAMES) if moe else MLP(config, placement)
 
     def predict(
         self,

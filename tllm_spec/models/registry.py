@@ -16,7 +16,7 @@ from tllm_spec.models.weights import fill_random, load_weights
 
 LoadFormat = Literal["auto", "dummy"]
 
-MODELS: dict[str, type[LlamaForCausalLM] | type[DeepseekForCausalLM]] = {
+MODELS: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
