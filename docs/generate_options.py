@@ -21,7 +21,7 @@ from tllm_spec.config import CudaGraphConfig, KvCacheConfig, LlmArgs, SchedulerC
 from tllm_spec.draft_tree_config import DraftTreeDecodingConfig
 from tllm_spec.sampling_params import INTEGERS, NUMBERS, SamplingParams, SpeculationParams
 from tllm_spec.speculative_base import DecodingBaseConfig, DraftModelDecodingConfig
-from tllm_spec.speculative_config import CONFIG_OF_TYPE
+from tllm_spec.speculative_config import CONFIG_OF_TYPE, EagleHeadDecodingConfig
 
 PAGE = Path(__file__).with_name("options.md")
 INTRO = """# Options
@@ -54,14 +54,17 @@ def page() -> str:
         parts += [f"### `{name}`\n", f"{inspect.getdoc(model)}\n", table(model_rows(model))]
     parts += ["### `speculative_config`\n", "For every `decoding_type`:\n"]
     parts.append(table(model_rows(DecodingBaseConfig)))
-    parts += ["For `Draft_Target` and `Eagle3`:\n"]
+    parts += ["For `Draft_Target`, `Eagle` and `Eagle3`:\n"]
     parts.append(table(model_rows(DraftModelDecodingConfig, own=True)))
-    parts += ["For draft trees of `Draft_Target`, `Eagle3` and `MTP`:\n"]
+    parts += ["For `Eagle` and `Eagle3`:\n"]
+    parts.append(table(model_rows(EagleHeadDecodingConfig, own=True)))
+    parts += ["For draft trees of `Draft_Target`, `Eagle`, `Eagle3` and `MTP`:\n"]
     parts.append(table(model_rows(DraftTreeDecodingConfig, own=True)))
     for decoding in dict.fromkeys(CONFIG_OF_TYPE.values()):
         name = decoding.model_fields["decoding_type"].default
         parts += [f"#### `decoding_type: {name}`\n", f"{inspect.getdoc(decoding)}\n"]
-        parts.append(table(model_rows(decoding, own=True)))
+        if rows := list(model_rows(decoding, own=True)):
+            parts.append(table(rows))
     for strategy, options in (("cost_model", CostModelOptions), ("ema", EmaOptions)):
         parts += [
             f"#### `adaptive` with `strategy: {strategy}`\n",

@@ -46,7 +46,6 @@ def test_every_name_of_tensorrt_llms_module_can_be_imported(name: str) -> None:
 def test_every_name_of_ours_is_the_object_of_the_package() -> None:
     for name in tllm_spec.__all__:
         assert getattr(llmapi, name) is getattr(tllm_spec, name)
-    assert llmapi.EagleDecodingConfig is tllm_spec.Eagle3DecodingConfig
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)

@@ -9,6 +9,7 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.speculative_config import (
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
+    EagleDecodingConfig,
     NGramDecodingConfig,
 )
 
@@ -71,11 +72,43 @@ def test_an_eagle3_configuration_is_read_from_yaml(tmp_path: Path) -> None:
     )
 
 
-def test_eagle_is_served_as_eagle3_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    eagle3_args = LlmArgs(model="m", **speculate(eagle3()))
-    assert not caplog.messages
-    assert LlmArgs(model="m", **speculate(eagle3(decoding_type="Eagle"))) == eagle3_args
-    assert caplog.messages == ["decoding_type = 'Eagle' is served as Eagle3"]
+def test_eagle_takes_the_options_of_eagle3_and_is_a_type_of_its_own() -> None:
+    config = LlmArgs.from_kwargs("m", **speculate(eagle3(decoding_type="Eagle"))).speculative_config
+    assert type(config) is EagleDecodingConfig
+    expected = Eagle3DecodingConfig(**eagle3())
+    assert config.model_dump() == expected.model_dump() | {"decoding_type": "Eagle"}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (ngram(), "this decoding type has no draft model"),
+        ({"decoding_type": "MTP", "max_draft_len": 1}, "the module has the target's output layer"),
+    ],
+)
+def test_a_token_map_is_refused_without_draft_weights_of_its_own(
+    config: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"speculative_token_map = 'hot.pt' is refused: {reason}"):
+        LlmArgs.from_kwargs("m", **speculate(config | {"speculative_token_map": "hot.pt"}))
+
+
+def test_a_network_outside_torch_has_no_token_map() -> None:
+    options = eagle3(
+        decoding_type="Draft_Target",
+        draft_backend="onnxruntime",
+        draft_target_one_model=True,
+        speculative_token_map="hot.pt",
+    )
+    with pytest.raises(ValueError, match=r"own round; its network has no token map; accepted"):
+        LlmArgs.from_kwargs("m", **speculate(options))
+
+
+def test_a_token_map_may_be_a_path() -> None:
+    options = eagle3(decoding_type="Draft_Target", speculative_token_map=Path("some/hot.pt"))
+    config = LlmArgs.from_kwargs("m", **speculate(options)).speculative_config
+    assert isinstance(config, DraftTargetDecodingConfig)
+    assert config.speculative_token_map == "some/hot.pt"
 
 
 @pytest.mark.parametrize("layers", [[31, 2, 16, 31], (16, 31, 2), {31, 16, 2}])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tllm_spec.sampling_params import SamplingParams as SamplingParams
     from tllm_spec.speculative_config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from tllm_spec.speculative_config import Eagle3DecodingConfig as Eagle3DecodingConfig
+    from tllm_spec.speculative_config import EagleDecodingConfig as EagleDecodingConfig
     from tllm_spec.speculative_config import MTPDecodingConfig as MTPDecodingConfig
     from tllm_spec.speculative_config import NGramDecodingConfig as NGramDecodingConfig
     from tllm_spec.speculative_config import (
@@ -39,6 +40,7 @@ _HOME = {
     "NGramDecodingConfig": "speculative_config",
     "DraftTargetDecodingConfig": "speculative_config",
     "Eagle3DecodingConfig": "speculative_config",
+    "EagleDecodingConfig": "speculative_config",
     "MTPDecodingConfig": "speculative_config",
     "UserProvidedDecodingConfig": "speculative_config",
 }

@@ -25,6 +25,7 @@ HOST_DRAFTS_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "speculative_model": NotServed((None,), NO_DRAFT_MODEL),
     "load_format": NotServed((None,), NO_DRAFT_MODEL),
+    "speculative_token_map": NotServed((None,), NO_DRAFT_MODEL),
     "use_rejection_sampling": NotServed((False,), NO_DRAFT_PROBABILITY),
     "draft_sampling": NotServed(("coupled",), NO_DRAFT_PROBABILITY),
 }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tllm_spec import CudaGraphConfig as CudaGraphConfig
     from tllm_spec import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from tllm_spec import Eagle3DecodingConfig as Eagle3DecodingConfig
+    from tllm_spec import EagleDecodingConfig as EagleDecodingConfig
     from tllm_spec import GuidedDecodingParams as GuidedDecodingParams
     from tllm_spec import KvCacheConfig as KvCacheConfig
     from tllm_spec import LlmArgs as LlmArgs
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from tllm_spec import UserProvidedDecodingConfig as UserProvidedDecodingConfig
 
     DecodeCudaGraphConfig = CudaGraphConfig
-    EagleDecodingConfig = Eagle3DecodingConfig
     TorchLlmArgs = LlmArgs
 
 RequestError = ValueError  # what `LLM.generate` raises for a request that cannot be served
@@ -72,7 +72,6 @@ class BatchingType(str, Enum):
 # Names of TensorRT-LLM for classes of ours.
 OTHER_NAMES: Mapping[str, str] = {
     "DecodeCudaGraphConfig": "CudaGraphConfig",
-    "EagleDecodingConfig": "Eagle3DecodingConfig",
     "TorchLlmArgs": "LlmArgs",
 }
 # For each class that is not served, the option that takes it.

@@ -78,7 +78,8 @@ class DecodingBaseConfig(ConfigModel):
     """The options that all decoding types share."""
 
     decoding_type: str
-    """Where drafts come from: `NGram`, `Draft_Target`, `Eagle3`, `MTP` or `User_Provided`."""
+    """Where drafts come from: `NGram`, `Draft_Target`, `Eagle`, `Eagle3`, `MTP`
+    or `User_Provided`."""
     max_draft_len: PositiveInt
     """Draft tokens of a request in one round, at most. With `adaptive` or a schedule it is the
     longest length that may be chosen."""
@@ -324,6 +325,10 @@ class DraftModelDecodingConfig(DecodingBaseConfig):
     """Folder of the draft model or head, or a zoo name. `speculative_model_dir` is its old name."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` fills the draft weights with random numbers."""
+    speculative_token_map: PathText | None = None
+    """File with the ids of frequent tokens, to which drafts are limited (FR-Spec): a smaller output
+    layer drafts faster. What `torch.save` wrote (a tensor or a list), `.json` or `.safetensors`.
+    Refused for EAGLE-3 heads with a vocabulary of their own."""
 
     @field_validator("load_format", mode="before")
     @classmethod

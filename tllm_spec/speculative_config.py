@@ -5,7 +5,6 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
@@ -28,10 +27,8 @@ from tllm_spec.speculative_base import DECODING_NOT_SERVED, NO_TREE, PathText, R
 from tllm_spec.speculative_base import DecodingBaseConfig as DecodingBaseConfig
 from tllm_spec.speculative_base import DraftModelDecodingConfig as DraftModelDecodingConfig
 
-logger = logging.getLogger(__name__)
-
 DraftBackend = Literal["torch", "tensorrt", "onnxruntime"]
-EAGLE3_NOT_SERVED: Mapping[str, NotServed] = {
+EAGLE_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "eagle3_model_arch": NotServed(("llama3",), "only heads with Llama's layer are served"),
     "max_non_leaves_per_layer": NotServed((None,), NO_TREE),
@@ -51,6 +48,7 @@ RELAXED_OPTIONS = frozenset(
 MTP_NOT_SERVED: Mapping[str, NotServed] = {
     **DECODING_NOT_SERVED,
     "load_format": NotServed((None,), "the module is loaded as the target is"),
+    "speculative_token_map": NotServed((None,), "the module has the target's output layer"),
 }
 
 
@@ -76,6 +74,8 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
             reasons.append("draft_target_one_model = True drafts in the target's own round")
         if self.drafts_trees:
             reasons.append("its network drafts chains, not trees")
+        if self.speculative_token_map is not None:
+            reasons.append("its network has no token map")
         if reasons:
             raise ValueError(
                 f"draft_backend = {self.draft_backend!r} is refused: {'; '.join(reasons)}; "
@@ -88,21 +88,20 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
         return not self.draft_target_one_model
 
 
-class Eagle3DecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
-    """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target."""
+class EagleHeadDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
+    """The options of the decoding types whose drafts come from a head on the target's hidden
+    states. The names are TensorRT-LLM's."""
 
-    decoding_type: Literal["Eagle3"] = "Eagle3"
-    """An EAGLE-3 head: one layer that reads hidden states of the target."""
     eagle3_one_model: bool = True
     """True runs the head inside the target's forward: a round is one CUDA graph. False runs it in
     its own engine after the forward. Rounds overlap either way."""
     eagle3_layers_to_capture: Annotated[tuple[int, ...], Strict(False)] | None = None
-    """Target layers, counted from 0, whose outputs the head reads. null: what the head's
+    """Target layers, counted from 0, whose outputs an EAGLE-3 head reads. null: what the head's
     `config.json` says, else a low, a middle and a high layer."""
     eagle3_model_arch: Literal["llama3"] = "llama3"
     """Architecture of the head."""
 
-    not_served: ClassVar[Mapping[str, NotServed]] = EAGLE3_NOT_SERVED
+    not_served: ClassVar[Mapping[str, NotServed]] = EAGLE_NOT_SERVED
     old_names: ClassVar[Mapping[str, str]] = TREE_NAMES
 
     @field_validator("eagle3_layers_to_capture")
@@ -120,6 +119,21 @@ class Eagle3DecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfig):
     @property
     def may_pause(self) -> bool:
         return False
+
+
+class EagleDecodingConfig(EagleHeadDecodingConfig):
+    """Drafts from an EAGLE-1 or EAGLE-2 head, a small model that reads the target's last hidden
+    state. A folder with an EAGLE-3 head is served as `Eagle3`, as in TensorRT-LLM."""
+
+    decoding_type: Literal["Eagle"] = "Eagle"
+    """An EAGLE-1 or EAGLE-2 head: one layer that reads the target's last hidden state."""
+
+
+class Eagle3DecodingConfig(EagleHeadDecodingConfig):
+    """Drafts from an EAGLE-3 head, a small model that reads hidden states of the target."""
+
+    decoding_type: Literal["Eagle3"] = "Eagle3"
+    """An EAGLE-3 head: one layer that reads hidden states of the target."""
 
 
 class MTPDecodingConfig(DraftTreeDecodingConfig):
@@ -215,12 +229,12 @@ CONFIG_OF_TYPE: Mapping[str, type[DecodingBaseConfig]] = {
     "Draft_Target": DraftTargetDecodingConfig,
     "DraftTarget": DraftTargetDecodingConfig,
     "Eagle3": Eagle3DecodingConfig,
-    "Eagle": Eagle3DecodingConfig,
+    "Eagle": EagleDecodingConfig,
     "MTP": MTPDecodingConfig,
     "User_Provided": UserProvidedDecodingConfig,
     "UserProvided": UserProvidedDecodingConfig,
 }
-TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle3, MTP, User_Provided"
+TYPES_SERVED = "accepted: NGram, Draft_Target, Eagle, Eagle3, MTP, User_Provided"
 # TensorRT-LLM's other decoding types, with the classes that have them.
 TYPES_NOT_SERVED: Mapping[str, str] = {
     "AUTO": "AutoDecodingConfig",
@@ -249,8 +263,6 @@ def speculative_config_from(value: object) -> object:
     decoding_type = options.pop("decoding_type", None)
     if not isinstance(decoding_type, str) or decoding_type not in CONFIG_OF_TYPE:
         raise ConfigError([type_refusal(decoding_type)])
-    if decoding_type == "Eagle":  # as TensorRT-LLM's PyTorch backend does
-        logger.warning("decoding_type = 'Eagle' is served as Eagle3")
     return CONFIG_OF_TYPE[decoding_type](**options)
 
 

@@ -31,6 +31,7 @@ from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.loaded_draft import (
     LoadedDraft,
     draft_folder,
+    keep_tokens,
     load_head,
     load_mtp,
 )
@@ -111,7 +112,10 @@ def load_draft(plan: BuildPlan, target: CausalLM) -> LoadedDraft:
         folder = draft_folder(draft)
         if draft.backend != "torch":
             return LoadedDraft(draft, load_network(plan, draft, folder), None)
-        return LoadedDraft(draft, _load(plan, folder, draft.load_format), None)
+        model = _load(plan, folder, draft.load_format)
+        vocab_size = min(model.config.vocab_size, plan.config.vocab_size)
+        keep_tokens(draft, model, vocab_size, plan.communicator)
+        return LoadedDraft(draft, model, None)
     return load_head(
         draft,
         target,

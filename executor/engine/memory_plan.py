@@ -16,7 +16,7 @@ from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.draft_shape import NO_DRAFTS
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.mtp import NextnModules
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ DUMMY_PAGES = 1
 # Of the driver and a graph's nodes, measured. The activations of all graphs share one pool.
 BYTES_A_GRAPH = 16 << 20
 
-TorchModel = CausalLM | Eagle3Head | NextnModules
+TorchModel = CausalLM | DraftHead | NextnModules
 ServedModel = TorchModel | DraftNetwork
 
 
@@ -109,7 +109,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
     num_bytes += 2 * 5 * num_requests * vocab_size
     for draft in models[1:]:
-        num_logits = num_requests * longest.num_beams * _num_logits(draft)
+        num_logits = num_requests * longest.num_beams * draft.num_logits
         num_bytes += 2 * num_logits * draft.dtype.itemsize
         if spec is not None and spec.use_rejection_sampling:
             num_bytes += num_logits * BYTES_PER_LOGIT
@@ -120,8 +120,3 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
 def _activation_bytes(num_rows: int, model: ServedModel) -> int:
     config = model.config
     return num_rows * (8 * config.hidden_size + config.mlp_row_elements) * model.dtype.itemsize
-
-
-def _num_logits(model: ServedModel) -> int:
-    """Of one row."""
-    return model.config.output_size if isinstance(model, Eagle3Head) else model.config.vocab_size

@@ -35,12 +35,15 @@ from tllm_spec.executor.speculative.drafting.ngram import (
 )
 from tllm_spec.executor.speculative.drafting.round_end import RoundEnd
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
+from tllm_spec.models.head_checkpoint import HeadKind
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.speculative_config import (
     DecodingBaseConfig,
     DraftBackend,
     DraftTargetDecodingConfig,
     Eagle3DecodingConfig,
+    EagleDecodingConfig,
+    EagleHeadDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     UserProvidedDecodingConfig,
@@ -95,6 +98,9 @@ class DraftModel:
     in_target_forward: bool  # one-model path; otherwise it drafts in launches of its own
     num_modules: int = 0  # of MTP, which are loaded as the target is
     backend: DraftBackend = "torch"
+    # Of heads with a folder of their own. The first is that of a folder which does not say.
+    head_kinds: tuple[HeadKind, ...] = ()
+    token_map: str | None = None  # a file: the tokens that are drafted; None: all
 
 
 @dataclass(frozen=True)
@@ -168,8 +174,10 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
         return _one_model(config, around)
     assert around.draft is not None
     engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
-    shard = engine.model.lm_head.shard if isinstance(engine, ModelEngine) else None
-    sampling = draft_sampling_of(shard, around.sampler, _draws(config))
+    shard, token_map = None, None
+    if isinstance(engine, ModelEngine):
+        shard, token_map = engine.model.lm_head.shard, engine.model.draft_to_target
+    sampling = draft_sampling_of(shard, around.sampler, _draws(config), token_map)
     parts = kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
     drafter: ModelDrafter
     if config.drafts_trees:
@@ -180,8 +188,8 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
     return Speculation(drafter, [kv], round_end=drafter, graph_drafter=drafter)
 
 
-def _build_eagle3(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
-    assert isinstance(config, Eagle3DecodingConfig)
+def _build_eagle(config: DecodingBaseConfig, around: Surroundings) -> Speculation:
+    assert isinstance(config, EagleHeadDecodingConfig)
     if config.eagle3_one_model:
         return _one_model(config, around)
     return _head_in_own_launches(config, around)
@@ -232,11 +240,14 @@ def _draft_target_model(config: DecodingBaseConfig) -> DraftModel:
         shares_pages=config.draft_target_one_model,
         in_target_forward=config.draft_target_one_model,
         backend=config.draft_backend,
+        token_map=config.speculative_token_map,
     )
 
 
-def _eagle3_head(config: DecodingBaseConfig) -> DraftModel:
-    assert isinstance(config, Eagle3DecodingConfig)
+def _eagle_head(config: DecodingBaseConfig) -> DraftModel:
+    """TensorRT-LLM serves EAGLE-3 heads under both names."""
+    assert isinstance(config, EagleHeadDecodingConfig)
+    is_eagle3 = isinstance(config, Eagle3DecodingConfig)
     return DraftModel(
         config.speculative_model,
         config.load_format,
@@ -244,6 +255,8 @@ def _eagle3_head(config: DecodingBaseConfig) -> DraftModel:
         capture_layers=config.eagle3_layers_to_capture,
         shares_pages=True,
         in_target_forward=config.eagle3_one_model,
+        head_kinds=("EAGLE-3",) if is_eagle3 else ("EAGLE-1/2", "EAGLE-3"),
+        token_map=config.speculative_token_map,
     )
 
 
@@ -264,7 +277,8 @@ _MODES: dict[type[DecodingBaseConfig], Mode] = {
     NGramDecodingConfig: Mode(_build_ngram),
     UserProvidedDecodingConfig: Mode(_build_user_provided),
     DraftTargetDecodingConfig: Mode(_build_draft_target, draft_model=_draft_target_model),
-    Eagle3DecodingConfig: Mode(_build_eagle3, draft_model=_eagle3_head),
+    Eagle3DecodingConfig: Mode(_build_eagle, draft_model=_eagle_head),
+    EagleDecodingConfig: Mode(_build_eagle, draft_model=_eagle_head),
     MTPDecodingConfig: Mode(_build_mtp, draft_model=_mtp_module),
 }
 

@@ -25,6 +25,14 @@ DRAFT_MODEL = {
 }
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 12}
+TOKEN_MAP = {"speculative_token_map": "zoo:llama-draft/token_map.json"}
+# For the tiny targets, and with their tokens in another order.
+EAGLE = {
+    "decoding_type": "Eagle",
+    "max_draft_len": 3,
+    "speculative_model": "{folder}/eagle",
+    "speculative_token_map": "{folder}/eagle/tokens.json",
+}
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ngram": NGRAM,
@@ -33,6 +41,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "eagle3-two-model": EAGLE3 | {"eagle3_one_model": False},
     "draft-model": DRAFT_MODEL,
     "draft-model-one-model": DRAFT_MODEL | {"draft_target_one_model": True},
+    "draft-model-token-map": DRAFT_MODEL | TOKEN_MAP,
 }
 
 PROMPTS = [
@@ -123,9 +132,11 @@ class Case:
         options["skip_tokenizer_init"] = not self.model.startswith("zoo:")
         if num_ranks == 1:
             options.pop("moe_expert_parallel_size", None)
-        spec = options.get("speculative_config") or {}
-        if spec.get("speculative_model") == "eagle3":
-            options["speculative_config"] = spec | {"speculative_model": f"{folder}/eagle3"}
+        if (spec := options.get("speculative_config")) is not None:
+            options["speculative_config"] = {
+                name: value.format(folder=folder) if isinstance(value, str) else value
+                for name, value in spec.items()
+            }
         model = self.model if self.model.startswith("zoo:") else f"{folder}/{self.model}"
         with ExitStack() as stack:
             if self.tiers:
@@ -153,7 +164,7 @@ MTP = {"decoding_type": "MTP", "max_draft_len": 3}
 VANILLA_MTP = {"decoding_type": "MTP", "max_draft_len": 2, "use_mtp_vanilla": True}
 TINY_EAGLE3 = {
     "decoding_type": "Eagle3",
-    "speculative_model": "eagle3",
+    "speculative_model": "{folder}/eagle3",
     "max_draft_len": 2,
     "eagle3_layers_to_capture": [0, 2],
 }
@@ -176,6 +187,11 @@ CASES: dict[str, Case] = {
     "plain-experts": Case(model="qwen2-moe", run=generate_twice),
     "divided-experts": Case(
         model="qwen2-moe", options={"moe_expert_parallel_size": 2, "speculative_config": NGRAM}
+    ),
+    "eagle": Case("qwen2-moe", {"speculative_config": EAGLE}, generate_twice),
+    "draft-model-token-map-one-model": Case(
+        options={"speculative_config": DRAFT_MODEL | TOKEN_MAP | {"draft_target_one_model": True}},
+        accepts=True,
     ),
     "cancelled": Case(
         model="qwen2-moe", options={"disable_overlap_scheduler": True}, run=generate_and_cancel

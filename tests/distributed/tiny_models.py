@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tests.models.deepseek import save_deepseek
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
 from tests.models.test_llama4 import save_llama4
+from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import write_tiny_eagle3
 
 EXPERTS: dict[str, Any] = {
@@ -21,7 +23,16 @@ QWEN3 = EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0
 LLAMA4 = {"num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_bias": True}
 V2 = {"q_lora_rank": None, "n_shared_experts": 2}
 HEAD: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
+
+
+def save_eagle(folder: Path) -> None:
+    """With a token map of all tokens, in another order."""
+    write_tiny_eagle(folder, hidden_size=64, vocab_size=128, num_heads=4, num_kv_heads=2)
+    (folder / "tokens.json").write_text(json.dumps(list(range(128))[::-1]))
+
+
 SAVERS = {
+    "eagle": save_eagle,
     "qwen2-moe": lambda folder: save_checkpoint(folder, "Qwen2Moe", **QWEN2),
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),

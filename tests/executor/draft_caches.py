@@ -11,10 +11,12 @@ import torch
 from tests.executor.harness import Harness, draft_target, output_of
 from tests.models.eagle3_runner import HeadRunner, captured_states
 from tests.models.helpers import PagedRunner
+from tests.models.tiny_eagle import write_tiny_eagle
+from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.resources.kv_cache import unread_by_draft
-from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, Eagle3Net
+from tllm_spec.executor.speculative.drafting.draft_net import CausalNet, HeadNet
 from tllm_spec.executor.speculative.drafting.worker import DraftWorker
 from tllm_spec.kernels.gumbel import gumbel_noise
 
@@ -46,6 +48,19 @@ def eagle3(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
     }
 
 
+def write_heads(folder: Path) -> Path:
+    """An EAGLE-3 head for a two-layer target and, for the modes `eagle`, an EAGLE-1/2 head in a
+    folder in it."""
+    write_tiny_eagle(folder / "eagle", bias=True, seed=1)
+    return write_tiny_eagle3(folder, num_captured=2)
+
+
+def eagle(head: Path, draft_len: int = 3, **options: Any) -> dict[str, Any]:
+    """The same for an EAGLE-1/2 head."""
+    own = {"decoding_type": "Eagle", "eagle3_layers_to_capture": None}
+    return eagle3(head, draft_len, **own, **options)
+
+
 def one_model(
     draft: Path, head: Path, mode: str, draft_len: int = 3, **options: Any
 ) -> dict[str, Any]:
@@ -59,7 +74,10 @@ def one_model(
         return draft_target(draft, draft_len, **options)
     if mode == "draft_target":
         return draft_target(draft, draft_len, draft_target_one_model=True, **options)
-    return eagle3(head, draft_len, eagle3_one_model=mode == "eagle3", **options)
+    options["eagle3_one_model"] = not mode.endswith("_two_model")
+    if mode.startswith("eagle3"):
+        return eagle3(head, draft_len, **options)
+    return eagle(head / "eagle", draft_len, **options)
 
 
 def submit_traffic(harness: Harness, random: Random, number: int) -> list[LlmRequest]:
@@ -117,15 +135,17 @@ class SlowDrafter:
         net, target = worker_of(harness).net, harness.parts.runner.engine.model
         self._num_tokens, self._vocab_size = len(tokens), harness.vocab_size
         self._runner: HeadRunner | PagedRunner
-        if isinstance(net, Eagle3Net):
+        if isinstance(net, HeadNet):
             head: Any = net.head  # a runner takes whatever has a config and runs over pages
             self._runner, self._map = HeadRunner(head), net.head.draft_to_target
-            hidden = net.head.fuse(captured_states(target, tokens[:-1], LAYERS))
+            spec = harness.parts.runner.engine.spec
+            assert spec is not None
+            hidden = net.head.fuse(captured_states(target, tokens[:-1], spec.layers))
             logits, state = self._runner.draft(contexts={0: (tokens[1:], hidden)})[0]
             self._logits, self._state = logits[-1], state[-1:]
         else:
             assert isinstance(net, CausalNet)
-            self._runner, self._map = PagedRunner(net._model), None
+            self._runner, self._map = PagedRunner(net._model), net.token_map
             self._logits = self._runner.step({0: tokens})[0][-1]
         self.num_entries = self._runner.lengths[0]
 

@@ -24,10 +24,10 @@ from tests.executor.draft_caches import (
     submit_traffic,
     with_lengths,
     worker_of,
+    write_heads,
 )
 from tests.executor.harness import Harness, all_pages_are_back
 from tests.executor.tiny_llama import write_tiny_llama
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.config import LlmArgs
 from tllm_spec.executor.building.engines import load_draft
 from tllm_spec.executor.building.memory import reserved_bytes
@@ -37,7 +37,7 @@ from tllm_spec.executor.engine.rows import Windows
 from tllm_spec.executor.request import LlmRequest, RequestState
 from tllm_spec.executor.speculative.drafting.draft_backlog import BACKLOG_LEN, DraftBacklog
 
-MODES = ["draft_target", "eagle3", "eagle3_two_model"]
+MODES = ["draft_target", "eagle3", "eagle3_two_model", "eagle"]
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
 PAGES = {"kv_cache_config": {"tokens_per_block": 4}}
 NO_OVERLAP = {"disable_overlap_scheduler": True}
@@ -46,7 +46,7 @@ MAY_PAUSE = {"draft_len_schedule": {1: 3, 2: 0}}
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture(params=MODES)

@@ -16,6 +16,7 @@ from tests.executor.draft_caches import (
     generating,
     one_model,
     worker_of,
+    write_heads,
 )
 from tests.executor.harness import (
     Harness,
@@ -25,7 +26,6 @@ from tests.executor.harness import (
     user_provided,
 )
 from tests.executor.tiny_llama import write_tiny_llama
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest, RequestState
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
@@ -44,13 +44,13 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-CHAINS = ["draft_target", "eagle3", "eagle3_two_model"]
+CHAINS = ["draft_target", "eagle3", "eagle3_two_model", "eagle"]
 MODES = [*CHAINS, *(f"{mode}_tree" for mode in CHAINS)]
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 @pytest.mark.parametrize("mode", MODES)

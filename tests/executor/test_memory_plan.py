@@ -25,7 +25,8 @@ def model_of(hidden: int, intermediate: int, vocab: int, dtype: torch.dtype) -> 
         mlp_row_elements=4 * intermediate,
         vocab_size=vocab,
     )
-    return SimpleNamespace(config=config, dtype=dtype, device=torch.device("cuda"))
+    on_cuda = torch.device("cuda")
+    return SimpleNamespace(config=config, dtype=dtype, device=on_cuda, num_logits=vocab)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.executor.draft_caches import HOT, SlowDrafter, generating, one_model
+from tests.executor.draft_caches import HOT, SlowDrafter, generating, one_model, write_heads
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.kernels.gumbel import gumbel_noise
 from tllm_spec.outputs import SpeculativeStats
 
 PROMPT = [7, 3, 5, 11, 3, 5, 2, 3]
-MODES = ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree"]
+MODES = ["draft_target_tree", "eagle3_tree", "eagle3_two_model_tree", "eagle_tree"]
 SMALL_PAGES = {"kv_cache_config": {"tokens_per_block": 4}}
 
 
@@ -27,7 +26,7 @@ class Candidate(NamedTuple):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_eagle3(tmp_path_factory.mktemp("head"), num_captured=2)
+    return write_heads(tmp_path_factory.mktemp("head"))
 
 
 def children(

@@ -248,6 +248,27 @@ def test_a_head_with_a_reduced_vocabulary_leaves_the_targets_probabilities_alone
     assert_drawn_from(model, outputs, params, lambda texts: known.expand(1, 1, -1))
 
 
+@pytest.mark.parametrize(
+    "how", ["one_model", "two_model", pytest.param("tree", marks=pytest.mark.slow)]
+)
+def test_a_token_map_leaves_the_targets_probabilities_alone(
+    folders: tuple[Path, Path], models: list[Any], tmp_path: Path, how: str
+) -> None:
+    """Tokens of the map must not come more often than they should, and the others must come."""
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[: VOCAB * 3 // 4]
+    torch.save(ids, tmp_path / "hot.pt")
+    params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=1.0)
+    options = {
+        "use_rejection_sampling": True,
+        "draft_target_one_model": how != "two_model",
+        "speculative_token_map": str(tmp_path / "hot.pt"),
+        **(TREES["dynamic"] if how == "tree" else {}),
+    }
+    outputs = sample(folders[0], params, draft_target(folders[1], 3, **options))
+    known = torch.zeros(VOCAB, dtype=torch.float64).index_fill_(0, ids, 1.0)
+    assert_drawn_from(models[0], outputs, params, lambda texts: known.expand(1, 1, -1))
+
+
 @pytest.fixture(scope="module")
 def indifferent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every token is as likely as any other. Drafting for itself, it never rejects one of its

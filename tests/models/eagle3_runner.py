@@ -56,7 +56,8 @@ def captured_states(target: CausalLM, tokens: list[int], layers: tuple[int, ...]
     """The target's hidden states from one forward, `[T, n * H]`."""
     runner = PagedRunner(target)
     metadata = runner.metadata({0: tokens}, {}, 0)
-    spec = SpecMetadata(layers, target.config.hidden_size, 64, target.dtype, target.device)
+    on = target.dtype, target.device
+    spec = SpecMetadata(layers, target.config.hidden_size, len(tokens), *on)
     context = ForwardContext(runner.backend, runner.backend.plan(metadata), spec)
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=target.device)

@@ -13,7 +13,7 @@ from tests.models.helpers import CPU, MAX_POSITIONS, load, random_tokens, save_c
 from tests.models.tiny_eagle3 import edit_config, write_tiny_eagle3
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.layers import RMSNorm
 
 VOCAB_SIZE = 64
@@ -64,7 +64,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_drafts_like_the_reference(
-    head: Eagle3Head, reference: Eagle3Reference, captured: torch.Tensor
+    head: DraftHead, reference: Eagle3Reference, captured: torch.Tensor
 ) -> None:
     """A prompt in two chunks, three recurrent steps together with another request's, then a
     verified window of 4."""

@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.zoo.runs import ZOO, call, read_json, read_weights
+from tllm_spec.models.token_map import read_token_map
 from tllm_spec.zoo import train
 from tllm_spec.zoo.evaluate import rounds, summary
+from tllm_spec.zoo.registry import resolve_file
 
 
 def test_a_round_accepts_up_to_the_first_difference_and_advances_by_one_more() -> None:
@@ -102,6 +105,19 @@ def test_a_training_run_saves_bf16_weights_and_its_shapes_configuration(
         assert (folder / file).read_bytes() == (shape / file).read_bytes()
     history = read_json(folder / "metrics.json")["history"]
     assert history[-1]["step"] == 60 and history[-1]["tokens"] == 60 * 4 * 64
+
+
+def test_a_token_map_lists_the_most_frequent_tokens_first(tmp_path: Path) -> None:
+    tokens = np.repeat(np.arange(10, dtype=np.uint16), [3, 9, 1, 4, 4, 8, 0, 2, 1, 7])
+    np.savez(tmp_path / "training.npz", tokens=tokens, num_bytes=80)
+    arguments = ["--data", str(tmp_path), "--output", str(tmp_path / "map.json"), "--tokens", "5"]
+    CliRunner().invoke(train.token_map, arguments, catch_exceptions=False)
+    assert json.loads((tmp_path / "map.json").read_text()) == [1, 5, 9, 3, 4]
+
+
+def test_the_zoos_token_map_has_common_tokens_of_heldout_text(heldout_tokens: torch.Tensor) -> None:
+    ids = read_token_map(resolve_file("zoo:llama-draft/token_map.json"), 2048)
+    assert len(ids) == 1024 and 0.85 < torch.isin(heldout_tokens, ids).float().mean() < 0.95
 
 
 def test_both_trainings_reach_the_expected_figures(tiny_runs: Path) -> None:

@@ -31,3 +31,8 @@ class DraftNetwork:
     dtype: torch.dtype
     device: torch.device
     network: Network
+
+    @property
+    def num_logits(self) -> int:
+        """Of one row."""
+        return self.config.vocab_size

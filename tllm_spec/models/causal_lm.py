@@ -8,7 +8,8 @@ import torch
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.linear import OutputLinear
-from tllm_spec.models.module import Module
+from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.token_map import reduced_output
 
 
 class CausalLM(Module, ABC):
@@ -17,6 +18,19 @@ class CausalLM(Module, ABC):
 
     config: ModelConfig
     lm_head: OutputLinear
+    draft_to_target: torch.Tensor | None = None
+    """`[V_draft]` int64: of a draft model, the target's ids of its logits; None: they are equal."""
+
+    @property
+    def num_logits(self) -> int:
+        """Of one row, on all ranks together."""
+        ids = self.draft_to_target
+        return self.config.vocab_size if ids is None else len(ids)
+
+    def keep_tokens(self, ids: torch.Tensor, placement: Placement) -> None:
+        """From now on the logits are those of the tokens `ids` `[V_draft]` only."""
+        self.lm_head = reduced_output(self.lm_head, ids, placement)
+        self.draft_to_target = ids.to(self.device)
 
     @property
     def dtype(self) -> torch.dtype:

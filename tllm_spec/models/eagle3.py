@@ -5,7 +5,7 @@ The state comes from the target (`fuse`) or from the head's own previous step. T
 target's, and without a draft vocabulary the output layer too. Requests, pages and the drafting loop
 are not known here."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,8 @@ from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_inp
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.eagle3_checkpoint import check_sizes, head_tensors, target_ids
+from tllm_spec.models.draft_head import BorrowedModules, DraftHead
+from tllm_spec.models.eagle3_checkpoint import check_sizes, eagle3_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear, OutputLinear
@@ -26,28 +27,6 @@ from tllm_spec.models.module import Module, Placement, specialize_for_cpu
 from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.weights import fill, fill_random
-
-
-@dataclass(frozen=True)
-class BorrowedModules:
-    """The target's modules. They are not submodules of the head: its checkpoint does not fill them,
-    and its parameters do not include them."""
-
-    embed_tokens: Embedding
-    lm_head: OutputLinear
-
-    @classmethod
-    def of(cls, target: CausalLM, *, tied: bool, placement: Placement) -> "BorrowedModules":
-        """`tied`: the output layer has the embedding's weight, even if the target is not tied."""
-        embed_tokens, lm_head = (
-            target.get_submodule("model.embed_tokens"),
-            target.get_submodule("lm_head"),
-        )
-        assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, OutputLinear)
-        if tied and lm_head.weight is not embed_tokens.weight:
-            rows, columns = embed_tokens.weight.shape
-            lm_head = OutputLinear(columns, rows, placement=placement, tied=embed_tokens.weight)
-        return cls(embed_tokens, lm_head)
 
 
 class Eagle3Layer(Module):
@@ -117,12 +96,11 @@ def _copied_rows(rows: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tenso
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-class Eagle3Head(Module):
+class Eagle3Head(DraftHead):
     """Module paths are the checkpoint's names (`eagle3_checkpoint.py`), with q/k/v and gate/up
     fused."""
 
-    draft_to_target: torch.Tensor | None
-    """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
+    config: Eagle3Config
 
     def __init__(
         self,
@@ -161,18 +139,7 @@ class Eagle3Head(Module):
         )
         self.draft_to_target = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of parameters and activations: the target's."""
-        return self.fc.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
-        are not fused."""
         if not self.config.fc_norm:
             return self.fc.forward(captured, self.input_norm)
         if self.input_norm is not None:
@@ -188,18 +155,7 @@ class Eagle3Head(Module):
         hidden: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """One step. `hidden` is not changed.
-
-        Args:
-            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
-            positions: `[T]`.
-            hidden: `[T, H]`, from `fuse` or from the previous step.
-            context: of the head's own KV pool.
-
-        Returns:
-            `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
-            the next step: after the final norm with `norm_output`, otherwise before it.
-        """
+        """After the final norm with `norm_output`, otherwise before it."""
         rotary = Rotary(self.cos_sin, positions)
         first, *later = self.layers
         wanted = context.wanted
@@ -216,13 +172,7 @@ class Eagle3Head(Module):
         return self.norm.forward(total) if self.config.norm_output and len(total) else total
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""
         return self.output.forward(hidden, None if self.config.norm_output else self.norm)
-
-    @property
-    def output(self) -> OutputLinear:
-        """The head's own output layer, or the target's."""
-        return self.borrowed.lm_head if self.lm_head is None else self.lm_head
 
 
 def load_eagle3_head(
@@ -265,7 +215,7 @@ def load_eagle3_head(
 
 
 def _fill_from_checkpoint(head: Eagle3Head, path: Path) -> None:
-    tensors = head_tensors(path)
+    tensors = eagle3_tensors(path)
     if head.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     check_sizes(tensors, head.config, head.num_captured)

@@ -1,16 +1,13 @@
 """Reads the tensors of a published EAGLE-3 head, renames them to one set of names and checks them
 against its config. The module that they fill is not known here."""
 
-import pickle
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from tllm_spec.models.checkpoint import checkpoint_tensors
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.head_checkpoint import head_tensors
 
-BIN = "pytorch_model.bin"
 # `midlayer` is the name in the paper's code; `aux_norm_*` came before the numbered norms.
 _RENAMED = {
     "midlayer.": "layers.0.",
@@ -29,21 +26,14 @@ _UNUSED = (
 )
 
 
-def head_tensors(path: Path) -> dict[str, torch.Tensor]:
+def eagle3_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The memory-mapped tensors of the head in the folder `path`, as `input_norm.weight`,
     `fc_norm.{i}.weight`, `fc.*`, `layers.{i}.*`, `norm.weight`, `lm_head.weight` and `d2t`.
 
     Raises:
         ValueError: no checkpoint, a file that is not readable, or two tensors of one name.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for stored, tensor in _stored(path):
-        name = _canonical(stored)
-        if name in tensors:
-            raise ValueError(f"The EAGLE-3 head in {path} has {name} twice, once as {stored}.")
-        if not name.endswith(_UNUSED):
-            tensors[name] = tensor
-    return tensors
+    return head_tensors(path, "EAGLE-3", _UNUSED, _RENAMED)
 
 
 def check_sizes(tensors: dict[str, torch.Tensor], config: Eagle3Config, num_captured: int) -> None:
@@ -105,34 +95,3 @@ def target_ids(offsets: torch.Tensor | None, config: Eagle3Config) -> torch.Tens
             f"{vocab_size}."
         )
     return None if size == vocab_size and ids.equal(own_ids) else ids
-
-
-def _canonical(name: str) -> str:
-    name = name.removeprefix("model.")
-    for old, new in _RENAMED.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
-
-
-def _stored(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    if any(path.glob("model.safetensors*")):
-        return checkpoint_tensors(path)
-    if (path / BIN).is_file():
-        return _bin_tensors(path / BIN)
-    raise ValueError(
-        f"{path} has neither model.safetensors nor {BIN}; other weight formats are not read."
-    )
-
-
-def _bin_tensors(file: Path) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a pickled state dict. `weights_only` refuses pickles that run code."""
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{file} is not a readable file of tensors: {error}") from error
-    if not isinstance(state, dict) or not all(
-        isinstance(value, torch.Tensor) for value in state.values()
-    ):
-        raise ValueError(f"{file} must hold a dictionary of names to tensors.")
-    return list(state.items())

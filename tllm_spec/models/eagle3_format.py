@@ -5,6 +5,7 @@ and the speculators format (vllm-project/speculators), which nests the decoder l
 `transformer_layer_config`. A key that is not known and is not off is refused: ignoring it could
 change what the head computes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
@@ -25,20 +26,25 @@ _SERVED = {
     "logit_scale": 1.0,
     "position_embedding_type": "rope",
 }
-# What `ModelConfig` and `Eagle3Config` read.
-_READ = frozenset(
+# What `ModelConfig` reads.
+DECODER_KEYS = frozenset(
     """
     architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps hidden_act attention_bias mlp_bias rope_theta
     rope_scaling rope_parameters partial_rotary_factor max_position_embeddings
     original_max_position_embeddings sliding_window use_sliding_window max_window_layers layer_types
     tie_word_embeddings quantization_config eos_token_id dtype torch_dtype
+    """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
+)
+# And `Eagle3Config`.
+_READ = DECODER_KEYS | frozenset(
+    """
     draft_vocab_size truncated_vocab_size target_hidden_size num_aux_hidden_states capture_layers
     norm_before_residual norm_before_fc norm_output fc_norm use_aux_norm bias
     """.split()  # noqa: SIM905 (a list of one key a line would fill the file)
 )
 # Names, versions, training and generation settings: they do not change what the head computes.
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     """
     _name_or_path _attn_implementation_autoset attn_implementation auto_map model_type
     target_model_type transformers_version speculators_model_type speculators_version
@@ -64,7 +70,7 @@ def flat_config(raw: dict[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = flat.pop("eagle_config", None) or {}
     flat["capture_layers"] = _capture_layers(flat.pop(_LAYER_IDS, None), nested.get(_LAYER_IDS))
     flat |= {key: value for key, value in nested.items() if key != _LAYER_IDS}
-    _refuse_unserved(flat)
+    refuse_unserved(flat, _READ, _SERVED, "EAGLE-3")
     return flat
 
 
@@ -118,13 +124,17 @@ def _capture_layers(inputs: list[int] | None, outputs: list[int] | None) -> tupl
     return tuple(layers) or None
 
 
-def _refuse_unserved(flat: dict[str, Any]) -> None:
+def refuse_unserved(
+    flat: dict[str, Any], read: frozenset[str], served: Mapping[str, Any], kind: str
+) -> None:
+    """Raises ValueError, with all reasons, for keys that are not `served` with their value, and for
+    those that are neither `read` nor without effect."""
     reasons = [
-        f"{key} is {flat[key]!r}, and only {served!r} is served"
-        for key, served in _SERVED.items()
-        if flat.get(key, served) not in (served, None)
+        f"{key} is {flat[key]!r}, and only {only!r} is served"
+        for key, only in served.items()
+        if flat.get(key, only) not in (only, None)
     ]
-    unknown = flat.keys() - _READ - _WITHOUT_EFFECT - _SERVED.keys()
+    unknown = flat.keys() - read - WITHOUT_EFFECT - served.keys()
     reasons += [
         f"{key} is {flat[key]!r}, which is an unknown key; delete it if it does not change what "
         "the head computes"
@@ -132,4 +142,4 @@ def _refuse_unserved(flat: dict[str, Any]) -> None:
         if flat[key]
     ]
     if reasons:
-        raise ValueError(f"config.json of the EAGLE-3 head: {'; '.join(reasons)}.")
+        raise ValueError(f"config.json of the {kind} head: {'; '.join(reasons)}.")

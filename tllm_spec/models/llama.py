@@ -95,6 +95,7 @@ class MLP(Module):
 class DecoderLayer(Module):
     """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
+    input_layernorm: RMSNorm | None
     self_attn: Attention
     mlp: MLP | SparseMoE
 
@@ -165,13 +166,16 @@ class LlamaModel(Module):
     ) -> torch.Tensor:
         rotary = Rotary(self.cos_sin, positions)
         hidden = self.embed_tokens.forward(input_ids)
-        last = len(self.layers) - 1
+        last, spec = len(self.layers) - 1, context.spec
         for layer_id, layer in enumerate(self.layers):
             wanted = context.wanted if layer_id == last else None
             hidden = layer.forward(hidden, rotary, context, wanted)
-            if context.spec is not None:
-                context.spec.maybe_capture_hidden_states(layer_id, hidden)
-        return self.norm.forward(hidden) if len(hidden) else hidden
+            if spec is not None:
+                spec.maybe_capture_hidden_states(layer_id, hidden)
+        normed = self.norm.forward(hidden) if len(hidden) else hidden
+        if spec is not None:
+            spec.maybe_capture_hidden_states(last + 1, normed)
+        return normed
 
 
 class LlamaForCausalLM(CausalLM):

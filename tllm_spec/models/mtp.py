@@ -99,6 +99,11 @@ class NextnModules(Module):
         self.__dict__["target"] = target
 
     @property
+    def num_logits(self) -> int:
+        """Of one row."""
+        return self.config.vocab_size
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations: the target's."""
         return self.target.dtype

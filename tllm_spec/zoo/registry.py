@@ -8,6 +8,13 @@ _ZOO = Path(__file__).parent
 _FOLDERS = {f"{ZOO_PREFIX}{name}": _ZOO / name for name in NAMES}
 
 
+def resolve_file(path_or_name: str) -> Path:
+    """A file in a folder of the zoo, such as `zoo:llama-draft/token_map.json`, or at a path. It
+    need not exist."""
+    name, _, file = path_or_name.partition("/")
+    return _FOLDERS[name] / file if name in _FOLDERS else Path(path_or_name)
+
+
 def resolve_model(path_or_name: str | Path) -> Path:
     """The local folder of a model, given by a zoo name such as `zoo:llama` or by its path.
 

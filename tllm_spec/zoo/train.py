@@ -1,5 +1,5 @@
 """Trains and measures the zoo's models: `python -m tllm_spec.zoo.train
-target|draft|eagle3|deepseek|evaluate --help`.
+target|draft|eagle3|deepseek|token-map|evaluate --help`.
 
 Needs the token arrays of `tllm_spec.zoo.train_tokenizer`, but no corpus. A GPU takes minutes; a CPU
 works with smaller batches (`--self-text-batch`, `--windows`). A model has the shape of the
@@ -259,6 +259,19 @@ def deepseek(
         output,
         save_with_modules,
     )
+
+
+@main.command()
+@click.option("--data", type=FOLDER, required=True, help="Folder with training.npz.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--tokens", default=1024, show_default=True, help="How many.")
+def token_map(data: Path, output: Path, tokens: int) -> None:
+    """The most frequent tokens of the training text, for `speculative_token_map`."""
+    text = TokenData.load(data / "training.npz", torch.device("cpu"))
+    counts = torch.bincount(text.tokens.int())
+    ids = counts.argsort(descending=True, stable=True)[:tokens]
+    print(f"{counts[ids].sum() / counts.sum():.1%} of the text", flush=True)
+    output.write_text(json.dumps(ids.tolist()) + "\n", encoding="utf-8")
 
 
 @main.command()

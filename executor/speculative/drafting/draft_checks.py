@@ -1,22 +1,30 @@
-"""Checks of a draft model, an EAGLE-3 head or MTP modules before anything is loaded."""
+"""Checks of a draft model, a head or MTP modules before anything is loaded."""
 
-from typing import Any
+import logging
+from pathlib import Path
 
-from tllm_spec.executor.speculative.drafting.loaded_draft import draft_folder
+from tllm_spec.executor.speculative.drafting.loaded_draft import (
+    draft_folder,
+    kind_of_head,
+    token_ids,
+)
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.config import ModelConfig, read_json
+from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.head_checkpoint import HeadKind, head_kind
 from tllm_spec.models.mtp import check_nextn
 from tllm_spec.models.nextn_checkpoint import is_exported
 from tllm_spec.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 
-# Keys of config.json that only EAGLE-3 heads have.
-HEAD_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
+logger = logging.getLogger(__name__)
+
+_TYPES: dict[HeadKind, str] = {"EAGLE-1/2": "Eagle", "EAGLE-3": "Eagle3"}
 
 
 def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None, target: ModelConfig) -> None:
-    """Raises ValueError, naming the option, when the folder has a head instead of a model or a
-    model instead of a head, when a model's tokenizer is not the target's, and when there is no
-    MTP module to draft with."""
+    """Raises ValueError, naming the option, when the folder has a head instead of a model, a model
+    instead of a head or another kind of head, when a model's tokenizer is not the target's, when
+    there is no MTP module to draft with, and for options that the head or model does not have."""
     if draft is None:
         return
     if draft.num_modules:
@@ -24,29 +32,67 @@ def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None, target: M
         check_nextn(target, draft.num_modules, exported)
         return
     folder = draft_folder(draft)
+    _check_kind(draft, folder)
+    if draft.is_head:
+        reasons = _head_mistakes(draft, folder, target)
+    else:
+        if tokenizer is not None:
+            check_same_vocabulary(tokenizer, load_tokenizer(str(folder)))
+        sizes = target.vocab_size, ModelConfig.from_pretrained(folder).vocab_size
+        reasons = _map_mistakes(draft, min(sizes))
+    if reasons:
+        raise ValueError("\n".join(reasons))
+
+
+def _check_kind(draft: DraftModel, folder: Path) -> None:
     option = f"speculative_config.speculative_model = {draft.path!r}"
-    config = read_json(folder / "config.json")
-    if is_exported(config):
+    if is_exported(read_json(folder / "config.json")):
         raise ValueError(f"{option} has MTP modules; use it with decoding_type: MTP")
-    if draft.is_head and not _may_be_head(config):
+    kind = head_kind(folder)
+    if kind is None:
+        # Some published heads have no more than a Llama's configuration of one layer.
+        num_layers = read_json(folder / "config.json").get("num_hidden_layers", 1)
+        if draft.is_head and num_layers != 1:
+            raise ValueError(
+                f"{option} is a language model of {num_layers} layers, not an "
+                f"{draft.head_kinds[0]} head; use it with decoding_type: Draft_Target"
+            )
+    elif kind not in draft.head_kinds:
         raise ValueError(
-            f"{option} is a language model of {config['num_hidden_layers']} layers, not an EAGLE-3 "
-            "head; use it with decoding_type: Draft_Target"
+            f"{option} is an {kind} head, which reads hidden states of the target; use it with "
+            f"decoding_type: {_TYPES[kind]}"
         )
-    if not draft.is_head and _is_head(config):
-        raise ValueError(
-            f"{option} is an EAGLE-3 head, which reads hidden states of the target; use it with "
-            "decoding_type: Eagle3"
+    elif kind != draft.head_kinds[0]:
+        logger.warning(
+            "decoding_type = %r is served as %s: the folder has an %s head",
+            _TYPES[draft.head_kinds[0]],
+            _TYPES[kind],
+            kind,
         )
-    if tokenizer is not None and not draft.is_head:
-        check_same_vocabulary(tokenizer, load_tokenizer(str(folder)))
 
 
-def _is_head(config: dict[str, Any]) -> bool:
-    names = config.get("architectures") or []
-    return bool(HEAD_KEYS & config.keys()) or any("eagle" in str(name).lower() for name in names)
+def _head_mistakes(draft: DraftModel, folder: Path, target: ModelConfig) -> list[str]:
+    if kind_of_head(draft, folder) == "EAGLE-3":
+        size = Eagle3Config.from_pretrained(folder).output_size if draft.token_map else None
+        if size in (None, target.vocab_size):
+            return _map_mistakes(draft, target.vocab_size)
+        return [
+            f"speculative_config.speculative_token_map = {draft.token_map!r} is refused: the "
+            f"EAGLE-3 head has a vocabulary of its own, {size} tokens that its d2t maps to the "
+            "target's; accepted: null"
+        ]
+    found = _map_mistakes(draft, target.vocab_size)
+    if draft.capture_layers is not None:
+        found.append(
+            f"eagle3_layers_to_capture = {list(draft.capture_layers)} is refused: an EAGLE-1/2 "
+            "head reads the target's last hidden state only; accepted: null"
+        )
+    return found
 
 
-def _may_be_head(config: dict[str, Any]) -> bool:
-    """Some published heads have no more than a Llama's configuration of one layer."""
-    return _is_head(config) or config.get("num_hidden_layers", 1) == 1
+def _map_mistakes(draft: DraftModel, vocab_size: int) -> list[str]:
+    try:
+        token_ids(draft, vocab_size)
+    except ValueError as error:
+        return [str(error)]
+    return []

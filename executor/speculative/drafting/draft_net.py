@@ -1,4 +1,4 @@
-"""One interface for the kinds of draft networks on the target's pages: an EAGLE-3 head, MTP modules
+"""One interface for the kinds of draft networks on the target's pages: an EAGLE head, MTP modules
 and a whole model.
 
 They differ in their inputs (a token with the hidden state before it, or a token only) and in the
@@ -14,7 +14,7 @@ from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.executor.engine.rows import ContextChunk
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.eagle3 import Eagle3Head
+from tllm_spec.models.draft_head import DraftHead
 from tllm_spec.models.mtp import NextnModules
 
 
@@ -72,17 +72,17 @@ class DraftNet(ABC):
         """`[R, H]` -> `[R, vocab_size]` in the network's dtype, or the columns of `shard`."""
 
 
-class Eagle3Net(DraftNet):
-    """An EAGLE-3 head on the hidden states that the target's forward captured in `spec`."""
+class HeadNet(DraftNet):
+    """An EAGLE head on the hidden states that the target's forward captured in `spec`."""
 
     shift = 0
     reads_tokens_only = False
 
-    def __init__(self, head: Eagle3Head, spec: SpecMetadata) -> None:
+    def __init__(self, head: DraftHead, spec: SpecMetadata) -> None:
         self.head = head
         self._spec = spec
         self.has_one_layer = head.config.num_layers == 1
-        self.vocab_size = head.config.output_size
+        self.vocab_size = head.num_logits
         self.token_map = head.draft_to_target
         self.shard = head.output.shard
 
@@ -166,9 +166,11 @@ class CausalNet(DraftNet):
     def __init__(self, model: CausalLM, input_vocab_size: int) -> None:
         self._model = model
         self.has_one_layer = model.config.num_layers == 1
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = model.num_logits
+        self.token_map = model.draft_to_target
         self.shard = model.lm_head.shard
-        self._clamps = input_vocab_size > self.vocab_size
+        self._last_token_id = model.config.vocab_size - 1
+        self._clamps = input_vocab_size > model.config.vocab_size
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
         return (
@@ -186,7 +188,7 @@ class CausalNet(DraftNet):
         step: int,
     ) -> torch.Tensor:
         if self._clamps:
-            token_ids = token_ids.clamp_max(self.vocab_size - 1)
+            token_ids = token_ids.clamp_max(self._last_token_id)
         return self._model.forward(token_ids, positions, context)
 
     def compute_logits(self, state: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tllm_spec.attention.interface import AttentionBackend
 from tllm_spec.attention.spec_metadata import SpecMetadata, default_capture_layers
 from tllm_spec.distributed.communicator import SINGLE, Communicator
@@ -12,17 +14,22 @@ from tllm_spec.executor.speculative.drafting.draft_layers import DraftLayers
 from tllm_spec.executor.speculative.drafting.draft_net import (
     CausalNet,
     DraftNet,
-    Eagle3Net,
+    HeadNet,
     NextnNet,
 )
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
+from tllm_spec.models.draft_head import DraftHead
+from tllm_spec.models.eagle import load_eagle_head
+from tllm_spec.models.eagle3 import load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
+from tllm_spec.models.head_checkpoint import HeadKind, head_kind
+from tllm_spec.models.module import Placement
 from tllm_spec.models.mtp import NextnModules, load_nextn
 from tllm_spec.models.registry import LoadFormat
-from tllm_spec.zoo.registry import resolve_model
+from tllm_spec.models.token_map import read_token_map
+from tllm_spec.zoo.registry import resolve_file, resolve_model
 
 
 @dataclass(frozen=True)
@@ -30,15 +37,15 @@ class LoadedDraft:
     """`spec`: the hidden states that the target captures for a head."""
 
     plan: DraftModel
-    net: CausalLM | Eagle3Head | NextnModules | DraftNetwork
+    net: CausalLM | DraftHead | NextnModules | DraftNetwork
     spec: SpecMetadata | None
 
     def layers(self, backend: AttentionBackend, rows: RowBuilder, vocab_size: int) -> DraftLayers:
         """The network as layers on the target's pages; `vocab_size` is the target's."""
         net: DraftNet
-        if isinstance(self.net, Eagle3Head):
+        if isinstance(self.net, DraftHead):
             assert self.spec is not None
-            net = Eagle3Net(self.net, self.spec)
+            net = HeadNet(self.net, self.spec)
         elif isinstance(self.net, NextnModules):
             assert self.spec is not None
             net = NextnNet(self.net, self.spec)
@@ -81,6 +88,32 @@ def load_mtp(
     return LoadedDraft(plan, modules, spec)
 
 
+def kind_of_head(plan: DraftModel, folder: Path) -> HeadKind:
+    """What the head in the folder is; one that does not say is of the mode's first kind."""
+    return head_kind(folder) or plan.head_kinds[0]
+
+
+def token_ids(plan: DraftModel, vocab_size: int) -> torch.Tensor | None:
+    """`[V_draft]`: the ids that the mode is limited to; None: all below `vocab_size`. Raises
+    ValueError with the option's name for a file that is no token map."""
+    if plan.token_map is None:
+        return None
+    try:
+        return read_token_map(resolve_file(plan.token_map), vocab_size)
+    except ValueError as error:
+        raise ValueError(f"speculative_config.speculative_token_map: {error}") from None
+
+
+def keep_tokens(
+    plan: DraftModel, net: CausalLM | DraftHead, vocab_size: int, communicator: Communicator
+) -> None:
+    """Limits what `net` drafts to the mode's token map, if it has one."""
+    ids = token_ids(plan, vocab_size)
+    if ids is not None:
+        mapping = communicator.mapping
+        net.keep_tokens(ids, Placement(net.dtype, net.device, mapping, communicator=communicator))
+
+
 def load_head(
     plan: DraftModel,
     target: CausalLM,
@@ -89,9 +122,36 @@ def load_head(
     max_num_tokens: int,
     communicator: Communicator = SINGLE,
 ) -> LoadedDraft:
-    """Load an EAGLE-3 head. Raises ValueError if the head does not fit the target, or if the target
+    """Load an EAGLE head. Raises ValueError if the head does not fit the target, or if the target
     lacks the layers to capture."""
-    folder, num_layers = draft_folder(plan), target.config.num_layers
+    folder, config = draft_folder(plan), target.config
+    head: DraftHead
+    if kind_of_head(plan, folder) == "EAGLE-3":
+        layers = _captured_layers(plan, folder, config.num_layers)
+        head = load_eagle3_head(
+            folder,
+            target,
+            num_captured=len(layers),
+            load_format=plan.load_format,
+            max_positions=max_positions,
+            communicator=communicator,
+        )
+    else:
+        layers = (config.num_layers,)  # the final norm
+        head = load_eagle_head(
+            folder,
+            target,
+            load_format=plan.load_format,
+            max_positions=max_positions,
+            communicator=communicator,
+        )
+    keep_tokens(plan, head, config.vocab_size, communicator)
+    spec = SpecMetadata(layers, config.hidden_size, max_num_tokens, target.dtype, target.device)
+    return LoadedDraft(plan, head, spec)
+
+
+def _captured_layers(plan: DraftModel, folder: Path, num_layers: int) -> tuple[int, ...]:
+    """Of an EAGLE-3 head. Raises ValueError if the target lacks them."""
     layers = plan.capture_layers or Eagle3Config.from_pretrained(folder).capture_layers
     layers = layers or default_capture_layers(num_layers)
     outside = [layer for layer in layers if not 0 <= layer < num_layers]
@@ -100,15 +160,4 @@ def load_head(
             f"eagle3_layers_to_capture = {list(layers)}: the target has layers 0 to "
             f"{num_layers - 1}, and not {outside}"
         )
-    head = load_eagle3_head(
-        folder,
-        target,
-        num_captured=len(layers),
-        load_format=plan.load_format,
-        max_positions=max_positions,
-        communicator=communicator,
-    )
-    spec = SpecMetadata(
-        layers, target.config.hidden_size, max_num_tokens, target.dtype, target.device
-    )
-    return LoadedDraft(plan, head, spec)
+    return layers

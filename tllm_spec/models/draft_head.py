@@ -1,0 +1,111 @@
+"""What the heads that read hidden states of the target have in common: which states they read, how
+they form their inputs, and the modules that they borrow from the target."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.config import ModelConfig
+from tllm_spec.models.layers import Embedding
+from tllm_spec.models.linear import Linear, OutputLinear
+from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.token_map import reduced_output
+
+
+@dataclass(frozen=True)
+class BorrowedModules:
+    """The target's modules. They are not submodules of the head: its checkpoint does not fill them,
+    and its parameters do not include them."""
+
+    embed_tokens: Embedding
+    lm_head: OutputLinear
+
+    @classmethod
+    def of(cls, target: CausalLM, *, tied: bool = False, placement: Placement) -> "BorrowedModules":
+        """`tied`: the output layer has the embedding's weight, even if the target is not tied."""
+        embed_tokens, lm_head = (
+            target.get_submodule("model.embed_tokens"),
+            target.get_submodule("lm_head"),
+        )
+        assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, OutputLinear)
+        if tied and lm_head.weight is not embed_tokens.weight:
+            rows, columns = embed_tokens.weight.shape
+            lm_head = OutputLinear(columns, rows, placement=placement, tied=embed_tokens.weight)
+        return cls(embed_tokens, lm_head)
+
+
+class DraftHead(Module, ABC):
+    """A draft network of few layers whose steps read a token and a hidden state, of the target or
+    of the step before. Embedding and, unless it has its own, output layer are the target's."""
+
+    config: ModelConfig
+    borrowed: BorrowedModules
+    fc: Linear
+    lm_head: OutputLinear | None
+    """None: the target's."""
+    draft_to_target: torch.Tensor | None
+    """`[V_draft]` int64: the target's id of each of the head's tokens; None: the ids are equal."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations: the target's."""
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def num_logits(self) -> int:
+        """Of one row, on all ranks together."""
+        ids = self.draft_to_target
+        return self.config.vocab_size if ids is None else len(ids)
+
+    @property
+    def output(self) -> OutputLinear:
+        """The head's own output layer, or the target's."""
+        return self.borrowed.lm_head if self.lm_head is None else self.lm_head
+
+    def keep_tokens(self, ids: torch.Tensor, placement: Placement) -> None:
+        """From now on only the target's tokens `ids` `[V_draft]` are drafted. Raises ValueError if
+        the head's own tokens are not the target's, or do not divide over the ranks."""
+        if self.draft_to_target is not None:
+            raise ValueError(
+                "speculative_token_map is refused: d2t of the head already says which tokens it "
+                "drafts; accepted: null"
+            )
+        self.lm_head = reduced_output(self.output, ids, placement)
+        self.draft_to_target = ids.to(self.device)
+
+    @abstractmethod
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        """Captured states of the target, `[T, n * H_target]`, to `[T, H]`. The head's own states
+        are not fused."""
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """One step. `hidden` is not changed.
+
+        Args:
+            input_ids: `[T]`; the token after the one that the row's hidden state was computed from.
+            positions: `[T]`.
+            hidden: `[T, H]`, from `fuse` or from the previous step.
+            context: of the head's own KV pool.
+
+        Returns:
+            `[T, H]`, or `[R, H]` of the rows that the context wants, for `compute_logits` and for
+            the next step.
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""

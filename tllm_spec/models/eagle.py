@@ -1,0 +1,133 @@
+"""The draft head of EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858): `fc` of a token's
+embedding and a hidden state, then Llama layers without a final norm.
+
+The state is the target's after its final norm, or the head's own output of the step before.
+Embedding and output layer are the target's. Requests, pages and the drafting loop are not known
+here."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.kernels.draft_input import draft_input
+from tllm_spec.kernels.rotary_write import Rotary
+from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.draft_head import BorrowedModules, DraftHead
+from tllm_spec.models.eagle_config import EagleConfig
+from tllm_spec.models.head_checkpoint import head_tensors
+from tllm_spec.models.linear import Linear
+from tllm_spec.models.llama import DecoderLayer
+from tllm_spec.models.module import Placement, specialize_for_cpu
+from tllm_spec.models.registry import LoadFormat
+from tllm_spec.models.rotary import cos_sin_table
+from tllm_spec.models.weights import fill, fill_random
+
+# Embedding and output layer are the target's, and the rotary table is computed.
+_UNUSED = ("embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq")
+_INPUT_NORM, _FC_BIAS = "layers.0.input_layernorm.weight", "fc.bias"
+
+
+class EagleHead(DraftHead):
+    """Module paths are the checkpoint's names, with q/k/v and gate/up fused."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        target: CausalLM,
+        max_positions: int,
+        placement: Placement,
+        *,
+        has_bias: bool,
+        has_input_norm: bool,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.fc = Linear(2 * size, size, bias=has_bias, placement=placement)
+        layers = [DecoderLayer(config, layer, placement) for layer in range(config.num_layers)]
+        if not has_input_norm:
+            layers[0].input_layernorm = None
+        self.layers = nn.ModuleList(layers)
+        self.borrowed = BorrowedModules.of(target, placement=placement)
+        self.lm_head, self.draft_to_target = None, None
+        self.cos_sin = cos_sin_table(
+            config.rope,
+            config.head_dim,
+            max_positions,
+            dtype=placement.dtype,
+            device=placement.device,
+        )
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        return captured
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        table, no_rows = self.borrowed.embed_tokens.weight, input_ids[:0]
+        rotary = Rotary(self.cos_sin, positions)
+        given = draft_input(input_ids, table, hidden, None, rotary, no_rows)
+        total = self.fc.forward(given.both)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            wanted = context.wanted if number == last else None
+            total = layer.forward(total, given.rotary, context, wanted)
+        return total
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.output.forward(hidden)
+
+
+def load_eagle_head(
+    path: Path,
+    target: CausalLM,
+    *,
+    load_format: LoadFormat,
+    max_positions: int,
+    communicator: Communicator = SINGLE,
+) -> EagleHead:
+    """Build the head that `path/config.json` describes, in the target's dtype and on its device,
+    and load its weights. The checkpoint says whether `fc` has a bias, unless config.json does, and
+    whether the first layer has an input norm.
+
+    Args:
+        path: folder in Hugging Face's format; `dummy` needs its config.json only.
+        target: the model that it drafts for.
+        load_format: `auto` reads safetensors or pytorch_model.bin, `dummy` fills random weights.
+        max_positions: rows of the rotary table, which no request may exceed; the length that the
+            head was trained on is not a limit.
+        communicator: this rank's, with its place.
+
+    Raises:
+        ValueError: the config or the checkpoint is not served or does not fit the target; the
+        message says why.
+    """
+    config = EagleConfig.from_pretrained(path)
+    config.check_target(target.config)
+    is_dummy = load_format == "dummy"
+    tensors = {} if is_dummy else head_tensors(path, "EAGLE-1/2", _UNUSED, {})
+    placement = Placement(
+        target.dtype, target.device, communicator.mapping, communicator=communicator
+    )
+    head = EagleHead(
+        config,
+        target,
+        max_positions,
+        placement,
+        has_bias=_FC_BIAS in tensors if config.bias is None else config.bias,
+        has_input_norm=_INPUT_NORM in tensors,
+    )
+    if is_dummy:
+        fill_random(head)
+    else:
+        misfit = f"The checkpoint in {path} does not fit an EAGLE-1/2 head of its config.json"
+        fill(head, tensors.items(), misfit)
+    specialize_for_cpu(head, placement)
+    return head

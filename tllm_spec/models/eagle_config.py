@@ -1,0 +1,78 @@
+"""The shape of an EAGLE-1 or EAGLE-2 draft head, read from its `config.json`.
+
+A head is one or more Llama layers with a different input, so its configuration is a `ModelConfig`
+with further fields. EAGLE-2 changed the drafting only, not the head."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tllm_spec.models.config import ModelConfig, read_json
+from tllm_spec.models.eagle3_format import DECODER_KEYS, refuse_unserved
+
+# `architectures` of a head -> the architecture whose attention and MLP its layers have.
+_LAYERS = {
+    "LlamaForCausalLM": "LlamaForCausalLM",
+    "LlamaForCausalLMEagle": "LlamaForCausalLM",
+    "EagleLlamaForCausalLM": "LlamaForCausalLM",
+    "MistralForCausalLM": "MistralForCausalLM",
+    "MistralForCausalLMEagle": "MistralForCausalLM",
+    "Qwen2ForCausalLM": "Qwen2ForCausalLM",
+    "Qwen2ForCausalLMEagle": "Qwen2ForCausalLM",
+}
+_READ = DECODER_KEYS | {"bias", "qkv_bias"}
+
+
+@dataclass(frozen=True)
+class EagleConfig(ModelConfig):
+    """`vocab_size` is the target's: the head reads its tokens."""
+
+    bias: bool | None
+    """Of `fc`; None: the checkpoint decides."""
+
+    @classmethod
+    def from_pretrained(cls, path: Path) -> "EagleConfig":
+        """Read `path/config.json`.
+
+        Raises:
+            ValueError: the file is missing or unreadable, or asks for something that is not served.
+        """
+        return cls.from_dict(read_json(path / "config.json"))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "EagleConfig":
+        """The same, from the parsed file."""
+        names = raw.get("architectures") or []
+        if len(names) != 1 or names[0] not in _LAYERS:
+            raise ValueError(
+                f"architectures of the EAGLE-1/2 head is {names}; served is one of "
+                f"{', '.join(_LAYERS)}."
+            )
+        refuse_unserved(raw, _READ, {}, "EAGLE-1/2")
+        shape = vars(ModelConfig.from_dict(raw | {"architectures": [_LAYERS[names[0]]]}))
+        if raw.get("qkv_bias") is not None:
+            shape = shape | {"qkv_bias": bool(raw["qkv_bias"])}
+        config = cls(**shape, bias=raw.get("bias"))
+        _check(config)
+        return config
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Raises ValueError unless the head was trained for such a target."""
+        for key in ("hidden_size", "vocab_size"):
+            own, wanted = getattr(self, key), getattr(target, key)
+            if own != wanted:
+                raise ValueError(
+                    f"{key} of the EAGLE-1/2 head is {own}, the target's is {wanted}; they must be "
+                    "equal, since the head reads the target's embeddings and hidden states and "
+                    "has its output layer."
+                )
+
+
+def _check(config: EagleConfig) -> None:
+    if config.has_fp8_blocks:
+        raise ValueError("The EAGLE-1/2 head has FP8 weights; heads are served in 16 or 32 bits.")
+    if config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window of the EAGLE-1/2 head is {config.sliding_window}; sliding-window "
+            "attention is not served."
+        )

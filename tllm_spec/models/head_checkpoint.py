@@ -1,0 +1,98 @@
+"""Reads the tensors of a published draft head and tells the kinds of heads apart. The modules that
+they fill are not known here."""
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tllm_spec.models.checkpoint import checkpoint_tensors
+from tllm_spec.models.config import read_json
+
+HeadKind = Literal["EAGLE-1/2", "EAGLE-3"]
+BIN = "pytorch_model.bin"
+# Keys of config.json that only EAGLE-3 heads have.
+_EAGLE3_KEYS = frozenset({"draft_vocab_size", "eagle_config", "speculators_model_type"})
+# Of the tensors, each kind has the first, and only EAGLE-3 has the second.
+_FC, _HIDDEN_NORM = "fc.weight", "hidden_norm.weight"
+
+
+def head_kind(path: Path) -> HeadKind | None:
+    """What the draft weights in the folder `path` are: by config.json, or else by the names of the
+    tensors. None: a language model, or neither says so.
+
+    Raises:
+        ValueError: a file is missing or not readable.
+    """
+    config = read_json(path / "config.json")
+    names = [str(name).lower() for name in config.get("architectures") or []]
+    if _EAGLE3_KEYS & config.keys() or any("eagle3" in name for name in names):
+        return "EAGLE-3"
+    if any("eagle" in name for name in names):
+        return "EAGLE-1/2"
+    marks = (_FC, _HIDDEN_NORM)
+    found = [name for name, _ in _stored(path, lambda name: name.endswith(marks))]
+    if any(name.endswith(_HIDDEN_NORM) for name in found):
+        return "EAGLE-3"
+    return "EAGLE-1/2" if any(name.endswith(_FC) for name in found) else None
+
+
+def head_tensors(
+    path: Path, kind: HeadKind, unused: tuple[str, ...], renamed: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """The memory-mapped tensors of the head in the folder `path`, without the prefix `model.`.
+
+    Args:
+        kind: named in errors.
+        unused: endings of the names of tensors that are left out.
+        renamed: beginnings of names to what they become.
+
+    Raises:
+        ValueError: no checkpoint, a file that is not readable, or two tensors of one name.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for stored, tensor in _stored(path, lambda name: True, is_needed=True):
+        name = _canonical(stored, renamed)
+        if name in tensors:
+            raise ValueError(f"The {kind} head in {path} has {name} twice, once as {stored}.")
+        if not name.endswith(unused):
+            tensors[name] = tensor
+    return tensors
+
+
+def _canonical(name: str, renamed: Mapping[str, str]) -> str:
+    name = name.removeprefix("model.")
+    for old, new in renamed.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _stored(
+    path: Path, wants: Callable[[str], bool], *, is_needed: bool = False
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Without a checkpoint raises ValueError if it is needed."""
+    if any(path.glob("model.safetensors*")):
+        return checkpoint_tensors(path, wants)
+    if (path / BIN).is_file():
+        return [each for each in _bin_tensors(path / BIN) if wants(each[0])]
+    if not is_needed:
+        return []
+    raise ValueError(
+        f"{path} has neither model.safetensors nor {BIN}; other weight formats are not read."
+    )
+
+
+def _bin_tensors(file: Path) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a pickled state dict. `weights_only` refuses pickles that run code."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{file} is not a readable file of tensors: {error}") from error
+    if not isinstance(state, dict) or not all(
+        isinstance(value, torch.Tensor) for value in state.values()
+    ):
+        raise ValueError(f"{file} must hold a dictionary of names to tensors.")
+    return list(state.items())

@@ -1,0 +1,99 @@
+"""FR-Spec (arXiv 2502.14856): a draft network that computes logits of the target's frequent tokens
+only. A file lists them; the position in the list is the draft's id of a token."""
+
+import json
+import pickle
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from tllm_spec.models.linear import Linear, OutputLinear
+from tllm_spec.models.module import Placement, specialize_for_cpu
+
+# What the readers raise for files that are not theirs: an unpickler raises whatever it runs into.
+_UNREADABLE = (
+    *(OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AssertionError),
+    *(struct.error, pickle.UnpicklingError, SafetensorError),
+)
+
+
+def read_token_map(path: Path, vocab_size: int) -> torch.Tensor:
+    """`[V_draft]` int64 on the CPU: the target's ids in the order of the file. It holds a list of
+    integers (`.json`), one tensor (`.safetensors`), or, for any other ending, what `torch.save`
+    wrote: a tensor or a list. `vocab_size`: what the ids must be below.
+
+    Raises:
+        ValueError: the file is missing, unreadable or no list of distinct ids of the vocabulary.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; token maps are files and are not downloaded")
+    ids = _as_ids(_content(path))
+    if ids is None:
+        raise ValueError(f"{path} must hold one list of token ids, which are integers")
+    if not len(ids):
+        raise ValueError(f"{path} is empty; at least one token id is needed")
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise ValueError(
+            f"{path} has the token id {int(outside[0])}; ids are 0 to {vocab_size - 1}"
+        )
+    repeated = (torch.bincount(ids) > 1).nonzero()
+    if len(repeated):
+        raise ValueError(f"{path} has the token id {int(repeated[0])} more than once")
+    return ids
+
+
+def reduced_output(layer: Linear, ids: torch.Tensor, placement: Placement) -> OutputLinear:
+    """An output layer with the rows `ids` of another one, which may be sharded: each rank has a
+    slice of its rows. Raises ValueError if their number cannot be split evenly over the ranks."""
+    mapping = placement.mapping
+    mapping.shard(len(ids), "the number of tokens in speculative_token_map")
+    local, ids = layer.weight.shape[0], ids.to(layer.weight.device)
+    own = ids - local * mapping.tp_rank
+    is_here = (own >= 0) & (own < local)
+    rows = layer.weight.new_zeros((len(ids), layer.weight.shape[1]))
+    rows[is_here] = layer.weight[own[is_here]]
+    placement.communicator.all_reduce(rows)  # every row is on one rank and 0 on the others
+    reduced = OutputLinear(rows.shape[1], len(ids), placement=placement)
+    share = reduced.weight.shape[0]
+    reduced.weight.copy_(rows.narrow(0, share * mapping.tp_rank, share))
+    specialize_for_cpu(reduced, placement)
+    return reduced
+
+
+def _content(path: Path) -> Any:
+    """What the file holds. `weights_only` refuses pickles that run code."""
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text(encoding="utf-8"))
+        if path.suffix == ".safetensors":
+            tensors = list(load_file(path).values())
+            return tensors[0] if len(tensors) == 1 else None
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except _UNREADABLE as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is not a readable token map: {reason}") from error
+
+
+def _as_ids(content: Any) -> torch.Tensor | None:
+    """None: it is not a list of integers."""
+    if isinstance(content, torch.Tensor):
+        is_list = content.dim() == 1 and not content.is_floating_point()
+        is_list = is_list and content.dtype != torch.bool and not content.is_complex()
+        return content.to(torch.int64) if is_list else None
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return None
+    numbers = [each.item() if _is_scalar(each) else each for each in content]
+    if any(type(each) is not int for each in numbers):
+        return None
+    fits = all(-(2**63) <= each < 2**63 for each in numbers)
+    return torch.tensor(numbers, dtype=torch.int64) if fits else None
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
