@@ -1,5 +1,5 @@
-"""Input of the first layer of an EAGLE-3 head: the normed embedding and the normed hidden state
-side by side, the residual stream, and the rows of the rotary table.
+"""Input of a draft head's first layer: the embedding and the hidden state side by side, normed or
+not, the residual stream, and the rows of the rotary table.
 
 `draft_input` is one Triton kernel if Triton is available, otherwise the plain-torch reference,
 which is the definition."""
@@ -28,7 +28,7 @@ class DraftInput:
     """For T rows, R of which are wanted."""
 
     both: torch.Tensor
-    """`[T, 2 H]`: the normed embedding, then the normed hidden state."""
+    """`[T, 2 H]`: the embedding, then the hidden state, both normed if there are norms."""
     total: torch.Tensor
     """`[R, H]`: a copy of the wanted hidden states."""
     rotary: Rotary
@@ -39,7 +39,7 @@ def draft_input(
     token_ids: torch.Tensor,
     table: torch.Tensor,
     hidden: torch.Tensor,
-    norms: DraftInputNorms,
+    norms: DraftInputNorms | None,
     rotary: Rotary,
     wanted: torch.Tensor | None = None,
 ) -> DraftInput:
@@ -49,7 +49,7 @@ def draft_input(
         token_ids: `[T]` int64, all of them valid (those of padding rows, too).
         table: `[V, H]`, of hidden's dtype, contiguous.
         hidden: `[T, H]`, any stride between rows; not changed.
-        norms: computed in float32, rounded once (`rms_norm`).
+        norms: computed in float32, rounded once (`rms_norm`); None: no norms.
         rotary: of the T rows.
         wanted: `[R]` int64, R <= T; None: all rows.
     """
@@ -57,9 +57,10 @@ def draft_input(
         return plain_draft_input(token_ids, table, hidden, norms, rotary, wanted)
     from tllm_spec.kernels.draft_input_triton import draft_input_triton
 
-    weights = (norms.embedding, norms.hidden)
+    weights = (None, None) if norms is None else (norms.embedding, norms.hidden)
+    eps = 0.0 if norms is None else norms.eps
     both, total, cos_sin = draft_input_triton(
-        token_ids, table, hidden, weights, norms.eps, rotary, wanted
+        token_ids, table, hidden, weights, eps, rotary, wanted
     )
     return DraftInput(both, total, replace(rotary, gathered=cos_sin))
 
@@ -68,13 +69,16 @@ def plain_draft_input(
     token_ids: torch.Tensor,
     table: torch.Tensor,
     hidden: torch.Tensor,
-    norms: DraftInputNorms,
+    norms: DraftInputNorms | None,
     rotary: Rotary,
     wanted: torch.Tensor | None = None,
 ) -> DraftInput:
     """Reference of `draft_input`. `Rotary` gathers its rows on demand."""
-    embedded = plain_rms_norm(F.embedding(token_ids, table), norms.embedding, norms.eps)
-    both = torch.cat((embedded, plain_rms_norm(hidden, norms.hidden, norms.eps)), -1)
+    embedded, state = F.embedding(token_ids, table), hidden
+    if norms is not None:
+        embedded = plain_rms_norm(embedded, norms.embedding, norms.eps)
+        state = plain_rms_norm(hidden, norms.hidden, norms.eps)
+    both = torch.cat((embedded, state), -1)
     return DraftInput(
         both, hidden.clone() if wanted is None else hidden.index_select(0, wanted), rotary
     )

@@ -24,13 +24,13 @@ def draft_input_triton(
     token_ids: torch.Tensor,
     table: torch.Tensor,
     hidden: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
     eps: float,
     rotary: Rotary,
     wanted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `draft_input`. Returns both, total, and the rows of the rotary table. weights and eps: of
-    the norms."""
+    the norms; None: no norms."""
     (num_rows, size), num_wanted = hidden.shape, len(hidden if wanted is None else wanted)
     assert (
         token_ids.is_contiguous() and table.is_contiguous() and (hidden.stride(1) == 1 or size == 1)
@@ -90,17 +90,17 @@ def draft_input_kernel(
     begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 0:
-        embedding = table + tl.load(token_ids + row) * SIZE
-        _norm(embedding, embedding_weight, both + row * 2 * SIZE, eps, SIZE, BLOCK)
+        embedding, output = table + tl.load(token_ids + row) * SIZE, both + row * 2 * SIZE
+        if embedding_weight is None:
+            _copy(embedding, output, SIZE, BLOCK)
+        else:
+            _norm(embedding, embedding_weight, output, eps, SIZE, BLOCK)
     elif part == 1:
-        _norm(
-            hidden + row * hidden_stride,
-            hidden_weight,
-            both + (row * 2 + 1) * SIZE,
-            eps,
-            SIZE,
-            BLOCK,
-        )
+        state, output = hidden + row * hidden_stride, both + (row * 2 + 1) * SIZE
+        if hidden_weight is None:
+            _copy(state, output, SIZE, BLOCK)
+        else:
+            _norm(state, hidden_weight, output, eps, SIZE, BLOCK)
     elif part == 2:
         if row < num_wanted:
             if wanted is None:

@@ -29,7 +29,7 @@ OVERLAPPING = {
     *("plain", "eagle3_one_model", "eagle3_two_model", "adaptive", "adaptive_ema"),
     *("eagle3_dynamic_tree", "eagle3_static_tree", "adaptive_trees"),
     *("draft_target", "draft_target_one_model", "draft_target_onnxruntime"),
-    *("draft_target_token_map", "rejection_sampling", "schedule", "tensor_parallel", "mtp"),
+    *("rejection_sampling", "schedule", "tensor_parallel", "mtp", "draft_target_token_map"),
 }
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 

@@ -93,6 +93,17 @@ def test_a_token_map_is_refused_without_draft_weights_of_its_own(
         LlmArgs.from_kwargs("m", **speculate(config | {"speculative_token_map": "hot.pt"}))
 
 
+def test_a_network_outside_torch_has_no_token_map() -> None:
+    options = eagle3(
+        decoding_type="Draft_Target",
+        draft_backend="onnxruntime",
+        draft_target_one_model=True,
+        speculative_token_map="hot.pt",
+    )
+    with pytest.raises(ValueError, match=r"own round; its network has no token map; accepted"):
+        LlmArgs.from_kwargs("m", **speculate(options))
+
+
 def test_a_token_map_may_be_a_path() -> None:
     options = eagle3(decoding_type="Draft_Target", speculative_token_map=Path("some/hot.pt"))
     config = LlmArgs.from_kwargs("m", **speculate(options)).speculative_config

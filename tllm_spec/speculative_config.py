@@ -75,7 +75,7 @@ class DraftTargetDecodingConfig(DraftTreeDecodingConfig, DraftModelDecodingConfi
         if self.drafts_trees:
             reasons.append("its network drafts chains, not trees")
         if self.speculative_token_map is not None:
-            reasons.append("its network has the whole vocabulary, not speculative_token_map")
+            reasons.append("its network has no token map")
         if reasons:
             raise ValueError(
                 f"draft_backend = {self.draft_backend!r} is refused: {'; '.join(reasons)}; "

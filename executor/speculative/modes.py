@@ -174,9 +174,9 @@ def _build_draft_target(config: DecodingBaseConfig, around: Surroundings) -> Spe
         return _one_model(config, around)
     assert around.draft is not None
     engine, kv = around.draft.engine, DraftKVManager(around.draft.kv)
-    model = engine.model if isinstance(engine, ModelEngine) else None
-    shard = None if model is None else model.lm_head.shard
-    token_map = None if model is None else model.draft_to_target
+    shard, token_map = None, None
+    if isinstance(engine, ModelEngine):
+        shard, token_map = engine.model.lm_head.shard, engine.model.draft_to_target
     sampling = draft_sampling_of(shard, around.sampler, _draws(config), token_map)
     parts = kv, around.slots, around.sampler.groups, sampling, around.max_num_tokens
     drafter: ModelDrafter

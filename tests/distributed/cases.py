@@ -26,7 +26,7 @@ DRAFT_MODEL = {
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
 TREE = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4, "max_total_draft_tokens": 12}
 TOKEN_MAP = {"speculative_token_map": "zoo:llama-draft/token_map.json"}
-# For the caller's target, and with its tokens in another order.
+# For the tiny targets, and with their tokens in another order.
 EAGLE = {
     "decoding_type": "Eagle",
     "max_draft_len": 3,
@@ -137,6 +137,11 @@ class Case:
             }
         if num_ranks == 1:
             options.pop("moe_expert_parallel_size", None)
+        if (spec := options.get("speculative_config")) is not None:
+            options["speculative_config"] = {
+                name: value.format(folder=folder) if isinstance(value, str) else value
+                for name, value in spec.items()
+            }
         model = self.model if self.model.startswith("zoo:") else f"{folder}/{self.model}"
         with ExitStack() as stack:
             if self.tiers:
@@ -190,7 +195,7 @@ CASES: dict[str, Case] = {
     "divided-experts": Case(
         model="qwen2-moe", options={"moe_expert_parallel_size": 2, "speculative_config": NGRAM}
     ),
-    "eagle": Case("qwen2-moe", options={"speculative_config": EAGLE}, run=generate_twice),
+    "eagle": Case("qwen2-moe", {"speculative_config": EAGLE}, generate_twice),
     "draft-model-token-map-one-model": Case(
         options={"speculative_config": DRAFT_MODEL | TOKEN_MAP | {"draft_target_one_model": True}},
         accepts=True,

@@ -26,13 +26,13 @@ HEAD: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size"
 
 
 def save_eagle(folder: Path) -> None:
-    """An EAGLE-1/2 head of qwen2-moe, and a token map that turns the order of its tokens."""
-    sizes = {"hidden_size": 64, "vocab_size": VOCAB_SIZE, "num_heads": 4, "num_kv_heads": 2}
-    write_tiny_eagle(folder, **sizes)
-    (folder / "tokens.json").write_text(json.dumps(list(range(VOCAB_SIZE))[::-1]))
+    """With a token map of all tokens, in another order."""
+    write_tiny_eagle(folder, hidden_size=64, vocab_size=128, num_heads=4, num_kv_heads=2)
+    (folder / "tokens.json").write_text(json.dumps(list(range(128))[::-1]))
 
 
 SAVERS = {
+    "eagle": save_eagle,
     "qwen2-moe": lambda folder: save_checkpoint(folder, "Qwen2Moe", **QWEN2),
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),

@@ -1,4 +1,4 @@
-"""The input of an EAGLE-3 head's first layer: the kernel against its reference, and both against
+"""The input of a draft head's first layer: the kernel against its reference, and both against
 the formula in float64."""
 
 from dataclasses import replace
@@ -154,6 +154,18 @@ def test_a_nan_stays_in_its_own_half_of_its_row(device: str) -> None:
     given[2][1, 7] = torch.nan
     halves = draft_input(*given).both.view(4, 2, 192).isnan().any(-1)
     assert halves.nonzero().tolist() == [[1, 1]]
+
+
+@on_each_kernel_device
+@on_each_shape
+def test_without_norms_both_halves_are_copies(shape: tuple[int, int], device: str) -> None:
+    token_ids, table, hidden, _, rotary = arguments(shape, torch.bfloat16, device)
+    wanted = token_ids[:0]
+    for make in (draft_input, plain_draft_input):
+        found = make(token_ids, table, hidden, None, rotary, wanted)
+        assert torch.equal(found.both, torch.cat((table[token_ids], hidden), -1))
+        assert found.total.shape == (0, shape[1])
+        assert torch.equal(found.rotary.cos_sin, rotary.table[rotary.positions])
 
 
 @on_each_kernel_device

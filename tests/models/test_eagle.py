@@ -120,7 +120,7 @@ def test_an_embedding_and_an_output_layer_of_the_checkpoint_are_left_out(
     target: CausalLM, tmp_path: Path
 ) -> None:
     head = load_head(write_tiny_eagle(tmp_path / "head"), target)  # whose own ones are zeros
-    assert head.output_layer is target.get_submodule("lm_head")
+    assert head.output is target.get_submodule("lm_head")
     assert head.borrowed.embed_tokens is target.get_submodule("model.embed_tokens")
     assert not any("embed" in name or "lm_head" in name for name in weights_of(head))
 

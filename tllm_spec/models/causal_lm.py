@@ -23,7 +23,7 @@ class CausalLM(Module, ABC):
 
     @property
     def num_logits(self) -> int:
-        """Of one row, over all ranks."""
+        """Of one row, on all ranks together."""
         ids = self.draft_to_target
         return self.config.vocab_size if ids is None else len(ids)
 

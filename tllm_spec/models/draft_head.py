@@ -60,13 +60,13 @@ class DraftHead(Module, ABC):
 
     @property
     def num_logits(self) -> int:
-        """Of one row."""
+        """Of one row, on all ranks together."""
         ids = self.draft_to_target
         return self.config.vocab_size if ids is None else len(ids)
 
     @property
-    def output_layer(self) -> OutputLinear:
-        """The head's own, or the target's."""
+    def output(self) -> OutputLinear:
+        """The head's own output layer, or the target's."""
         return self.borrowed.lm_head if self.lm_head is None else self.lm_head
 
     def keep_tokens(self, ids: torch.Tensor, placement: Placement) -> None:
@@ -77,7 +77,7 @@ class DraftHead(Module, ABC):
                 "speculative_token_map is refused: d2t of the head already says which tokens it "
                 "drafts; accepted: null"
             )
-        self.lm_head = reduced_output(self.output_layer, ids, placement)
+        self.lm_head = reduced_output(self.output, ids, placement)
         self.draft_to_target = ids.to(self.device)
 
     @abstractmethod
@@ -108,4 +108,4 @@ class DraftHead(Module, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`."""
+        """`[R, H]`, as `forward` returns it, to `[R, V_draft]`, or this rank's columns."""

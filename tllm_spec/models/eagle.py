@@ -12,6 +12,7 @@ from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.distributed.communicator import SINGLE, Communicator
+from tllm_spec.kernels.draft_input import draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import BorrowedModules, DraftHead
@@ -70,18 +71,18 @@ class EagleHead(DraftHead):
         hidden: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
+        table, no_rows = self.borrowed.embed_tokens.weight, input_ids[:0]
         rotary = Rotary(self.cos_sin, positions)
-        embedded = self.borrowed.embed_tokens.forward(input_ids)
-        total = self.fc.forward(torch.cat((embedded, hidden), -1))
+        given = draft_input(input_ids, table, hidden, None, rotary, no_rows)
+        total = self.fc.forward(given.both)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            total = layer.forward(
-                total, rotary, context, context.wanted if number == last else None
-            )
+            wanted = context.wanted if number == last else None
+            total = layer.forward(total, given.rotary, context, wanted)
         return total
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.output_layer.forward(hidden)
+        return self.output.forward(hidden)
 
 
 def load_eagle_head(

@@ -172,7 +172,7 @@ class Eagle3Head(DraftHead):
         return self.norm.forward(total) if self.config.norm_output and len(total) else total
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.output_layer.forward(hidden, None if self.config.norm_output else self.norm)
+        return self.output.forward(hidden, None if self.config.norm_output else self.norm)
 
 
 def load_eagle3_head(

@@ -1,4 +1,4 @@
-"""Checks of a draft model, head or MTP modules before anything is loaded."""
+"""Checks of a draft model, a head or MTP modules before anything is loaded."""
 
 import logging
 from pathlib import Path
@@ -46,13 +46,12 @@ def check_draft(draft: DraftModel | None, tokenizer: Tokenizer | None, target: M
 
 def _check_kind(draft: DraftModel, folder: Path) -> None:
     option = f"speculative_config.speculative_model = {draft.path!r}"
-    config = read_json(folder / "config.json")
-    if is_exported(config):
+    if is_exported(read_json(folder / "config.json")):
         raise ValueError(f"{option} has MTP modules; use it with decoding_type: MTP")
     kind = head_kind(folder)
     if kind is None:
         # Some published heads have no more than a Llama's configuration of one layer.
-        num_layers = config.get("num_hidden_layers", 1)
+        num_layers = read_json(folder / "config.json").get("num_hidden_layers", 1)
         if draft.is_head and num_layers != 1:
             raise ValueError(
                 f"{option} is a language model of {num_layers} layers, not an "

@@ -166,8 +166,9 @@ class CausalNet(DraftNet):
     def __init__(self, model: CausalLM, input_vocab_size: int) -> None:
         self._model = model
         self.has_one_layer = model.config.num_layers == 1
-        self.vocab_size, self.shard = model.num_logits, model.lm_head.shard
+        self.vocab_size = model.num_logits
         self.token_map = model.draft_to_target
+        self.shard = model.lm_head.shard
         self._last_token_id = model.config.vocab_size - 1
         self._clamps = input_vocab_size > model.config.vocab_size
 
