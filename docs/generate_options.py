@@ -56,8 +56,6 @@ def page() -> str:
     parts.append(table(model_rows(DecodingBaseConfig)))
     parts += ["For `Draft_Target`, `Eagle` and `Eagle3`:\n"]
     parts.append(table(model_rows(DraftModelDecodingConfig, own=True)))
-    parts += ["For `Eagle` and `Eagle3`:\n"]
-    parts.append(table(model_rows(EagleHeadDecodingConfig, own=True)))
     parts += ["For draft trees of `Draft_Target`, `Eagle`, `Eagle3` and `MTP`:\n"]
     parts.append(table(model_rows(DraftTreeDecodingConfig, own=True)))
     parts += ["For `Eagle` and `Eagle3`:\n"]

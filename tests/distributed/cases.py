@@ -130,11 +130,6 @@ class Case:
         """On rank 0. The other processes of mpirun end with SystemExit."""
         options: dict[str, Any] = {"device": "cpu", "max_batch_size": 8, **self.options}
         options["skip_tokenizer_init"] = not self.model.startswith("zoo:")
-        if (spec := options.get("speculative_config")) is not None:
-            options["speculative_config"] = {
-                name: value.format(folder=folder) if isinstance(value, str) else value
-                for name, value in spec.items()
-            }
         if num_ranks == 1:
             options.pop("moe_expert_parallel_size", None)
         if (spec := options.get("speculative_config")) is not None:

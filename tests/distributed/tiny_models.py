@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.deepseek import save_deepseek
-from tests.models.helpers import VOCAB_SIZE, save_checkpoint
+from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_predictable
 from tests.models.test_llama4 import save_llama4
 from tests.models.tiny_eagle import write_tiny_eagle
@@ -32,7 +32,6 @@ def save_eagle(folder: Path) -> None:
 
 
 SAVERS = {
-    "eagle": save_eagle,
     "qwen2-moe": lambda folder: save_checkpoint(folder, "Qwen2Moe", **QWEN2),
     "qwen3-moe": lambda folder: save_checkpoint(folder, "Qwen3Moe", **QWEN3),
     "mixtral": lambda folder: save_checkpoint(folder, "Mixtral", num_local_experts=4),

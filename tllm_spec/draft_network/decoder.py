@@ -110,7 +110,7 @@ class Decoder(Generic[Value]):
     ) -> Value:
         """The residual stream after the layer; after the last one, of the last rows only."""
         emit, attention = self._emit, layer.self_attn
-        assert layer.input_layernorm is not None, "only a head's layer has no norm"
+        assert isinstance(attention, Attention) and layer.input_layernorm is not None
         normed = self._norm(hidden, layer.input_layernorm)
         attended = self._attend(index, attention, normed, step)
         if is_last:

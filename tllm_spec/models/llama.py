@@ -112,7 +112,7 @@ class DecoderLayer(Module):
     """Pre-norm block that adds to the residual stream, in place if all rows are wanted."""
 
     input_layernorm: RMSNorm | None
-    self_attn: Attention
+    self_attn: SelfAttention
     mlp: MLP | SparseMoE
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:

@@ -84,7 +84,7 @@ class HeadNet(DraftNet):
         self.has_one_layer = head.config.num_layers == 1
         self.vocab_size = head.num_logits
         self.token_map = head.draft_to_target
-        self.shard = head.output_layer.shard
+        self.shard = head.output.shard
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
         return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
