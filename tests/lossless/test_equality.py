@@ -34,8 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "max_num_tokens": 16,
     },
-    "preemption_of_3": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 336}},
-    "preemption_of_8": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 800}},
+    "preemption_of_3": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 400}},
+    "preemption_of_8": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 900}},
 }
 # A request that is alone always fits, so it is never preempted.
 BATCH_SIZES = {
