@@ -3,12 +3,13 @@ round before, then masks are filled, then the rest is launched. The text is that
 
 from itertools import chain
 from pathlib import Path
+from random import Random
 from threading import current_thread
 from typing import Any
 
 import pytest
 
-from tests.executor.draft_caches import SMALL_POOL
+from tests.executor.draft_caches import SMALL_POOL, random_lengths, with_lengths
 from tests.executor.draft_graphs import assert_same, captures_without_a_device
 from tests.executor.graph_rounds import MODES, on_cuda, speculate, with_graphs
 from tests.executor.guided_rounds import (
@@ -77,6 +78,22 @@ def test_guided_text_is_that_without_graphs_and_overlap(
     assert_same(ours, theirs)
     assert_grammatical(ours)
     assert {len(harness.responses[r.request_id]) for r in ours} == {1}
+    assert all_pages_are_back(harness.executor)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
+def test_guided_text_does_not_depend_on_draft_lengths_that_change_from_round_to_round(
+    tiny: Path, tiny_draft: Path, head: Path, depth: list[int], mode: str, has_graphs: bool
+) -> None:
+    speculation = speculate(tiny_draft, head, mode)
+    harness = with_graphs(tiny, SIZES, {0, 1, 2, 3}, **speculation) if has_graphs else None
+    harness, plain = harness or Harness(tiny, **speculation), Harness(tiny, **NO_OVERLAP)
+    with_lengths(harness, random_lengths(Random(5)))
+    ours, theirs = submit_guided(harness, 12), submit_guided(plain, 12)
+    harness.run()
+    plain.run()
+    assert list(map(output_of, ours)) == list(map(output_of, theirs))
     assert all_pages_are_back(harness.executor)
 
 
