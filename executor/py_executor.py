@@ -10,7 +10,8 @@ round too many, whose results are dropped. Its slot and pages can go to others a
 device works in order. Where all running requests may turn out to be finished, the host reads first.
 
 Where the next round needs the tokens on the host (a host drafter, a logits processor), the device
-still runs while the host schedules; only then the host reads, drafts and launches."""
+still runs while the host schedules; only then the host reads, drafts and launches. With a grammar
+the host reads between a round's two launches, the forward and what follows."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -191,8 +192,8 @@ class PyExecutor:
             self._reading = ScheduledBatch()
 
     def _needs_all_tokens(self, draft_len: int) -> bool:
-        """Whether a drafter, a user's logits processor or a grammar must see the requests' tokens
-        before the next round is launched."""
+        """Whether a drafter or a user's logits processor must see the requests' tokens before the
+        next round is launched."""
         overlaps = self.parts.drafts_in_flight if draft_len else self.parts.plain_in_flight
         return not overlaps or any(map(_needs_host_tokens, self.scheduler.running))
 

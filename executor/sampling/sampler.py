@@ -2,8 +2,8 @@
 
 The choice at a position is a function of its logits, the request's parameters and noise keyed by
 (seed, position, token). It does not depend on drafts. A draft is accepted when it equals the
-choice. Nothing here waits for the device, except for
-a request's logits processors and drafts under a grammar."""
+choice. Nothing here waits for the device, except for a request's logits processors, and for the
+round before under a grammar."""
 
 import torch
 
