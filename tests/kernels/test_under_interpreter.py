@@ -25,7 +25,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "tree_attention": 9,
         "batch_invariant_tree": 3,
         "lossless/deterministic": 3,
-        "latent_attention": 13,
+        "latent_attention": 21,
         "latent_write": 10,
         "head_gemm": 24,
     },

@@ -288,6 +288,23 @@ def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("one_model", [True, False])
+def test_trees_on_a_gpu_with_cuda_graphs_give_the_text_of_the_cpu(
+    one_model: bool, tree: str, setting: str, with_mtp: Path, plain_of_mtp: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP", "mtp_eagle_one_model": one_model} | TREES[tree]
+    options = {"device": "cuda", "dtype": "float32", "cuda_graph_config": {"batch_sizes": [1, 3]}}
+    found, acceptance_length = texts(
+        with_mtp, speculative_config=mtp, **(SETTINGS[setting] | options)
+    )
+    assert found == plain_of_mtp
+    assert acceptance_length > 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_gives_every_bit_of_a_request_alone(dtype: str, with_mtp: Path) -> None:
     mtp = {"decoding_type": "MTP", "max_draft_len": 2}

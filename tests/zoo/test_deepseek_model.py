@@ -63,3 +63,17 @@ def test_the_models_own_modules_are_accepted_on_heldout_code(
     found, acceptance_length = generate(prompts, speculative_config=mtp)
     assert found == plain
     assert acceptance_length >= bar
+
+
+@pytest.mark.parametrize(
+    "one_model", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one", "two"]
+)
+def test_a_tree_of_the_models_own_module_is_accepted_further_than_a_chain(
+    one_model: bool, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    mtp = {"decoding_type": "MTP", "max_draft_len": 3, "mtp_eagle_one_model": one_model}
+    tree = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 12}
+    found, of_tree = generate(prompts, speculative_config=mtp | tree)
+    assert found == plain
+    _, of_chain = generate(prompts, speculative_config=mtp)
+    assert of_tree > of_chain + 0.2
