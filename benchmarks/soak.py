@@ -118,7 +118,8 @@ async def client(target: Target, random: Random, leaves: bool) -> str:
             if number == num_events:
                 return "left"
         return "error event" if has_error else "whole"
-    except HttpError:
+    except HttpError as error:
+        print(f"refused: {error}", flush=True)
         return "refused"
     except OSError:
         return "cut"

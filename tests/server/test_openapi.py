@@ -43,7 +43,12 @@ def values_of(schema: Any, root: Any) -> st.SearchStrategy[Any]:
     """Values that match a schema of this server, or nearly."""
     if "$ref" in schema:
         return values_of(root["components"]["schemas"][schema["$ref"].split("/")[-1]], root)
-    if "anyOf" in schema:
+    if schema.get("anyOf") and "properties" in schema:
+        ways = [schema | each for each in schema["anyOf"]]
+        names = schema.get("required", [])
+        merged = [way | {"required": names + way["required"], "anyOf": []} for way in ways]
+        return st.one_of([values_of(each, root) for each in merged])
+    if schema.get("anyOf"):
         return st.one_of([values_of(each, root) for each in schema["anyOf"]])
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     FailFast,
     Field,
     SkipValidation,
@@ -196,7 +197,7 @@ class GenerationRequest(BodyModel):
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str] | None, Field(json_schema_extra={"minItems": 1})] = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -293,6 +294,10 @@ def _join_text_parts(content: object) -> object:
 
 class ChatMessage(BodyModel):
     """One message. `name` is passed to the chat template."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]}
+    )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
