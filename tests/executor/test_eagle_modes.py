@@ -131,14 +131,16 @@ def test_the_drafts_of_graphs_are_those_of_eager_rounds(
     assert figures(requests) == figures(expected) and len(num_replays(graphed)) > 2
 
 
-@pytest.mark.parametrize("one_model", [True, False])
-def test_a_head_drafts_for_a_target_with_latent_attention(tmp_path: Path, one_model: bool) -> None:
+@pytest.mark.parametrize(("one_model", "shape"), [(True, "dynamic trees"), (False, "chains")])
+def test_a_head_drafts_for_a_target_with_latent_attention(
+    tmp_path: Path, one_model: bool, shape: str
+) -> None:
     save_deepseek(tmp_path / "target", "DeepseekV3")
     sizes = {"hidden_size": 64, "vocab_size": 128, "num_heads": 4, "num_kv_heads": 2}
     head = write_tiny_eagle(tmp_path / "head", **sizes)
+    speculation = eagle(head, DRAFT_LEN, eagle3_one_model=one_model, **SHAPES[shape])
     pair = [
-        Harness(tmp_path / "target", max_seq_len=64, **options)
-        for options in ({}, eagle(head, DRAFT_LEN, eagle3_one_model=one_model))
+        Harness(tmp_path / "target", max_seq_len=64, **options) for options in ({}, speculation)
     ]
     expected, requests = (
         [each.submit([i, *PROMPT], 40, temperature=HOT * (i % 2), seed=i) for i in range(4)]
