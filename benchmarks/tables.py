@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from benchmarks import (
+    adaptive_trees_h200,
     cpu,
     deepseek,
     draft_sampling,
     gpu_kernels,
+    guided,
     moe,
     ngram,
     rounds,
+    serving_load,
     tree_kernels,
     trees,
 )
@@ -29,6 +32,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "performance-moe.md",
     ROOT / "docs" / "performance-trees.md",
+    ROOT / "docs" / "guided-decoding.md",
 )
 SCRIPTS: Sequence[ModuleType] = (
     rounds,
@@ -40,6 +44,8 @@ SCRIPTS: Sequence[ModuleType] = (
     deepseek,
     tree_kernels,
     trees,
+    adaptive_trees_h200,
+    guided,
 )
 
 
@@ -55,6 +61,10 @@ def all_tables() -> dict[str, list[str]]:
     adaptive = load("adaptive_h200")
     title = "Adaptive draft lengths: `python -m benchmarks.adaptive_h200 --time-limit 440`"
     found[title] = _block(adaptive.get("about", {}), adaptive_table(adaptive))
+    load_result = load("serving_load")
+    lines = serving_load.rows_table(load_result["rows"])
+    title = "Streamed clients, 512 in / 256 out: `python -m benchmarks.serving_load`"
+    found[title] = _block(load_result["about"], lines)
     for script in SCRIPTS:
         name = script.__name__.rpartition(".")[2]
         results = load(name)
