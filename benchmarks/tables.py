@@ -32,6 +32,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "performance-moe.md",
     ROOT / "docs" / "performance-trees.md",
+    ROOT / "docs" / "performance-serving.md",
     ROOT / "docs" / "guided-decoding.md",
 )
 SCRIPTS: Sequence[ModuleType] = (

@@ -59,7 +59,8 @@ def test_the_kernels_of_slots_and_kv_compile() -> None:
     no_rates = {"bounds": None, "seeds": None, "num_ranks": 1, "ranks_block": 1}
     check(_accept, 1, (*slots, *accept), **sizes, **no_rates)
     trees = ("all_depths", "all_bits", "tokens", "parents", "depths", "bits", "draft_limits")
-    check(_write, 1, (*slots, *trees), width=33, block=64, PDL=True)
+    check(_write, 1, (*slots, *trees), width=33, block=64, PDL=True, num_drafts=None)
+    check(_write, 1, (*slots, *trees, "num_drafts"), width=33, block=64, PDL=True)
     paths = {"PAGE_SIZE": 32, "WIDTH": 512, "STEPS": 8, "BLOCK": 512, "PDL": True}
     check(move_kv_kernel, 4, ("all_first", "rows", "lens"), **paths)
 
