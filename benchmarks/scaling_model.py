@@ -102,8 +102,9 @@ def round_seconds(
         rows_of_expert = rows * shape.top_k / expert_parts / hit
         sparse = EXPERT_SECONDS + gemm_seconds(read, rows_of_expert, size)
         sparse += gemm_seconds(shape.shared / devices, rows, size)
-    sums = 2 * all_reduce_seconds(2 * rows * shape.hidden, devices)
-    seconds = shape.layers * (layer + sums) + shape.sparse_layers * sparse
+    summed = all_reduce_seconds(2 * rows * shape.hidden, devices)
+    seconds = shape.layers * (layer + 2 * summed) + shape.sparse_layers * sparse
+    seconds += summed  # of embeddings
     seconds += (shape.layers - shape.sparse_layers) * dense
     return seconds + _output_seconds(shape, shape.vocab, rows, devices)
 
@@ -132,7 +133,7 @@ def eagle3_seconds(
 def _head_seconds(shape: Shape, rows: int, batch: int, context: float, devices: int) -> float:
     kv = batch * context * shape.kv_bytes / min(devices, shape.kv_parts) / KV_BANDWIDTH
     layer = 2 * LAYER_SECONDS + kv + gemm_seconds(shape.head_layer / devices, rows, 2)
-    sums = 2 * all_reduce_seconds(2 * rows * shape.hidden, devices)
+    sums = 3 * all_reduce_seconds(2 * rows * shape.hidden, devices)  # with the embeddings'
     return layer + sums + _output_seconds(shape, shape.head_vocab, batch, devices)
 
 

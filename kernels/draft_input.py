@@ -36,7 +36,7 @@ class DraftInput:
 
 
 def draft_input(
-    token_ids: torch.Tensor,
+    token_ids: torch.Tensor | None,
     table: torch.Tensor,
     hidden: torch.Tensor,
     norms: DraftInputNorms | None,
@@ -46,8 +46,9 @@ def draft_input(
     """Batch-invariant: a row depends on its own token and hidden state only.
 
     Args:
-        token_ids: `[T]` int64, all of them valid (those of padding rows, too).
-        table: `[V, H]`, of hidden's dtype, contiguous.
+        token_ids: `[T]` int64, all of them valid (those of padding rows, too); None: row t's
+            embedding is the table's row t.
+        table: `[V, H]`, or `[T, H]` without ids, of hidden's dtype, contiguous.
         hidden: `[T, H]`, any stride between rows; not changed.
         norms: computed in float32, rounded once (`rms_norm`); None: no norms.
         rotary: of the T rows.
@@ -66,7 +67,7 @@ def draft_input(
 
 
 def plain_draft_input(
-    token_ids: torch.Tensor,
+    token_ids: torch.Tensor | None,
     table: torch.Tensor,
     hidden: torch.Tensor,
     norms: DraftInputNorms | None,
@@ -74,7 +75,7 @@ def plain_draft_input(
     wanted: torch.Tensor | None = None,
 ) -> DraftInput:
     """Reference of `draft_input`. `Rotary` gathers its rows on demand."""
-    embedded, state = F.embedding(token_ids, table), hidden
+    embedded, state = table if token_ids is None else F.embedding(token_ids, table), hidden
     if norms is not None:
         embedded = plain_rms_norm(embedded, norms.embedding, norms.eps)
         state = plain_rms_norm(hidden, norms.hidden, norms.eps)

@@ -21,7 +21,7 @@ _PARTS = 4  # programs per row: embedding, hidden state, copy, rotary
 
 
 def draft_input_triton(
-    token_ids: torch.Tensor,
+    token_ids: torch.Tensor | None,
     table: torch.Tensor,
     hidden: torch.Tensor,
     weights: tuple[torch.Tensor | None, torch.Tensor | None],
@@ -32,9 +32,8 @@ def draft_input_triton(
     """See `draft_input`. Returns both, total, and the rows of the rotary table. weights and eps: of
     the norms; None: no norms."""
     (num_rows, size), num_wanted = hidden.shape, len(hidden if wanted is None else wanted)
-    assert (
-        token_ids.is_contiguous() and table.is_contiguous() and (hidden.stride(1) == 1 or size == 1)
-    )
+    assert table.is_contiguous() and (hidden.stride(1) == 1 or size == 1)
+    assert len(table) == num_rows if token_ids is None else token_ids.is_contiguous()
     assert num_wanted <= num_rows and table.dtype == hidden.dtype
     assert rotary.table.is_contiguous() and rotary.positions.is_contiguous()
     both, total = hidden.new_empty(num_rows, 2 * size), hidden.new_empty(num_wanted, size)
@@ -90,7 +89,11 @@ def draft_input_kernel(
     begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 0:
-        embedding, output = table + tl.load(token_ids + row) * SIZE, both + row * 2 * SIZE
+        if token_ids is None:
+            token = row
+        else:
+            token = tl.load(token_ids + row)
+        embedding, output = table + token * SIZE, both + row * 2 * SIZE
         if embedding_weight is None:
             _copy(embedding, output, SIZE, BLOCK)
         else:

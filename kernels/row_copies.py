@@ -1,5 +1,5 @@
-"""Copies of rows: a gather from a table, a copy between buffers of different widths, and writes
-into ring buffers.
+"""Copies of rows: a gather from a table or from a slice of one, a copy between buffers of different
+widths, and writes into ring buffers.
 
 Each is one Triton kernel if Triton is available, otherwise the plain-torch reference, which is the
 definition. For the few rows of a generation round torch's kernels read one row after another, and
@@ -20,6 +20,25 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     from tllm_spec.kernels.row_copies_triton import gather_rows_triton
 
     return gather_rows_triton(table, rows)
+
+
+def gather_slice_rows(table: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
+    """As `gather_rows`, where `table` is the slice of a larger table from its row `first` on; zeros
+    for rows outside the slice. table: `[N, W]`, contiguous, N >= 1."""
+    if not has_kernels(table.device):
+        return gather_slice_rows_reference(table, rows, first)
+    from tllm_spec.kernels.row_copies_triton import gather_slice_rows_triton
+
+    return gather_slice_rows_triton(table, rows, first)
+
+
+def gather_slice_rows_reference(
+    table: torch.Tensor, rows: torch.Tensor, first: int
+) -> torch.Tensor:
+    """See `gather_slice_rows`. A fill and no product with 0: a row may have NaNs."""
+    inside = (rows - first).clamp_(0, len(table) - 1)
+    is_outside = (inside != rows - first).unsqueeze(1)
+    return table.index_select(0, inside).masked_fill_(is_outside, 0)
 
 
 def copy_rows(source: torch.Tensor, destination: torch.Tensor) -> None:

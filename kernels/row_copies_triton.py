@@ -22,6 +22,26 @@ def gather_rows_triton(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return output
 
 
+def gather_slice_rows_triton(table: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
+    """See `gather_slice_rows`."""
+    assert rows.is_contiguous() and table.is_contiguous()
+    (num_rows, size), output = table.shape, table.new_empty(len(rows), table.shape[1])
+    if output.numel():
+        block = _block(size, table.element_size())
+        gather_slice_rows_kernel[(len(rows), triton.cdiv(size, block))](
+            table,
+            rows,
+            output,
+            first,
+            num_rows,
+            SIZE=size,
+            BLOCK=block,
+            **programmatic_launch(table.device),
+            num_warps=_WARPS,
+        )
+    return output
+
+
 def copy_rows_triton(source: torch.Tensor, destination: torch.Tensor) -> None:
     """See `copy_rows`."""
     assert source.shape == destination.shape and source.dtype == destination.dtype
@@ -107,6 +127,28 @@ def copy_rows_kernel(
     _copy_part(
         source + from_row * source_stride, destination + row * destination_stride, part, SIZE, BLOCK
     )
+
+
+@triton.jit(do_not_specialize=["first", "num_rows"], do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
+def gather_slice_rows_kernel(
+    table: tl.tensor,
+    rows: tl.tensor,
+    output: tl.tensor,
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (rows, parts of a row)."""
+    begin(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    inside = tl.load(rows + row) - first
+    is_inside = (inside >= 0) & (inside < num_rows)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    real = columns < SIZE
+    values = tl.load(table + inside * SIZE + columns, mask=real & is_inside, other=0)
+    tl.store(output + row * SIZE + columns, values, mask=real)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "tokens"])  # type: ignore[untyped-decorator]  # triton has no types

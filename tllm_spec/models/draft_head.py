@@ -32,8 +32,8 @@ class BorrowedModules:
         )
         assert isinstance(embed_tokens, Embedding) and isinstance(lm_head, OutputLinear)
         if tied and lm_head.weight is not embed_tokens.weight:
-            rows, columns = embed_tokens.weight.shape
-            lm_head = OutputLinear(columns, rows, placement=placement, tied=embed_tokens.weight)
+            weight, rows = embed_tokens.weight, embed_tokens.num_embeddings
+            lm_head = OutputLinear(weight.shape[1], rows, placement=placement, tied=weight)
         return cls(embed_tokens, lm_head)
 
 

@@ -71,9 +71,9 @@ class EagleHead(DraftHead):
         hidden: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
-        table, no_rows = self.borrowed.embed_tokens.weight, input_ids[:0]
+        ids, table = self.borrowed.embed_tokens.lookup(input_ids)
         rotary = Rotary(self.cos_sin, positions)
-        given = draft_input(input_ids, table, hidden, None, rotary, no_rows)
+        given = draft_input(ids, table, hidden, None, rotary, input_ids[:0])
         total = self.fc.forward(given.both)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):

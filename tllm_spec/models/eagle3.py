@@ -77,7 +77,8 @@ class Eagle3Layer(Module):
         """See `draft_input`. The norms that are specialised for a CPU are faster there than its
         reference."""
         if self.hidden_norm.scaled_weight is None:
-            given = draft_input(input_ids, embedding.weight, hidden, self._norms, rotary, wanted)
+            ids, table = embedding.lookup(input_ids)
+            given = draft_input(ids, table, hidden, self._norms, rotary, wanted)
             if self.norm_before_residual and len(given.total):
                 normed = given.both[:, hidden.shape[1] :]
                 return replace(given, total=_copied_rows(normed, wanted))

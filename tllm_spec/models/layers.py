@@ -6,20 +6,41 @@ import torch
 
 from tllm_spec.kernels.rms_norm import rms_norm
 from tllm_spec.kernels.rotary_write import HeadWeights
-from tllm_spec.kernels.row_copies import gather_rows
+from tllm_spec.kernels.row_copies import gather_rows, gather_slice_rows
 from tllm_spec.kernels.small_m_gemm import NormWeight
 from tllm_spec.models.module import Module, Placement, WeightSlot, sibling
 
 
 class Embedding(Module):
-    """Token ids to rows; replicated on every rank."""
+    """Token ids to rows. Vocabulary-parallel: each rank has a slice of the rows, and a lookup sums
+    over the ranks, exactly, since all ranks but one add 0.
+
+    Raises ValueError if the rows cannot be split evenly over the ranks."""
 
     def __init__(self, num_embeddings: int, size: int, placement: Placement) -> None:
         super().__init__()
-        self.weight = placement.parameter(num_embeddings, size)
+        mapping = placement.mapping
+        local = mapping.shard(num_embeddings, "vocab_size")
+        self.num_embeddings, self.first = num_embeddings, local * mapping.tp_rank
+        self.is_sharded = mapping.tp_size > 1
+        self.communicator = placement.communicator
+        self.weight = placement.parameter(local, size)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return gather_rows(self.weight, input_ids)
+        """`[T]` to `[T, H]`."""
+        if not self.is_sharded:
+            return gather_rows(self.weight, input_ids)
+        rows = gather_slice_rows(self.weight, input_ids, self.first)
+        self.communicator.all_reduce(rows)
+        return rows
+
+    def lookup(self, input_ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Ids and table for `draft_input`, which gathers rows itself where this rank has all."""
+        return (None, self.forward(input_ids)) if self.is_sharded else (input_ids, self.weight)
+
+    def slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        shape = (self.num_embeddings, self.weight.shape[1])
+        yield f"{path}.weight", WeightSlot(self.weight, shape, 0, self.first)
 
 
 class RMSNorm(Module):

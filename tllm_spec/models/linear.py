@@ -155,7 +155,7 @@ class ColumnLinear(Linear):
 
 class OutputLinear(ColumnLinear):
     """A column-parallel output layer. `shard`: the logits that this rank has; None: all of them.
-    `tied`: an embedding, whose weight it shares; every rank has all of that."""
+    `tied`: the weight of an embedding, which it shares: this rank's rows."""
 
     def __init__(
         self,
@@ -165,14 +165,10 @@ class OutputLinear(ColumnLinear):
         placement: Placement,
         tied: nn.Parameter | None = None,
     ) -> None:
-        mapping, weight = placement.mapping, tied
-        if tied is not None and mapping.tp_size > 1:
-            number = mapping.shard(out_features, "the output of lm_head")
-            first = number * mapping.tp_rank
-            weight = nn.Parameter(tied[first : first + number], requires_grad=False)
         super().__init__(
-            in_features, {"lm_head": out_features}, bias=False, placement=placement, weight=weight
+            in_features, {"lm_head": out_features}, bias=False, placement=placement, weight=tied
         )
+        mapping = placement.mapping
         self.shard: VocabShard | None = None
         if mapping.tp_size > 1:
             size = self.parts["lm_head"]

@@ -83,8 +83,8 @@ class NextnModule(DeepseekLayer):
         """
         model = self.target.model
         rotary = Rotary(model.cos_sin, positions)
-        table = model.embed_tokens.weight
-        given = draft_input(input_ids, table, hidden, self.norms, rotary, input_ids[:0])
+        ids, table = model.embed_tokens.lookup(input_ids)
+        given = draft_input(ids, table, hidden, self.norms, rotary, input_ids[:0])
         total = self.eh_proj.forward(given.both)
         total = self.forward(total, rotary, context, context.wanted)
         return self.shared_head.norm.forward(total) if len(total) else total
