@@ -25,7 +25,8 @@ def gather_rows_triton(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def gather_slice_rows_triton(table: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
     """See `gather_slice_rows`."""
     assert rows.is_contiguous() and table.is_contiguous()
-    (num_rows, size), output = table.shape, table.new_empty(len(rows), table.shape[1])
+    size = table.shape[1]
+    output = table.new_empty(len(rows), size)
     if output.numel():
         block = _block(size, table.element_size())
         gather_slice_rows_kernel[(len(rows), triton.cdiv(size, block))](
@@ -33,7 +34,7 @@ def gather_slice_rows_triton(table: torch.Tensor, rows: torch.Tensor, first: int
             rows,
             output,
             first,
-            num_rows,
+            table.numel(),
             SIZE=size,
             BLOCK=block,
             **programmatic_launch(table.device),
@@ -129,13 +130,13 @@ def copy_rows_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["first", "num_rows"], do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["first", "num_elements"], do_not_specialize_on_alignment=["rows"])  # type: ignore[untyped-decorator]  # triton has no types
 def gather_slice_rows_kernel(
     table: tl.tensor,
     rows: tl.tensor,
     output: tl.tensor,
     first: tl.tensor,
-    num_rows: tl.tensor,
+    num_elements: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -143,11 +144,11 @@ def gather_slice_rows_kernel(
     """Grid (rows, parts of a row)."""
     begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    inside = tl.load(rows + row) - first
-    is_inside = (inside >= 0) & (inside < num_rows)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     real = columns < SIZE
-    values = tl.load(table + inside * SIZE + columns, mask=real & is_inside, other=0)
+    element = (tl.load(rows + row) - first) * SIZE + columns
+    inside = real & (element >= 0) & (element < num_elements)
+    values = tl.load(table + element, mask=inside, other=0)
     tl.store(output + row * SIZE + columns, values, mask=real)
 
 

@@ -98,6 +98,17 @@ def test_the_kernel_equals_the_formula_and_its_reference(
     check_like_the_reference(found.both, plain_draft_input(*given).both)
 
 
+@on_each_kernel_device
+@on_each_dtype
+def test_without_ids_the_table_has_the_embeddings_of_the_rows(
+    dtype: torch.dtype, device: str
+) -> None:
+    token_ids, table, *others = arguments((5, 192), dtype, device)
+    expected = draft_input(token_ids, table, *others)
+    found = draft_input(None, table[token_ids], *others)
+    assert torch.equal(found.both, expected.both) and torch.equal(found.total, expected.total)
+
+
 def check_total(wanted: list[int] | None, device: str) -> None:
     given = arguments((5, 192), torch.bfloat16, device)
     rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=device)

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.interpreter import on_each_kernel_device
+from tests.kernels.interpreter import on_each_kernel_device, only_outside_the_interpreter
 from tllm_spec.kernels.row_copies import (
     Rings,
     copy_rows,
     gather_rows,
+    gather_slice_rows,
     store_in_rings,
     store_in_rings_reference,
 )
@@ -82,6 +83,33 @@ def test_rows_are_gathered_from_a_table(
     assert torch.equal(found.cpu(), table[picked])
 
 
+def check_slice(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Of a table of which rows 3 to 6 are in the slice; a row outside has NaNs where it can."""
+    table, picked = numbers(*shape, dtype=dtype), torch.tensor([8, 3, 2, 6, 6, 7, 0, 4])
+    if dtype.is_floating_point:
+        table[3], table[2] = torch.nan, torch.nan
+    expected = table[picked]
+    expected[[0, 2, 5, 6]] = 0
+    found = gather_slice_rows(table[3:7].to(device), picked.to(device), 3)
+    assert found.dtype == dtype and found.is_contiguous()
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@on_each_kernel_device
+@on_each_dtype
+@pytest.mark.parametrize("shape", [(9, 1), (9, 7), (9, 2500)], ids=str)
+def test_rows_outside_of_a_slice_are_zeros(
+    shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    check_slice(shape, dtype, device)
+
+
+@only_outside_the_interpreter
+@on_each_dtype
+def test_the_references_rows_outside_of_a_slice_are_zeros(dtype: torch.dtype) -> None:
+    check_slice((9, 7), dtype, "cpu")
+
+
 @on_each_kernel_device
 def test_a_table_and_its_row_numbers_may_be_views(device: str) -> None:
     table = numbers(9, 40, dtype=torch.int64)
@@ -138,11 +166,13 @@ def test_a_captured_graph_reads_its_inputs_at_replay() -> None:
     )
     rings, positions = rings_of(2 * 4096, "cuda"), torch.tensor([5, 6, 7], device="cuda")
     wide = torch.zeros(3, 2 * 4096, dtype=torch.bfloat16, device="cuda")
+    in_slice = torch.zeros_like(wide[:, :4096])
 
     def run() -> torch.Tensor:
         found = gather_rows(table, rows)
         copy_rows(found, wide[:, 4096:])
         store_in_rings(rings, rows, positions, rows, wide)
+        copy_rows(gather_slice_rows(table[2:4], rows, 2), in_slice)
         return found
 
     run()  # compiles
@@ -154,6 +184,8 @@ def test_a_captured_graph_reads_its_inputs_at_replay() -> None:
         positions.add_(1)
         graph.replay()
         assert torch.equal(found, table[rows]) and torch.equal(wide[:, 4096:], table[rows])
+        is_inside = ((rows >= 2) & (rows < 4)).unsqueeze(1)
+        assert torch.equal(in_slice, table[rows] * is_inside)
         assert rings.states is not None
         assert torch.equal(rings.states[rings.indices(rows, positions)][-1], wide[-1])
         assert torch.equal(rings.tokens[rings.indices(rows, positions)], rows)

@@ -167,8 +167,10 @@ def test_the_shards_of_a_layer_sum_to_the_whole_layer(tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, "Llama")
+    save_checkpoint(tmp_path, "Llama", vocab_size=120)
     config = load(tmp_path).config
+    with pytest.raises(ValueError, match="vocab_size is 120, which tp_size 7 does not divide"):
+        LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 7, 7)))
     with pytest.raises(
         ValueError, match="num_attention_heads is 4, which tp_size 3 does not divide"
     ):
@@ -203,9 +205,9 @@ def test_latent_attention_and_experts_that_do_not_divide_are_refused_with_both_n
     family: str, mapping: Mapping, problem: str, tmp_path: Path
 ) -> None:
     if family == "llama4":
-        save_llama4(tmp_path)
+        save_llama4(tmp_path, vocab_size=120)
     elif family == "deepseek":
-        save_deepseek(tmp_path, "DeepseekV3")
+        save_deepseek(tmp_path, "DeepseekV3", vocab_size=120)
     else:
         odd = {"n_routed_experts": 7, "n_group": 1, "topk_group": 1}
         size = {"moe_intermediate_size": 23, "n_shared_experts": 2}

@@ -3,16 +3,14 @@ them all."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from tests.distributed.thread_ranks import RANKS, ThreadGroup
 from tests.executor.sampling.test_sampler import CPU, DRAFT_LEN, VOCAB, Bench
 from tllm_spec.distributed.communicator import Communicator
-from tllm_spec.distributed.mapping import Mapping
 from tllm_spec.distributed.vocab_shard import VocabShard
 from tllm_spec.draft_shape import chain_of
 from tllm_spec.executor.batch import ScheduledBatch
@@ -27,35 +25,8 @@ from tllm_spec.executor.sampling.sharded_sampler import (
 )
 from tllm_spec.grammar_state import DraftNodes, GrammarState
 
-RANKS = 2
 HALF = VOCAB // RANKS
 WAYS = ["greedy", "temperature", "temperature"]
-
-
-class ThreadGroup:
-    """What threads of one process gather."""
-
-    def __init__(self) -> None:
-        self.barrier, self.values = threading.Barrier(RANKS), [torch.empty(0)] * RANKS
-        self.num_bytes = 0
-
-    def rank(self, rank: int) -> Communicator:
-        return ThreadRank(self, rank)
-
-
-class ThreadRank(Communicator):
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self._group, self.mapping = group, Mapping(rank, RANKS, RANKS)
-
-    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        group = self._group
-        group.values[self.mapping.rank] = values
-        group.barrier.wait(60)
-        gathered = torch.cat(group.values, 1)
-        if self.mapping.rank == 0:
-            group.num_bytes += gathered.numel() * gathered.element_size()
-        group.barrier.wait(60)
-        return gathered
 
 
 def bench_of(ways: list[str], shard: VocabShard | None) -> Bench:
@@ -76,9 +47,11 @@ def on_ranks(
 ) -> tuple[list[torch.Tensor], ThreadGroup]:
     """Each rank's result."""
     group = ThreadGroup()
-    shards = [VocabShard(group.rank(rank), rank * HALF, HALF) for rank in range(RANKS)]
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(work, shards)), group
+
+    def run(rank: Communicator) -> torch.Tensor:
+        return work(VocabShard(rank, rank.mapping.rank * HALF, HALF))
+
+    return group.run(run), group
 
 
 def logits_of_windows(num_rows: int) -> torch.Tensor:
