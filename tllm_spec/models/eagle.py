@@ -71,9 +71,8 @@ class EagleHead(DraftHead):
         hidden: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
-        ids, table = self.borrowed.embed_tokens.lookup(input_ids)
-        rotary = Rotary(self.cos_sin, positions)
-        given = draft_input(ids, table, hidden, None, rotary, input_ids[:0])
+        embedding, rotary = self.borrowed.embed_tokens, Rotary(self.cos_sin, positions)
+        given = draft_input(*embedding.lookup(input_ids), hidden, None, rotary, input_ids[:0])
         total = self.fc.forward(given.both)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):

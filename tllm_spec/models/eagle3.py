@@ -77,8 +77,8 @@ class Eagle3Layer(Module):
         """See `draft_input`. The norms that are specialised for a CPU are faster there than its
         reference."""
         if self.hidden_norm.scaled_weight is None:
-            ids, table = embedding.lookup(input_ids)
-            given = draft_input(ids, table, hidden, self._norms, rotary, wanted)
+            looked_up = embedding.lookup(input_ids)
+            given = draft_input(*looked_up, hidden, self._norms, rotary, wanted)
             if self.norm_before_residual and len(given.total):
                 normed = given.both[:, hidden.shape[1] :]
                 return replace(given, total=_copied_rows(normed, wanted))

@@ -82,9 +82,8 @@ class NextnModule(DeepseekLayer):
             for `compute_logits` and for the next step.
         """
         model = self.target.model
-        rotary = Rotary(model.cos_sin, positions)
-        ids, table = model.embed_tokens.lookup(input_ids)
-        given = draft_input(ids, table, hidden, self.norms, rotary, input_ids[:0])
+        embedding, rotary = model.embed_tokens, Rotary(model.cos_sin, positions)
+        given = draft_input(*embedding.lookup(input_ids), hidden, self.norms, rotary, input_ids[:0])
         total = self.eh_proj.forward(given.both)
         total = self.forward(total, rotary, context, context.wanted)
         return self.shared_head.norm.forward(total) if len(total) else total
