@@ -34,12 +34,10 @@ SPECULATION = {
 }
 
 
-@pytest.fixture
-def jumps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Each reading of the wall clock is an hour before or a day after the one before it."""
+def let_jump(monkeypatch: pytest.MonkeyPatch, offsets: Iterator[float]) -> list[float]:
+    """Each reading of the wall clock has the next offset. The list grows with each."""
     read: list[float] = []
-    offsets = itertools.cycle([0, -HOUR, DAY])
-    real = time.time
+    real = time.time  # noqa: TID251  # it is replaced
 
     def jumping() -> float:
         read.append(real() + next(offsets))
@@ -47,7 +45,7 @@ def jumps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
     monkeypatch.setattr(time, "time", jumping)
     monkeypatch.setattr(time, "time_ns", lambda: int(jumping() * 1e9))
-    yield read
+    return read
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +69,9 @@ def url(llm: LLM) -> Iterator[str]:
 
 
 def test_texts_durations_and_time_outs_do_not_depend_on_the_wall_clock(
-    text: str, url: str, jumps: list[float], caplog: pytest.LogCaptureFixture
+    text: str, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    read = let_jump(monkeypatch, itertools.cycle([0, -HOUR, DAY]))
     caplog.set_level(logging.INFO, "tllm_spec.access")
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(partial(send, url), [True, False, True, False]))
@@ -81,7 +80,7 @@ def test_texts_durations_and_time_outs_do_not_depend_on_the_wall_clock(
         assert end == "[DONE]"
         assert "".join(event["choices"][0]["text"] for event in events) == text
     assert [answer.json()["choices"][0]["text"] for answer in answers[1::2]] == [text] * 2
-    assert len(jumps) > 4, "each answer has the date on which it was created"
+    assert len(read) > 4, "each answer has the date on which it was created"
     records = httpx.get(f"{url}/perf_metrics").json()
     assert len(records) == 4
     for record in records:
@@ -105,9 +104,11 @@ def send(url: str, stream: bool) -> httpx.Response:
     return answer
 
 
-@pytest.mark.usefixtures("jumps")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_time_out_ends_a_request_although_the_wall_clock_goes_back(stream: bool) -> None:
+def test_a_time_out_ends_a_request_although_the_wall_clock_goes_back(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    let_jump(monkeypatch, itertools.count(0, -HOUR))
     body = {"model": MODEL, "prompt": SLOW_PROMPT, "stream": stream}
     with hosted(FakeLLM(), ServerOptions(request_timeout=0.05, shutdown_timeout=5)) as url:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
