@@ -2,6 +2,7 @@
 everything is compiled and measured again."""
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -19,15 +20,23 @@ def cache_folder() -> Path:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes the file atomically: readers see the old file or the new one. A failure is logged."""
+    """Writes the file atomically: readers see the old file or the new one. A failure, as on a full
+    disk, is logged once a folder."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError as error:
-        logger.warning(
-            "%s was not written, so the next start compiles or measures again: %s", path, error
-        )
+        _warn(path.parent, error.strerror)
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+@functools.cache  # a full disk fails for every file
+def _warn(folder: Path, reason: str) -> None:
+    logger.warning(
+        "a file in %s was not written, so the next start compiles or measures again: %s",
+        folder,
+        reason,
+    )

@@ -27,12 +27,12 @@ from tllm_spec import LLM, SamplingParams
 @dataclass(frozen=True)
 class Start:
     """`load`: requests, tokens of their prompts and output tokens; served twice after the first
-    answer. `at`: seconds since the epoch at which the interpreter was started."""
+    answer. `at`: when the interpreter was started, on the clock that processes share."""
 
     model: str
     options: dict[str, Any]
     load: tuple[int, int, int] | None = None
-    at: float = field(default_factory=time.time)
+    at: float = field(default_factory=time.monotonic)
 
 
 def start_up(setup: Setup, report: Report) -> None:
@@ -97,22 +97,22 @@ def measure(start: Start, imported: float) -> dict[str, float]:
     """Seconds of each phase until the engine is ready, and of its first answers. `imported`: when
     the imports were done."""
     found = {"imports": imported - start.at}
-    began = time.time()
+    began = time.monotonic()
     if start.options["device"] != "cpu":
         torch.zeros(1, device=start.options["device"]).add_(1)
         synchronize()
-    found["device"] = time.time() - began
-    began = time.time()
+    found["device"] = time.monotonic() - began
+    began = time.monotonic()
     with start_up_phases() as phases:
         llm = LLM(start.model, skip_tokenizer_init=True, **start.options)
-    ready = time.time()
+    ready = time.monotonic()
     found |= {name: sum(seconds) for name, seconds in phases.items()}
     found["the rest"] = ready - began - sum(map(sum, phases.values()))
     found["ready"] = ready - start.at
     found["host GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     with llm:
         llm.generate([1] * 16, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-        found["first answer"] = time.time() - ready
+        found["first answer"] = time.monotonic() - ready
         if start.load is not None:
             found["first load"] = _serve(llm, *start.load)
             found["the same load again"] = _serve(llm, *start.load)
@@ -144,4 +144,4 @@ def write_checkpoint(config: Config, folder: Path, device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Start(**json.loads(sys.argv[1])), time.time())))
+    print(json.dumps(measure(Start(**json.loads(sys.argv[1])), time.monotonic())))

@@ -21,6 +21,7 @@ from tllm_spec.cli.bench_options import (
     Model,
     ModelCommand,
     write_json,
+    write_text,
 )
 from tllm_spec.cli.bench_serve import serve
 from tllm_spec.cli.trtllm_options import (
@@ -158,7 +159,7 @@ def measure(
     **options: Any,
 ) -> None:
     from tllm_spec.bench import report as reports
-    from tllm_spec.bench.iteration_log import COLLECT_ROUNDS, write_rounds
+    from tllm_spec.bench.iteration_log import COLLECT_ROUNDS, as_lines
     from tllm_spec.bench.runner import run_requests, warm_up
     from tllm_spec.bench.table import format_report
     from tllm_spec.llm import LLM
@@ -174,8 +175,7 @@ def measure(
         if iteration_log is not None:
             llm.get_stats()  # drop the rounds of the warm-up
         run = run_requests(llm, requests, sampling, concurrency, streaming)
-        if iteration_log is not None:
-            write_rounds(iteration_log, llm.get_stats())
+        rounds = llm.get_stats() if iteration_log is not None else []
         report = reports.build_report(
             model.name, llm.args, run, streaming, (before, llm.server_info())
         )
@@ -183,6 +183,8 @@ def measure(
     write_json(report_json, report)
     write_json(output_json, reports.output_records(run.outputs))
     write_json(request_json, reports.request_records(run.outputs))
+    if iteration_log is not None:
+        write_text(iteration_log, as_lines(rounds))
 
 
 def read_options(
@@ -275,7 +277,7 @@ def compare(
     rows, found = comparison(contestants), differences(contestants, requests)
     click.echo("\n".join([*texts, format_comparison(rows), *map(str, found)]))
     if plot is not None:
-        plot.write_text(comparison_plot(contestants), encoding="utf-8")
+        write_text(plot, comparison_plot(contestants))
     write_json(report_json, {"configurations": rows, "differences": [vars(each) for each in found]})
     if found and not allow_differences:
         raise SystemExit(1)

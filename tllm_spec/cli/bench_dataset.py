@@ -3,12 +3,20 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tllm_spec.cli.bench_options import NOT_NEGATIVE, OUTPUT_FILE, POSITIVE, Model, ModelCommand
+from tllm_spec.cli.bench_options import (
+    NOT_NEGATIVE,
+    OUTPUT_FILE,
+    POSITIVE,
+    Model,
+    ModelCommand,
+    write_text,
+)
 from tllm_spec.cli.trtllm_options import (
     DATASET_OPTIONS,
     refused_together,
@@ -193,6 +201,9 @@ def write(target: Target, requests: Iterable["BenchRequest"]) -> None:
     """Writes the requests once all are made: an error leaves no partial file."""
     from tllm_spec.bench.dataset import write_dataset
 
-    lines = list(requests)
-    with click.open_file(target.output or "-", "w", encoding="utf-8") as file:
-        write_dataset(lines, file)
+    lines = StringIO()
+    write_dataset(requests, lines)
+    if target.output is None:
+        click.echo(lines.getvalue(), nl=False)
+    else:
+        write_text(target.output, lines.getvalue())

@@ -70,9 +70,18 @@ def together(*decorators: Decorator) -> Decorator:
     )
 
 
+def write_text(path: Path, text: str) -> None:
+    """Raises ValueError, as for a full disk."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} was not written: {error.strerror}") from error
+
+
 def write_json(path: Path | None, content: object) -> None:
+    """Raises ValueError, as for a full disk."""
     if path is not None:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 workload_options = together(

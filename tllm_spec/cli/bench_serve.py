@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tllm_spec.cli.bench_options import EXISTING_FILE, report_json_option, write_json
+from tllm_spec.cli.bench_options import EXISTING_FILE, report_json_option, write_json, write_text
 
 
 def _numbers(context: click.Context, option: click.Parameter, text: str | None) -> list[float]:
@@ -103,7 +103,7 @@ def serve(
     if plot is not None:
         points = [(r["output_throughput_tok_s"], r["e2el_ms"]["p50"]) for r in reports]
         curve = line_plot({given["base_url"]: points}, "output tokens/s", "end to end p50 (ms)")
-        plot.write_text(curve, encoding="utf-8")
+        write_text(plot, curve)
     if failed := sum(report["failed"] for report in reports):
         causes = next(report["errors"] for report in reports if report["failed"])
         raise ValueError(f"{failed} requests have failed: {'; '.join(causes)}")

@@ -89,7 +89,7 @@ def load_or_build(
     if engine is None:
         raise ValueError(f"{package.name} cannot load the engine that it has built; see the log")
     write_file(path, bytes(serialised))
-    logger.info("the engine took %.1f s; it is kept in %s", monotonic() - start, path)
+    logger.info("the engine took %.1f s", monotonic() - start)
     return runtime, engine
 
 

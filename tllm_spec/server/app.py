@@ -85,7 +85,7 @@ class OpenAIServer:
         self._tokenizer = llm.tokenizer
         self._model = served_model_name
         self._options = options or ServerOptions()
-        self._created = int(time.time())
+        self._created = int(time.time())  # noqa: TID251  # a date
         self._histograms = histograms or Histograms()
         vllm_model = served_model_name if self._options.vllm_metrics else None
         self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)

@@ -3,16 +3,20 @@ any of them reads all, so the figures are those of the whole server, also after 
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import calcsize
 from typing import Final
 
 from tllm_spec.outputs import RequestOutput
+
+logger = logging.getLogger(__name__)
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
@@ -54,6 +58,7 @@ SIZE = 0  # numbers
 for _name, _described in HISTOGRAMS.items():
     OFFSETS[_name] = SIZE
     SIZE += len(_described.bounds) + 2  # the last bucket, and the sum
+NUM_BYTES = SIZE * calcsize(NUMBER)
 
 
 @dataclass(frozen=True)
@@ -66,17 +71,14 @@ class Histogram:
 
 
 class Histograms:
-    """folder: of the files that all fronts share; None: there is one front, and no file."""
+    """folder: of the files that all fronts share; None: there is one front, and no file. A front
+    whose file cannot be made, as on a full disk, keeps its figures to itself and logs that."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        num_bytes = SIZE * calcsize(NUMBER)
-        if folder is None:
-            self._numbers = memoryview(bytearray(num_bytes)).cast(NUMBER)
-            return
-        with open(folder / f"histograms-{os.getpid()}", "w+b") as file:
-            file.truncate(num_bytes)
-            self._numbers = memoryview(mmap.mmap(file.fileno(), num_bytes)).cast(NUMBER)
+        shared = None if folder is None else _shared_memory(folder / f"histograms-{os.getpid()}")
+        self._is_shared = shared is not None
+        self._numbers = memoryview(shared or bytearray(NUM_BYTES)).cast(NUMBER)
 
     def add(self, output: RequestOutput) -> None:
         """A finished request."""
@@ -97,10 +99,9 @@ class Histograms:
 
     def read(self) -> dict[str, Histogram]:
         """Of all fronts, by name."""
-        numbers = [list(self._numbers)]
+        numbers = [] if self._is_shared else [list(self._numbers)]
         if self._folder is not None:
-            paths = self._folder.glob("histograms-*")
-            numbers = [_numbers_of(path) for path in paths]
+            numbers += [_numbers_of(path) for path in self._folder.glob("histograms-*")]
         totals = [sum(column) for column in zip(*numbers, strict=True)]
         found = {}
         for name, described in HISTOGRAMS.items():
@@ -117,7 +118,24 @@ class Histograms:
         self._numbers[start + len(bounds) + 1] += value
 
 
+def _shared_memory(path: Path) -> mmap.mmap | None:
+    """Zeros in a new file. None if it cannot be written, which is logged."""
+    try:
+        with open(path, "w+b") as file:
+            # Written, because a full disk ends a process that touches a page that has no block yet.
+            file.write(bytes(NUM_BYTES))
+            file.flush()
+            return mmap.mmap(file.fileno(), NUM_BYTES)
+    except OSError as error:
+        logger.warning(
+            "%s was not written, so only this front process knows its histograms: %s", path, error
+        )
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+
 def _numbers_of(path: Path) -> list[float]:
     """Zeros for a file that another front is just making."""
-    data = path.read_bytes().ljust(SIZE * calcsize(NUMBER), b"\0")
+    data = path.read_bytes().ljust(NUM_BYTES, b"\0")
     return list(memoryview(data).cast(NUMBER))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 import time
-from typing import Any, Literal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 LogFormat = Literal["text", "json"]
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -30,9 +35,28 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+class LossyFile(io.FileIO):
+    """Drops what cannot be written, as on a full disk, and has no buffer that would keep it."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return memoryview(data).nbytes
+
+
+def _log_stream() -> TextIO:
+    """stderr, which may be a file on a full disk: a log line must not end a request, nor what is
+    left of it in a buffer change the exit status."""
+    try:
+        file = LossyFile(sys.stderr.fileno(), "w", closefd=False)
+    except io.UnsupportedOperation:  # it is no file
+        return sys.stderr
+    return io.TextIOWrapper(file, "utf-8", errors="backslashreplace", write_through=True)
+
+
 def configure_logs(level: str, log_format: LogFormat) -> None:
     """level: one of Python's names, in any case."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(_log_stream())
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)

@@ -69,7 +69,7 @@ class Answer(ABC):
     ) -> None:
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
+            "created": int(time.time()),  # noqa: TID251  # a date
             "model": model,
         }
         self._tokenizer = tokenizer

@@ -9,8 +9,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -127,21 +127,17 @@ class Supervisor:
         for number in SIGNALS:
             event = Event(None, "signal", number)
             loop.add_signal_handler(number, self._events.put_nowait, event)
-        with TemporaryDirectory(prefix="tllm-serve-") as folder:
-            path = str(Path(folder) / "engine")
-            with socket.socket(socket.AF_UNIX) as engine_listener:
-                engine_listener.bind(path)
-                engine_listener.listen(BACKLOG)
-                self._settings = replace(self._settings, engine_path=path)
-                self._engine = Child("the engine", "engine_process", engine_listener)
-                try:
-                    await self._engine.start(self._settings, self._events)
-                    for _ in range(self._num_fronts):
-                        await self._start_front()
-                    return await self._serve()
-                finally:
-                    for child in (self._engine, *self._fronts):
-                        child.kill()
+        with _engine_listener() as engine_listener:
+            self._settings = replace(self._settings, engine_path=engine_listener.getsockname())
+            self._engine = Child("the engine", "engine_process", engine_listener)
+            try:
+                await self._engine.start(self._settings, self._events)
+                for _ in range(self._num_fronts):
+                    await self._start_front()
+                return await self._serve()
+            finally:
+                for child in (self._engine, *self._fronts):
+                    child.kill()
 
     async def _start_front(self) -> None:
         front = Child("a front process", "front_process", self._listener, FRONT_VARIABLES)
@@ -219,6 +215,20 @@ class Supervisor:
             if event.kind == "exit" and event.child is not None:
                 waiting.discard(event.child)
         return True
+
+
+@contextmanager
+def _engine_listener() -> Iterator[socket.socket]:
+    """A Unix socket in a new folder. Raises ServeError, as on a full disk."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(TemporaryDirectory(prefix="tllm-serve-"))
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(Path(folder) / "engine"))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ServeError(f"no folder for the engine's socket can be made: {error}") from error
+        yield listener
 
 
 def _status(code: int) -> str:
