@@ -95,6 +95,7 @@ def undisturbed(long_prompts: list[list[int]]) -> Callable[..., SpeculativeStats
     return measure
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", MODES_HERE)
 @pytest.mark.parametrize(
     "situation",
@@ -140,6 +141,7 @@ def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
         assert stats == expected
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "mode", ["draft_target", "draft_target_one_model", "eagle3", "eagle3_two_model"]
 )
@@ -198,6 +200,7 @@ def test_the_zoos_head_reaches_its_trained_acceptance(
     assert stats.acceptance_length >= 2.7
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", ["eagle3", "draft_target_one_model"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_tree_of_16_nodes_is_accepted_further_than_a_chain_of_its_depth(

@@ -115,6 +115,7 @@ def stats_of(outputs: list[RequestOutput]) -> SpeculativeStats:
     )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("run", covering_runs())
 def test_the_text_is_plain_decodings(
     run: Run,
