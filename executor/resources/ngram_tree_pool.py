@@ -11,7 +11,7 @@ from typing import Any
 
 from tllm_spec.executor.resources.ngram_pool import OWN, NGramIndex, NGramPool
 
-# Of an n-gram. In source code 32 gave no longer accepted paths than 8.
+# Of an n-gram; a bound on the work of one lookup.
 MAX_OCCURRENCES = 8
 
 

@@ -83,7 +83,7 @@ def _cache(model: LlamaForCausalLM) -> tuple[KVPool, RowBuilder]:
         dtype=model.dtype,
         device=CPU,
     )
-    pool.data.fill_(torch.nan)  # what nobody has written must not matter
+    pool.data.fill_(torch.nan)  # unwritten entries must not matter
     table = BlockTable(SeqSlotManager(NUM_SLOTS), num_pages, CPU)
     for slot in range(NUM_SLOTS):
         table.write(slot, [1 + slot + NUM_SLOTS * i for i in range(num_pages)], 0)

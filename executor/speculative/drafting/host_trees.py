@@ -67,10 +67,10 @@ class HostTree(NamedTuple):
             depths.append(depths[parent] + 1)
         children = list(zip(parents, tokens, strict=True))
         if len(set(children)) < len(children):
-            twin = next(i for i, child in enumerate(children) if child in children[:i])
+            repeated = next(i for i, child in enumerate(children) if child in children[:i])
             raise ValueError(
-                f"nodes {1 + children.index(children[twin])} and {1 + twin} are both "
-                f"{tokens[twin]} after node {parents[twin]}"
+                f"nodes {1 + children.index(children[repeated])} and {1 + repeated} are both "
+                f"{tokens[repeated]} after node {parents[repeated]}"
             )
         if (ordered := sorted(depths)) != depths:
             tokens, parents = _by_depth(tokens, parents, depths)
