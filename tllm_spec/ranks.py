@@ -118,7 +118,7 @@ def _follow(group: Communicator) -> None:
     args = LlmArgs(**group.share(None))
     _check_equal(CHECKPOINT, checkpoints(args), group)
     tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
-    _run(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
+    run_until_end(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
 def _comm(size: int) -> tuple[MPI.Intracomm, list[MPI.Comm]]:
@@ -176,7 +176,7 @@ def _check_equal(what: str, facts: Mapping[str, str], communicator: Communicator
     raise ValueError(problem)
 
 
-def _run(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | None) -> None:
+def run_until_end(built: BuiltExecutor, args: LlmArgs, tokenizer: Tokenizer | None) -> None:
     """Rounds until rank 0 ends."""
     queue, executor = built.queue, built.executor
     assert isinstance(queue, FollowerQueue)

@@ -21,6 +21,7 @@ import torch
 
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.executor import build
 from tllm_spec.executor.building import engines
 from tllm_spec.executor.decoding_rules import DecodingRules
@@ -29,6 +30,7 @@ from tllm_spec.executor.rounds.round_runner import RoundRunner
 from tllm_spec.executor.rounds.transfer import ToHost
 from tllm_spec.grammar_state import GrammarState
 from tllm_spec.models.linear import Linear
+from tllm_spec.ranks import run_until_end
 from tllm_spec.sampling_params import SamplingParams
 
 WARM_UP_ROUNDS = 20
@@ -62,7 +64,8 @@ class Rounds:
     """An executor of at most `max_batch_size` requests of at most `max_seq_len` tokens.
 
     `weights_of`: another engine whose target weights are used, too. A kernel may take longer on a
-    copy of the weights elsewhere in memory, which would blur a comparison of two engines."""
+    copy of the weights elsewhere in memory, which would blur a comparison of two engines. Of
+    several ranks, all build the same engine; rank 0 drives it, the others call `follow`."""
 
     def __init__(
         self,
@@ -71,10 +74,11 @@ class Rounds:
         max_batch_size: int,
         max_seq_len: int,
         weights_of: "Rounds | None" = None,
+        communicator: Communicator = SINGLE,
         **options: Any,
     ) -> None:
         defaults = {"max_num_tokens": 8192, "cuda_graph_config": {"batch_sizes": [max_batch_size]}}
-        args = LlmArgs.from_kwargs(
+        self._args = args = LlmArgs.from_kwargs(
             model,
             skip_tokenizer_init=True,
             max_batch_size=max_batch_size,
@@ -89,7 +93,7 @@ class Rounds:
                     layer.tuned_gemms for layer in target.modules() if isinstance(layer, Linear)
                 ]
                 stack.enter_context(mock.patch.object(engines, "load_target", lambda plan: target))
-            self.built = build.build_executor(args, None, lambda responses: None)
+            self.built = build.build_executor(args, None, lambda responses: None, communicator)
         self.executor = self.built.executor
         self.executor.enter_thread()  # small models on a CPU run on one thread
         self.requests: list[LlmRequest] = []
@@ -118,10 +122,18 @@ class Rounds:
         ]
         if params:
             self.requests[-1:] = [self._request(next(self._ids), prompt_len, max_tokens, **params)]
-        self.built.queue.put(self.requests)
+        self._queue(self.requests)
         while not all(request.state is RequestState.GENERATION for request in self.requests):
             self.executor.step()
         self.run(WARM_UP_ROUNDS)
+
+    def follow(self) -> None:
+        """Rounds of another rank, until rank 0 calls `end`."""
+        run_until_end(self.built, self._args, None)
+
+    def end(self) -> None:
+        """The last call: the other ranks end, too."""
+        self.built.queue.end(None)
 
     def stop(self) -> None:
         for request in self.requests:
@@ -134,7 +146,7 @@ class Rounds:
         requests = [
             self._request(next(self._ids), prompt_len, max_tokens, **params) for _ in range(number)
         ]
-        self.built.queue.put(requests)
+        self._queue(requests)
         return requests
 
     def run(self, number: int) -> None:
@@ -223,6 +235,11 @@ class Rounds:
             grammar=grammar,
             counters=DraftCounters(draft_len),
         )
+
+    def _queue(self, requests: Sequence[LlmRequest]) -> None:
+        """A call puts samples of one prompt."""
+        for request in requests:
+            self.built.queue.put([request])
 
     def _num_tokens(self) -> int:
         return sum(request.num_tokens for request in self.requests)

@@ -35,6 +35,7 @@ def build_controller(
         row_counts |= {max_num_tokens, max_num_tokens // 8}
         tune_linears(models, row_counts, plan.device, plan.communicator)
     pool = GraphPool(plan.device, plan.communicator.minimum)
+    plan.communicator.before_close(pool.release)
     # First, since the graphs of contexts need the most memory.
     runner.capture_contexts(plan.context_rows, plan.slots.dummy_slot, pool)
     if sizes:

@@ -32,6 +32,7 @@ class GraphPool:
         self.agree = agree
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, work: Callable[[], Result]) -> Captured[Result]:
         """Raises torch.cuda.OutOfMemoryError."""
@@ -50,7 +51,15 @@ class GraphPool:
             memsets_as_kernels(graph.raw_cuda_graph())
         graph.instantiate()
         self._pool = graph.pool()
+        self._graphs.append(graph)
         return Captured(graph, result)
+
+    def release(self) -> None:
+        """No graph can be replayed afterwards."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
+        for graph in self._graphs:
+            graph.reset()
 
 
 def replay_seconds(

@@ -21,6 +21,11 @@ from tests.distributed.worlds import run_world
 pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.gpu
 
+# A rank that hangs says where.
+LIMITED = """
+import faulthandler
+faulthandler.dump_traceback_later(100, exit=True)
+"""
 CAPTURE = """
 import torch
 from mpi4py import MPI
@@ -52,6 +57,7 @@ for step in range(1, 4):
     assert gathered.shape == (4, 8 * size)
     for other in range(size):
         assert (gathered[:, 8 * other : 8 * (other + 1)] == step * (other + 1)).all(), gathered
+group.before_close(graph.reset)
 group.close()
 """
 
@@ -133,12 +139,12 @@ def check(num_ranks: int, folder: Path, **variables: str) -> None:
 
 
 def test_collectives_of_all_devices_replay_in_a_graph() -> None:
-    world = run_world(torch.cuda.device_count(), ["-c", CAPTURE])
+    world = run_world(torch.cuda.device_count(), ["-c", LIMITED + CAPTURE])
     assert world.returncode == 0, world.output
 
 
 def test_collectives_of_one_rank_over_nccl_replay_in_a_graph() -> None:
-    world = run_world(1, ["-c", CAPTURE], CUDA_VISIBLE_DEVICES=first_device())
+    world = run_world(1, ["-c", LIMITED + CAPTURE], CUDA_VISIBLE_DEVICES=first_device())
     assert world.returncode == 0, world.output
 
 
@@ -153,11 +159,11 @@ def test_two_ranks_on_one_device_emit_the_tokens_of_one_rank(tmp_path: Path) -> 
 
 
 def test_staged_collectives_of_ranks_on_one_device_are_exact() -> None:
-    world = run_world(2, ["-c", STAGED], CUDA_VISIBLE_DEVICES=first_device())
+    world = run_world(2, ["-c", LIMITED + STAGED], CUDA_VISIBLE_DEVICES=first_device())
     assert world.returncode == 0, world.output
 
 
 def test_one_shot_sums_replay_in_a_graph() -> None:
     """On all devices; with one device, of one rank."""
-    world = run_world(torch.cuda.device_count(), ["-c", ONE_SHOT])
+    world = run_world(torch.cuda.device_count(), ["-c", LIMITED + ONE_SHOT])
     assert world.returncode == 0 and "choice" in world.output, world.output

@@ -28,8 +28,11 @@ def mpirun(num_ranks: int, arguments: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """One thread for each rank: the ranks share the machine's cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    """One thread for each rank: the ranks share the machine's cores. Containers run as root, which
+    Open MPI refuses unless it is told twice."""
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    as_root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    return {**os.environ, **as_root, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def run_world(num_ranks: int, arguments: list[str], **variables: str) -> World:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.lossless.cases import (
     GPU_TOLERANCE,
@@ -80,3 +81,14 @@ def test_a_draft_length_that_follows_the_traffic_changes_no_text(
     oracle: Callable[[], Oracle],
 ) -> None:
     check(reference, requests, oracle, **engine(mode, 3, adaptive=ADAPTIVE))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
+@pytest.mark.parametrize("mode", ON_GPU)
+def test_the_text_on_two_devices_is_that_of_one(
+    mode: str,
+    reference: tuple[str, list[RequestOutput]],
+    requests: list[Case],
+    oracle: Callable[[], Oracle],
+) -> None:
+    check(reference, requests, oracle, tensor_parallel_size=2, **engine(mode, 3))

@@ -54,6 +54,10 @@ class Communicator:
     def join(self, device: torch.device) -> None:
         """Connects the devices; before it only plain data can be sent."""
 
+    def before_close(self, release: Callable[[], None]) -> None:
+        """`release` is called by `close` first. CUDA graphs that hold collectives must be released
+        there: NCCL waits for them, so the ranks could not part."""
+
     def close(self) -> None:
         """The ranks part."""
 

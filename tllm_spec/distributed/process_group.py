@@ -54,6 +54,7 @@ class ProcessGroup(Communicator):
         self.mapping = Mapping(comm.rank, comm.size, comm.size)
         self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
         self._tell: Callable[[str], None] = lambda reason: None
+        self._releases: list[Callable[[], None]] = []
         self._hosts = [str(host) for host in self.gather(socket.gethostname())]
         self._is_one_host = len(set(self._hosts)) == 1
         self._watch = Watch(self._peers(), self._lost)
@@ -139,8 +140,13 @@ class ProcessGroup(Communicator):
         seconds = graph_seconds(device)
         self._tensors = choose_sums({"one-shot": one_shot}, seconds, self.share)
 
+    def before_close(self, release: Callable[[], None]) -> None:
+        self._releases.append(release)
+
     def close(self) -> None:
         self._watch.close()
+        for release in self._releases:
+            release()
         if dist.is_initialized():
             dist.destroy_process_group()
         for comm in self._parts_from:

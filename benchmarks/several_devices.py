@@ -1,0 +1,207 @@
+"""Rounds on one and on several GPUs of a host: milliseconds, sums, idle and host time, start-up.
+
+    python -m benchmarks.several_devices [sums] [llama-8b] [llama-70b] [v3] [killed] [--ranks 1,2]
+    python -m benchmarks.several_devices llama-8b --device cpu   # tiny shapes: shows that it runs
+
+sums       an all-reduce in a CUDA graph by size: NCCL's, and one-shot over symmetric memory
+llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NCCL's sums only
+llama-70b  the same of Llama 3.3 70B's shape
+v3         a DeepSeek-V3-style model: experts sliced over the ranks (tp), and divided (ep)
+killed     seconds from the death of a rank under load to a client's error, and to the last process
+
+Random bf16 weights, prompts of 1,024 tokens, greedy, synthetic acceptance. Each row is a world of
+its own. It needs an MPI with `mpiexec`. NVLink multicast is never used."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.deepseek import TINY as TINY_V3
+from benchmarks.deepseek import V3_STYLE
+from benchmarks.harness.killed_rank import killed
+from benchmarks.harness.models import EAGLE3_8B, LLAMA_8B, RATES, Config
+from benchmarks.harness.rank_job import Job
+from benchmarks.harness.report import Row, about, number, save, table
+
+JOB_LIMIT_S = 170
+DRAFT_LEN = 3
+AS_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+}
+LLAMA_70B: Config = {**LLAMA_8B, **AS_70B, "num_hidden_layers": 80}
+EAGLE3_70B: Config = {**EAGLE3_8B, **AS_70B}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "torch_dtype": "float32",
+}
+TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
+TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
+SUBJECTS = ("sums", "llama-8b", "llama-70b", "v3", "killed")
+
+
+def jobs(subject: str, ranks: int, is_full: bool) -> Iterator[Job]:
+    size = Job("", ranks) if is_full else _tiny(Job("", ranks))
+    if subject == "sums":
+        if ranks > 1 and is_full:
+            yield replace(size, name="sums", kind="sums")
+        return
+    if subject == "v3":
+        model = V3_STYLE if is_full else TINY_V3
+        sizes = (1, 8, 64) if is_full else size.batch_sizes
+        job = replace(size, model=model, batch_sizes=sizes)
+        yield replace(job, name="V3-style, tp")
+        if ranks > 1:
+            yield replace(job, name="V3-style, ep", ep_size=ranks)
+        return
+    target, head = _llama(subject, is_full)
+    # 70B's weights leave room for few contexts on one device.
+    sizes = (1, 8) if subject == "llama-70b" and ranks == 1 else (1, 8, 64)
+    plain = replace(size, model=target, batch_sizes=sizes if is_full else size.batch_sizes)
+    eagle3 = replace(plain, draft=head, draft_len=DRAFT_LEN, rates=RATES[:DRAFT_LEN])
+    if subject == "llama-70b" and ranks == 1:
+        eagle3 = replace(eagle3, batch_sizes=plain.batch_sizes[:1])
+    for name, job in (("plain", plain), (f"EAGLE-3 K={DRAFT_LEN}", eagle3)):
+        yield replace(job, name=f"{subject}, {name}")
+        if ranks > 1 and is_full:
+            yield replace(job, name=f"{subject}, {name}, NCCL's sums", one_shot=False)
+
+
+def _llama(subject: str, is_full: bool) -> tuple[Config, Config]:
+    if not is_full:
+        return TINY_LLAMA, TINY_EAGLE3
+    return (LLAMA_8B, EAGLE3_8B) if subject == "llama-8b" else (LLAMA_70B, EAGLE3_70B)
+
+
+def _tiny(job: Job) -> Job:
+    return replace(job, device="cpu", batch_sizes=(1, 2), prompt_len=16, room=64, rounds=3)
+
+
+def run_job(job: Job) -> list[Row]:
+    """Rows of a world, or one that says why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results")
+        text = json.dumps(asdict(replace(job, started=time.monotonic())))
+        program = ["-m", "benchmarks.harness.rank_job", text, str(results)]
+        command = [sys.executable, *program]
+        if job.ranks > 1:
+            command = [_mpiexec(), "-n", str(job.ranks), sys.executable, "-m", "mpi4py", *program]
+        try:
+            status = subprocess.run(command, timeout=JOB_LIMIT_S, env=_environment()).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+        rows = list(map(json.loads, results.read_text().splitlines())) if results.exists() else []
+    failed = [{"job": job.name, "ranks": job.ranks, "status": status}] if status else []
+    return rows + failed
+
+
+def _mpiexec() -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = shutil.which("mpiexec", path=path)
+    if found is None:
+        raise ValueError("there is no mpiexec on the PATH: pip install 'tllm_spec[parallel]'")
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Open MPI refuses root unless it is told twice."""
+    as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    return {**os.environ, **dict.fromkeys(as_root, "1")}
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Sums by size; then a line for each job and batch size, with start-up of the job."""
+    by_size = [row for row in rows if "bytes" in row]
+    lines = (
+        ["bytes", "NCCL, µs", "one-shot, µs"],
+        [
+            [f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])]
+            for row in by_size
+        ],
+    )
+    found = table(*lines) if by_size else []
+    merged: dict[tuple[str, int, int], Row] = {}
+    for row in rows:
+        if "batch" in row:
+            merged.setdefault((row["job"], row["ranks"], row["batch"]), {}).update(row)
+    titles = (
+        "what",
+        "ranks",
+        "batch",
+        "ms",
+        "of one rank",
+        "sums",
+        "their µs",
+        "idle µs",
+        "host ms",
+    )
+    cells = [
+        [name, str(ranks), str(batch), *_cells(row, merged)]
+        for (name, ranks, batch), row in merged.items()
+    ]
+    found += ["", *table(titles, cells)] if cells else []
+    found += [f"- {_rest(row)}" for row in rows if not row.keys() & {"batch", "bytes"}]
+    return found
+
+
+def _cells(row: Row, merged: Mapping[tuple[str, int, int], Row]) -> list[str]:
+    name = row["job"].removesuffix(", NCCL's sums").replace(", ep", ", tp")
+    alone = merged.get((name, 1, row["batch"]))
+    share = f"{row['ms'] / alone['ms']:.3f}" if alone and row["ranks"] > 1 else ""
+    rest = (row.get(key) for key in ("sums", "sums_us", "idle_us", "host_ms"))
+    return [number(row["ms"]), share, *map(number, rest)]
+
+
+def _rest(row: Row) -> str:
+    values: dict[str, Any] = {k: v for k, v in row.items() if k not in ("job", "ranks")}
+    shown = ", ".join(
+        f"{key} {value if isinstance(value, str) else number(value)}"
+        for key, value in values.items()
+    )
+    return f"{row['job']}, {row['ranks']} ranks: {shown}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=", ".join(SUBJECTS))
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", type=Path, help="result file; other subjects in it are kept")
+    args = parser.parse_args(argv)
+    if unknown := set(args.subjects) - set(SUBJECTS):
+        parser.error(f"unknown subjects {sorted(unknown)}: there are {', '.join(SUBJECTS)}")
+    is_complete = True
+    for subject in args.subjects or SUBJECTS:
+        rows: list[Row] = []
+        for ranks in map(int, args.ranks.split(",")):
+            found = [killed(ranks, args.device)] if subject == "killed" and ranks > 1 else []
+            for job in jobs(subject, ranks, args.device == "cuda") if subject != "killed" else ():
+                found += run_job(job)
+            for row in found:
+                print(f"{subject}: {json.dumps(row)}", file=sys.stderr, flush=True)
+            rows += found
+        is_complete &= not any("status" in row for row in rows)
+        print("\n".join([f"**{subject}**", "", *tables(rows), ""]), flush=True)
+        if args.output:
+            save(args.output, {subject: {"about": about(args.device), "rows": rows}})
+    return 0 if is_complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
