@@ -13,14 +13,15 @@ SINGLE_THREAD_BYTES = 32 << 20
 
 def pick_device(name: str, rank: int = 0, per_host: int | None = None) -> torch.device:
     """`cuda` and `auto` are a device for each rank, in turn: of those of the host, or the first
-    `per_host`. Raises ValueError when a CUDA device
-    is asked for and there is none."""
+    `per_host`. A CUDA device has an index. Raises ValueError when a CUDA device is asked for and
+    there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device = {name!r}: torch sees no CUDA device here; use 'cpu' or 'auto'")
-    if name == "cuda" and rank:
-        return torch.device("cuda", rank % (per_host or torch.cuda.device_count()))
+    if name == "cuda":
+        own = rank % (per_host or torch.cuda.device_count()) if rank else None
+        return torch.device("cuda", torch.cuda.current_device() if own is None else own)
     return torch.device(name)
 
 
