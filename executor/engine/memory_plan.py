@@ -14,6 +14,7 @@ from tllm_spec.config import LlmArgs
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.draft_shape import NO_DRAFTS
+from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
@@ -108,6 +109,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     * What else sampling allocates, which is cut into parts of `SAMPLING_BYTES`
       (`sampling/working_memory.py`), and the token counts of penalised requests (5 bytes a token
       of the vocabulary, twice while they grow).
+    * Bitmasks of the sampled rows, where requests may have grammars.
     * With rejection sampling, the distributions that drafts are drawn from, and those of all
       drafts in float32, gathered and then spread over the target's vocabulary."""
     spec, num_requests = args.speculative_config, min(args.max_batch_size, args.max_num_tokens)
@@ -118,6 +120,8 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += 2 * num_rows * vocab_size * target.dtype.itemsize
     num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
     num_bytes += 2 * 5 * num_requests * vocab_size
+    if args.guided_decoding_backend is not None:
+        num_bytes += mask_words(num_rows, vocab_size) * torch.int32.itemsize
     for draft in models[1:]:
         num_logits = num_requests * longest.num_beams * draft.num_logits
         num_bytes += 2 * num_logits * draft.dtype.itemsize

@@ -101,6 +101,17 @@ def test_the_default_options_of_an_8b_model_leave_most_of_a_40_gb_card_to_weight
     assert 8192 * logits < speculating < 12 * GIB  # and 4 rows each
 
 
+def test_a_bitmask_of_every_sampled_row_is_set_aside_unless_grammars_are_refused() -> None:
+    target = model_of(64, 64, 128256, torch.bfloat16)
+    eagle3 = {"decoding_type": "Eagle3", "speculative_model": "head", "max_draft_len": 3}
+    sizes = {"max_batch_size": 8, "speculative_config": eagle3}
+    with_masks, without = (
+        round_bytes(LlmArgs(model="m", guided_decoding_backend=backend, **sizes), [target])
+        for backend in ("xgrammar", None)
+    )
+    assert with_masks - without == 8 * (1 + 3) * (1 + 4008) * 4  # a number, and 4,008 words
+
+
 def test_rows_that_are_never_sampled_cost_activations_and_no_logits() -> None:
     target = model_of(4096, 14336, 128256, torch.bfloat16)
     few, many = (
