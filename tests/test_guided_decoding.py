@@ -64,6 +64,20 @@ def test_a_compiled_grammar_is_kept(compiler: GrammarCompiler) -> None:
     assert compile_with(compiler, regex="ab+") is compile_with(compiler, regex="ab+")
 
 
+def test_another_ranks_grammar_is_read_once_and_kept_within_the_limit(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (
+        compile_with(compiler, regex=f"{letter}+").serialize_json() for letter in "abc"
+    )
+    other = GrammarCompiler(load_tokenizer("zoo:llama"), 2048, END)
+    loaded = other.load(first)
+    assert other.load(first) is loaded and other.load(second) is not loaded
+    monkeypatch.setattr(grammar_compiler, "MAX_KEPT_BYTES", loaded.memory_size_bytes)
+    other.load(third)
+    assert other.load(first) is not loaded
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
