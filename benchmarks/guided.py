@@ -1,11 +1,13 @@
 """Guided decoding: what it costs in a round, and what its forced text gains as drafts.
 
-    python -m benchmarks.guided [rounds] [forced_text]
+    python -m benchmarks.guided [rounds] [forced_text] [fills]
 
 rounds       milliseconds of a round with overlap in batches of which no request, half of them, or
              all have a grammar, and the ratio over batches without one
 forced_text  tokens per round of NGram (K = 4) on JSON schemas, with drafts of forced text, with
              drafts that are only cut where the grammar excludes them, and with neither: the zoo
+fills        milliseconds of the host for one mask, by grammar: when a state is visited for the
+             first time after the grammar was read, and again
 
 Rounds: random prompts; with `--shape llama-8b` random weights. Drafts are verified without
 synthetic acceptance, which would accept what a grammar excludes. The grammar is of JSON lines that
@@ -20,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.harness.engine import Rounds, in_turns, release
-from benchmarks.harness.grammars import JsonLines, random_object
+from benchmarks.harness.grammars import FILLED, JsonLines, fill_seconds, random_object
 from benchmarks.harness.models import Models, open_models
 from benchmarks.harness.report import Options, Row, Subject, main, table
 from tllm_spec.grammar_state import GrammarState
@@ -161,9 +163,30 @@ def drafts_table(rows: Sequence[Row]) -> list[str]:
     return table(("drafts", "tokens per round", "accepted drafts"), cells)
 
 
+def fills(options: Options) -> Iterator[Row]:
+    size, turns = (8192, 1) if options.quick else (128256, 5)
+    for name, about in FILLED.items():
+        first, again = fill_seconds(*about, size, turns)
+        yield {
+            "grammar": name,
+            "tokens": size,
+            "first_ms": 1000 * statistics.median(first),
+            "longest_first_ms": 1000 * max(first),
+            "again_ms": 1000 * statistics.median(again),
+            "longest_again_ms": 1000 * max(again),
+        }
+
+
+def fills_table(rows: Sequence[Row]) -> list[str]:
+    keys = ("first_ms", "longest_first_ms", "again_ms", "longest_again_ms")
+    cells = [(row["grammar"], *(f"{row[key]:.3f}" for key in keys)) for row in rows]
+    return table(("grammar", "first visit", "longest", "later visit", "longest"), cells)
+
+
 SUBJECTS = (
     Subject("rounds", "Guided rounds, ms (over none)", rounds, ratios),
     Subject("forced_text", "Forced text as drafts, NGram", forced_text, drafts_table),
+    Subject("fills", "A mask of 128,256 tokens, ms", fills, fills_table),
 )
 
 if __name__ == "__main__":

@@ -86,8 +86,6 @@ def build_executor(
         return speculation.blame()
 
     queue, kv = queue_of(communicator), engines.kv
-    # Several ranks might not agree on what took too long.
-    sampler.grammar_masks.limits_time = communicator.mapping.world_size == 1
     resources = [*speculation.resources, kv, plan.slots]
     scheduler = Scheduler(plan.limits(kv), plan.slots, kv, resources)
     parts = ExecutorParts(
@@ -173,7 +171,7 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
             "synthetic_acceptance_rates is set: drafts are accepted by chance, the text means "
             "nothing"
         )
-    return sampler_of(
+    sampler = sampler_of(
         engines.target.model.lm_head.shard,
         slots,
         state,
@@ -182,3 +180,7 @@ def _sampler(plan: BuildPlan, slots: SlotState, engines: Engines) -> Sampler:
         synthetic_rates=rates,
         relaxed=relaxed,
     )
+    sampler.grammar_masks.is_served = plan.args.guided_decoding_backend is not None
+    # Several ranks might not agree on what took too long.
+    sampler.grammar_masks.limits_time = plan.mapping.world_size == 1
+    return sampler

@@ -1,5 +1,6 @@
 """What `guided_decoding` takes, and how the compiler ends grammars that would harm others."""
 
+import json
 from typing import Any
 
 import pydantic
@@ -62,6 +63,35 @@ def compile_with(compiler: GrammarCompiler, **options: Any) -> Any:
 
 def test_a_compiled_grammar_is_kept(compiler: GrammarCompiler) -> None:
     assert compile_with(compiler, regex="ab+") is compile_with(compiler, regex="ab+")
+
+
+def test_the_compilers_process_fills_the_masks_of_all_states(compiler: GrammarCompiler) -> None:
+    """Nothing is left for the first visit of a state, which is in a round."""
+    import xgrammar
+
+    compiled = compile_with(compiler, json={"properties": {"a": {"type": "string"}}})
+    before = compiled.serialize_json()
+    assert json.loads(before)["adaptive_token_mask_cache"]
+    matcher = xgrammar.GrammarMatcher(compiled)
+    bitmask = xgrammar.allocate_token_bitmask(1, 2048)
+    for letter in '{"a": "bc"}':
+        matcher.fill_next_token_bitmask(bitmask)
+        assert matcher.accept_string(letter)
+    assert compiled.serialize_json() == before
+
+
+def test_another_ranks_grammar_is_read_once_and_kept_within_the_limit(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (
+        compile_with(compiler, regex=f"{letter}+").serialize_json() for letter in "abc"
+    )
+    other = GrammarCompiler(load_tokenizer("zoo:llama"), 2048, END)
+    loaded = other.load(first)
+    assert other.load(first) is loaded and other.load(second) is not loaded
+    monkeypatch.setattr(grammar_compiler, "MAX_KEPT_BYTES", loaded.memory_size_bytes)
+    other.load(third)
+    assert other.load(first) is not loaded
 
 
 @pytest.mark.parametrize(

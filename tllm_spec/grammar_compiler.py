@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 
 from tllm_spec.grammar_child import read_message, write_message
@@ -36,7 +37,7 @@ class GrammarCompiler:
             )
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"guided decoding cannot use this tokenizer: {error}") from error
-        self._kept: OrderedDict[GrammarSource, Any] = OrderedDict()
+        self._kept: OrderedDict[GrammarSource | bytes, Any] = OrderedDict()
         self._lock = threading.Lock()  # of the process
         self._child: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None  # ends the process
@@ -51,10 +52,12 @@ class GrammarCompiler:
         return found
 
     def load(self, text: str) -> Any:
-        """A compiled grammar of its JSON."""
-        import xgrammar
-
-        return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer)
+        """A compiled grammar of its JSON. It is kept, since a large one takes long to read."""
+        key = sha256(text.encode()).digest()
+        found = self._kept.get(key)
+        if found is None:
+            found = self._keep(key, self._read(text))
+        return found
 
     def close(self) -> None:
         """Ends the process."""
@@ -64,8 +67,15 @@ class GrammarCompiler:
         answer = self._ask({"kind": source.kind, "text": source.text})
         if "error" in answer:
             raise ValueError(f"guided_decoding = {source.kind}: {answer['error']}")
-        compiled = self.load(answer["compiled"])
-        self._kept[source] = compiled
+        return self._keep(source, self._read(answer["compiled"]))
+
+    def _read(self, text: str) -> Any:
+        import xgrammar
+
+        return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer)
+
+    def _keep(self, key: GrammarSource | bytes, compiled: Any) -> Any:
+        self._kept[key] = compiled
         while sum(each.memory_size_bytes for each in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
         return compiled

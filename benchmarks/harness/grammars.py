@@ -1,13 +1,14 @@
-"""A grammar of JSON lines that never ends, for a vocabulary of any size without a tokenizer; and
-schemas of JSON objects."""
+"""A grammar of JSON lines that never ends, for a vocabulary of any size without a tokenizer;
+schemas of JSON objects; and how long a mask takes."""
 
 import json
 import re
 import string
 from random import Random
+from time import perf_counter
 from typing import Any
 
-from tllm_spec.grammar_child import MAX_WHITESPACE
+from tllm_spec.grammar_child import MAX_WHITESPACE, compile_text
 from tllm_spec.grammar_state import GrammarState
 from tllm_spec.zoo.corpus import heldout_files, read_source
 
@@ -55,6 +56,24 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# Kind, grammar and a text of it.
+FILLED: dict[str, tuple[str, str, str]] = {
+    "JSON schema": (
+        "json_schema",
+        json.dumps(SCHEMA),
+        '{"name": "a b", "size": 12, "tags": ["red"], "where": {"path": "/x", "ok": true}}',
+    ),
+    "any JSON": ("json_schema", "{}", '{"a": [1, 2.5e3, "x"], "b": {"c": null}}'),
+    "words": ("regex", "[a-z]+( [a-z]+)*[.]", "hello big wide world."),
+    "sums": (
+        "grammar",
+        'root ::= term | root " + " term\nterm ::= [a-z]+ | [0-9]+ | "(" root ")"',
+        "a + (b + 12) + foo",
+    ),
+    "nested repetitions": ("regex", "((a|[a-z])*( |[a-z]{2,5})*)*", "hello big wide world"),
+}
+
+
 class JsonLines:
     """Objects of `SCHEMA`, one after another. The vocabulary: characters, words and punctuation of
     Python source, then random words."""
@@ -62,9 +81,7 @@ class JsonLines:
     def __init__(self, vocab_size: int) -> None:
         import xgrammar  # an extra
 
-        tokens = xgrammar.TokenizerInfo(
-            vocabulary(vocab_size), xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=[]
-        )
+        tokens = _tokens(vocabulary(vocab_size), [])
         text = json.dumps(SCHEMA)
         grammar = str(xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE))
         grammar = re.sub(r"\broot\b", "line", grammar)
@@ -74,6 +91,42 @@ class JsonLines:
 
     def states(self, number: int) -> list[GrammarState]:
         return [GrammarState(self._matcher(self._compiled)) for _ in range(number)]
+
+
+def fill_seconds(kind: str, grammar: str, text: str, size: int, turns: int) -> list[list[float]]:
+    """Of the masks after each character of a text, `size` tokens wide: when the grammar has just
+    been read, and again. The fastest of some turns each."""
+    import xgrammar
+
+    words = ["<end>", *vocabulary(size - 1)]
+    tokens, ids = _tokens(words, [0]), {word: number for number, word in enumerate(words)}
+    compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
+    packed = compile_text(compiler, kind, grammar).serialize_json()
+
+    def walk(compiled: Any) -> list[float]:
+        matcher, found = xgrammar.GrammarMatcher(compiled), list[float]()
+        bitmask = xgrammar.allocate_token_bitmask(1, size)
+        for character in text:
+            start = perf_counter()
+            matcher.fill_next_token_bitmask(bitmask)
+            found.append(perf_counter() - start)
+            assert matcher.accept_token(ids[character])
+        return found
+
+    first, again = list[list[float]](), list[list[float]]()
+    for _ in range(turns):
+        compiled = xgrammar.CompiledGrammar.deserialize_json(packed, tokens)
+        first.append(walk(compiled))
+        again.append(walk(compiled))
+    return [list(map(min, zip(*walks, strict=True))) for walks in (first, again)]
+
+
+def _tokens(words: list[str], end_ids: list[int]) -> Any:
+    import xgrammar
+
+    return xgrammar.TokenizerInfo(
+        words, xgrammar.VocabType.RAW, vocab_size=len(words), stop_token_ids=end_ids
+    )
 
 
 def vocabulary(size: int) -> list[str]:

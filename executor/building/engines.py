@@ -68,7 +68,7 @@ def build_engines(plan: BuildPlan) -> Engines:
     logger.info("weights took %.1f s", monotonic() - start)
     models: list[ServedModel] = [target, *([draft.net] if draft else [])]
     num_pages = plan_num_pages(
-        plan.args, models, plan.max_len, plan.mapping, reserved_bytes(plan, draft)
+        plan.args, models, plan.max_len, plan.communicator, reserved_bytes(plan, draft)
     )
     num_pages = plan.communicator.minimum(num_pages)
     logger.info("KV cache: %d pages of %d tokens", num_pages - DUMMY_PAGES, plan.page_size)

@@ -6,6 +6,7 @@ import torch
 from tllm_spec.attention.choice import workspace_bytes
 from tllm_spec.executor.building.plan import BuildPlan
 from tllm_spec.executor.engine.memory_plan import BYTES_A_GRAPH
+from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.speculative.drafting.draft_backlog import DraftBacklog
 from tllm_spec.executor.speculative.drafting.loaded_draft import LoadedDraft
 from tllm_spec.kernels.cublas_lt import WORKSPACE_BYTES
@@ -44,7 +45,8 @@ def _slot_bytes(plan: BuildPlan, draft: LoadedDraft) -> int:
 
 def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     """Graphs of rounds, greedy and sampled; of their forwards alone, with their hidden states; of
-    drafting in a launch of its own; of reading a backlog."""
+    what follows after masks of grammars are there, with the masks; of drafting in a launch of its
+    own; of reading a backlog."""
     keys = plan.round_keys(plan.graph_sizes)
     num_graphs = len(keys) + len({(key.batch_size, key.shape) for key in keys})
     if draft is not None and not draft.plan.in_target_forward:
@@ -54,4 +56,8 @@ def _graph_bytes(plan: BuildPlan, draft: LoadedDraft | None) -> int:
     if draft is not None and draft.plan.shares_pages:
         num_graphs += len({key.batch_size for key in keys})
     num_rows = max((key.num_tokens for key in keys), default=0)
-    return num_graphs * BYTES_A_GRAPH + num_rows * plan.config.hidden_size * plan.dtype.itemsize
+    num_bytes = num_rows * plan.config.hidden_size * plan.dtype.itemsize
+    if plan.args.guided_decoding_backend is not None:
+        num_graphs += len(keys)
+        num_bytes += mask_words(num_rows, plan.config.vocab_size) * torch.int32.itemsize
+    return num_graphs * BYTES_A_GRAPH + num_bytes

@@ -11,9 +11,10 @@ import torch
 
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
-from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.draft_network.network import DraftNetwork
 from tllm_spec.draft_shape import NO_DRAFTS
+from tllm_spec.executor.sampling.grammar_masks import mask_words
 from tllm_spec.executor.sampling.working_memory import BYTES_PER_LOGIT, SAMPLING_BYTES
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.draft_head import DraftHead
@@ -35,31 +36,32 @@ def plan_num_pages(
     args: LlmArgs,
     models: Sequence[ServedModel],
     max_len: int,
-    mapping: Mapping = SINGLE_RANK,
+    communicator: Communicator = SINGLE,
     reserved_bytes: int = 0,
 ) -> int:
     """Pages of each model's pool, the dummy page included.
 
     As many as `max_tokens` asks for; without it, as many as `max_batch_size` requests of `max_len`
     tokens can fill. On a GPU never more than the configured share of the memory that is left after
-    `round_bytes` and `reserved_bytes` (whatever else will be allocated later).
+    `round_bytes` and `reserved_bytes` (whatever else will be allocated later). Ranks that share a
+    device have equal parts of its memory. All ranks call this together.
 
     Raises ValueError when not even one page is possible, or on a CPU when `max_tokens` exceeds the
     machine's memory."""
     page_size, max_tokens = args.kv_cache_config.tokens_per_block, args.kv_cache_config.max_tokens
     page_bytes = sum(
-        KVPool.page_bytes(model.config.attention_geometry(mapping), page_size, model.dtype)
+        KVPool.page_bytes(
+            model.config.attention_geometry(communicator.mapping), page_size, model.dtype
+        )
         for model in models
     )
-    device = models[0].device
+    device, num_sharing = models[0].device, communicator.ranks_on_device
     if device.type == "cuda":
-        gc.collect()  # an LLM that was shut down may be in a cycle
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
+        free = _free_bytes(device, communicator) // num_sharing
         free -= round_bytes(args, models) + reserved_bytes
         budget = int(free * args.kv_cache_config.free_gpu_memory_fraction)
     else:
-        budget = CPU_POOL_BYTES if max_tokens is None else _machine_bytes()
+        budget = CPU_POOL_BYTES if max_tokens is None else _machine_bytes() // num_sharing
     wanted = (
         args.max_batch_size * -(-max_len // page_size)
         if max_tokens is None
@@ -69,7 +71,8 @@ def plan_num_pages(
     if max_tokens is not None and num_pages < wanted:
         too_much = f"kv_cache_config.max_tokens = {max_tokens} takes {wanted * page_bytes} bytes"
         if device.type == "cpu":
-            raise ValueError(f"{too_much}; the machine has {budget}")
+            each = f" for each of {num_sharing} ranks" if num_sharing > 1 else ""
+            raise ValueError(f"{too_much}; the machine has {budget}{each}")
         logger.warning(
             "%s; free_gpu_memory_fraction leaves %d tokens", too_much, num_pages * page_size
         )
@@ -80,6 +83,14 @@ def plan_num_pages(
             "a smaller model"
         )
     return num_pages + DUMMY_PAGES
+
+
+def _free_bytes(device: torch.device, communicator: Communicator) -> int:
+    """Of the whole device, after all ranks have loaded their weights and freed what they can."""
+    gc.collect()  # an LLM that was shut down may be in a cycle
+    torch.cuda.empty_cache()
+    communicator.gather(None)  # waits for the other ranks
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _machine_bytes() -> int:
@@ -98,6 +109,7 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     * What else sampling allocates, which is cut into parts of `SAMPLING_BYTES`
       (`sampling/working_memory.py`), and the token counts of penalised requests (5 bytes a token
       of the vocabulary, twice while they grow).
+    * Bitmasks of the sampled rows, where requests may have grammars.
     * With rejection sampling, the distributions that drafts are drawn from, and those of all
       drafts in float32, gathered and then spread over the target's vocabulary."""
     spec, num_requests = args.speculative_config, min(args.max_batch_size, args.max_num_tokens)
@@ -108,6 +120,8 @@ def round_bytes(args: LlmArgs, models: Sequence[ServedModel]) -> int:
     num_bytes += 2 * num_rows * vocab_size * target.dtype.itemsize
     num_bytes += min(SAMPLING_BYTES, args.max_num_tokens * vocab_size * BYTES_PER_LOGIT)
     num_bytes += 2 * 5 * num_requests * vocab_size
+    if args.guided_decoding_backend is not None:
+        num_bytes += mask_words(num_rows, vocab_size) * torch.int32.itemsize
     for draft in models[1:]:
         num_logits = num_requests * longest.num_beams * draft.num_logits
         num_bytes += 2 * num_logits * draft.dtype.itemsize

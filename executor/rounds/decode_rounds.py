@@ -57,12 +57,14 @@ class DecodeRounds:
         self._hidden = torch.empty(size, dtype=model.dtype, device=device)
         forwards = graphs.for_same_slots(self._forward)
         forwards.capture({replace(key, sampled=False) for key in keys})
-        self._masks.make_room(num_rows)
-        tails = graphs.for_same_results(self._tail)
-        # A forward begins with the dummy slot empty, but no tail does.
-        tails.capture(keys, lambda key: self._step.sampler.slots.reset_dummy())
-        self._step.sampler.slots.reset_dummy()
-        self.graphs, self.forward_graphs, self.tails = graphs, forwards, tails
+        if self._masks.is_served:
+            self._masks.make_room(num_rows)
+            tails = graphs.for_same_results(self._tail)
+            # A forward begins with the dummy slot empty, but no tail does.
+            tails.capture(keys, lambda key: self._step.sampler.slots.reset_dummy())
+            self._step.sampler.slots.reset_dummy()
+            self.tails = tails
+        self.graphs, self.forward_graphs = graphs, forwards
         return graphs
 
     def _round(self, slot_ids: torch.Tensor, shape: DraftShape, is_sampled: bool) -> SampledTokens:

@@ -25,6 +25,11 @@ MIN_FOR_THREADS = 16  # requests; the masks of fewer take less time than a forwa
 ROOT = DraftNodes.chain(torch.zeros(1, dtype=torch.int64))
 
 
+def mask_words(num_rows: int, vocab_size: int) -> int:
+    """int32 words that the masks of that many rows take, with a number for each row."""
+    return num_rows * (1 + -(-vocab_size // 32))
+
+
 class GrammarMasks:
     """Costs nothing in a round without such requests. `read_rounds`: reads the rounds in flight,
     so that their tokens are in the requests.
@@ -44,6 +49,7 @@ class GrammarMasks:
         self._threads: ThreadPoolExecutor | None = None
         self._for_graphs = torch.empty(0, dtype=torch.int32, device=slots.device)
         self.read_rounds: Callable[[], None] = lambda: None
+        self.is_served = True  # grammars are not refused
         self.limits_time = True
         self.has_windows = False  # of requests with grammars, in this round
 
@@ -69,7 +75,7 @@ class GrammarMasks:
 
     def make_room(self, max_rows: int) -> None:
         """Before graphs are captured, of which none has more rows."""
-        size = max_rows * (1 + self._num_words)
+        size = mask_words(max_rows, self._vocab_size)
         self._for_graphs = torch.full((size,), -1, dtype=torch.int32, device=self._slots.device)
 
     def send(self, requests: Sequence[LlmRequest], window: int, num_rows: int) -> None:

@@ -103,7 +103,7 @@ from tllm_spec.distributed.process_group import ProcessGroup
 group = ProcessGroup(MPI.COMM_WORLD)
 rank, device = group.mapping.rank, torch.device("cuda", 0)
 group.join(device)
-assert not group.captures
+assert not group.captures and group.ranks_on_device == 2
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     values = torch.full((3, 4), rank + 1, device=device, dtype=dtype)
     gathered = group.all_gather(values)

@@ -164,14 +164,18 @@ def test_the_memory_plan_counts_the_captured_graphs_and_their_buffers(
     net: Any = SimpleNamespace(config=plan.config)
     draft = LoadedDraft(plan.draft_plan, net, None)
     workspaces = 2 * plan.attention.workspace_bytes(plan.config.attention_geometry(plan.mapping))
-    num_graphs = 2 * (
-        3 * len(lengths) + 2 * len(drafts_of)
-    )  # greedy, sampled, and the forward alone
-    left_bytes = 8 * (1 + 3) * plan.config.hidden_size * 4
+    # Greedy and sampled, whole and after the forward, and the forward alone.
+    num_graphs = 2 * (5 * len(lengths) + 2 * len(drafts_of))
+    left_bytes = 8 * (1 + 3) * (plan.config.hidden_size + 1 + 64 // 32) * 4
     if plan.draft_plan.shares_pages:
         num_graphs += 2  # of reading the backlog
         left_bytes += DraftBacklog.num_bytes(plan.slots.dummy_slot + 1, None)
     assert reserved_bytes(plan, draft) - workspaces == num_graphs * BYTES_A_GRAPH + left_bytes
+    unguided = BuildPlan(
+        LlmArgs.from_kwargs(tiny, max_seq_len=256, guided_decoding_backend=None, **options)
+    )
+    of_tails = 2 * 2 * len(lengths) * BYTES_A_GRAPH + 8 * (1 + 3) * (1 + 64 // 32) * 4
+    assert reserved_bytes(plan, draft) - reserved_bytes(unguided, draft) == of_tails
     if mode != "one_model":
         rounds, drafting = build_keys(tiny, monkeypatch, **options)
         assert {key.draft_len for key in rounds} == {*lengths}

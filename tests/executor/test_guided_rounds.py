@@ -147,6 +147,16 @@ def replays_of(table: Any) -> int:
     return sum(c.graph.replays for tier in table.tiers.values() for c in tier.graphs.values())
 
 
+def test_where_grammars_are_refused_rounds_have_no_second_graphs(
+    tiny: Path, depth: list[int]
+) -> None:
+    harness = with_graphs(tiny, SIZES, {0}, guided_decoding_backend=None)
+    decode = harness.parts.runner.decode
+    assert decode.graphs is not None and decode.forward_graphs is not None
+    assert decode.tails is None and not len(harness.parts.sampler.grammar_masks._for_graphs)
+    assert with_graphs(tiny, SIZES, {0}).parts.runner.decode.tails is not None
+
+
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("mode", ["plain", "eagle3", "eagle3_tree", "draft_target_two_model"])
 def test_guided_requests_that_are_preempted_or_cancelled_leave_the_others_text(

@@ -1,5 +1,6 @@
 """How many pages the cache gets: `max_tokens` and memory, whichever is less."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.kv_pool import KVPool
 from tllm_spec.config import LlmArgs
+from tllm_spec.distributed.communicator import Communicator
 from tllm_spec.executor.engine.memory_plan import DUMMY_PAGES, plan_num_pages, round_bytes
 from tllm_spec.llm import LLM
 
@@ -44,6 +46,48 @@ def test_a_gpus_cache_has_the_tokens_asked_for_as_far_as_the_share_of_memory_goe
     assert plan_num_pages(args, [model], max_len=2048) == num_pages + DUMMY_PAGES
 
 
+class SharedDevice(Communicator):
+    """One of several ranks on a device."""
+
+    def __init__(self, ranks_on_device: int, steps: list[str]) -> None:
+        self.ranks_on_device, self._steps = ranks_on_device, steps
+
+    def gather(self, value: Any) -> list[Any]:
+        self._steps.append("gather")
+        return [value]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_on_one_gpu_divide_its_free_memory(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    args = LlmArgs(model="m", max_num_tokens=64, kv_cache_config={"free_gpu_memory_fraction": 0.5})
+    model, reserved, steps = model_of(8, 8, 8, torch.float32), 12345, list[str]()
+    free = num_ranks * (round_bytes(args, [model]) + reserved + 200 * PAGE_BYTES)
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        steps.append("look")
+        return free, free
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("empty"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    communicator = SharedDevice(num_ranks, steps)
+    assert plan_num_pages(args, [model], 2048, communicator, reserved) == 100 + DUMMY_PAGES
+    # Every rank has loaded its weights and freed what it can before any rank looks.
+    assert steps == ["empty", "gather", "look"]
+
+
+def test_ranks_on_one_host_divide_its_memory() -> None:
+    model = model_of(8, 8, 8, torch.float32)
+    model.device = torch.device("cpu")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cache = {"max_tokens": int(0.6 * machine) // PAGE_BYTES * 32}
+    args = LlmArgs(model="m", kv_cache_config=cache)
+    assert plan_num_pages(args, [model], 2048) == cache["max_tokens"] // 32 + DUMMY_PAGES
+    with pytest.raises(ValueError, match=f"; the machine has {machine // 2} for each of 2 ranks"):
+        plan_num_pages(args, [model], 2048, SharedDevice(2, []))
+
+
 def test_the_default_options_of_an_8b_model_leave_most_of_a_40_gb_card_to_weights_and_pages() -> (
     None
 ):
@@ -55,6 +99,17 @@ def test_the_default_options_of_an_8b_model_leave_most_of_a_40_gb_card_to_weight
     logits = 128256 * torch.bfloat16.itemsize
     assert 2048 * logits < plain < 8 * GIB  # 2048 requests, a row each
     assert 8192 * logits < speculating < 12 * GIB  # and 4 rows each
+
+
+def test_a_bitmask_of_every_sampled_row_is_set_aside_unless_grammars_are_refused() -> None:
+    target = model_of(64, 64, 128256, torch.bfloat16)
+    eagle3 = {"decoding_type": "Eagle3", "speculative_model": "head", "max_draft_len": 3}
+    sizes = {"max_batch_size": 8, "speculative_config": eagle3}
+    with_masks, without = (
+        round_bytes(LlmArgs(model="m", guided_decoding_backend=backend, **sizes), [target])
+        for backend in ("xgrammar", None)
+    )
+    assert with_masks - without == 8 * (1 + 3) * (1 + 4008) * 4  # a number, and 4,008 words
 
 
 def test_rows_that_are_never_sampled_cost_activations_and_no_logits() -> None:

@@ -10,12 +10,13 @@ from tests.models.helpers import MAX_POSITIONS, PagedRunner
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.attention.spec_metadata import SpecMetadata
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle3 import Eagle3Head, load_eagle3_head
 
 
-def load_head(folder: Path, target: CausalLM, **options: Any) -> Eagle3Head:
-    defaults = {"num_captured": 3, "load_format": "auto", "max_positions": MAX_POSITIONS}
-    return load_eagle3_head(folder, target, **(defaults | options))
+def load_head(folder: Path, target: CausalLM, num_captured: int = 3, **options: Any) -> Eagle3Head:
+    defaults: dict[str, Any] = {"load_format": "auto", "max_positions": MAX_POSITIONS}
+    return load_eagle3_head(HeadSource(folder, target, **(defaults | options)), num_captured)
 
 
 class HeadRunner(PagedRunner):

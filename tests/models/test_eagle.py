@@ -16,6 +16,7 @@ from tests.models.tiny_eagle import write_tiny_eagle
 from tests.models.tiny_eagle3 import Tensors, edit_config, rewrite, write_tiny_eagle3
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.models.causal_lm import CausalLM
+from tllm_spec.models.draft_head import HeadSource
 from tllm_spec.models.eagle import EagleHead, load_eagle_head
 from tllm_spec.models.head_checkpoint import head_kind
 from tllm_spec.models.layers import RMSNorm
@@ -42,8 +43,8 @@ def target(tmp_path: Path) -> CausalLM:
 
 
 def load_head(folder: Path, target: CausalLM, **options: Any) -> EagleHead:
-    defaults = {"load_format": "auto", "max_positions": MAX_POSITIONS}
-    return load_eagle_head(folder, target, **(defaults | options))
+    defaults: dict[str, Any] = {"load_format": "auto", "max_positions": MAX_POSITIONS}
+    return load_eagle_head(HeadSource(folder, target, **(defaults | options)))
 
 
 def weights_of(head: EagleHead) -> Tensors:

@@ -215,11 +215,15 @@ CHECKPOINT_ERRORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     ),
     "d2t too high": (
         lambda tensors: tensors["d2t"].index_fill_(0, torch.tensor(47), 17),
-        "d2t of the EAGLE-3 head leads to the token 64; vocab_size is 64",
+        "d2t of the EAGLE-3 head leads to the token id 64; ids are 0 to 63",
     ),
     "d2t negative": (
         lambda tensors: tensors["d2t"].index_fill_(0, torch.tensor(2), -3),
-        "d2t of the EAGLE-3 head leads to the token -1; vocab_size is 64",
+        "d2t of the EAGLE-3 head leads to the token id -1; ids are 0 to 63",
+    ),
+    "d2t twice": (
+        lambda tensors: tensors["d2t"].copy_(torch.tensor([0] * 7 + [-3] + [0] * 40)),
+        "d2t of the EAGLE-3 head leads to the token id 4 more than once",
     ),
     "d2t shape": (
         lambda tensors: tensors.update(d2t=torch.zeros(47, dtype=torch.int64)),
@@ -228,6 +232,10 @@ CHECKPOINT_ERRORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "d2t type": (
         lambda tensors: tensors.update(d2t=torch.zeros(48)),
         "the type torch.float32; it must be 48 int",
+    ),
+    "d2t of truth values": (
+        lambda tensors: tensors.update(d2t=torch.zeros(48, dtype=torch.bool)),
+        r"the type torch\.bool; it must be 48 int",
     ),
 }
 

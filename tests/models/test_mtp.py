@@ -17,6 +17,7 @@ from tllm_spec.attention.vanilla import VanillaAttention
 from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.deepseek import DeepseekForCausalLM
+from tllm_spec.models.layers import Embedding
 from tllm_spec.models.mtp import NextnModules, check_nextn, load_nextn
 
 TOKENS = random_tokens(31)
@@ -36,12 +37,12 @@ class ModuleRunner(PagedRunner):
 
     @torch.inference_mode()
     def predict(
-        self, tokens: list[int], hidden: torch.Tensor, *, as_window: bool = False
+        self, tokens: list[int], hidden: torch.Tensor, *, as_window: bool = False, step: int = 0
     ) -> torch.Tensor:
         rows = {0: tokens}
         metadata = self.metadata({}, rows, 0) if as_window else self.metadata(rows, {}, 0)
         context = ForwardContext(self.backend, self.backend.plan(metadata))
-        return self.module.predict(torch.tensor(tokens), metadata.positions, hidden, context, 0)
+        return self.module.predict(torch.tensor(tokens), metadata.positions, hidden, context, step)
 
 
 def load_module(folder: Path, **options: Any) -> NextnModules:
@@ -67,6 +68,25 @@ def test_a_module_equals_its_transcription_in_chunks_and_windows(tmp_path: Path)
     logits, own = runner.module.compute_logits(states[-1]), plain.logits(expected[-3:])
     assert own.std() > 0.3
     torch.testing.assert_close(logits, own, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_the_modules_of_all_steps_share_one_lookup_of_a_steps_tokens(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup in an embedding that is sharded is a sum over the ranks."""
+    save_with_mtp(tmp_path, num_modules=3)
+    target, looked_up, lookup = load(tmp_path), list[torch.Tensor](), Embedding.lookup
+    assert isinstance(target, DeepseekForCausalLM)
+    module = load_nextn(tmp_path, target, "auto", 3)
+
+    def counted(embedding: Embedding, ids: torch.Tensor) -> Any:
+        looked_up.append(ids)
+        return lookup(embedding, ids)
+
+    monkeypatch.setattr(Embedding, "lookup", counted)
+    ModuleRunner(module).predict(TOKENS, torch.randn(len(TOKENS), 64), step=step)
+    assert [ids.tolist() for ids in looked_up] == [TOKENS]
 
 
 def test_the_target_of_a_checkpoint_with_modules_equals_transformers(tmp_path: Path) -> None:

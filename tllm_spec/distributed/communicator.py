@@ -17,6 +17,9 @@ class Communicator:
     mapping: Mapping = SINGLE_RANK
     captures = True
     """Whether a CUDA graph can hold what tensors are sent by. Known after `join`."""
+    ranks_on_device = 1
+    """Ranks, this one included, that use this rank's CUDA device, or run on the CPU of its host.
+    Known after `join`."""
 
     def broadcast(self, message: bytes) -> bytes:
         """Rank 0's message; the others' argument is ignored."""

@@ -114,10 +114,14 @@ class ProcessGroup(Communicator):
         if store is None:
             store = stores(self._first_host, port, is_master=False, timeout=START_TIMEOUT)
         rank, size, backend = self.mapping.rank, self.mapping.world_size, "gloo"
+        place = self._hosts[rank]
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            if len(set(self.gather(uuid))) == size:
+            place = str(torch.cuda.get_device_properties(device).uuid)
+        places = self.gather(place)
+        self.ranks_on_device = places.count(place)
+        if device.type == "cuda":
+            if len(set(places)) == size:
                 backend = "nccl"
             else:
                 self._tensors = ThroughHost()

@@ -3,16 +3,43 @@ they form their inputs, and the modules that they borrow from the target."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from tllm_spec.attention.interface import ForwardContext
+from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.models.layers import Embedding
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.module import Module, Placement
+from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.token_map import reduced_output
+
+
+@dataclass(frozen=True)
+class HeadSource:
+    """What a head is loaded from, and for which target."""
+
+    path: Path
+    """A folder in Hugging Face's format; `dummy` needs its config.json only."""
+    target: CausalLM
+    load_format: LoadFormat
+    """`auto` reads safetensors or pytorch_model.bin, `dummy` fills random weights."""
+    max_positions: int
+    """Rows of the rotary table, which no request may exceed; the length that the head was trained
+    on is not a limit."""
+    communicator: Communicator = SINGLE
+    """This rank's, with its place."""
+
+    @property
+    def placement(self) -> Placement:
+        """In the target's dtype, on its device."""
+        target, communicator = self.target, self.communicator
+        return Placement(
+            target.dtype, target.device, communicator.mapping, communicator=communicator
+        )
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,19 @@ The state is the target's after its final norm, or the head's own output of the 
 Embedding and output layer are the target's. Requests, pages and the drafting loop are not known
 here."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.draft_input import draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import BorrowedModules, DraftHead
+from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource
 from tllm_spec.models.eagle_config import EagleConfig
 from tllm_spec.models.head_checkpoint import head_tensors
 from tllm_spec.models.linear import Linear
 from tllm_spec.models.llama import DecoderLayer
 from tllm_spec.models.module import Placement, specialize_for_cpu
-from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.weights import fill, fill_random
 
@@ -53,13 +49,7 @@ class EagleHead(DraftHead):
         self.layers = nn.ModuleList(layers)
         self.borrowed = BorrowedModules.of(target, placement=placement)
         self.lm_head, self.draft_to_target = None, None
-        self.cos_sin = cos_sin_table(
-            config.rope,
-            config.head_dim,
-            max_positions,
-            dtype=placement.dtype,
-            device=placement.device,
-        )
+        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         return captured
@@ -84,41 +74,22 @@ class EagleHead(DraftHead):
         return self.output.forward(hidden)
 
 
-def load_eagle_head(
-    path: Path,
-    target: CausalLM,
-    *,
-    load_format: LoadFormat,
-    max_positions: int,
-    communicator: Communicator = SINGLE,
-) -> EagleHead:
-    """Build the head that `path/config.json` describes, in the target's dtype and on its device,
-    and load its weights. The checkpoint says whether `fc` has a bias, unless config.json does, and
-    whether the first layer has an input norm.
-
-    Args:
-        path: folder in Hugging Face's format; `dummy` needs its config.json only.
-        target: the model that it drafts for.
-        load_format: `auto` reads safetensors or pytorch_model.bin, `dummy` fills random weights.
-        max_positions: rows of the rotary table, which no request may exceed; the length that the
-            head was trained on is not a limit.
-        communicator: this rank's, with its place.
+def load_eagle_head(source: HeadSource) -> EagleHead:
+    """The checkpoint says whether `fc` has a bias, unless config.json does, and whether the first
+    layer has an input norm.
 
     Raises:
         ValueError: the config or the checkpoint is not served or does not fit the target; the
         message says why.
     """
-    config = EagleConfig.from_pretrained(path)
-    config.check_target(target.config)
-    is_dummy = load_format == "dummy"
-    tensors = {} if is_dummy else head_tensors(path, "EAGLE-1/2", _UNUSED, {})
-    placement = Placement(
-        target.dtype, target.device, communicator.mapping, communicator=communicator
-    )
+    config, placement = EagleConfig.from_pretrained(source.path), source.placement
+    config.check_target(source.target.config)
+    is_dummy = source.load_format == "dummy"
+    tensors = {} if is_dummy else head_tensors(source.path, "EAGLE-1/2", _UNUSED, {})
     head = EagleHead(
         config,
-        target,
-        max_positions,
+        source.target,
+        source.max_positions,
         placement,
         has_bias=_FC_BIAS in tensors if config.bias is None else config.bias,
         has_input_norm=_INPUT_NORM in tensors,
@@ -126,7 +97,9 @@ def load_eagle_head(
     if is_dummy:
         fill_random(head)
     else:
-        misfit = f"The checkpoint in {path} does not fit an EAGLE-1/2 head of its config.json"
+        misfit = (
+            f"The checkpoint in {source.path} does not fit an EAGLE-1/2 head of its config.json"
+        )
         fill(head, tensors.items(), misfit)
     specialize_for_cpu(head, placement)
     return head

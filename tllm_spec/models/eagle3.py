@@ -12,19 +12,17 @@ import torch
 from torch import nn
 
 from tllm_spec.attention.interface import ForwardContext
-from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.kernels.draft_input import DraftInput, DraftInputNorms, draft_input
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.kernels.row_copies import gather_rows
 from tllm_spec.models.causal_lm import CausalLM
-from tllm_spec.models.draft_head import BorrowedModules, DraftHead
+from tllm_spec.models.draft_head import BorrowedModules, DraftHead, HeadSource
 from tllm_spec.models.eagle3_checkpoint import check_sizes, eagle3_tensors, target_ids
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.layers import Embedding, RMSNorm
 from tllm_spec.models.linear import Linear, OutputLinear
 from tllm_spec.models.llama import MLP, Attention, DecoderLayer
 from tllm_spec.models.module import Module, Placement, specialize_for_cpu
-from tllm_spec.models.registry import LoadFormat
 from tllm_spec.models.rotary import cos_sin_table
 from tllm_spec.models.weights import fill, fill_random
 
@@ -131,13 +129,7 @@ class Eagle3Head(DraftHead):
             if config.has_own_lm_head
             else None
         )
-        self.cos_sin = cos_sin_table(
-            config.rope,
-            config.head_dim,
-            max_positions,
-            dtype=placement.dtype,
-            device=placement.device,
-        )
+        self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_positions, placement)
         self.draft_to_target = None
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
@@ -176,41 +168,20 @@ class Eagle3Head(DraftHead):
         return self.output.forward(hidden, None if self.config.norm_output else self.norm)
 
 
-def load_eagle3_head(
-    path: Path,
-    target: CausalLM,
-    *,
-    num_captured: int,
-    load_format: LoadFormat,
-    max_positions: int,
-    communicator: Communicator = SINGLE,
-) -> Eagle3Head:
-    """Build the head that `path/config.json` describes, in the target's dtype and on its device,
-    and load its weights.
-
-    Args:
-        path: folder in Hugging Face's format; `dummy` needs its config.json only.
-        target: the model that it drafts for.
-        num_captured: how many layers of the target are captured for `fuse`.
-        load_format: `auto` reads safetensors or pytorch_model.bin, `dummy` fills random weights.
-        max_positions: rows of the rotary table, which no request may exceed; the length that the
-            head was trained on is not a limit.
-        communicator: this rank's, with its place.
+def load_eagle3_head(source: HeadSource, num_captured: int) -> Eagle3Head:
+    """num_captured: how many layers of the target are captured for `fuse`.
 
     Raises:
         ValueError: the config or the checkpoint is not served or does not fit the target; the
         message says why.
     """
-    config = Eagle3Config.from_pretrained(path)
-    config.check_target(target.config, num_captured)
-    placement = Placement(
-        target.dtype, target.device, communicator.mapping, communicator=communicator
-    )
-    head = Eagle3Head(config, target, num_captured, max_positions, placement)
-    if load_format == "dummy":
+    config, placement = Eagle3Config.from_pretrained(source.path), source.placement
+    config.check_target(source.target.config, num_captured)
+    head = Eagle3Head(config, source.target, num_captured, source.max_positions, placement)
+    if source.load_format == "dummy":
         _fill_dummy(head)
     else:
-        _fill_from_checkpoint(head, path)
+        _fill_from_checkpoint(head, source.path)
     specialize_for_cpu(head, placement)
     return head
 

@@ -7,6 +7,7 @@ import torch
 
 from tllm_spec.models.eagle3_config import Eagle3Config
 from tllm_spec.models.head_checkpoint import head_tensors
+from tllm_spec.models.token_map import as_ids, check_ids
 
 # `midlayer` is the name in the paper's code; `aux_norm_*` came before the numbered norms.
 _RENAMED = {
@@ -70,8 +71,8 @@ def target_ids(offsets: torch.Tensor | None, config: Eagle3Config) -> torch.Tens
     equal.
 
     Raises:
-        ValueError: `d2t` is missing where it is needed, misshapen, or leads out of the target's
-        vocabulary.
+        ValueError: `d2t` is missing where it is needed, misshapen, leads out of the target's
+        vocabulary, or leads to one token twice.
     """
     size, vocab_size = config.output_size, config.vocab_size
     if offsets is None:
@@ -81,17 +82,13 @@ def target_ids(offsets: torch.Tensor | None, config: Eagle3Config) -> torch.Tens
                 "needs one."
             )
         return None
-    if tuple(offsets.shape) != (size,) or offsets.is_floating_point():
+    integers = as_ids(offsets)
+    if integers is None or len(integers) != size:
         raise ValueError(
             f"d2t has the shape {list(offsets.shape)} and the type {offsets.dtype}; it must be "
             f"{size} integers."
         )
     own_ids = torch.arange(size)
-    ids = own_ids + offsets.long()
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.numel():
-        raise ValueError(
-            f"d2t of the EAGLE-3 head leads to the token {outside[0].item()}; vocab_size is "
-            f"{vocab_size}."
-        )
+    ids = own_ids + integers
+    check_ids(ids, vocab_size, "d2t of the EAGLE-3 head leads to")
     return None if size == vocab_size and ids.equal(own_ids) else ids

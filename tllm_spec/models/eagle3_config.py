@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig, read_json
-from tllm_spec.models.eagle3_format import flat_config
+from tllm_spec.models.eagle3_format import check_layers, flat_config
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,7 @@ def _draft_vocab_size(flat: dict[str, Any]) -> int | None:
 
 
 def _check(config: Eagle3Config) -> None:
-    if config.has_fp8_blocks:
-        raise ValueError("The EAGLE-3 head has FP8 weights; heads are served in 16 or 32 bits.")
-    if config.sliding_window is not None:
-        raise ValueError(
-            f"sliding_window of the EAGLE-3 head is {config.sliding_window}; sliding-window "
-            "attention is not served."
-        )
+    check_layers(config, "EAGLE-3")
     if not 0 < config.output_size <= config.vocab_size:
         raise ValueError(
             f"draft_vocab_size is {config.draft_vocab_size}; it must be 1 to vocab_size, which is "

@@ -8,6 +8,8 @@ change what the head computes."""
 from collections.abc import Mapping
 from typing import Any
 
+from tllm_spec.models.config import ModelConfig
+
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 # `model_type` of a speculators layer -> the architecture whose attention and MLP it has.
 _LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -143,3 +145,14 @@ def refuse_unserved(
     ]
     if reasons:
         raise ValueError(f"config.json of the {kind} head: {'; '.join(reasons)}.")
+
+
+def check_layers(config: ModelConfig, kind: str) -> None:
+    """Raises ValueError for FP8 weights and for sliding windows."""
+    if config.has_fp8_blocks:
+        raise ValueError(f"The {kind} head has FP8 weights; heads are served in 16 or 32 bits.")
+    if config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window of the {kind} head is {config.sliding_window}; sliding-window "
+            "attention is not served."
+        )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tllm_spec.models.config import ModelConfig, read_json
-from tllm_spec.models.eagle3_format import DECODER_KEYS, refuse_unserved
+from tllm_spec.models.eagle3_format import DECODER_KEYS, check_layers, refuse_unserved
 
 # `architectures` of a head -> the architecture whose attention and MLP its layers have.
 _LAYERS = {
@@ -53,7 +53,7 @@ class EagleConfig(ModelConfig):
         if raw.get("qkv_bias") is not None:
             shape = shape | {"qkv_bias": bool(raw["qkv_bias"])}
         config = cls(**shape, bias=raw.get("bias"))
-        _check(config)
+        check_layers(config, "EAGLE-1/2")
         return config
 
     def check_target(self, target: ModelConfig) -> None:
@@ -66,13 +66,3 @@ class EagleConfig(ModelConfig):
                     "equal, since the head reads the target's embeddings and hidden states and "
                     "has its output layer."
                 )
-
-
-def _check(config: EagleConfig) -> None:
-    if config.has_fp8_blocks:
-        raise ValueError("The EAGLE-1/2 head has FP8 weights; heads are served in 16 or 32 bits.")
-    if config.sliding_window is not None:
-        raise ValueError(
-            f"sliding_window of the EAGLE-1/2 head is {config.sliding_window}; sliding-window "
-            "attention is not served."
-        )

@@ -169,13 +169,7 @@ class LlamaModel(Module):
             layer_type(config, layer, placement) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.cos_sin = cos_sin_table(
-            config.rope,
-            config.rope_dim,
-            max_positions,
-            dtype=placement.dtype,
-            device=placement.device,
-        )
+        self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext

@@ -68,6 +68,7 @@ class NextnModule(DeepseekLayer):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         context: ForwardContext,
+        looked_up: tuple[torch.Tensor | None, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """One step. `hidden` is not changed.
 
@@ -76,6 +77,7 @@ class NextnModule(DeepseekLayer):
             positions: `[T]`.
             hidden: `[T, H]`, the target's after its final norm, or the result of the step before.
             context: of the module's own KV pool.
+            looked_up: what `Embedding.lookup` gives for the ids; None: it is called here.
 
         Returns:
             `[T, H]`, or `[R, H]` of the rows that the context wants, after the module's final norm:
@@ -83,7 +85,9 @@ class NextnModule(DeepseekLayer):
         """
         model = self.target.model
         embedding, rotary = model.embed_tokens, Rotary(model.cos_sin, positions)
-        given = draft_input(*embedding.lookup(input_ids), hidden, self.norms, rotary, input_ids[:0])
+        given = draft_input(
+            *(looked_up or embedding.lookup(input_ids)), hidden, self.norms, rotary, input_ids[:0]
+        )
         total = self.eh_proj.forward(given.both)
         total = self.forward(total, rotary, context, context.wanted)
         return self.shared_head.norm.forward(total) if len(total) else total
@@ -132,9 +136,10 @@ class NextnModules(Module):
         if len(modules) == 1:
             return modules[0].predict(input_ids, positions, hidden, context)
         only_writes = replace(context, wanted=input_ids[:0])
+        looked_up = self.target.model.embed_tokens.lookup(input_ids)  # a sum, if it is sharded
         for later in modules[step + 1 :]:
-            later.predict(input_ids, positions, hidden, only_writes)
-        return modules[step].predict(input_ids, positions, hidden, context)
+            later.predict(input_ids, positions, hidden, only_writes, looked_up)
+        return modules[step].predict(input_ids, positions, hidden, context, looked_up)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, H]`, as `predict` returns it, to `[R, V]`."""

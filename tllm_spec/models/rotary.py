@@ -9,10 +9,11 @@ import math
 import torch
 
 from tllm_spec.models.config import RopeConfig
+from tllm_spec.models.module import Placement
 
 
 def cos_sin_table(
-    rope: RopeConfig, head_dim: int, max_positions: int, *, dtype: torch.dtype, device: torch.device
+    rope: RopeConfig, head_dim: int, max_positions: int, placement: Placement
 ) -> torch.Tensor:
     """Cosines and signed sines, `[max_positions, 2, 1, D]`, computed in float32 and rounded once.
 
@@ -21,7 +22,7 @@ def cos_sin_table(
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies)
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     cos_sin = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-    return cos_sin[:, :, None].to(device, dtype)
+    return cos_sin[:, :, None].to(placement.device, placement.dtype)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

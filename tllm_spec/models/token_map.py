@@ -32,20 +32,24 @@ def read_token_map(path: Path, vocab_size: int) -> torch.Tensor:
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist; token maps are files and are not downloaded")
-    ids = _as_ids(_content(path))
+    ids = as_ids(_content(path))
     if ids is None:
         raise ValueError(f"{path} must hold one list of token ids, which are integers")
     if not len(ids):
         raise ValueError(f"{path} is empty; at least one token id is needed")
+    check_ids(ids, vocab_size, f"{path} has")
+    return ids
+
+
+def check_ids(ids: torch.Tensor, vocab_size: int, subject: str) -> None:
+    """Raises ValueError unless `ids` `[V_draft]`, integers on the CPU, are distinct and below
+    `vocab_size`. `subject`: how the sentence begins, with its verb."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
-        raise ValueError(
-            f"{path} has the token id {int(outside[0])}; ids are 0 to {vocab_size - 1}"
-        )
+        raise ValueError(f"{subject} the token id {int(outside[0])}; ids are 0 to {vocab_size - 1}")
     repeated = (torch.bincount(ids) > 1).nonzero()
     if len(repeated):
-        raise ValueError(f"{path} has the token id {int(repeated[0])} more than once")
-    return ids
+        raise ValueError(f"{subject} the token id {int(repeated[0])} more than once")
 
 
 def reduced_output(layer: Linear, ids: torch.Tensor, placement: Placement) -> OutputLinear:
@@ -80,8 +84,8 @@ def _content(path: Path) -> Any:
         raise ValueError(f"{path} is not a readable token map: {reason}") from error
 
 
-def _as_ids(content: Any) -> torch.Tensor | None:
-    """None: it is not a list of integers."""
+def as_ids(content: Any) -> torch.Tensor | None:
+    """`[N]` int64 of a list or of a tensor; None: it is not a list of integers."""
     if isinstance(content, torch.Tensor):
         is_list = content.dim() == 1 and not content.is_floating_point()
         is_list = is_list and content.dtype != torch.bool and not content.is_complex()

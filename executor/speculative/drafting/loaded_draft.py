@@ -20,7 +20,7 @@ from tllm_spec.executor.speculative.drafting.draft_net import (
 from tllm_spec.executor.speculative.modes import DraftModel
 from tllm_spec.models.causal_lm import CausalLM
 from tllm_spec.models.deepseek import DeepseekForCausalLM
-from tllm_spec.models.draft_head import DraftHead
+from tllm_spec.models.draft_head import DraftHead, HeadSource
 from tllm_spec.models.eagle import load_eagle_head
 from tllm_spec.models.eagle3 import load_eagle3_head
 from tllm_spec.models.eagle3_config import Eagle3Config
@@ -125,26 +125,14 @@ def load_head(
     """Load an EAGLE head. Raises ValueError if the head does not fit the target, or if the target
     lacks the layers to capture."""
     folder, config = draft_folder(plan), target.config
+    source = HeadSource(folder, target, plan.load_format, max_positions, communicator)
     head: DraftHead
     if kind_of_head(plan, folder) == "EAGLE-3":
         layers = _captured_layers(plan, folder, config.num_layers)
-        head = load_eagle3_head(
-            folder,
-            target,
-            num_captured=len(layers),
-            load_format=plan.load_format,
-            max_positions=max_positions,
-            communicator=communicator,
-        )
+        head = load_eagle3_head(source, len(layers))
     else:
         layers = (config.num_layers,)  # the final norm
-        head = load_eagle_head(
-            folder,
-            target,
-            load_format=plan.load_format,
-            max_positions=max_positions,
-            communicator=communicator,
-        )
+        head = load_eagle_head(source)
     keep_tokens(plan, head, config.vocab_size, communicator)
     spec = SpecMetadata(layers, config.hidden_size, max_num_tokens, target.dtype, target.device)
     return LoadedDraft(plan, head, spec)
