@@ -7,12 +7,16 @@ from setuptools import find_namespace_packages, setup
 SERVER = ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20", "msgpack>=1.0.5"]
 PARALLEL = ["mpi4py>=4", "mpich>=4.2; platform_system == 'Linux'"]
 GUIDED = ["xgrammar>=0.2.7,<0.3"]
+PLOT = ["matplotlib>=3.8"]
+OTEL = ["opentelemetry-sdk>=1.25", "opentelemetry-exporter-otlp-proto-http>=1.25"]
 # For draft_backend.
 ONNXRUNTIME = ["onnx>=1.17", "onnxruntime>=1.20"]
 TENSORRT = ["tensorrt>=10.13.2"]
 CUDA = ["cuda-python>=12.6", "flashinfer-python>=0.6.4"]
 DEV = [
     *GUIDED,
+    *PLOT,
+    *OTEL,
     *PARALLEL,
     *ONNXRUNTIME,
     # Its builder needs no GPU: tests build the network that tensorrt would run.
@@ -61,6 +65,8 @@ setup(
     extras_require={
         "cuda": CUDA,
         "guided": GUIDED,
+        "plot": PLOT,
+        "otel": OTEL,
         "parallel": PARALLEL[:1],
         "onnxruntime": ONNXRUNTIME,
         "tensorrt": TENSORRT,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ["torch", "transformers", "tokenizers", "fastapi", "uvicorn", "triton", "prometheus_client"]
+HEAVY = ["torch", "transformers", "tokenizers", "fastapi", "uvicorn", "triton"]
+HEAVY += ["prometheus_client", "matplotlib"]
 PRINT_LOADED = (
     f"import json, sys; print(); print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
 )

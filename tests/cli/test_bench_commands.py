@@ -267,7 +267,7 @@ def test_compare_alternates_the_engines_and_reverses_their_order_every_second_ru
         line.split() for line in result.output.splitlines() if line.startswith(("plain", "ngram"))
     ]
     assert [row[0] for row in rows] == ["plain", "ngram"]
-    assert rows[0][3:6] == ["1.00x", "-", "-"] and rows[1][4:] == [
+    assert rows[0][4:] == ["1.00x", "2000.0", "-", "-", "-"] and rows[1][6:] == [
         "2.50",
         "0.50",
         "1.00",
@@ -288,8 +288,8 @@ def test_compare_reports_the_position_of_each_difference_and_fails(
     assert result.exit_code == 1
     sentence = "output token 2 is -1, the baseline has 2"
     assert (
-        f"wrong, task_id 0: {sentence}" in result.output
-        and f"wrong, task_id 1: {sentence}" in result.output
+        f"wrong, concurrency 1, task_id 0: {sentence}" in result.output
+        and f"wrong, concurrency 1, task_id 1: {sentence}" in result.output
     )
     assert len(json.loads(report.read_text())["differences"]) == 2
     assert run("compare", *configs, "--dataset", dataset, "--allow_differences").exit_code == 0

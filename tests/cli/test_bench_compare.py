@@ -2,16 +2,18 @@
 
 from typing import Any
 
+import pytest
+
 from tests.cli.fake_llm import FakeLLM, make_output
 from tllm_spec.bench.compare import (
     Contestant,
     comparison,
-    comparison_plot,
     differences,
     first_difference,
     run_in_turn,
 )
 from tllm_spec.bench.dataset import BenchRequest
+from tllm_spec.bench.plot import comparison_curves
 from tllm_spec.bench.runner import Run, sampling_for
 from tllm_spec.outputs import SpeculativeStats
 
@@ -19,25 +21,40 @@ REQUESTS = [BenchRequest(3, [1, 2], 6), BenchRequest(5, [1, 2], 6)]
 
 
 def contestant(
-    name: str, *seconds: float, stats: SpeculativeStats | None = None, **llm: Any
+    name: str,
+    *seconds: float,
+    stats: SpeculativeStats | None = None,
+    concurrency: int = 1,
+    **llm: Any,
 ) -> Contestant:
     """With one run for each number of seconds; a run is two requests of 6 tokens."""
     runs = [
         Run([make_output(2, 6, stats=stats), make_output(2, 6, stats=stats)], each)
         for each in seconds
     ]
-    return Contestant(name, FakeLLM("zoo:llama", **llm), runs)
+    return Contestant(name, FakeLLM("zoo:llama", **llm), concurrency, runs)
 
 
 def test_warm_up_runs_are_discarded() -> None:
-    fake = Contestant("plain", FakeLLM("zoo:llama"))
-    run_in_turn([fake], REQUESTS, sampling_for(REQUESTS), repeat=3, warmup=2, concurrency=1)
-    assert len(fake.runs) == 3 and len(fake.llm.sampling) == 2 * (3 + 2)
+    llm = FakeLLM("zoo:llama")
+    fake = Contestant("plain", llm)
+    run_in_turn([fake], REQUESTS, sampling_for(REQUESTS), repeat=3, warmup=2, streaming=False)
+    assert len(fake.runs) == 3 and len(llm.sampling) == 2 * (3 + 2)
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_contestant_runs_at_its_own_concurrency(concurrency: int, streaming: bool) -> None:
+    llm = FakeLLM("zoo:llama")
+    fake = Contestant("plain", llm, concurrency)
+    run_in_turn([fake], REQUESTS, sampling_for(REQUESTS), repeat=1, warmup=0, streaming=streaming)
+    assert llm.max_under_way == concurrency and llm.num_streamed == (2 if streaming else 0)
 
 
 def test_speeds_are_medians_and_the_speedup_is_their_ratio() -> None:
     stats = SpeculativeStats(2, 5, (2, 2), (2, 1))
-    rows = comparison([contestant("plain", 3, 12, 4), contestant("drafted", 1, 2, 12, stats=stats)])
+    contestants = [contestant("plain", 3, 12, 4), contestant("drafted", 1, 2, 12, stats=stats)]
+    rows = comparison(contestants, streaming=False)
     assert rows[0]["output_tokens_per_s"] == 3 and rows[0]["output_tokens_per_s_range"] == [1, 4]
     assert rows[1]["output_tokens_per_s"] == 6 and rows[1]["speedup"] == 2
     assert rows[0]["acceptance_length"] is None and rows[0]["speedup"] == 1
@@ -45,9 +62,36 @@ def test_speeds_are_medians_and_the_speedup_is_their_ratio() -> None:
     assert rows[1]["per_position_acceptance"] == [1, 0.5]
 
 
-def test_the_plot_has_a_curve_for_each_configuration_and_a_point_for_each_run() -> None:
-    svg = comparison_plot([contestant("plain", 3, 4), contestant("drafted", 1, 2, 3)])
-    assert svg.count("<polyline") == 2 and svg.count("<circle") == 5
+def test_only_streamed_requests_have_times_to_the_first_token_and_between_tokens() -> None:
+    (row,) = comparison([contestant("plain", 3)], streaming=True)
+    times = [row[name]["p50"] for name in ("ttft_ms", "tpot_ms", "e2el_ms")]
+    assert times == [500, 300, 2000], "0.5 s to the first of 6 tokens, and 2 s to the last"
+    (row,) = comparison([contestant("plain", 3)], streaming=False)
+    assert row["e2el_ms"]["p50"] == 2000 and not {"ttft_ms", "tpot_ms"} & row.keys()
+
+
+def test_the_picture_has_a_curve_for_each_configuration_and_a_point_for_each_load() -> None:
+    rows = [
+        row
+        for limit, seconds in ((1, 4.0), (8, 2.0), (-1, 1.0))
+        for row in comparison(
+            [
+                contestant("plain", seconds, concurrency=limit),
+                contestant("drafted", seconds / 2, concurrency=limit),
+            ],
+            streaming=False,
+        )
+    ]
+    curves = comparison_curves(rows)
+    points = {
+        name: [(point.load, point.output_tokens_per_s) for point in curve]
+        for name, curve in curves.items()
+    }
+    assert points == {
+        "plain": [("1", 3), ("8", 6), ("no limit", 12)],
+        "drafted": [("1", 6), ("8", 12), ("no limit", 24)],
+    }
+    assert curves["plain"][0].latencies == {"e2el_ms": 2000}
 
 
 def test_a_row_has_the_options_of_its_speculation() -> None:
@@ -57,22 +101,20 @@ def test_a_row_has_the_options_of_its_speculation() -> None:
         "speculative_model": "head",
         "eagle3_one_model": False,
     }
-    plain, drafted = comparison([contestant("a", 1), contestant("b", 1, speculative_config=spec)])
+    plain, drafted = comparison(
+        [contestant("a", 1), contestant("b", 1, speculative_config=spec)], streaming=False
+    )
     assert plain["speculation"] is None
     assert spec.items() <= drafted["speculation"].items()
 
 
 def test_a_difference_is_reported_once_with_its_first_position() -> None:
-    plain, drafted = contestant("plain", 1, 1), contestant("drafted", 1, 1)
+    plain, drafted = (contestant(name, 1, 1, concurrency=4) for name in ("plain", "drafted"))
     for run in drafted.runs:
         run.outputs[1].outputs[0].token_ids[3:5] = [77, 78]
     (found,) = differences([plain, drafted], REQUESTS)
-    assert (found.name, found.task_id, found.position, found.expected, found.found) == (
-        "drafted",
-        5,
-        3,
-        3,
-        77,
+    assert str(found) == (
+        "drafted, concurrency 4, task_id 5: output token 3 is 77, the baseline has 3"
     )
 
 

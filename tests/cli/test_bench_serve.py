@@ -1,6 +1,7 @@
 """`tllm-bench serve` against our own server, over an LLM with known answers."""
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,11 @@ from click.testing import CliRunner, Result
 
 from tests.server.fake_llm import FAILING_PROMPT, FakeLLM
 from tests.server.hosted import hosted
-from tllm_spec.bench.plot import line_plot
 from tllm_spec.bench.serve_load import Load, Sent, ServeRun
 from tllm_spec.bench.serve_report import acceptance_length, parse_goals, serve_report
 from tllm_spec.cli.bench import main
+
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def run(url: str, *options: object) -> Result:
 
 
 def test_a_sweep_reports_every_load(url: str, llm: FakeLLM, dataset: Path, tmp_path: Path) -> None:
-    report, plot = tmp_path / "report.json", tmp_path / "plot.svg"
+    report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     llm.prompts.clear()
     result = run(
         url,
@@ -51,7 +53,33 @@ def test_a_sweep_reports_every_load(url: str, llm: FakeLLM, dataset: Path, tmp_p
         assert load["output_throughput_tok_s"] * load["elapsed_s"] == pytest.approx(24)
         assert load["total_throughput_tok_s"] * load["elapsed_s"] == pytest.approx(36)
         assert load["goodput_req_s"] == load["request_throughput_req_s"]
-    assert plot.read_text().count("<circle") == 2
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_reports_of_other_servers_are_drawn_too(url: str, dataset: Path, tmp_path: Path) -> None:
+    report, plot = tmp_path / "plain.json", tmp_path / "both.svg"
+    assert run(url, "--dataset", dataset, "--report_json", report).exit_code == 0
+    assert json.loads(report.read_text())["label"] == "plain"
+    again = ["--dataset", dataset, "--plot_reports", report]
+    result = run(url, *again, "--label", "eagle", "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"<!-- (plain|eagle) -->", plot.read_text()) == ["plain", "eagle"]
+    result = run(url, *again, "--label", "plain", "--plot", plot)
+    assert result.exit_code == 1 and "label = 'plain'" in result.output
+    result = run(url, *again)
+    assert result.exit_code == 1 and "plot_reports is refused without --plot" in result.output
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"label": "x", "loads": [{"load": 1}]}'])
+def test_a_file_that_is_no_report_is_refused_before_the_load(
+    url: str, llm: FakeLLM, dataset: Path, tmp_path: Path, text: str
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(text)
+    llm.prompts.clear()
+    result = run(url, "--dataset", dataset, "--plot", tmp_path / "x.png", "--plot_reports", other)
+    assert result.exit_code == 1 and "is no --report_json file of tllm-bench serve" in result.output
+    assert not llm.prompts
 
 
 def test_requests_arrive_at_the_rate(url: str, dataset: Path) -> None:
@@ -121,9 +149,3 @@ def test_the_acceptance_length_is_that_of_the_run() -> None:
     theirs += 'vllm:spec_decode_num_accepted_tokens_total{{m="x"}} {}\n'
     assert acceptance_length(theirs.format(0, 0), theirs.format(4, 6)) == 2.5
     assert acceptance_length("", "") is None
-
-
-def test_a_plot_has_a_line_for_each_name() -> None:
-    svg = line_plot({"a<b": [(1, 2), (3, 4)], "c": [(2, 1)]}, "x", "y")
-    assert svg.count("<polyline") == 2 and svg.count("<circle") == 3 and "a&lt;b" in svg
-    assert line_plot({}, "x", "y").startswith("<svg")

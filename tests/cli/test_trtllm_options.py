@@ -64,7 +64,6 @@ REFUSED = [
     ("--metadata_server_config_file x.yaml", "prefill and decoding run in one server"),
     ("--server_role context", "prefill and decoding run in one server"),
     ("--disagg_cluster_uri http://x", "prefill and decoding run in one server"),
-    ("--otlp_traces_endpoint http://x", "no traces are sent"),
     ("--media_io_kwargs {}", "only text is served"),
     ("--video_pruning_rate 0.5", "only text is served"),
     ("--visual_gen_args x.yaml", "only text is served"),

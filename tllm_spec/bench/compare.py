@@ -6,13 +6,20 @@ a slow phase of the machine affects every configuration."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from tllm_spec.bench.dataset import BenchRequest
-from tllm_spec.bench.plot import line_plot
-from tllm_spec.bench.report import MS, latency_s, speculation_section, total_stats
-from tllm_spec.bench.runner import Run, run_requests
+from tllm_spec.bench.report import (
+    MS,
+    latency_s,
+    percentiles,
+    speculation_section,
+    time_per_output_token_s,
+    time_to_first_token_s,
+    total_stats,
+)
+from tllm_spec.bench.runner import Run, num_output_tokens, run_requests
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 
@@ -22,10 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One configuration: its name, its engine and its measured runs."""
+    """One configuration at one concurrency (0 or less: no limit): its name, its engine and its
+    measured runs."""
 
     name: str
     llm: "LLM"
+    concurrency: int = 1
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -39,6 +48,7 @@ class Difference:
     ended."""
 
     name: str
+    concurrency: int
     task_id: int
     position: int
     expected: int | None
@@ -46,8 +56,8 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}, task_id {self.task_id}: output token {self.position} is {self.found}, "
-            f"the baseline has {self.expected}"
+            f"{self.name}, concurrency {self.concurrency}, task_id {self.task_id}: output token "
+            f"{self.position} is {self.found}, the baseline has {self.expected}"
         )
 
 
@@ -57,13 +67,15 @@ def run_in_turn(
     sampling: Sequence[SamplingParams],
     repeat: int,
     warmup: int,
-    concurrency: int,
+    streaming: bool,
 ) -> None:
     """Appends `repeat` runs to every contestant's `runs`, after `warmup` runs that are
     discarded."""
     for number in range(warmup + repeat):
         for contestant in contestants[:: -1 if number % 2 else 1]:
-            run = run_requests(contestant.llm, requests, sampling, concurrency)
+            run = run_requests(
+                contestant.llm, requests, sampling, contestant.concurrency, streaming
+            )
             if number >= warmup:
                 contestant.runs.append(run)
 
@@ -79,7 +91,9 @@ def differences(
         for run in contestant.runs:
             for request, wanted, output in zip(requests, expected, run.outputs, strict=True):
                 if found_at := first_difference(wanted, token_ids(output)):
-                    difference = Difference(contestant.name, request.task_id, *found_at)
+                    difference = Difference(
+                        contestant.name, contestant.concurrency, request.task_id, *found_at
+                    )
                     found.setdefault((contestant.name, request.task_id), difference)
     return list(found.values())
 
@@ -96,22 +110,25 @@ def first_difference(
     return next(((position, *pair) for position, pair in pairs if pair[0] != pair[1]), None)
 
 
-def comparison(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
-    """A row for each configuration: median, lowest and highest speed of its runs. The speedup is a
-    ratio of medians."""
+def comparison(contestants: Sequence[Contestant], streaming: bool) -> list[dict[str, Any]]:
+    """A row for each configuration: median, lowest and highest speed of its runs, and percentiles
+    of its requests' times. The speedup is a ratio of medians."""
     baseline = median(contestants[0].output_tokens_per_s)
     rows = []
     for contestant in contestants:
         speeds = contestant.output_tokens_per_s
         config = contestant.llm.args.speculative_config
-        stats = total_stats([output for run in contestant.runs for output in run.outputs])
+        outputs = [output for run in contestant.runs for output in run.outputs]
+        stats = total_stats(outputs)
         rows.append(
             {
                 "configuration": contestant.name,
+                "concurrency": contestant.concurrency,
                 "speculation": None if config is None else speculation_section(config),
                 "output_tokens_per_s": median(speeds),
                 "output_tokens_per_s_range": [min(speeds), max(speeds)],
                 "speedup": median(speeds) / baseline,
+                **_times(outputs, streaming),
                 "acceptance_length": stats.acceptance_length if stats.rounds else None,
                 "draft_acceptance_rate": stats.draft_acceptance_rate if stats.rounds else None,
                 "per_position_acceptance": list(stats.per_position_acceptance),
@@ -120,13 +137,12 @@ def comparison(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
     return rows
 
 
-def comparison_plot(contestants: Sequence[Contestant]) -> str:
-    """As SVG: a curve for each configuration, with a point for each of its runs."""
-    curves = {
-        contestant.name: sorted(
-            (run.output_tokens_per_s, MS * fmean(map(latency_s, run.outputs)))
-            for run in contestant.runs
-        )
-        for contestant in contestants
-    }
-    return line_plot(curves, "output tokens/s", "mean latency of a request (ms)")
+def _times(outputs: Sequence[RequestOutput], streaming: bool) -> dict[str, Any]:
+    """Percentiles under the names of `tllm-bench serve`. Only streamed requests know when their
+    first token came."""
+    times = {"e2el_ms": percentiles([latency_s(output) * MS for output in outputs])}
+    if streaming:
+        decoded = [output for output in outputs if num_output_tokens(output) > 1]
+        times["ttft_ms"] = percentiles([time_to_first_token_s(output) * MS for output in outputs])
+        times["tpot_ms"] = percentiles([time_per_output_token_s(output) * MS for output in decoded])
+    return times

@@ -1,58 +1,153 @@
-"""A picture of throughput against latency, as SVG text: no library is needed."""
+"""Draws throughput against latency with matplotlib (the extra `plot`): one curve a configuration.
+
+Curves differ in marker and line style too, so that a print without colours can be read."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-Point = tuple[float, float]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 720, 420
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 20, 60
-COLORS = ("#0b62c4", "#a84b00", "#18703c", "#8a3fa0", "#b3261e", "#4b5563")
+MISSING = "the package matplotlib is missing: pip install 'tllm_spec[plot]'"
+THROUGHPUT_LABEL = "throughput (output tokens/s)"
+LATENCIES = {
+    "tpot_ms": "time per output token, p50 (ms)",
+    "ttft_ms": "time to first token, p50 (ms)",
+    "e2el_ms": "request latency, p50 (ms)",
+}
+MAX_PANELS = 2
+STYLES: dict[str, list[Any]] = {
+    "color": ["#0b3d91", "#c05a00", "#3a8f5c", "#7a3fa0", "#b3261e", "#4b5563"],
+    "marker": ["o", "s", "^", "D", "v", "P"],
+    "linestyle": ["-", "--", "-.", ":", (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1))],
+}
+PANEL_INCHES = (5.5, 5.0)
+DOTS_PER_INCH = 120
 
 
-def line_plot(curves: Mapping[str, Sequence[Point]], x_label: str, y_label: str) -> str:
-    """One line for each name, with its points marked. Both axes begin at 0."""
-    points = [point for curve in curves.values() for point in curve]
-    max_x = max((x for x, _ in points), default=0.0) * 1.05 or 1.0
-    max_y = max((y for _, y in points), default=0.0) * 1.05 or 1.0
+@dataclass(frozen=True)
+class LoadPoint:
+    """What one load gave: output tokens per second of all requests together, and medians over the
+    requests by their name in LATENCIES; 0: no request has that time."""
 
-    def place(point: Point) -> tuple[float, float]:
-        x, y = point
-        return (
-            LEFT + x / max_x * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - y / max_y * (HEIGHT - TOP - BOTTOM),
+    load: str
+    output_tokens_per_s: float
+    latencies: Mapping[str, float]
+
+
+Curves = Mapping[str, Sequence[LoadPoint]]
+
+
+def serve_curve(loads: Sequence[Mapping[str, Any]]) -> list[LoadPoint]:
+    """From the loads of a report of `tllm-bench serve`."""
+    return [
+        LoadPoint(
+            load["load"].removeprefix("concurrency ").replace(" requests/s", "/s"),
+            load["output_throughput_tok_s"],
+            _latencies(load),
+        )
+        for load in loads
+    ]
+
+
+def read_serve_report(path: Path) -> tuple[str, list[LoadPoint]]:
+    """The label and the curve of a `--report_json` file of `tllm-bench serve`. Raises ValueError
+    for any other file."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        return report["label"], serve_curve(report["loads"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"plot_reports = {str(path)!r} is no --report_json file of tllm-bench serve"
+        ) from error
+
+
+def comparison_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[LoadPoint]]:
+    """From the rows of `tllm-bench compare`."""
+    curves: dict[str, list[LoadPoint]] = {}
+    for row in rows:
+        limit = row["concurrency"]
+        point = LoadPoint(
+            str(limit) if limit > 0 else "no limit",
+            row["output_tokens_per_s"],
+            _latencies(row),
+        )
+        curves.setdefault(row["configuration"], []).append(point)
+    return curves
+
+
+def _latencies(report: Mapping[str, Any]) -> dict[str, float]:
+    return {name: report[name]["p50"] for name in LATENCIES if name in report}
+
+
+def check_format(path: Path) -> None:
+    """Raises ValueError without matplotlib, and for a suffix that it does not write."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+    accepted = [f".{name}" for name in sorted(FigureCanvasBase.get_supported_filetypes())]
+    if path.suffix.lower() not in accepted:
+        raise ValueError(
+            f"{path.name!r} does not end in a format of matplotlib; accepted: {', '.join(accepted)}"
         )
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-    ]
-    for step in range(6):
-        x, y = place((max_x * step / 5, max_y * step / 5))
-        parts += [
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>',
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{max_y * step / 5:.4g}</text>',
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
-            f"{max_x * step / 5:.4g}</text>",
-        ]
+
+def draw(curves: Curves) -> Figure:
+    """A figure with a panel for each of the first two latencies that any load has. Throughput is
+    upwards, so that up and left is better. Points are labelled with their load."""
+    from matplotlib.figure import Figure
+
+    found = {name for curve in curves.values() for point in curve for name in _measured(point)}
+    latencies = [name for name in LATENCIES if name in found][:MAX_PANELS] or ["e2el_ms"]
+    width, height = PANEL_INCHES
+    figure = Figure((width * len(latencies), height), dpi=DOTS_PER_INCH, layout="constrained")
+    panels = figure.subplots(1, len(latencies), sharey=True, squeeze=False)[0]
+    for panel, latency in zip(panels, latencies, strict=True):
+        _draw_panel(panel, curves, latency)
+        panel.set_xlabel(LATENCIES[latency])
+        panel.grid(color="#dddddd")
+        panel.margins(0.1)  # room for the labels of the outermost points
+    for panel in panels:
+        panel.set_xlim(left=0)
+        panel.set_ylim(bottom=0)
+    panels[0].set_ylabel(THROUGHPUT_LABEL)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=len(latencies),
+        handlelength=4,
+        title="numbers: concurrency, or requests per second as 4/s",
+    )
+    return figure
+
+
+def _measured(point: LoadPoint) -> list[str]:
+    return [name for name, latency in point.latencies.items() if latency > 0]
+
+
+def _draw_panel(panel: Axes, curves: Curves, latency: str) -> None:
     for number, (name, curve) in enumerate(curves.items()):
-        color = COLORS[number % len(COLORS)]
-        places = [place(point) for point in curve]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in places]
-        parts.append(
-            f'<text x="{LEFT + 10}" y="{TOP + 14 + 16 * number}" fill="{color}">'
-            f"{escape(name)}</text>"
-        )
-    middle = (HEIGHT - BOTTOM) / 2
-    parts += [
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 14}" text-anchor="middle">{escape(x_label)}</text>',
-        f'<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text>",
-        "</svg>\n",
-    ]
-    return "\n".join(parts)
+        points = [point for point in curve if latency in _measured(point)]
+        x = [point.latencies[latency] for point in points]
+        y = [point.output_tokens_per_s for point in points]
+        style = {key: values[number % len(values)] for key, values in STYLES.items()}
+        panel.plot(x, y, label=name, **style)
+        for point, place in zip(points, zip(x, y, strict=True), strict=True):
+            panel.annotate(
+                point.load, place, (6, -10), textcoords="offset points", color=style["color"]
+            )
+
+
+def image(figure: Figure, suffix: str) -> bytes:
+    """The file's content. suffix: with its dot, one that `check_format` accepts."""
+    content = BytesIO()
+    figure.savefig(content, format=suffix.removeprefix(".").lower())
+    return content.getvalue()

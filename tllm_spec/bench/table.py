@@ -51,24 +51,31 @@ def _format_section(title: str, section: dict[str, Any]) -> str:
 
 
 def format_comparison(rows: Sequence[dict[str, Any]]) -> str:
+    times = {"ttft_ms": "TTFT p50", "tpot_ms": "TPOT p50", "e2el_ms": "E2E p50 (ms)"}
+    shown = [name for name in times if name in rows[0]]
     header = [
         "configuration",
+        "concurrency",
         "tokens/s",
         "(range)",
         "speedup",
+        *(times[name] for name in shown),
         "acceptance length",
         "acceptance rate",
     ]
-    return format_table([*header, "per position"], map(_comparison_row, rows))
+    lines = (_comparison_row(row, shown) for row in rows)
+    return format_table([*header, "per position"], lines)
 
 
-def _comparison_row(row: dict[str, Any]) -> list[str]:
+def _comparison_row(row: dict[str, Any], times: Sequence[str]) -> list[str]:
     low, high = row["output_tokens_per_s_range"]
     return [
         row["configuration"],
+        str(row["concurrency"]) if row["concurrency"] > 0 else "no limit",
         f"{row['output_tokens_per_s']:.1f}",
         f"{low:.1f}-{high:.1f}",
         f"{row['speedup']:.2f}x",
+        *(f"{row[name]['p50']:.1f}" for name in times),
         _text(row["acceptance_length"]),
         _text(row["draft_acceptance_rate"]),
         _text(row["per_position_acceptance"] or None),

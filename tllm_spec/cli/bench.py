@@ -4,6 +4,7 @@ Only the command line is here. `tllm_spec.bench` does the work and is imported w
 """
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from tllm_spec.cli.bench_options import (
     POSITIVE,
     Model,
     ModelCommand,
+    write_bytes,
     write_json,
     write_text,
 )
@@ -93,6 +95,10 @@ main.add_command(break_even)
 main.add_command(serve)
 
 
+def _sweep(context: click.Context, option: click.Parameter, text: str) -> list[int]:
+    return [CONCURRENCY(each, option, context) for each in text.split(",")]
+
+
 def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) -> int:
     if value != 1:
         raise click.BadParameter(
@@ -114,11 +120,7 @@ def _one_at_a_time(context: click.Context, option: click.Parameter, value: int) 
     default=-1,
     help="Maximum number of requests in flight; -1: no limit.",
 )
-@click.option(
-    "--streaming",
-    is_flag=True,
-    help="Stream the tokens, and report times to the first token and between tokens.",
-)
+@bench_options.streaming_option
 @bench_options.record_options
 @click.pass_obj
 def throughput(model: Model, /, **options: Any) -> None:
@@ -212,10 +214,11 @@ def read_options(
 @bench_options.engine_options
 @click.option(
     "--concurrency",
-    type=CONCURRENCY,
-    default=1,
-    help="Maximum number of requests in flight; -1: no limit.",
+    callback=_sweep,
+    default="1",
+    help="Maximum number of requests in flight; -1: no limit. Several, as 1,8,64, are run in turn.",
 )
+@bench_options.streaming_option
 @click.option(
     "--repeat",
     type=POSITIVE,
@@ -238,7 +241,8 @@ def compare(
     model: Model,
     /,
     configs: tuple[Path, ...],
-    concurrency: int,
+    concurrency: list[int],
+    streaming: bool,
     repeat: int,
     warmup: int,
     show_text: int,
@@ -251,40 +255,50 @@ def compare(
 
     All engines are in memory together and take turns. Prompts stay in the prefix cache from run to
     run unless a file sets `kv_cache_config.enable_block_reuse: false`, so mostly decoding is
-    compared. Exits with status 1 when a text differs from the baseline's."""
-    from tllm_spec.bench.compare import (
-        Contestant,
-        comparison,
-        comparison_plot,
-        differences,
-        run_in_turn,
-    )
+    compared. Exits with status 1 when a text differs from the baseline's at the same concurrency.
+    """
+    from tllm_spec.bench.compare import Contestant, comparison, differences, run_in_turn
+    from tllm_spec.bench.plot import comparison_curves, draw, image
     from tllm_spec.bench.table import format_comparison, format_texts
     from tllm_spec.llm import LLM
 
     workload, arguments = read_options(model, list(configs), options)
     requests = workload.requests()
     sampling = workload.sampling(requests)
+    rows, found = [], []
     with ExitStack() as stack:
-        contestants = [
-            Contestant(path.stem, stack.enter_context(LLM(model.path, **each)))
-            for path, each in zip(configs, arguments, strict=True)
-        ]
-        run_in_turn(contestants, requests, sampling, repeat, warmup, concurrency)
-        texts = format_texts(
-            contestants[0].runs[0].outputs[:show_text], contestants[0].llm.tokenizer
-        )
-    rows, found = comparison(contestants), differences(contestants, requests)
+        engines = [stack.enter_context(LLM(model.path, **each)) for each in arguments]
+        for limit in concurrency:
+            contestants = [
+                Contestant(name, engine, limit)
+                for name, engine in zip(names_of(configs), engines, strict=True)
+            ]
+            run_in_turn(contestants, requests, sampling, repeat, warmup, streaming)
+            rows += comparison(contestants, streaming)
+            found += differences(contestants, requests)
+        outputs = contestants[0].runs[0].outputs
+        texts = list(format_texts(outputs[:show_text], engines[0].tokenizer))
     click.echo("\n".join([*texts, format_comparison(rows), *map(str, found)]))
     if plot is not None:
-        write_text(plot, comparison_plot(contestants))
+        write_bytes(plot, image(draw(comparison_curves(rows)), plot.suffix))
     write_json(report_json, {"configurations": rows, "differences": [vars(each) for each in found]})
     if found and not allow_differences:
         raise SystemExit(1)
     if not found:
+        where = "" if len(concurrency) == 1 else " at each concurrency"
         click.echo(
-            f"All {len(configs)} configurations gave the same {len(requests)} texts in every run."
+            f"All {len(configs)} configurations gave the same {len(requests)} texts in every run"
+            f"{where}."
         )
+
+
+def names_of(configs: Sequence[Path]) -> list[str]:
+    """The files' names without folder and suffix; a repeated name gets the file's number."""
+    stems = [path.stem for path in configs]
+    return [
+        stem if stems.index(stem) == number else f"{stem}#{number + 1}"
+        for number, stem in enumerate(stems)
+    ]
 
 
 if __name__ == "__main__":

@@ -26,8 +26,23 @@ class OutputFile(click.Path):
         return path
 
 
+class PlotFile(OutputFile):
+    """The same for a picture, whose suffix names the format."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from tllm_spec.bench.plot import check_format
+
+        path = super().convert(value, param, ctx)
+        try:
+            check_format(path)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return path
+
+
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = OutputFile(dir_okay=False, writable=True, path_type=Path)
+PLOT_FILE = PlotFile(dir_okay=False, writable=True, path_type=Path)
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.IntRange(min=0)
 FRACTION = click.FloatRange(0, 1, min_open=True)
@@ -72,8 +87,13 @@ def together(*decorators: Decorator) -> Decorator:
 
 def write_text(path: Path, text: str) -> None:
     """Raises ValueError, as for a full disk."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Raises ValueError, as for a full disk."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     except OSError as error:
         raise ValueError(f"{str(path)!r} was not written: {error.strerror}") from error
 
@@ -160,11 +180,19 @@ warmup_option = click.option(
     help="Number of requests, from the top of the data set, to run before measuring. "
     "Their prompts may then be in the prefix cache.",
 )
+streaming_option = click.option(
+    "--streaming",
+    is_flag=True,
+    help="Stream the tokens, and report times to the first token and between tokens.",
+)
 report_json_option = click.option(
     "--report_json", type=OUTPUT_FILE, help="File to write the report to, as JSON."
 )
 plot_option = click.option(
-    "--plot", type=OUTPUT_FILE, help="File to draw throughput and latency to, as SVG."
+    "--plot",
+    type=PLOT_FILE,
+    help="File to draw throughput against latency to, as its suffix says: .png, .svg, .pdf. "
+    "Needs tllm_spec[plot].",
 )
 record_options = together(
     report_json_option,

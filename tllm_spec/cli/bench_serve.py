@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tllm_spec.cli.bench_options import EXISTING_FILE, report_json_option, write_json, write_text
+from tllm_spec.cli.bench_options import (
+    EXISTING_FILE,
+    plot_option,
+    report_json_option,
+    write_bytes,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from tllm_spec.bench.plot import LoadPoint
 
 
 def _numbers(context: click.Context, option: click.Parameter, text: str | None) -> list[float]:
@@ -69,25 +79,34 @@ def _counts(context: click.Context, option: click.Parameter, text: str | None) -
 @click.option(
     "--warmup", type=click.IntRange(0), default=1, help="Requests before the measured ones."
 )
+@plot_option
 @click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draws an SVG: one point a load.",
+    "--plot_reports",
+    type=EXISTING_FILE,
+    multiple=True,
+    help="Earlier --report_json file that is drawn too, as of another server; may be repeated.",
+)
+@click.option(
+    "--label", help="The curve's name. [default: the name of the --report_json file, or the URL]"
 )
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @report_json_option
 def serve(
     report_json: Path | None,
     plot: Path | None,
+    plot_reports: tuple[Path, ...],
+    label: str | None,
     sampling: str,
     goodput: tuple[str, ...],
     **given: Any,
 ) -> None:
     """Measure a server with OpenAI's API: times to tokens, throughput, goodput and acceptance."""
-    from tllm_spec.bench.plot import line_plot
+    from tllm_spec.bench.plot import draw, image, serve_curve
     from tllm_spec.bench.serve_report import format_serve, parse_goals
 
     goals = parse_goals(goodput)
+    label = label or (report_json.stem if report_json else given["base_url"])
+    curves = _earlier_curves(plot, plot_reports, label)
     try:
         options = json.loads(sampling)
     except ValueError as error:
@@ -99,14 +118,31 @@ def serve(
     except OSError as error:
         raise ValueError(f"base_url = {given['base_url']!r}: {error}") from error
     click.echo(format_serve(reports))
-    write_json(report_json, {"base_url": given["base_url"], "loads": reports})
+    write_json(report_json, {"label": label, "base_url": given["base_url"], "loads": reports})
     if plot is not None:
-        points = [(r["output_throughput_tok_s"], r["e2el_ms"]["p50"]) for r in reports]
-        curve = line_plot({given["base_url"]: points}, "output tokens/s", "end to end p50 (ms)")
-        write_text(plot, curve)
+        curves[label] = serve_curve(reports)
+        write_bytes(plot, image(draw(curves), plot.suffix))
     if failed := sum(report["failed"] for report in reports):
         causes = next(report["errors"] for report in reports if report["failed"])
         raise ValueError(f"{failed} requests have failed: {'; '.join(causes)}")
+
+
+def _earlier_curves(
+    plot: Path | None, plot_reports: Sequence[Path], label: str
+) -> dict[str, list[LoadPoint]]:
+    """Raises ValueError without --plot, for a file that is no report, and for a name that two
+    curves would have."""
+    from tllm_spec.bench.plot import read_serve_report
+
+    if plot_reports and plot is None:
+        raise ValueError("plot_reports is refused without --plot, which names the file to draw to")
+    curves: dict[str, list[LoadPoint]] = {}
+    for path in plot_reports:
+        name, curve = read_serve_report(path)
+        if name in (label, *curves):
+            raise ValueError(f"label = {name!r} in {str(path)!r} is another curve's, too")
+        curves[name] = curve
+    return curves
 
 
 async def _measure(

@@ -92,6 +92,11 @@ SERVER_CLICK_OPTIONS = (
         help="How the model marks its reasoning, which becomes reasoning_content.",
     ),
     click.option("--vllm_metrics", is_flag=True, help="/metrics has vLLM's names, too: vllm:*."),
+    click.option(
+        "--otlp_traces_endpoint",
+        help="URL to send OpenTelemetry spans of requests to, as http://localhost:4318/v1/traces. "
+        "Needs tllm_spec[otel].",
+    ),
     click.option("--ssl_certfile", help="Certificate in PEM format: the server speaks HTTPS."),
     click.option("--ssl_keyfile", help="Its private key. [default: in --ssl_certfile]"),
     click.option("--ssl_keyfile_password", help="Password of the private key."),
@@ -124,6 +129,7 @@ SERVER_NAMES = (
     "tool_call_parser",
     "reasoning_parser",
     "vllm_metrics",
+    "otlp_traces_endpoint",
     "ssl_certfile",
     "ssl_keyfile",
     "ssl_keyfile_password",
@@ -139,7 +145,12 @@ def server_options(command: Command) -> Command:
 
 
 def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
-    """given: the values of the command line; host: the address to listen on."""
+    """given: the values of the command line; host: the address to listen on. Raises ValueError for
+    an endpoint that no spans can be sent to."""
+    if endpoint := given["otlp_traces_endpoint"]:
+        from tllm_spec.server.traces import otlp_exporter  # heavy, and an extra
+
+        otlp_exporter(endpoint)
     return ServerOptions(
         max_body_bytes=given["max_body_mib"] * MIB,
         max_connections=given["max_connections"],
@@ -154,6 +165,7 @@ def options_of(given: Mapping[str, Any], host: str) -> ServerOptions:
         tool_call_parser=given["tool_call_parser"],
         reasoning_parser=given["reasoning_parser"],
         vllm_metrics=given["vllm_metrics"],
+        otlp_traces_endpoint=endpoint,
     )
 
 

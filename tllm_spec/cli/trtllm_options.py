@@ -102,11 +102,6 @@ SERVER_OPTIONS = (
         bool,
         "fail_fast_on_attention_window_too_large",
     ),
-    TrtllmOption(
-        "--otlp_traces_endpoint",
-        str,
-        NotServed((), "no traces are sent; times are at /perf_metrics and /metrics"),
-    ),
     TrtllmOption("--media_io_kwargs", str, NotServed((), ONLY_TEXT)),
     TrtllmOption("--video_pruning_rate", float, NotServed((), ONLY_TEXT)),
     TrtllmOption("--visual_gen_args --extra_visual_gen_options", str, NotServed((), ONLY_TEXT)),

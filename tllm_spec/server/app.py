@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -60,6 +61,7 @@ from tllm_spec.server.streaming import (
 )
 from tllm_spec.server.strict_body import StrictBodyRoute
 from tllm_spec.server.token_routes import TokenRoutes
+from tllm_spec.server.traces import Traces
 
 DOWN = {"description": ENGINE_DOWN, "content": {"text/plain": {"schema": {"type": "string"}}}}
 MAX_MISTAKES = 11  # lines about mistakes in a body; a summary of unknown options has as many
@@ -76,6 +78,7 @@ class OpenAIServer:
         served_model_name: str,
         options: ServerOptions | None = None,
         histograms: Histograms | None = None,
+        traces: Traces | None = None,
     ) -> None:
         if llm.tokenizer is None:
             raise ValueError(
@@ -90,6 +93,7 @@ class OpenAIServer:
         vllm_model = served_model_name if self._options.vllm_metrics else None
         self._metrics = EngineMetrics(llm.server_info, self._histograms, vllm_model)
         self._perf_metrics = PerfMetrics()
+        self._traces = traces
         self._admission = Admission(llm, self._options.max_queue_size)
         self._shares = ClientShares(self._options.max_client_choices)
         self._chat_prompts = ChatPrompts(
@@ -145,6 +149,8 @@ class OpenAIServer:
         """Ends running requests, and the engine."""
         self._admission.close()
         self._llm.shutdown()
+        if self._traces is not None:
+            self._traces.close()
 
     async def health(self) -> Response:
         """200 while the engine can serve, else 503."""
@@ -316,6 +322,8 @@ class OpenAIServer:
 
     def _running(self, request: Request, handles: Sequence[RequestHandle]) -> Running:
         running = Running(handles, self._options.request_timeout, self._finished)
+        if self._traces is not None:
+            running.on_end = partial(self._traces.add, request)
         # For the access log, which asks when the answer has been sent.
         request.scope["state"]["tokens"] = running.num_tokens
         return running

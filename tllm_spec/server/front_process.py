@@ -30,6 +30,7 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     from tllm_spec.server.app import OpenAIServer
     from tllm_spec.server.engine_client import EngineClient, EngineConnection
     from tllm_spec.server.logs import adopt_transformers_logs
+    from tllm_spec.server.traces import Traces, otlp_exporter
     from tllm_spec.tokenizer import load_tokenizer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -44,7 +45,9 @@ async def serve(settings: ChildSettings, control: Control, listener: socket.sock
     options = ServerOptions.from_plain(settings.server)
     client = EngineClient(args, tokenizer, connection, limits)
     histograms = Histograms(Path(settings.engine_path).parent)
-    server = OpenAIServer(client, settings.served_model_name, options, histograms)
+    model, endpoint = settings.served_model_name, options.otlp_traces_endpoint
+    traces = Traces(model, otlp_exporter(endpoint)) if endpoint else None
+    server = OpenAIServer(client, model, options, histograms, traces)
     http = HttpServer(server.app(), options, Tls(**settings.tls) if settings.tls else None)
     freeze_heap()
     await http.serve(listener, stop, client.shutdown, lambda: control.send("ready"))

@@ -29,6 +29,7 @@ class ServerOptions:
     tool_call_parser: str | None = None  # of parsers/names.py
     reasoning_parser: str | None = None  # of parsers/reasoning.py
     vllm_metrics: bool = False
+    otlp_traces_endpoint: str | None = None  # URL to send spans to
 
     def to_plain(self) -> dict[str, Any]:
         """For another process."""

@@ -39,22 +39,25 @@ class RequestTimeout(EngineError):
 
 
 def _ignore(output: RequestOutput) -> None:
-    """An `on_finish` that does nothing."""
+    """An `on_finish` or `on_end` that does nothing."""
 
 
 class Running:
     """The requests of one HTTP request. timeout: seconds that they may take. `on_finish` is called
-    with each finished output."""
+    with each finished output, `on_end` at the end with every output, also with one that failed or
+    was cancelled."""
 
     def __init__(
         self,
         handles: Sequence[RequestHandle],
         timeout: float,
         on_finish: Callable[[RequestOutput], None] = _ignore,
+        on_end: Callable[[RequestOutput], None] = _ignore,
     ) -> None:
         self.handles = handles
         self.timeout = timeout
         self.on_finish = on_finish
+        self.on_end = on_end
 
     def num_tokens(self) -> tuple[int, int]:
         """Of all prompts, and of all outputs so far."""
@@ -95,6 +98,8 @@ class Running:
         finally:
             timer.cancel()
             self.abort()
+            for handle in self.handles:
+                self.on_end(handle)
 
 
 async def _each(handle: RequestHandle) -> AsyncGenerator[tuple[int, RequestOutput], None]:
