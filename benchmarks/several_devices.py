@@ -5,7 +5,7 @@
 
 sums       an all-reduce in a CUDA graph by size: NCCL's, and one-shot over symmetric memory
 llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NCCL's sums only
-llama-70b  the same of Llama 3.3 70B's shape
+llama-70b  both of Llama 3.3 70B's shape
 v3         a DeepSeek-V3-style model: experts sliced over the ranks (tp), and divided (ep)
 killed     seconds from the death of a rank under load to a client's error, and to the last process
 
@@ -77,7 +77,7 @@ def jobs(subject: str, ranks: int, is_full: bool) -> Iterator[Job]:
         eagle3 = replace(eagle3, batch_sizes=plain.batch_sizes[:1])
     for name, job in (("plain", plain), (f"EAGLE-3 K={DRAFT_LEN}", eagle3)):
         yield replace(job, name=f"{subject}, {name}")
-        if ranks > 1 and is_full:
+        if ranks > 1 and is_full and subject == "llama-8b":
             yield replace(job, name=f"{subject}, {name}, NCCL's sums", one_shot=False)
 
 

@@ -63,12 +63,12 @@ def join_ranks(args: LlmArgs) -> Communicator:
     """
     if args.tensor_parallel_size == 1:
         return SINGLE
-    comm, parents = _comm(args.tensor_parallel_size)
+    comm, started = _comm(args.tensor_parallel_size)
     if comm.rank:
         follow(comm)
     from tllm_spec.distributed.process_group import ProcessGroup
 
-    group = ProcessGroup(comm, parents, args.ep_size)
+    group = ProcessGroup(comm, started, args.ep_size)
     _check_equal(VERSION, versions(), group)
     group.share(args.as_options())
     _check_equal(CHECKPOINT, checkpoints(args), group)
@@ -94,14 +94,14 @@ def build_together(
         raise
 
 
-def follow(comm: MPI.Intracomm, parents: Sequence[MPI.Comm] = ()) -> NoReturn:
+def follow(comm: MPI.Intracomm, parent: MPI.Intercomm | None = None) -> NoReturn:
     """Serves as another rank than the first. Ends with SystemExit."""
     from tllm_spec.distributed.process_group import ProcessGroup
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides about the end
     _mark_logs(comm.rank)
-    group = ProcessGroup(comm, parents)
+    group = ProcessGroup(comm, parent)
     try:
         _follow(group)
     except SharedError:  # rank 0 reports it
@@ -121,15 +121,17 @@ def _follow(group: Communicator) -> None:
     run_until_end(build_together(args, tokenizer, lambda responses: None, group), args, tokenizer)
 
 
-def _comm(size: int) -> tuple[MPI.Intracomm, list[MPI.Comm]]:
-    """The ranks, and the communicators to part from in the end."""
+def _comm(size: int) -> tuple[MPI.Intracomm, MPI.Intercomm | None]:
+    """The ranks, and what joins this one to those that it has started."""
+    # A rank takes a device and not a processor. Read by Open MPI when it is loaded.
+    os.environ.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise ValueError(MISSING.format(size=size)) from error
     world = MPI.COMM_WORLD
     if world.size == size:
-        return world, []
+        return world, None
     if world.size > 1:
         raise ValueError(
             f"tensor_parallel_size = {size}, and mpirun has started {world.size} processes; the "
@@ -138,8 +140,7 @@ def _comm(size: int) -> tuple[MPI.Intracomm, list[MPI.Comm]]:
     command = sys.executable, ["-m", "tllm_spec.ranks"]
     with _mpiexec_on_path():
         started = MPI.COMM_SELF.Spawn(command[0], args=command[1], maxprocs=size - 1)
-    comm = started.Merge(high=False)
-    return comm, [comm, started]
+    return started.Merge(high=False), started
 
 
 @contextmanager
@@ -234,8 +235,7 @@ def main() -> None:
     from mpi4py import MPI
 
     parent = MPI.Comm.Get_parent()
-    comm = parent.Merge(high=True)
-    follow(comm, [comm, parent])
+    follow(parent.Merge(high=True), parent)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def main() -> None:
         device=device,
         tensor_parallel_size=int(ranks),
         max_batch_size=CLIENTS,
-        max_seq_len=100_000 if device == "cuda" else 2048,
-        kv_cache_config={"max_tokens": 100_000 if device == "cuda" else 8192},
+        max_seq_len=16384,
+        kv_cache_config={"max_tokens": 2 * CLIENTS * 16384},
     )
     facts = llm.server_info()["internal_states"][0]["ranks"]
     print(*(rank["process"] for rank in facts), flush=True)

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
@@ -43,14 +43,14 @@ FAILED = 1  # exit status
 
 class ProcessGroup(Communicator):
     """One rank of `comm`, all of whose ranks serve one model with tensor parallelism. Tensors can
-    be sent after `join`. `ep_size`: as `Mapping`; rank 0's counts. `parts_from`: communicators to
-    disconnect at the end."""
+    be sent after `join`. `ep_size`: as `Mapping`; rank 0's counts. `started`: what `comm` was
+    merged from, if one rank has started the others."""
 
     def __init__(
-        self, comm: MPI.Intracomm, parts_from: Sequence[MPI.Comm] = (), ep_size: int = 1
+        self, comm: MPI.Intracomm, started: MPI.Intercomm | None = None, ep_size: int = 1
     ) -> None:
         self._comm, self._tensors = comm, Collectives()
-        self._parts_from = parts_from
+        self._started = started
         self.mapping = Mapping(comm.rank, comm.size, comm.size)
         self.mapping = replace(self.mapping, ep_size=self.share(ep_size))
         self._tell: Callable[[str], None] = lambda reason: None
@@ -153,8 +153,9 @@ class ProcessGroup(Communicator):
             release()
         if dist.is_initialized():
             dist.destroy_process_group()
-        for comm in self._parts_from:
-            comm.Disconnect()
+        if self._started is not None:
+            self._comm.Free()  # Open MPI waits for ever when it is to disconnect a merged one
+            self._started.Disconnect()
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
