@@ -8,7 +8,9 @@ long-context inference", 2023).
 
 The splits share the keys that were in the pool before. The last one adds the window's own keys from
 registers, so no program reads what another program of the launch writes. Rows of a tree see by
-their bits: the splits share the keys before the tree's region, and the last one adds the region."""
+their bits: the splits share the keys before the tree's region, and the last one adds the region.
+With CHUNK the splits share the keys from the chunk of the window's first row on, and a row in a
+later chunk masks those before it."""
 
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from tllm_spec.kernels.tree_mask_triton import is_set
 _LENGTHS = ["max_len", "num_splits", "min_keys", "offset"]
 # In a mixed batch these start after the rows of the contexts, at any alignment. Specializing on the
 # alignment would compile more kernels.
-_OFFSETS = ["kv_slots", "block_tables", "kv_lens", "num_padding", "tree_bits"]
+_OFFSETS = ["kv_slots", "block_tables", "kv_lens", "num_padding", "tree_bits", "positions"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -77,9 +79,11 @@ def _seen(
     window_rows: tl.tensor,
     num_own: tl.tensor,
     kv_len: tl.tensor,
+    first_keys: tl.tensor,
     WINDOW: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TREE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> tl.tensor:
     """Which of the window's own keys each row sees, `[R, BLOCK_W]`."""
     new = tl.arange(0, BLOCK_W)[None, :]
@@ -87,7 +91,10 @@ def _seen(
         return (new < WINDOW) & is_set(bits, offset + tl.arange(0, BLOCK_W))
     else:  # noqa: RET505 - Triton compiles what follows a return
         first_own = WINDOW - tl.minimum(num_own, kv_len)  # padding may have positions below 0
-        return (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
+        seen = (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
+        if CHUNK:
+            seen = seen & (kv_len - WINDOW + new >= first_keys[:, None])
+        return seen
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -97,6 +104,7 @@ def _attend(
     mixed: tl.tensor,
     queries: tl.tensor,
     bits: tl.tensor,
+    first_keys: tl.tensor,
     layer: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
@@ -107,13 +115,14 @@ def _attend(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
     IN_TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of `_add_keys` after the keys at positions `first` to `end`. All rows see them,
-    or, if `IN_TREE`, those whose bit is set; bit 0 is key `first`. table: the request's block
-    table row."""
+    """The state of `_add_keys` after the keys at positions `first` to `end`. All rows see them, or
+    with `CHUNK` those whose `first_keys` `[R]` are not above them, or, if `IN_TREE`, those whose
+    bit is set; bit 0 is key `first`. table: the request's block table row."""
     dims = tl.arange(0, BLOCK_D)
     for start in tl.range(first, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -129,6 +138,8 @@ def _attend(
         seen = own[None, :]
         if IN_TREE:
             seen = seen & is_set(bits, positions - first)
+        elif CHUNK:
+            seen = seen & (positions[None, :] >= first_keys[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
         top, total, mixed = _add_keys(top, total, mixed, scores, values)
@@ -139,6 +150,7 @@ def _attend(
 def _attend_to_pool(
     queries: tl.tensor,
     bits: tl.tensor,
+    first_keys: tl.tensor,
     layer: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
@@ -153,6 +165,7 @@ def _attend_to_pool(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -163,15 +176,15 @@ def _attend_to_pool(
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top, total, mixed = _attend(
-        top, total, mixed, queries, bits, layer, table, kv_head, first,
+        top, total, mixed, queries, bits, first_keys, layer, table, kv_head, first,
         tl.minimum(first + share, num_old), log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, False, BLOCK_N, BLOCK_D,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, False, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if HAS_OFFSET:
         top, total, mixed = _attend(
-            top, total, mixed, queries, bits, layer, table, kv_head, num_old,
+            top, total, mixed, queries, bits, first_keys, layer, table, kv_head, num_old,
             tl.where(is_last, region_end, num_old), log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, True, BLOCK_N, BLOCK_D,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     return top, total, mixed
 
@@ -195,15 +208,18 @@ def _shares(
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
+    CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Number of keys before the last `num_last`, a split's share of them in whole blocks, and the
-    number of splits that have a share. The last of these also has the last keys: the window's own,
-    and those before it in a tree's region."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Number of keys before the last `num_last`, of the last of them that rows see, a split's share
+    of these in whole blocks, and the number of splits that have a share. The last of these also has
+    the last keys: the window's own, and those before it in a tree's region."""
     num_old = tl.minimum(tl.maximum(kv_len - num_last, 0), max_len)
-    number = tl.minimum(tl.maximum((num_old - 1) // min_keys, 1), num_splits)
-    share = tl.cdiv(tl.maximum(tl.cdiv(num_old, number), 1), BLOCK_N) * BLOCK_N
-    return num_old, share, tl.maximum(tl.cdiv(num_old, share), 1)
+    # The first row has position num_old, and no row is in an earlier chunk.
+    num_seen = num_old % CHUNK if CHUNK else num_old
+    number = tl.minimum(tl.maximum((num_seen - 1) // min_keys, 1), num_splits)
+    share = tl.cdiv(tl.maximum(tl.cdiv(num_seen, number), 1), BLOCK_N) * BLOCK_N
+    return num_old, num_seen, share, tl.maximum(tl.cdiv(num_seen, share), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -265,7 +281,8 @@ def attention_kernel(
     value_offset: tl.tensor, kv_slots: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor,
     kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor, output: tl.tensor,
     partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
-    num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, TREE: tl.constexpr,
+    num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, positions: tl.tensor,
+    CHUNK: tl.constexpr, TREE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -279,7 +296,9 @@ def attention_kernel(
     kv_len = tl.load(kv_lens + request, cache_modifier=".cg")
     num_own = _num_own(num_padding, request, WINDOW, PADDED)
     num_last = num_own + offset if HAS_OFFSET else num_own
-    num_old, share, num_used = _shares(kv_len, num_last, max_len, num_splits, min_keys, BLOCK_N)
+    num_old, num_seen, share, num_used = _shares(
+        kv_len, num_last, max_len, num_splits, min_keys, CHUNK, BLOCK_N
+    )
     if split >= num_used:  # the reduction skips it; the first split never returns here
         return
     wait_for_previous(PDL)
@@ -295,11 +314,16 @@ def attention_kernel(
         HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D,
     ).to(dot_type)
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
+    first_keys = (
+        tl.load(positions + tokens, mask=real_rows, other=0).to(tl.int32) // CHUNK * CHUNK
+        if CHUNK else None
+    )
     is_last = split == num_used - 1
     top, total, mixed = _attend_to_pool(
-        queries, bits, layer, block_tables + request * table_stride, kv_head, split * share, share,
-        num_old, tl.minimum(num_old + offset, max_len), is_last, log2_scale, value_offset,
-        HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+        queries, bits, first_keys, layer, block_tables + request * table_stride, kv_head,
+        num_old - num_seen + split * share, share, num_old,
+        tl.minimum(num_old + offset, max_len), is_last, log2_scale, value_offset,
+        HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, BLOCK_M, BLOCK_N, BLOCK_D,
     )
     if is_last:
         keys, values = _window_keys(
@@ -307,7 +331,9 @@ def attention_kernel(
             kv_head, HAS_NORM, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
         )
         scores = tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale
-        seen = _seen(bits, offset, rows // GROUP, num_own, kv_len, WINDOW, BLOCK_W, TREE)
+        seen = _seen(
+            bits, offset, rows // GROUP, num_own, kv_len, first_keys, WINDOW, BLOCK_W, TREE, CHUNK
+        )
         scores = tl.where(seen, scores, float("-inf"))
         top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -334,6 +360,7 @@ def reduction_kernel(
     min_keys: tl.tensor,
     num_padding: tl.tensor,
     offset: tl.tensor,
+    CHUNK: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -355,7 +382,7 @@ def reduction_kernel(
         _num_own(num_padding, request, WINDOW, PADDED),
     )
     num_last = num_own + offset if HAS_OFFSET else num_own
-    _, _, num_used = _shares(kv_len, num_last, max_len, num_splits, min_keys, BLOCK_N)
+    _, _, _, num_used = _shares(kv_len, num_last, max_len, num_splits, min_keys, CHUNK, BLOCK_N)
     wait_for_previous(PDL)
     if num_used == 1:  # the attention kernel wrote the output
         return
