@@ -21,8 +21,13 @@ from tests.models.helpers import (
 )
 from tests.models.test_logits import assert_close
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.chunked import ChunkedAttention
+from tllm_spec.attention.interface import HeadsBackend
+from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.sampling_params import SamplingParams
@@ -136,10 +141,18 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_beyond_chunk_and_floor_scale_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
+def test_beyond_chunk_and_floor_scale_logits_equal_transformers(
+    kind: type[HeadsBackend], name: str, tmp_path: Path
+) -> None:
     tokens = random_tokens(MAX_POSITIONS, seed=3)
     expected = reference_logits(save_llama4(tmp_path, **LONG[name]), tokens)
     runner = PagedRunner(load(tmp_path), num_pages=128)
+    geometry = runner.model.config.attention_geometry(SINGLE_RANK)
+    if kind is BatchInvariantAttention:
+        runner.backend = create_batch_invariant(geometry, runner.pool)
+    else:
+        runner.backend = create_backend(kind, geometry, runner.pool)
     assert_close(runner.step({0: tokens})[0], expected)
     parts = [*pairwise((0, 3, 14, 25, 64))]
     cut = [runner.step({1: tokens[start:end]})[1] for start, end in parts]
