@@ -121,6 +121,15 @@ def test_nan_in_one_request_does_not_reach_the_others(device: str) -> None:
 
 
 @on_each_kernel_device
+def test_keys_before_the_chunk_of_the_first_row_are_never_read(device: str) -> None:
+    case = Case((40, 63), 3, 2, 16, 4, num_programs=12, chunk=32)
+    problem = Problem(case, device)
+    for request in range(2):
+        problem.layer[:, problem.tables.block_tables[request, :8].long()] = torch.nan
+    problem.check(problem.attend())
+
+
+@on_each_kernel_device
 def test_results_of_an_earlier_launch_are_not_read_for_splits_without_keys(
     device: str,
 ) -> None:

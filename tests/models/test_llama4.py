@@ -24,6 +24,7 @@ from tests.models.tiny_eagle3 import write_tiny_eagle3
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.choice import create_backend, create_batch_invariant
 from tllm_spec.attention.chunked import ChunkedAttention
+from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.interface import HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
@@ -194,6 +195,33 @@ def test_chunks_and_temperature_cost_nothing_where_they_change_nothing(tmp_path:
         (VanillaAttention, None, True),  # position 62 is scaled
         (ChunkedAttention, 63, True),
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [FlashInferAttention, TritonAttention])
+def test_a_gpu_gives_the_logits_of_the_cpu(kind: type[HeadsBackend], tmp_path: Path) -> None:
+    """FLASHINFER serves the layers without chunks."""
+    is_flashinfer = kind is FlashInferAttention
+    if is_flashinfer:
+        pytest.importorskip("flashinfer")
+    save_llama4(tmp_path, head_dim=64, **LONG["both"])
+    dtype = torch.bfloat16 if is_flashinfer else torch.float32
+    runners = [PagedRunner(load(tmp_path, dtype=dtype))]
+    runners.append(PagedRunner(load(tmp_path, dtype=dtype, device=torch.device("cuda"))))
+    geometry = runners[1].model.config.attention_geometry(SINGLE_RANK)
+    runners[1].backend = create_backend(kind, geometry, runners[1].pool)
+    tokens = random_tokens(MAX_POSITIONS, seed=3)
+    steps = [
+        ({0: tokens[:9], 1: tokens[:30]}, {}),
+        ({1: tokens[30:50]}, {0: tokens[9:13]}),
+        ({}, {0: tokens[13:17], 1: tokens[50:54]}),
+    ]
+    for contexts, windows in steps:
+        expected, actual = (runner.step(contexts, windows) for runner in runners)
+        for request in expected:
+            mine, its = actual[request].cpu().float(), expected[request].float()
+            assert (mine - its).abs().mean() < (0.05 * its.std() if is_flashinfer else 1e-3)
 
 
 def test_other_layer_types_are_refused(tmp_path: Path) -> None:

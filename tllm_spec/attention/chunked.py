@@ -25,12 +25,12 @@ class ChunkedAttention(HeadsBackend):
         self, geometry: AttentionGeometry, chunked: HeadsBackend, unchunked: HeadsBackend
     ) -> None:
         super().__init__(geometry, chunked.pool)
-        self._chunked, self._unchunked = chunked, unchunked
+        self.chunked, self.unchunked = chunked, unchunked
         self.supports_graphs = chunked.supports_graphs and unchunked.supports_graphs
 
     def plan(self, metadata: AttentionMetadata) -> ChunkedPlan:
         return ChunkedPlan(
-            metadata.kv_slots, self._chunked.plan(metadata), self._unchunked.plan(metadata)
+            metadata.kv_slots, self.chunked.plan(metadata), self.unchunked.plan(metadata)
         )
 
     def run(
@@ -43,5 +43,5 @@ class ChunkedAttention(HeadsBackend):
     ) -> torch.Tensor:
         assert isinstance(plan, ChunkedPlan)
         if layer in self.geometry.unchunked_layers:
-            return self._unchunked.run(layer, qkv, rotary, plan.unchunked, norm)
-        return self._chunked.run(layer, qkv, rotary, plan.chunked, norm)
+            return self.unchunked.run(layer, qkv, rotary, plan.unchunked, norm)
+        return self.chunked.run(layer, qkv, rotary, plan.chunked, norm)
