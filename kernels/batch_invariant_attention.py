@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
 from tllm_spec.kernels.triton_support import has_kernels
 from tllm_spec.kernels.window_attention import plain_window_attention
@@ -122,6 +123,7 @@ def batch_invariant_attention(
     tiles: QueryTiles,
     scale: float,
     results: SplitResults,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """Each query attends to the keys of its request up to its own position, or to its path.
 
@@ -136,12 +138,14 @@ def batch_invariant_attention(
         tiles: of the rows of q.
         scale: factor of the scores before the softmax.
         results: workspace; overwritten.
+        chunk_size: a query at position p sees no key before p // chunk_size * chunk_size. None: it
+            sees all.
 
     Returns:
         `[T, Hq * D]`.
     """
     if not has_kernels(q.device):
-        return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale)
+        return plain_batch_invariant_attention(q, layer, block_tables, tiles, scale, chunk_size)
     (num_rows, heads, _), (page_size, kv_heads) = q.shape, layer.shape[2:4]
     num_splits = -(-block_tables.shape[1] * page_size // SPLIT_KEYS)
     spreads = (
@@ -149,7 +153,8 @@ def batch_invariant_attention(
         and tiles.table.shape[1] * kv_heads < ENOUGH_PROGRAMS
         and num_rows * heads * num_splits <= MAX_PARTIAL_ROWS
     )
-    return launch_attention(q, layer, block_tables, tiles, scale, results if spreads else None)
+    own_results = results if spreads else None
+    return launch_attention(q, layer, block_tables, tiles, scale, own_results, chunk_size)
 
 
 def launch_attention(
@@ -159,6 +164,7 @@ def launch_attention(
     tiles: QueryTiles,
     scale: float,
     results: SplitResults | None,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """results: spread splits over programs, or None: a program computes all splits of its tile."""
     from tllm_spec.kernels.batch_invariant_attention_triton import attention_kernel, join_kernel
@@ -174,6 +180,7 @@ def launch_attention(
     block_d = 1 << (head_dim - 1).bit_length()
     # Without contraction to fused multiply-adds, which may depend on the surrounding code.
     fixed = {"HEAD_DIM": head_dim, "SPLIT_KEYS": SPLIT_KEYS, "BLOCK_D": block_d}
+    fixed["CHUNK"] = chunk_size or 0
     fixed["enable_fp_fusion"] = False
     attention_kernel[(kv_heads, lengths[1] if results else 1, num_tiles)](
         *(q, layer, block_tables, tiles.table),
@@ -208,18 +215,20 @@ def plain_batch_invariant_attention(
     block_tables: torch.Tensor,
     tiles: QueryTiles,
     scale: float,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """Reference of `batch_invariant_attention` with another order of sums. Computes each token as a
     window of its own."""
     if tiles.paths is not None:
-        return _plain_trees(q, layer, block_tables, tiles, tiles.paths.mask, scale)
+        return _plain_trees(q, layer, block_tables, tiles, tiles.paths, scale, chunk_size)
     first, start, count, request = tiles.table.long()
     owner = torch.arange(len(count), device=q.device).repeat_interleave(count)
     offset = torch.arange(len(owner), device=q.device) - (count.cumsum(0) - count)[owner]
     rows = first[owner] + offset
     lengths = (start[owner] + offset + 1).to(torch.int32)
+    chunks = None if chunk_size is None else KeyChunks(chunk_size, lengths.long() - 1)
     found = plain_window_attention(
-        q[rows, None], layer, block_tables[request[owner]], lengths, scale
+        q[rows, None], layer, block_tables[request[owner]], lengths, scale, chunks=chunks
     )
     return torch.empty_like(found[:, 0]).index_copy_(0, rows, found[:, 0])
 
@@ -229,11 +238,17 @@ def _plain_trees(
     layer: torch.Tensor,
     block_tables: torch.Tensor,
     tiles: QueryTiles,
-    mask: TreeMask,
+    paths: TreePaths,
     scale: float,
+    chunk_size: int | None,
 ) -> torch.Tensor:
-    batch = len(mask.bits)
+    mask, batch, chunks = paths.mask, len(paths.mask.bits), None
     _, start, _, request = tiles.table.view(4, batch, -1)[:, :, 0]
     windows, kv_lens = q.view(batch, -1, *q.shape[1:]), start + mask.length
-    found = plain_window_attention(windows, layer, block_tables[request], kv_lens, scale, mask)
+    if chunk_size is not None:
+        positions = start.unsqueeze(1) + paths.lens.view(batch, -1) - 1
+        chunks = KeyChunks(chunk_size, positions.long().flatten())
+        mask = chunks.cut(mask)
+    tables = block_tables[request]
+    found = plain_window_attention(windows, layer, tables, kv_lens, scale, mask, chunks)
     return found.flatten(0, 1)

@@ -8,13 +8,15 @@ the heads, the device and the width of the block table. Each split takes an equa
 request's actual length.
 
 `window_attention` runs a CUDA kernel for the shapes that it supports (window_attention_cuda.py), a
-Triton kernel for others and without cuda-python, and the plain-torch reference without Triton."""
+Triton kernel for others, for attention within chunks and without cuda-python, and the plain-torch
+reference without Triton."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 
+from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.programmatic_launch import programmatic_launch
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
 from tllm_spec.kernels.tree_mask import TreeMask
@@ -59,6 +61,9 @@ class WindowTables:
     tree: TreeMask | None = None
     """Which keys the rows see, if the windows are rows of trees; then there is no padding. None:
     the windows are chains."""
+    chunks: KeyChunks | None = None
+    """Attention within chunks; `tree` has been cut by them already. None: rows see all keys before
+    their own."""
 
 
 def window_attention(
@@ -71,7 +76,7 @@ def window_attention(
     norm: HeadWeights | None = None,
 ) -> torch.Tensor:
     """Query w of request b is token kv_lens[b] - W + w and attends to the keys up to there, or to
-    those that `tables.tree` names.
+    those that `tables.tree` names, with `tables.chunks` to those of its chunk only.
 
     Lengths, tables, and the keys and values of earlier tokens must have been written before the
     projection that made qkv began (programmatic_launch.py). Keys beyond a request's length or its
@@ -96,7 +101,7 @@ def window_attention(
         plain_rotary_write(qkv.flatten(0, 1), rotary, tables.kv_slots, layer, norm)
         q = qkv[:, :, : qkv.shape[2] - 2 * layer.shape[3]]
         lengths = tables.block_tables, tables.kv_lens
-        return plain_window_attention(q, layer, *lengths, scale, tables.tree)
+        return plain_window_attention(q, layer, *lengths, scale, tables.tree, tables.chunks)
     assert qkv.is_contiguous() and layer.is_contiguous() and qkv.dtype == layer.dtype
     assert cos_sin.is_contiguous() and tables.kv_slots.is_contiguous()
     assert tables.block_tables.stride(1) == 1 and tables.kv_lens.stride(0) == 1
@@ -105,9 +110,10 @@ def window_attention(
     assert tables.num_padding is None or tables.num_padding.dtype == torch.int64
     assert tables.num_padding is None or tables.tree is None
     assert norm is None or norm.weight.is_contiguous()
+    assert tables.chunks is None or tables.chunks.positions.is_contiguous()
     call = _Call(qkv, cos_sin, layer, tables, scale, workspace, norm)
     windows, layout = call.windows(), None
-    if serves(qkv, cos_sin, call.weights[0], layer):
+    if tables.chunks is None and serves(qkv, cos_sin, call.weights[0], layer):
         layout = layout_of(windows, workspace.num_processors, len(workspace.outputs))
     return _launch_triton(call, windows) if layout is None else _launch_cuda(call, windows, layout)
 
@@ -129,6 +135,12 @@ class _Call:
         """Bits and offset of the tree."""
         tree = self.tables.tree
         return (None, 0) if tree is None else (tree.bits, tree.offset)
+
+    @property
+    def chunks(self) -> tuple[torch.Tensor | None, int]:
+        """Positions of the rows and the size of chunks, or 0."""
+        chunks = self.tables.chunks
+        return (None, 0) if chunks is None else (chunks.positions, chunks.size)
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, float]:
@@ -168,13 +180,14 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     from tllm_spec.kernels.window_attention_triton import attention_kernel
 
     qkv, layer, tables, workspace = call.qkv, call.layer, call.tables, call.workspace
-    tree_bits, offset = call.tree
+    (tree_bits, offset), (positions, chunk) = call.tree, call.chunks
     output, log2_scale = call.output(windows), call.scale * math.log2(math.e)
     rows, block_d = windows.window * windows.group, power_of_two(windows.head_dim)
     block_m = min(MAX_TILE_ROWS, max(16, power_of_two(rows)))
     num_tiles = windows.kv_heads * -(-rows // block_m)
     splits = workspace.splits(
-        *(windows.batch * num_tiles, windows.tiles * rows, windows.max_len),
+        *(windows.batch * num_tiles, windows.tiles * rows),
+        min(windows.max_len, chunk or windows.max_len),
         is_wide=is_wide(windows.window, block_m),
     )
     block_n = max(16, min(MAX_TILE_KEYS, TILE_BYTES // (block_d * layer.element_size())))
@@ -183,8 +196,9 @@ def _launch_triton(call: _Call, windows: WindowSizes) -> torch.Tensor:
     attention_kernel[(num_tiles, windows.batch, splits.number)](
         *(qkv, call.cos_sin, *call.weights, layer, layer.stride(0), tables.kv_slots, *lengths),
         *(log2_scale, output, *partials, splits.number, splits.min_keys, tables.num_padding),
-        *(tree_bits, offset),
+        *(tree_bits, offset, positions),
         **programmatic_launch(qkv.device),
+        CHUNK=chunk,
         TREE=tree_bits is not None,
         HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
@@ -226,6 +240,7 @@ def _reduce(
         *(workspace.outputs, workspace.log_sums, tables.kv_lens, output, windows.max_len),
         *(splits.number, splits.min_keys, tables.num_padding, offset),
         **programmatic_launch(output.device),
+        CHUNK=call.chunks[1],
         HAS_OFFSET=offset > 0,
         PADDED=tables.num_padding is not None,
         HEADS=heads,
@@ -247,9 +262,11 @@ def plain_window_attention(
     kv_lens: torch.Tensor,
     scale: float,
     tree: TreeMask | None = None,
+    chunks: KeyChunks | None = None,
 ) -> torch.Tensor:
     """Reference of the attention in `window_attention`, in float32. q: `[B, W, Hq, D]`, after norm
-    and rotation; the pool holds the window's keys and values already."""
+    and rotation; the pool holds the window's keys and values already. tree, chunks: as in
+    `WindowTables`."""
     batch, window, heads, head_dim = q.shape
     page_size, kv_heads = layer.shape[2:4]
     keys = torch.arange(block_tables.shape[1] * page_size, device=q.device)
@@ -262,6 +279,8 @@ def plain_window_attention(
     hidden = (keys > positions[:, :, None]) | absent[:, None]
     if tree is not None:
         hidden = ~tree.visible(kv_lens, keys)
+    if chunks is not None:
+        hidden |= keys < chunks.first_keys(window)[:, :, None]
     hidden = hidden.repeat_interleave(heads // kv_heads, dim=1)[:, None]  # [B, 1, W * G, L]
     queries = q.float().view(batch, window, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
     scores = (queries @ cached[0].mT * scale).masked_fill(hidden, -torch.inf)

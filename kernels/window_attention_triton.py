@@ -8,7 +8,9 @@ long-context inference", 2023).
 
 The splits share the keys that were in the pool before. The last one adds the window's own keys from
 registers, so no program reads what another program of the launch writes. Rows of a tree see by
-their bits: the splits share the keys before the tree's region, and the last one adds the region."""
+their bits: the splits share the keys before the tree's region, and the last one adds the region.
+With CHUNK the splits share the keys from the chunk of the window's first row on, and a row in a
+later chunk masks those before it."""
 
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from tllm_spec.kernels.tree_mask_triton import is_set
 _LENGTHS = ["max_len", "num_splits", "min_keys", "offset"]
 # In a mixed batch these start after the rows of the contexts, at any alignment. Specializing on the
 # alignment would compile more kernels.
-_OFFSETS = ["kv_slots", "block_tables", "kv_lens", "num_padding", "tree_bits"]
+_OFFSETS = ["kv_slots", "block_tables", "kv_lens", "num_padding", "tree_bits", "positions"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -71,23 +73,34 @@ def _add_keys(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _seen(
+def _masked(
+    scores: tl.tensor,
     bits: tl.tensor,
     offset: tl.tensor,
     window_rows: tl.tensor,
     num_own: tl.tensor,
     kv_len: tl.tensor,
+    first_keys: tl.tensor,
     WINDOW: tl.constexpr,
     BLOCK_W: tl.constexpr,
     TREE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Which of the window's own keys each row sees, `[R, BLOCK_W]`."""
+    """Scores `[R, BLOCK_W]` of the window's own keys, -inf where a row does not see the key."""
     new = tl.arange(0, BLOCK_W)[None, :]
     if TREE:
-        return (new < WINDOW) & is_set(bits, offset + tl.arange(0, BLOCK_W))
-    else:  # noqa: RET505 - Triton compiles what follows a return
+        seen = (new < WINDOW) & is_set(bits, offset + tl.arange(0, BLOCK_W))
+    else:
         first_own = WINDOW - tl.minimum(num_own, kv_len)  # padding may have positions below 0
-        return (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
+        seen = (new <= window_rows[:, None]) & (new < WINDOW) & (new >= first_own)
+        if CHUNK:
+            seen = seen & (kv_len - WINDOW + new >= first_keys[:, None])
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _first_keys(positions: tl.tensor, real_rows: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+    return tl.load(positions, mask=real_rows, other=0).to(tl.int32) // CHUNK * CHUNK
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -97,6 +110,7 @@ def _attend(
     mixed: tl.tensor,
     queries: tl.tensor,
     bits: tl.tensor,
+    first_keys: tl.tensor,
     layer: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
@@ -107,13 +121,14 @@ def _attend(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
     IN_TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of `_add_keys` after the keys at positions `first` to `end`. All rows see them,
-    or, if `IN_TREE`, those whose bit is set; bit 0 is key `first`. table: the request's block
-    table row."""
+    """The state of `_add_keys` after the keys at positions `first` to `end`. All rows see them, or
+    with `CHUNK` those whose `first_keys` `[R]` are not above them, or, if `IN_TREE`, those whose
+    bit is set; bit 0 is key `first`. table: the request's block table row."""
     dims = tl.arange(0, BLOCK_D)
     for start in tl.range(first, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -129,6 +144,8 @@ def _attend(
         seen = own[None, :]
         if IN_TREE:
             seen = seen & is_set(bits, positions - first)
+        elif CHUNK:
+            seen = seen & (positions[None, :] >= first_keys[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         values = tl.load(pointers + value_offset, mask=present, other=0.0).to(queries.dtype)
         top, total, mixed = _add_keys(top, total, mixed, scores, values)
@@ -139,6 +156,7 @@ def _attend(
 def _attend_to_pool(
     queries: tl.tensor,
     bits: tl.tensor,
+    first_keys: tl.tensor,
     layer: tl.tensor,
     table: tl.tensor,
     kv_head: tl.tensor,
@@ -153,57 +171,61 @@ def _attend_to_pool(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The state of `_add_keys` after a split's share of the keys in the pool: from `first` on, and
     for the last split also the keys `num_old` to `region_end` of a tree's region."""
+    BLOCK_M: tl.constexpr = queries.shape[0]
+    BLOCK_D: tl.constexpr = queries.shape[1]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top, total, mixed = _attend(
-        top, total, mixed, queries, bits, layer, table, kv_head, first,
+        top, total, mixed, queries, bits, first_keys, layer, table, kv_head, first,
         tl.minimum(first + share, num_old), log2_scale, value_offset,
-        KV_HEADS, HEAD_DIM, PAGE_SIZE, False, BLOCK_N, BLOCK_D,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, False, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if HAS_OFFSET:
         top, total, mixed = _attend(
-            top, total, mixed, queries, bits, layer, table, kv_head, num_old,
+            top, total, mixed, queries, bits, first_keys, layer, table, kv_head, num_old,
             tl.where(is_last, region_end, num_old), log2_scale, value_offset,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, True, BLOCK_N, BLOCK_D,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     return top, total, mixed
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _num_own(
-    num_padding: tl.tensor, request: tl.tensor, WINDOW: tl.constexpr, PADDED: tl.constexpr
-) -> tl.tensor:
-    """Rows of the window without its padding rows."""
-    return (
-        WINDOW - tl.load(num_padding + request, cache_modifier=".cg").to(tl.int32)
-        if PADDED
-        else WINDOW
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _shares(
-    kv_len: tl.tensor,
-    num_last: tl.tensor,
+    kv_lens: tl.tensor,
+    num_padding: tl.tensor,
+    request: tl.tensor,
+    offset: tl.tensor,
     max_len: tl.tensor,
     num_splits: tl.tensor,
     min_keys: tl.tensor,
+    CHUNK: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Number of keys before the last `num_last`, a split's share of them in whole blocks, and the
-    number of splits that have a share. The last of these also has the last keys: the window's own,
-    and those before it in a tree's region."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Number of the request's keys, of the window's rows without padding, and of the keys before
+    those and a tree's region; the first of the latter that a row sees, a split's share of those
+    from there on in whole blocks, and the number of splits that have a share. The last split also
+    has the other keys."""
+    # Lengths are older than the projection (programmatic_launch.py); L1 may hold stale ones.
+    kv_len, num_own = tl.load(kv_lens + request, cache_modifier=".cg"), WINDOW
+    if PADDED:
+        num_own = WINDOW - tl.load(num_padding + request, cache_modifier=".cg").to(tl.int32)
+    num_last = num_own + offset if HAS_OFFSET else num_own
     num_old = tl.minimum(tl.maximum(kv_len - num_last, 0), max_len)
-    number = tl.minimum(tl.maximum((num_old - 1) // min_keys, 1), num_splits)
-    share = tl.cdiv(tl.maximum(tl.cdiv(num_old, number), 1), BLOCK_N) * BLOCK_N
-    return num_old, share, tl.maximum(tl.cdiv(num_old, share), 1)
+    # The first row has position num_old, and no row is in an earlier chunk.
+    num_seen = num_old % CHUNK if CHUNK else num_old
+    number = tl.minimum(tl.maximum((num_seen - 1) // min_keys, 1), num_splits)
+    share = tl.cdiv(tl.maximum(tl.cdiv(num_seen, number), 1), BLOCK_N) * BLOCK_N
+    num_used = tl.maximum(tl.cdiv(num_seen, share), 1)
+    return kv_len, num_own, num_old, num_old - num_seen, share, num_used
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -265,25 +287,24 @@ def attention_kernel(
     value_offset: tl.tensor, kv_slots: tl.tensor, block_tables: tl.tensor, table_stride: tl.tensor,
     kv_lens: tl.tensor, max_len: tl.tensor, log2_scale: tl.tensor, output: tl.tensor,
     partials: tl.tensor, log_sums: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor,
-    num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, TREE: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, HAS_NORM: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+    num_padding: tl.tensor, tree_bits: tl.tensor, offset: tl.tensor, positions: tl.tensor,
+    CHUNK: tl.constexpr, TREE: tl.constexpr, HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr,
+    HAS_NORM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid (KV heads * tiles of rows, requests, splits): adjacent programs read the heads of the
     same keys, and splits that may have no keys come last."""
     launch_dependents(PDL)
     tile, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Lengths are older than the projection (programmatic_launch.py); L1 may hold stale ones.
-    kv_len = tl.load(kv_lens + request, cache_modifier=".cg")
-    num_own = _num_own(num_padding, request, WINDOW, PADDED)
-    num_last = num_own + offset if HAS_OFFSET else num_own
-    num_old, share, num_used = _shares(kv_len, num_last, max_len, num_splits, min_keys, BLOCK_N)
+    kv_len, num_own, num_old, first, share, num_used = _shares(
+        kv_lens, num_padding, request, offset, max_len, num_splits, min_keys,
+        CHUNK, HAS_OFFSET, PADDED, WINDOW, BLOCK_N,
+    )
     if split >= num_used:  # the reduction skips it; the first split never returns here
         return
     wait_for_previous(PDL)
-
     dot_type: tl.constexpr = tl.float32 if WIDEN else layer.dtype.element_ty
     kv_head, dims = tile % KV_HEADS, tl.arange(0, BLOCK_D)
     rows = tile // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -295,23 +316,24 @@ def attention_kernel(
         HAS_NORM, KV_HEADS * (GROUP + 2), HEAD_DIM, BLOCK_D,
     ).to(dot_type)
     bits = tl.load(tree_bits + tokens, mask=real_rows, other=0) if TREE else None
+    first_keys = _first_keys(positions + tokens, real_rows, CHUNK) if CHUNK else None
     is_last = split == num_used - 1
     top, total, mixed = _attend_to_pool(
-        queries, bits, layer, block_tables + request * table_stride, kv_head, split * share, share,
-        num_old, tl.minimum(num_old + offset, max_len), is_last, log2_scale, value_offset,
-        HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+        queries, bits, first_keys, layer, block_tables + request * table_stride, kv_head,
+        first + split * share, share, num_old, tl.minimum(num_old + offset, max_len), is_last,
+        log2_scale, value_offset, HAS_OFFSET, KV_HEADS, HEAD_DIM, PAGE_SIZE, CHUNK, BLOCK_N,
     )
     if is_last:
         keys, values = _window_keys(
             qkv, cos_sin, norm_weights, eps, layer, value_offset, kv_slots, num_own, request,
             kv_head, HAS_NORM, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_W, BLOCK_D,
         )
-        scores = tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale
-        seen = _seen(bits, offset, rows // GROUP, num_own, kv_len, WINDOW, BLOCK_W, TREE)
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = _masked(
+            tl.dot(queries, tl.trans(keys.to(dot_type)), input_precision="ieee") * log2_scale,
+            bits, offset, rows // GROUP, num_own, kv_len, first_keys, WINDOW, BLOCK_W, TREE, CHUNK,
+        )
         top, total, mixed = _add_keys(top, total, mixed, scores, values.to(dot_type))
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-
     out_rows = tokens * (KV_HEADS * GROUP) + heads
     if SPLITS and num_used > 1:
         out_rows = out_rows * num_splits + split
@@ -334,6 +356,7 @@ def reduction_kernel(
     min_keys: tl.tensor,
     num_padding: tl.tensor,
     offset: tl.tensor,
+    CHUNK: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -350,12 +373,10 @@ def reduction_kernel(
     launch_dependents(PDL)
     first = tl.program_id(0) * ROWS
     request = first // (WINDOW * HEADS)
-    kv_len, num_own = (
-        tl.load(kv_lens + request, cache_modifier=".cg"),
-        _num_own(num_padding, request, WINDOW, PADDED),
-    )
-    num_last = num_own + offset if HAS_OFFSET else num_own
-    _, _, num_used = _shares(kv_len, num_last, max_len, num_splits, min_keys, BLOCK_N)
+    _, _, _, _, _, num_used = _shares(
+        kv_lens, num_padding, request, offset, max_len, num_splits, min_keys,
+        CHUNK, HAS_OFFSET, PADDED, WINDOW, BLOCK_N,
+    )  # fmt: skip
     wait_for_previous(PDL)
     if num_used == 1:  # the attention kernel wrote the output
         return

@@ -161,8 +161,8 @@ class LlmArgs(ConfigModel):
     attn_backend: Literal["auto", "VANILLA", "TRITON", "FLASHINFER"] = "auto"
     """Attention kernels. `auto`: VANILLA (plain torch) on a CPU; on CUDA FLASHINFER, which is
     TRITON with FlashInfer's prefill, or TRITON without the package or in float32. With latent
-    attention (MLA) `auto` is TRITON, and FLASHINFER plans on the host. `TRTLLM` is taken as
-    `auto`."""
+    attention (MLA) `auto` is TRITON, and FLASHINFER plans on the host. Layers that attend within
+    chunks (Llama 4) run TRITON. `TRTLLM` is taken as `auto`."""
     deterministic: bool = False
     """Batch-invariant kernels: text and log probabilities do not depend on batch, draft length,
     prompt chunks, prefix hits or preemption. Slower; CUDA only."""

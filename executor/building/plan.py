@@ -53,7 +53,10 @@ class BuildPlan:
         self.draft_plan = draft_model_of(self.spec)
         self._check_trees()
         self.dtype = pick_dtype(args.dtype, self.config.dtype, self.device)
-        self.attention = choose_backend(args.attn_backend, self.device, self.dtype)
+        self.config = self.config.within(self.max_len)
+        self.attention = choose_backend(
+            args.attn_backend, self.device, self.dtype, self.config.chunk_size
+        )
         self.why_no_overlap = args.why_no_overlap
         self.page_size = args.kv_cache_config.tokens_per_block
         # Every generating request has at least one row in every round.

@@ -2,13 +2,15 @@
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from tllm_spec.attention.choice import choose_backend, create_backend
+from tllm_spec.attention.choice import choose_backend, create_backend, workspace_bytes
+from tllm_spec.attention.chunked import ChunkedAttention
 from tllm_spec.attention.flashinfer import FlashInferAttention
 from tllm_spec.attention.geometry import AttentionGeometry
 from tllm_spec.attention.interface import HeadsBackend
@@ -95,6 +97,18 @@ def test_flashinfer_by_name_is_refused_with_the_reason(
     assert reason in str(refusal.value)
 
 
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_flashinfer_by_name_is_refused_for_chunks_with_all_reasons(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"'FLASHINFER': .*chunks of 16 tokens") as refusal:
+        choose_backend("FLASHINFER", CUDA, dtype, chunk_size=16)
+    assert ("the model runs in float32; it cannot" in str(refusal.value)) == (
+        dtype == torch.float32
+    )
+    for name in ("auto", "TRITON", "VANILLA"):
+        assert choose_backend(name, CUDA, dtype, 16) is choose_backend(name, CUDA, dtype)
+
+
 @pytest.mark.usefixtures("no_flashinfer")
 def test_flashinfer_by_name_is_refused_if_it_is_not_installed() -> None:
     with pytest.raises(
@@ -163,3 +177,24 @@ def test_a_pool_without_flashinfer_kernels_runs_triton_with_a_warning(
     assert type(create_backend(FlashInferAttention, geometry, pool)) is TritonAttention
     (message,) = caplog.messages
     assert reason in message and "2 layers with 4 heads" in message
+
+
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, FlashInferAttention])
+def test_layers_with_chunks_run_triton_where_the_others_run_flashinfer(
+    kind: type[HeadsBackend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PagedPrefill, "__init__", lambda *arguments: None)
+    geometry = AttentionGeometry(4, 4, 2, 64, 0.1, 16, frozenset({3}))
+    pool = KVPool(geometry, num_pages=2, page_size=4, dtype=torch.bfloat16, device=CPU)
+    backend = create_backend(kind, geometry, pool)
+    assert isinstance(backend, ChunkedAttention)
+    own_kind = TritonAttention if kind is FlashInferAttention else kind
+    assert (type(backend.chunked), type(backend.unchunked)) == (own_kind, kind)
+    assert backend.chunked.geometry == replace(geometry, unchunked_layers=frozenset())
+    assert backend.unchunked.geometry == AttentionGeometry(4, 4, 2, 64, 0.1)
+    assert backend.supports_graphs == (kind is not VanillaAttention)
+    warnings = [message for message in caplog.messages if "chunks of 16 tokens" in message]
+    assert len(warnings) == (kind is FlashInferAttention)
+    plain = workspace_bytes(kind, backend.unchunked.geometry, torch.bfloat16)
+    more = own_kind.workspace_bytes(geometry)
+    assert workspace_bytes(kind, geometry, torch.bfloat16) == plain + more

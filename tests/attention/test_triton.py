@@ -1,7 +1,7 @@
 """TRITON attention equals VANILLA: with the kernels' plain-torch references, with the kernels under
 Triton's interpreter in a subprocess, and on a CUDA device (`-m gpu`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -34,12 +34,13 @@ GEOMETRY = AttentionGeometry(LAYERS, HEADS, KV_HEADS, HEAD_DIM, 0.3)
 @dataclass(frozen=True)
 class Batch:
     """Chunks as (cached tokens, new tokens), then windows by their lengths, then rows of graph
-    padding."""
+    padding. chunk_size: of the geometry."""
 
     chunks: tuple[tuple[int, int], ...] = ()
     kv_lens: tuple[int, ...] = ()
     window: int = 1
     padding: int = 0
+    chunk_size: int | None = None
 
 
 BATCHES = {
@@ -49,6 +50,8 @@ BATCHES = {
     "windows": Batch(kv_lens=(4, 300, 17), window=4),
     "chunks and windows": Batch(((0, 9), (7, 5)), (6, 12, 33), window=3),
     "chunks and single tokens": Batch(((5, 2),), (8, 9)),
+    "within chunks of 5": Batch(((0, 14), (3, 9), (5, 5)), (7, 12, 33, 300), 7, chunk_size=5),
+    "within chunks of 70": Batch(((60, 20),), (70, 72, 300), 4, chunk_size=70),
 }
 
 
@@ -57,6 +60,7 @@ class Forward:
 
     def __init__(self, batch: Batch, device: str, seed: int = 0) -> None:
         self.device, generator = torch.device(device), torch.Generator().manual_seed(seed)
+        self.geometry = replace(GEOMETRY, chunk_size=batch.chunk_size)
         new = [count for _, count in batch.chunks] + [batch.window] * (
             len(batch.kv_lens) + batch.padding
         )
@@ -104,7 +108,7 @@ class Forward:
             device=self.device,
         )
         pool.data.copy_(self.pool_data)
-        return kind(GEOMETRY, pool)
+        return kind(self.geometry, pool)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The inputs of a forward on the device."""
@@ -159,12 +163,15 @@ def test_write_leaves_the_same_keys_and_values_as_run(
 
 CAPTURED = Batch(kv_lens=(4, 300, 17), window=3, padding=1)
 REPLAYED = Batch(kv_lens=(150, 3, 299), window=3, padding=1)
+CHUNKED = [pytest.param(None, id=""), pytest.param(149, id="chunks")]
 
 
 @on_each_device
+@pytest.mark.parametrize("size", CHUNKED)
 @torch.inference_mode()
-def test_a_plan_reads_its_tensors_when_it_runs(device: str) -> None:
-    planned, other = Forward(CAPTURED, device), Forward(REPLAYED, device, seed=1)
+def test_a_plan_reads_its_tensors_when_it_runs(size: int | None, device: str) -> None:
+    planned = Forward(replace(CAPTURED, chunk_size=size), device)
+    other = Forward(replace(REPLAYED, chunk_size=size), device, seed=1)
     backend = other.backend(TritonAttention)
     plan = backend.plan(planned.metadata)
     for mine, new in zip(planned.tensors(), other.tensors(), strict=True):
@@ -173,15 +180,19 @@ def test_a_plan_reads_its_tensors_when_it_runs(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", CHUNKED)
 @torch.inference_mode()
-def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages() -> None:
-    captured, replayed = Forward(CAPTURED, "cuda"), Forward(REPLAYED, "cuda", seed=1)
+def test_a_captured_forward_can_be_replayed_with_other_lengths_and_pages(
+    size: int | None,
+) -> None:
+    own, others = replace(CAPTURED, chunk_size=size), replace(REPLAYED, chunk_size=size)
+    captured, replayed = Forward(own, "cuda"), Forward(others, "cuda", seed=1)
     backend = replayed.backend(TritonAttention)
     captured.run(backend)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = captured.run(backend)
-    for other in (replayed, Forward(CAPTURED, "cuda", seed=2)):
+    for other in (replayed, Forward(own, "cuda", seed=2)):
         backend.pool.data.copy_(other.pool_data)
         for mine, new in zip(captured.tensors(), other.tensors(), strict=True):
             mine.copy_(new)

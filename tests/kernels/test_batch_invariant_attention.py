@@ -35,7 +35,12 @@ class Heads:
     head_dim: int
     page_size: int
     dtype: torch.dtype = torch.float32
+    chunk: int | None = None
 
+
+LENGTH = 2 * SPLIT_KEYS + 21
+CHUNK = 28
+FIRST = LENGTH - CHUNK  # the longest chunk has full tiles, a partial one, and three splits
 
 CASES = {
     "an 8B Llama's group": Heads(4, 2, 128, 32, torch.bfloat16),
@@ -43,10 +48,10 @@ CASES = {
     "odd": Heads(5, 1, 80, 16, torch.float16),
     "a head each": Heads(1, 1, 32, 1),
     "more heads than a tile has rows": Heads(70, 1, 16, 64),
+    "chunks": Heads(3, 1, 16, 4, chunk=LENGTH - 14),
+    "short chunks": Heads(5, 1, 80, 16, torch.float16, chunk=9),
 }
-LENGTH = 2 * SPLIT_KEYS + 21
-CHUNK = 28
-FIRST = LENGTH - CHUNK  # the longest chunk has full tiles, a partial one, and three splits
+QUICK_CASES = ["small heads", "odd", "chunks", "short chunks"]
 
 
 class Cache:
@@ -89,7 +94,8 @@ class Cache:
         """Results of consecutive tokens of one request, `[n, Hq * D]`."""
         tiles = QueryTiles.of_chunk(0, start, length, request, self.size, self.device)
         q, results = self.q[request, start : start + length], self.results if spreads else None
-        return launch_attention(q, self.layer, self.tables, tiles, self.scale, results)
+        own = self.layer, self.tables, tiles, self.scale, results
+        return launch_attention(q, *own, self.heads.chunk)
 
     def mixed(self, window: int) -> tuple[list[slice], torch.Tensor]:
         """One launch of a chunk of the first request and windows of both: the tokens, and their
@@ -106,7 +112,7 @@ class Cache:
         q = torch.cat([self.q[r, own] for r, own in zip((0, 0, 1), tokens, strict=True)])
         tiles = QueryTiles.joined(parts)
         return tokens, batch_invariant_attention(
-            q, self.layer, tables, tiles, self.scale, self.results
+            q, self.layer, tables, tiles, self.scale, self.results, self.heads.chunk
         )
 
     def expected(self, request: int, tokens: slice) -> torch.Tensor:
@@ -115,7 +121,9 @@ class Cache:
         scores = (
             torch.einsum("qhd,khd->hqk", self.q[request, tokens].cpu().double(), keys) * self.scale
         )
-        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[tokens]
+        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        chunk_of = torch.arange(LENGTH) // (self.heads.chunk or LENGTH)
+        hidden = (hidden | (chunk_of[:, None] != chunk_of))[tokens]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
@@ -147,13 +155,13 @@ def test_the_kernel_equals_the_formula_and_its_reference(
         tiles = QueryTiles.of_chunk(0, start, length, 1, cache.size, cache.device)
         q = cache.q[1, start : start + length]
         reference = plain_batch_invariant_attention(
-            q, cache.layer, cache.tables, tiles, cache.scale
+            q, cache.layer, cache.tables, tiles, cache.scale, cache.heads.chunk
         )
         check(output, reference.cpu().double())
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize("name", ["small heads", "odd"] if INTERPRETED else CASES)
+@pytest.mark.parametrize("name", QUICK_CASES if INTERPRETED else CASES)
 def test_a_token_has_the_same_bits_in_every_chunk_and_window(
     name: str, device: str, exact_dots: None
 ) -> None:

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import INTERPRETED, on_each_kernel_device
-from tests.kernels.test_batch_invariant_attention import CASES, LENGTH, SPLIT_KEYS, Cache
+from tests.kernels.test_batch_invariant_attention import (
+    CASES,
+    LENGTH,
+    QUICK_CASES,
+    SPLIT_KEYS,
+    Cache,
+)
 from tests.kernels.tree_problem import bits_of, random_paths
 from tllm_spec.kernels.batch_invariant_attention import QueryTiles, launch_attention
 from tllm_spec.kernels.tree_mask import TreeMask, TreePaths
@@ -32,7 +38,8 @@ class Tree:
         kv_lens = torch.tensor([LENGTH], dtype=torch.int32, device=device)
         tiles = QueryTiles.of_trees(kv_lens, mask, 0, cache.size)
         q, results = cache.q[0, -self.window :], cache.results if spreads else None
-        return launch_attention(q, cache.layer, cache.tables, tiles, cache.scale, results)
+        own = cache.layer, cache.tables, tiles, cache.scale, results
+        return launch_attention(q, *own, cache.heads.chunk)
 
     def chain(self, row: int) -> torch.Tensor:
         """The row's result after its path, written one key after another, `[Hq * D]`."""
@@ -50,11 +57,12 @@ class Tree:
         end = REGION + len(path)
         tiles = QueryTiles.of_chunk(0, end - 1, 1, 0, cache.size, cache.device)
         layer = new.view_as(layer)
-        return launch_attention(q, layer, cache.tables, tiles, cache.scale, None)[0]
+        own = layer, cache.tables, tiles, cache.scale, None
+        return launch_attention(q, *own, cache.heads.chunk)[0]
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize("name", ["small heads", "odd"] if INTERPRETED else CASES)
+@pytest.mark.parametrize("name", QUICK_CASES if INTERPRETED else CASES)
 def test_a_row_has_the_bits_of_its_token_in_a_chain_of_its_path(
     name: str, device: str, exact_dots: None
 ) -> None:

@@ -24,6 +24,12 @@ CASES = {
     "64 keys, splits": (Case((64, 300), 3, 2, 16, 16, num_programs=32, spare_pages=3), 61),
     "two tiles of rows": (Case((40, 130), 24, 4, 16, 32, kv_heads=1, num_programs=8), 9),
     "bfloat16": (Case((33, 300), 8, 4, 64, 32, kv_heads=1, num_programs=12, dtype=BF16), 8),
+    "a tree over a border of chunks": (Case((12, 17, 29, 50), 12, 2, 16, 4, chunk=14), 0),
+    "beams over chunks": (
+        Case((24, 33, 350), 4, 2, 16, 16, num_programs=24, padding=(20, 10**9), chunk=5),
+        14,
+    ),
+    "64 keys, chunks": (Case((64, 300), 3, 2, 16, 16, num_programs=32, chunk=290), 61),
 }
 
 

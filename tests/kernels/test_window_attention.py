@@ -52,6 +52,12 @@ CASES = {
         (3, 600), 3, 2, 96, 32, padding=(2,), num_programs=32, dtype=torch.bfloat16
     ),
     "float16": Case((8, 33), 8, 4, 32, 1, num_programs=64, spare_pages=500, dtype=torch.float16),
+    "chunks": Case((1, 16, 17, 40, 48), 1, 3, 16, 4, chunk=16),
+    "windows over a border of chunks": Case((8, 12, 19, 23, 50), 8, 2, 16, 4, chunk=15),
+    "a window over several chunks": Case((16, 31), 16, 8, 16, 16, kv_heads=1, chunk=5),
+    "splits of a chunk": Case(
+        (5, 702, 1030), 5, 4, 16, 32, kv_heads=1, padding=(1, 10**9), num_programs=24, chunk=700
+    ),
 }
 
 
@@ -92,12 +98,13 @@ def test_norm_rotation_and_kv_writes_equal_the_reference(
 
 
 @on_each_kernel_device
+@pytest.mark.parametrize("chunk", [None, 137], ids=["", "chunks"])
 @pytest.mark.parametrize("num_programs", [1, 64])
 def test_keys_of_padding_rows_are_masked_and_older_keys_at_their_positions_are_not(
-    num_programs: int, device: str
+    num_programs: int, chunk: int | None, device: str
 ) -> None:
     case = Case((5, 6, 140, 300), 5, 3, 32, 16, num_programs=num_programs)
-    problem = Problem(case, device)
+    problem = Problem(replace(case, chunk=chunk), device)
     problem.pad([0, 3, 5, 2])  # a window of padding only attends to the pool
     problem.check_real_rows(problem.attend())
 
@@ -111,6 +118,15 @@ def test_nan_in_one_request_does_not_reach_the_others(device: str) -> None:
     after = problem.attend()
     assert after[1].isnan().all()
     assert torch.equal(after[::2], before[::2])
+
+
+@on_each_kernel_device
+def test_keys_before_the_chunk_of_the_first_row_are_never_read(device: str) -> None:
+    case = Case((40, 63), 3, 2, 16, 4, num_programs=12, chunk=32)
+    problem = Problem(case, device)
+    for request in range(2):
+        problem.layer[:, problem.tables.block_tables[request, :8].long()] = torch.nan
+    problem.check(problem.attend())
 
 
 @on_each_kernel_device
@@ -238,7 +254,14 @@ def test_a_long_request_is_split_only_into_shares_of_the_minimum_length(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["window as long as the request", "splits of windows", "bfloat16, splits"]
+    "name",
+    [
+        "window as long as the request",
+        "splits of windows",
+        "bfloat16, splits",
+        "windows over a border of chunks",
+        "splits of a chunk",
+    ],
 )
 def test_a_captured_launch_can_be_replayed_with_other_lengths_tables_and_rows(name: str) -> None:
     case = CASES[name]
@@ -266,7 +289,7 @@ def test_a_pool_may_have_more_than_2_to_the_31_elements() -> None:
     pool[:, first:] = torch.nan
     kv_slots = torch.arange(first * shape[2], pool.shape[1] * shape[2], device="cuda")
     plain_write_kv(problem.layer.view(2, -1, *shape[3:]).transpose(0, 1), kv_slots, pool)
-    tables, lens, slots = problem.inputs()[2:]
+    tables, lens, slots = problem.inputs()[2:5]
     problem.layer, problem.tables = (
         pool,
         WindowTables(tables + first, lens, slots + first * shape[2]),

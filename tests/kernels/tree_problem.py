@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.kernels.window_problem import Case, Problem
+from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.tree_mask import TreeMask
 
 
@@ -34,7 +35,13 @@ class TreeProblem(Problem):
         number = len(case.kv_lens) + len(case.padding)
         self.paths = [random_paths(length, self.generator)[-window:] for _ in range(number)]
         bits = torch.tensor([bits_of(paths) for paths in self.paths], device=device)
-        self.tables = replace(self.tables, tree=TreeMask(bits, length))
+        tree, chunks = TreeMask(bits, length), self.tables.chunks
+        if chunks is not None:
+            lens = torch.tensor([[len(path) for path in paths] for paths in self.paths])
+            first = self.tables.kv_lens[:, None].to(torch.int64) - length
+            chunks = KeyChunks(chunks.size, (first + lens.to(device) - 1).clamp_min(0).flatten())
+            tree = chunks.cut(tree)
+        self.tables = replace(self.tables, tree=tree, chunks=chunks)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         assert self.tables.tree is not None
@@ -48,7 +55,9 @@ class TreeProblem(Problem):
         for request, (keys, values) in enumerate(self.kv):
             first = len(keys) - self.tables.tree.length
             for row, path in enumerate(self.paths[request]):
-                seen = [*range(first), *(first + key for key in path)]
+                low = self.case.first_key(first + len(path) - 1)
+                path = path[max(0, low - first) :]
+                seen = [*range(low, first), *(first + key for key in path)]
                 for head, query in enumerate(self.qkv[request, row, : self.num_heads].cpu()):
                     kv_head = head // self.case.group
                     scores = self.scale * keys[seen, kv_head] @ query.double()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotary_write
 from tllm_spec.kernels.window_attention import (
     WindowTables,
@@ -18,7 +19,7 @@ from tllm_spec.kernels.window_splits import WindowWorkspace
 class Case:
     """`padding`: kv_lens of the rows of graph padding. `num_programs`: programs that fill the
     device; with more than there are tiles the keys are split. `spare_pages`: columns of the block
-    table beyond the longest request."""
+    table beyond the longest request. `chunk`: of attention within chunks."""
 
     kv_lens: tuple[int, ...]
     window: int
@@ -30,6 +31,11 @@ class Case:
     num_programs: int = 1
     spare_pages: int = 0
     dtype: torch.dtype = torch.float32
+    chunk: int | None = None
+
+    def first_key(self, position: int) -> int:
+        """The first key that a query sees."""
+        return position // self.chunk * self.chunk if self.chunk else 0
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -80,6 +86,10 @@ class Problem:
             torch.tensor(case.kv_lens + case.padding, dtype=torch.int32, device=device),
             kv_slots.flatten().to(device),
         )
+        if case.chunk:
+            positions = self.tables.kv_lens[:, None] + torch.arange(-window, 0, device=device)
+            chunks = KeyChunks(case.chunk, positions.clamp_min(0).flatten())
+            self.tables = replace(self.tables, chunks=chunks)
         self.cos_sin = torch.zeros(
             rows * window, 2, 1, case.head_dim, dtype=case.dtype, device=device
         )
@@ -102,7 +112,15 @@ class Problem:
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         tables = self.tables
-        return self.qkv, self.layer, tables.block_tables, tables.kv_lens, tables.kv_slots
+        positions = () if tables.chunks is None else (tables.chunks.positions,)
+        return (
+            self.qkv,
+            self.layer,
+            tables.block_tables,
+            tables.kv_lens,
+            tables.kv_slots,
+            *positions,
+        )
 
     def attend(self, workspace: WindowWorkspace | None = None) -> torch.Tensor:
         workspace = workspace or self.workspace()
@@ -124,6 +142,7 @@ class Problem:
             self.tables.kv_lens,
             self.scale,
             self.tables.tree,
+            self.tables.chunks,
         )
 
     def expected(self) -> torch.Tensor:
@@ -132,11 +151,12 @@ class Problem:
         results = []
         for q, (keys, values) in zip(self.qkv.cpu().double(), self.kv, strict=False):
             for token in range(self.case.window):
-                seen = keys.shape[0] - self.case.window + token + 1
+                end = keys.shape[0] - self.case.window + token + 1
+                seen = slice(self.case.first_key(end - 1), end)
                 for head, query in enumerate(q[token, : self.num_heads]):
                     kv_head = head // self.case.group
-                    weights = (self.scale * keys[:seen, kv_head] @ query).softmax(0)
-                    results.append(weights @ values[:seen, kv_head])
+                    weights = (self.scale * keys[seen, kv_head] @ query).softmax(0)
+                    results.append(weights @ values[seen, kv_head])
         return torch.stack(results).view(len(self.kv), self.case.window, -1)
 
     def check(self, output: torch.Tensor) -> None:

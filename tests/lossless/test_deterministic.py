@@ -15,6 +15,7 @@ from tests.kernels.interpreter import (
 )
 from tests.models.helpers import save_checkpoint
 from tests.models.mtp_reference import save_with_mtp
+from tests.models.test_llama4 import save_llama4
 from tllm_spec.config import LlmArgs
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
@@ -45,6 +46,17 @@ SMALL_LATENTS = {
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
+}
+
+# A prompt has two or three chunks.
+SMALL_CHUNKS = {
+    "vocab_size": 48,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "max_position_embeddings": 80,
+    "attention_chunk_size": 11,
+    "floor_scale": 6,
+    "no_rope_layer_interval": 2,
 }
 
 
@@ -88,13 +100,15 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of Triton's interpreter")
 @pytest.mark.parametrize(
-    "kind", ["llama", "experts", "latents"], ids=lambda kind: f"interpreted {kind}"
+    "kind", ["llama", "experts", "chunks", "latents"], ids=lambda kind: f"interpreted {kind}"
 )
 def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_dots: None) -> None:
     model = write_tiny_llama(tmp_path)
     if kind == "experts":
         sizes = {"num_local_experts": 4, "hidden_size": 32, "max_position_embeddings": 80}
         save_checkpoint(tmp_path, "Mixtral", **sizes)
+    elif kind == "chunks":
+        save_llama4(tmp_path, **SMALL_CHUNKS)
     elif kind == "latents":
         save_with_mtp(tmp_path, max_position_embeddings=80, **SMALL_LATENTS)
     alone = outputs_of(model, 1)

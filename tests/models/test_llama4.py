@@ -1,6 +1,8 @@
-"""Llama 4's text model: logits of transformers, the text part of the model with images, and the
-lengths that are refused."""
+"""Llama 4's text model: logits of transformers, the text part of the model with images, and
+lengths beyond a chunk and floor_scale."""
 
+import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,14 @@ from tests.models.helpers import (
 )
 from tests.models.test_logits import assert_close
 from tests.models.tiny_eagle3 import write_tiny_eagle3
+from tllm_spec.attention.batch_invariant import BatchInvariantAttention
+from tllm_spec.attention.choice import create_backend, create_batch_invariant
+from tllm_spec.attention.chunked import ChunkedAttention
+from tllm_spec.attention.flashinfer import FlashInferAttention
+from tllm_spec.attention.interface import HeadsBackend
+from tllm_spec.attention.triton import TritonAttention
+from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.llm import LLM
 from tllm_spec.models.config import ModelConfig
 from tllm_spec.sampling_params import SamplingParams
@@ -116,20 +126,102 @@ def test_a_missing_key_has_the_default_of_transformers() -> None:
     assert (config.moe.intermediate_size, config.intermediate_size) == (8192, 16384)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attention_chunk_size": 63}, r"attention_chunk_size is 63.*64 positions.*to 63 or below"),
-        ({"floor_scale": 64}, r"floor_scale .* is 64.*64 positions.*to 63 or below"),
-    ],
-)
-def test_lengths_from_which_attention_is_not_plain_are_refused(
-    change: dict[str, Any], message: str, tmp_path: Path
+# Of 64 positions: several chunks that no page and no other chunk ends with.
+LONG: dict[str, dict[str, Any]] = {
+    "chunks": {"attention_chunk_size": 14, "attn_temperature_tuning": False},
+    "temperature": {"floor_scale": 6, "attn_scale": 0.7, "no_rope_layer_interval": 2},
+    "both": {
+        "attention_chunk_size": 14,
+        "floor_scale": 6,
+        "attn_scale": 0.7,
+        "no_rope_layer_interval": 2,
+    },
+    "no layer without chunks": {"attention_chunk_size": 5, "no_rope_layers": [1, 1, 1, 1]},
+    "chunks of one token": {"attention_chunk_size": 1},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
+def test_beyond_chunk_and_floor_scale_logits_equal_transformers(
+    kind: type[HeadsBackend], name: str, tmp_path: Path
 ) -> None:
-    save_llama4(tmp_path, **change)
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path)
-    load(tmp_path, max_positions=63)
+    tokens = random_tokens(MAX_POSITIONS, seed=3)
+    expected = reference_logits(save_llama4(tmp_path, **LONG[name]), tokens)
+    runner = PagedRunner(load(tmp_path), num_pages=128)
+    geometry = runner.model.config.attention_geometry(SINGLE_RANK)
+    if kind is BatchInvariantAttention:
+        runner.backend = create_batch_invariant(geometry, runner.pool)
+    else:
+        runner.backend = create_backend(kind, geometry, runner.pool)
+    assert_close(runner.step({0: tokens})[0], expected)
+    parts = [*pairwise((0, 3, 14, 25, 64))]
+    cut = [runner.step({1: tokens[start:end]})[1] for start, end in parts]
+    assert_close(torch.cat(cut), expected)
+    single = [runner.step(windows={2: [token]})[2] for token in tokens]
+    assert_close(torch.cat(single), expected)
+    eights = [runner.step(windows={3: tokens[start : start + 8]})[3] for start in range(0, 64, 8)]
+    assert_close(torch.cat(eights), expected)
+    runner.rewind(3, 11)
+    mixed = runner.step({4: tokens[:30]}, {3: tokens[53:61]})
+    assert_close(mixed[3], expected[53:61])
+    assert_close(mixed[4], expected[:30])
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_text_is_not_the_text_of_plain_attention(name: str, tmp_path: Path) -> None:
+    """The reference of the test above does what its name says."""
+    tokens = random_tokens(MAX_POSITIONS, seed=3)
+    plain = {"attention_chunk_size": None, "attn_temperature_tuning": False}
+    save_llama4(tmp_path, **LONG[name])
+    settings = (tmp_path / "config.json").read_text()
+    long = PagedRunner(load(tmp_path)).step({0: tokens})[0]
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(settings) | plain))
+    found = PagedRunner(load(tmp_path)).step({0: tokens})[0]
+    differs = (found - long).abs().amax(-1) > 1e-3
+    assert differs[-1] and not differs[0]
+
+
+def test_chunks_and_temperature_cost_nothing_where_they_change_nothing(tmp_path: Path) -> None:
+    save_llama4(tmp_path, attention_chunk_size=63, floor_scale=63, no_rope_layer_interval=2)
+    found = []
+    for max_positions in (62, 63, 64):
+        model = load(tmp_path, max_positions=max_positions)
+        assert model.config.llama4 is not None
+        has_temperature = model.config.llama4.temperature is not None
+        found.append((type(PagedRunner(model).backend), model.config.chunk_size, has_temperature))
+    assert found == [
+        (VanillaAttention, None, False),
+        (VanillaAttention, None, True),  # position 62 is scaled
+        (ChunkedAttention, 63, True),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [FlashInferAttention, TritonAttention])
+def test_a_gpu_gives_the_logits_of_the_cpu(kind: type[HeadsBackend], tmp_path: Path) -> None:
+    """FLASHINFER serves the layers without chunks."""
+    is_flashinfer = kind is FlashInferAttention
+    if is_flashinfer:
+        pytest.importorskip("flashinfer")
+    save_llama4(tmp_path, head_dim=64, **LONG["both"])
+    dtype = torch.bfloat16 if is_flashinfer else torch.float32
+    runners = [PagedRunner(load(tmp_path, dtype=dtype))]
+    runners.append(PagedRunner(load(tmp_path, dtype=dtype, device=torch.device("cuda"))))
+    geometry = runners[1].model.config.attention_geometry(SINGLE_RANK)
+    runners[1].backend = create_backend(kind, geometry, runners[1].pool)
+    tokens = random_tokens(MAX_POSITIONS, seed=3)
+    steps = [
+        ({0: tokens[:9], 1: tokens[:30]}, {}),
+        ({1: tokens[30:50]}, {0: tokens[9:13]}),
+        ({}, {0: tokens[13:17], 1: tokens[50:54]}),
+    ]
+    for contexts, windows in steps:
+        expected, actual = (runner.step(contexts, windows) for runner in runners)
+        for request in expected:
+            mine, its = actual[request].cpu().float(), expected[request].float()
+            assert (mine - its).abs().mean() < (0.05 * its.std() if is_flashinfer else 1e-3)
 
 
 def test_other_layer_types_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 forward over the prompt and the node's path, for a whole tree and for one draft step after
 another."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,27 @@ from tests.models.helpers import (
     reference_logits,
     save_checkpoint,
 )
+from tests.models.test_llama4 import save_llama4
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
-from tllm_spec.attention.interface import AttentionBackend, AttentionMetadata
+from tllm_spec.attention.choice import create_backend, create_batch_invariant
+from tllm_spec.attention.interface import AttentionMetadata, HeadsBackend
 from tllm_spec.attention.triton import TritonAttention
 from tllm_spec.attention.vanilla import VanillaAttention
+from tllm_spec.distributed.mapping import SINGLE_RANK
 from tllm_spec.kernels.tree_mask import TreeMask
 
 PROMPT, NUM_NODES = random_tokens(9), 12
+# The tree starts in the first chunk, and its path of 7 nodes ends in the third one.
+LLAMA4: dict[str, Any] = {
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+    "attn_scale": 0.7,
+    "no_rope_layer_interval": 2,
+}
+SAVERS: dict[str, Callable[[Path], Any]] = {
+    "Llama": lambda folder: save_checkpoint(folder, "Llama"),
+    "Llama4": lambda folder: save_llama4(folder, **LLAMA4),
+}
 
 
 class TreeRunner(PagedRunner):
@@ -41,14 +56,19 @@ class TreeRunner(PagedRunner):
         return metadata
 
 
+@pytest.mark.parametrize("family", SAVERS)
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("kind", [VanillaAttention, TritonAttention, BatchInvariantAttention])
 def test_a_nodes_logits_are_those_of_the_prompt_and_its_path(
-    kind: type[AttentionBackend], num_steps: int, tmp_path: Path
+    kind: type[HeadsBackend], num_steps: int, family: str, tmp_path: Path
 ) -> None:
-    reference = save_checkpoint(tmp_path, "Llama")
+    reference = SAVERS[family](tmp_path)
     runner = TreeRunner(load(tmp_path))
-    runner.backend = kind(runner.backend.geometry, runner.pool)
+    geometry = runner.model.config.attention_geometry(SINGLE_RANK)
+    if kind is BatchInvariantAttention:
+        runner.backend = create_batch_invariant(geometry, runner.pool)
+    else:
+        runner.backend = create_backend(kind, geometry, runner.pool)
     runner.step(contexts={0: PROMPT})
     tokens = random_tokens(NUM_NODES, seed=1)
     paths = random_paths(NUM_NODES, torch.Generator().manual_seed(3))

@@ -8,6 +8,7 @@ import torch
 
 from tllm_spec.attention.batch_invariant import BatchInvariantAttention
 from tllm_spec.attention.batch_invariant_latent import BatchInvariantLatent
+from tllm_spec.attention.chunked import ChunkedAttention
 from tllm_spec.attention.flashinfer import DTYPES, HEAD_DIMS, FlashInferAttention
 from tllm_spec.attention.flashinfer_latent import FlashInferLatent
 from tllm_spec.attention.geometry import AttentionGeometry, Geometry, LatentGeometry
@@ -26,17 +27,19 @@ BACKENDS: dict[str, type[HeadsBackend]] = {
 }
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[HeadsBackend]:
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, chunk_size: int | None = None
+) -> type[HeadsBackend]:
     """The class for `attn_backend` = `name`. Raises ValueError for 'FLASHINFER' if FlashInfer
-    cannot be used."""
+    cannot be used.
+
+    chunk_size: of the target's geometry. Then the class serves the layers without chunks."""
     if name == "auto" and device.type != "cuda":
         name = "VANILLA"
     elif name in ("auto", "FLASHINFER"):
         reason = _why_no_flashinfer(device, dtype)
-        if reason is not None and name == "FLASHINFER":
-            raise ValueError(
-                f"attn_backend = 'FLASHINFER': {reason}; use 'auto', 'TRITON' or 'VANILLA'"
-            )
+        if name == "FLASHINFER":
+            _refuse_flashinfer(reason, chunk_size)
         name = "FLASHINFER" if reason is None else "TRITON"
         if reason is not None:
             logger.warning("attention: TRITON; prefill is slower than with FLASHINFER: %s", reason)
@@ -56,6 +59,8 @@ def create_backend(
     if isinstance(geometry, LatentGeometry):
         return _create_latent(kind, geometry, pool, plans_latents=plans_latents)
     assert isinstance(geometry, AttentionGeometry)
+    if geometry.chunk_size is not None:
+        return _create_chunked(kind, geometry, pool)
     if kind is not FlashInferAttention:
         return kind(geometry, pool)
     dtype = str(pool.data.dtype).removeprefix("torch.")
@@ -72,6 +77,21 @@ def create_backend(
         reason,
     )
     return TritonAttention(geometry, pool)
+
+
+def _create_chunked(
+    kind: type[HeadsBackend], geometry: AttentionGeometry, pool: KVPool
+) -> ChunkedAttention:
+    own_kind = _chunked_kind(kind)
+    if own_kind is not kind:
+        logger.warning(
+            "attention within chunks of %d tokens: TRITON, whose prefill is slower than FLASHINFER",
+            geometry.chunk_size,
+        )
+    chunked, unchunked = geometry.of_chunked_layers(), geometry.of_unchunked_layers()
+    others = create_backend(kind, unchunked, pool)
+    assert isinstance(others, HeadsBackend)
+    return ChunkedAttention(geometry, own_kind(chunked, pool), others)
 
 
 def _create_latent(
@@ -96,7 +116,12 @@ def create_batch_invariant(geometry: Geometry, pool: KVPool) -> AttentionBackend
     if isinstance(geometry, LatentGeometry):
         return BatchInvariantLatent(geometry, pool)
     assert isinstance(geometry, AttentionGeometry)
-    return BatchInvariantAttention(geometry, pool)
+    if geometry.chunk_size is None:
+        return BatchInvariantAttention(geometry, pool)
+    chunked, unchunked = geometry.of_chunked_layers(), geometry.of_unchunked_layers()
+    return ChunkedAttention(
+        geometry, BatchInvariantAttention(chunked, pool), BatchInvariantAttention(unchunked, pool)
+    )
 
 
 def workspace_bytes(
@@ -108,11 +133,32 @@ def workspace_bytes(
             return FlashInferLatent.workspace_bytes(geometry, dtype)
         return _latent_kind(kind).workspace_bytes(geometry, dtype)
     assert isinstance(geometry, AttentionGeometry)
-    return kind.workspace_bytes(geometry)
+    num_bytes = kind.workspace_bytes(geometry)
+    if geometry.chunk_size is not None:
+        num_bytes += _chunked_kind(kind).workspace_bytes(geometry)
+    return num_bytes
+
+
+def _chunked_kind(kind: type[HeadsBackend]) -> type[HeadsBackend]:
+    return TritonAttention if kind is FlashInferAttention else kind
 
 
 def _latent_kind(kind: type[HeadsBackend]) -> type[LatentBackend]:
     return VanillaLatent if kind is VanillaAttention else TritonLatent
+
+
+def _refuse_flashinfer(why_no_flashinfer: str | None, chunk_size: int | None) -> None:
+    """Raises ValueError with all reasons, if there are any."""
+    reasons = [] if why_no_flashinfer is None else [why_no_flashinfer]
+    if chunk_size is not None:
+        reasons.append(
+            f"it cannot attend within chunks of {chunk_size} tokens, as layers of this model do "
+            "above that max_seq_len"
+        )
+    if reasons:
+        raise ValueError(
+            f"attn_backend = 'FLASHINFER': {'; '.join(reasons)}; use 'auto', 'TRITON' or 'VANILLA'"
+        )
 
 
 def _why_no_flashinfer(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -1,6 +1,6 @@
 """The sizes of attention that pools, backends and models share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tllm_spec.attention.kv_layout import HeadsLayout, KVLayout, LatentLayout
@@ -28,6 +28,19 @@ class AttentionGeometry:
     num_kv_heads: int
     head_dim: int
     scale: float
+    chunk_size: int | None = None
+    """A query at position p sees the keys from position p // chunk_size * chunk_size on. None: all
+    keys before it."""
+    unchunked_layers: frozenset[int] = frozenset()
+    """Whose queries see all keys before them all the same."""
+
+    def of_chunked_layers(self) -> "AttentionGeometry":
+        """With chunks in all layers."""
+        return replace(self, unchunked_layers=frozenset())
+
+    def of_unchunked_layers(self) -> "AttentionGeometry":
+        """With chunks in no layer."""
+        return replace(self, chunk_size=None, unchunked_layers=frozenset())
 
     @property
     def layout(self) -> HeadsLayout:

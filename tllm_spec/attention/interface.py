@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -83,7 +83,7 @@ class ContextPlans(Protocol):
 class AttentionBackend(ABC):
     """Paged attention over one pool. Each `KVLayout` has a subclass with inputs of its own."""
 
-    supports_graphs: ClassVar[bool] = False
+    supports_graphs: bool = False
     """Whether generation windows read their lengths from the device, so that a CUDA graph can hold
     them."""
 
@@ -128,7 +128,8 @@ class HeadsBackend(AttentionBackend):
         norm: HeadWeights | None = None,
     ) -> torch.Tensor:
         """Normalise and rotate the rows' q and k, write their K and V into the pool, then attend
-        causally to all keys of the row's request, or to those that the metadata's tree names.
+        causally to all keys of the row's request, or to those that the metadata's tree names; with
+        the geometry's `chunk_size` only to those of the row's chunk.
 
         Args:
             layer: index into the pool's layers.

@@ -77,13 +77,17 @@ class TritonAttention(VanillaAttention):
         batch = metadata.num_generations
         if not batch:
             return None
-        first = sum(metadata.context_lens)
+        first, tree = sum(metadata.context_lens), metadata.tree
+        chunks = self._chunks(metadata, first)
+        if chunks is not None and tree is not None:
+            tree = chunks.cut(tree)
         tables = WindowTables(
             metadata.block_tables[-batch:],
             metadata.kv_lens[-batch:],
             metadata.kv_slots[first:],
             metadata.num_padding,
-            metadata.tree,
+            tree,
+            chunks,
         )
         return WindowPlan(first, batch, metadata.window, tables)
 

@@ -4,8 +4,9 @@ the other backends.
 Generation windows take three ops a layer: one index_copy_ writes K and V of all rows, one
 index_select gathers K and V of all requests, and one scaled_dot_product_attention has the query
 heads of a group folded into the query axis, so that K and V are not repeated. Context chunks run
-one after another."""
+one after another. With a `chunk_size` each is cut where a chunk of keys ends."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +19,18 @@ from tllm_spec.attention.interface import (
     HeadsBackend,
 )
 from tllm_spec.attention.kv_pool import KVPool
+from tllm_spec.kernels.key_chunks import KeyChunks
 from tllm_spec.kernels.rotary_write import HeadWeights, Rotary, plain_rotate
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """One context chunk of n rows. Without `kv_rows` it is the start of its request and attends to
-    itself only."""
+    """One context chunk of n rows, or its rows that see the same chunk of keys. Without `kv_rows`
+    they are the first that see these keys, and attend to themselves only."""
 
     rows: slice
     kv_rows: torch.Tensor | None = None
-    """[2 * L] row indices into the flat layer: the request's keys, then its values."""
+    """[2 * L] row indices into the flat layer: the keys that the rows see, then their values."""
     mask: torch.Tensor | None = None
     """[n, L], added to the scores."""
 
@@ -67,6 +69,7 @@ class VanillaAttention(HeadsBackend):
 
     def __init__(self, geometry: AttentionGeometry, pool: KVPool) -> None:
         super().__init__(geometry, pool)
+        assert not geometry.unchunked_layers
         heads, head_dim = geometry.num_kv_heads, geometry.head_dim
         self._num_slots = pool.num_pages * pool.page_size
         self._slots = [layer.view(2, self._num_slots, heads, head_dim) for layer in pool.data]
@@ -74,9 +77,10 @@ class VanillaAttention(HeadsBackend):
         self._group = geometry.num_heads // heads
 
     def plan(self, metadata: AttentionMetadata) -> VanillaPlan:
-        contexts, row = [], 0
+        contexts: list[ContextPlan] = []
+        row = 0
         for request, length in enumerate(metadata.context_lens):
-            contexts.append(self._plan_context(metadata, request, slice(row, row + length)))
+            contexts += self._plan_contexts(metadata, request, slice(row, row + length))
             row += length
         generation = self._plan_generation(metadata, row) if metadata.num_generations else None
         return VanillaPlan(metadata.kv_slots, tuple(contexts), generation)
@@ -102,14 +106,30 @@ class VanillaAttention(HeadsBackend):
             outputs.append(self._run_generation(layer, q, plan.generation))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _plan_context(self, metadata: AttentionMetadata, request: int, rows: slice) -> ContextPlan:
-        length, kv_len = rows.stop - rows.start, metadata.context_kv_lens[request]
-        if length == kv_len:
+    def _plan_contexts(
+        self, metadata: AttentionMetadata, request: int, rows: slice
+    ) -> Iterator[ContextPlan]:
+        kv_len = metadata.context_kv_lens[request]
+        size, offset = self.geometry.chunk_size or kv_len, rows.stop - kv_len
+        position = rows.start - offset
+        while position < kv_len:
+            first_key = position // size * size
+            end = min(first_key + size, kv_len)
+            own, keys = slice(position + offset, end + offset), range(first_key, end)
+            yield self._plan_context(metadata, request, own, keys)
+            position = end
+
+    def _plan_context(
+        self, metadata: AttentionMetadata, request: int, rows: slice, keys: range
+    ) -> ContextPlan:
+        """Of the last of `keys`, which see these keys."""
+        length = rows.stop - rows.start
+        if length == len(keys):
             return ContextPlan(rows)
-        keys = torch.arange(kv_len, device=metadata.kv_slots.device)
-        slots = self._slots_of(metadata.block_tables[request, None], keys[None])
-        queries = keys[kv_len - length :, None]
-        return ContextPlan(rows, self._kv_rows(slots), self._additive_mask(keys > queries))
+        index = torch.arange(keys.start, keys.stop, device=metadata.kv_slots.device)
+        slots = self._slots_of(metadata.block_tables[request, None], index[None])
+        queries = index[len(keys) - length :, None]
+        return ContextPlan(rows, self._kv_rows(slots), self._additive_mask(index > queries))
 
     def _plan_generation(self, metadata: AttentionMetadata, first: int) -> GenerationPlan:
         batch, window, length = metadata.num_generations, metadata.window, metadata.max_kv_len
@@ -121,17 +141,26 @@ class VanillaAttention(HeadsBackend):
         kv_rows = self._kv_rows(self._slots_of(metadata.block_tables[-batch:], own_keys))
         gathered = self.pool.data.new_empty(2 * batch * length, heads * head_dim)
         cached = gathered.view(2, batch, length, heads, head_dim).transpose(2, 3)
-        if metadata.tree is None:
+        chunks, tree = self._chunks(metadata, first), metadata.tree
+        if tree is None:
             queries = kv_lens + torch.arange(-window, 0, device=device)
             hidden = keys > queries[:, :, None]
         else:
-            hidden = ~metadata.tree.visible(kv_lens[:, 0], keys)
+            tree = tree if chunks is None else chunks.cut(tree)
+            hidden = ~tree.visible(kv_lens[:, 0], keys)
+        if chunks is not None:
+            hidden |= keys < chunks.first_keys(window)[:, :, None]
         mask = self._additive_mask(hidden)[:, None, :, None]
         mask = mask.expand(batch, 1, window, group, length).reshape(
             batch, 1, window * group, length
         )
         q_shape = (batch, window, heads, group, head_dim)
         return GenerationPlan(first, q_shape, kv_rows, gathered, cached[0], cached[1], mask)
+
+    def _chunks(self, metadata: AttentionMetadata, first: int) -> KeyChunks | None:
+        """Of the windows, which start at row `first`."""
+        size = self.geometry.chunk_size
+        return None if size is None else KeyChunks(size, metadata.positions[first:])
 
     def _slots_of(self, block_tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Slots of the tokens at positions `keys` `[N, L]` of requests with pages `[N, P]`."""

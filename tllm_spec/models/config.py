@@ -4,7 +4,7 @@ Both spellings are read: transformers 4.x (`rope_theta`, `rope_scaling`, `torch_
 (`rope_parameters`, `dtype`). A missing key has the default of transformers."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,16 +212,31 @@ class ModelConfig:
         """Elements of a key that are rotated."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
+    def within(self, max_positions: int) -> "ModelConfig":
+        """The same for so many positions: without what changes attention after them only."""
+        if self.llama4 is None:
+            return self
+        return replace(self, llama4=self.llama4.within(max_positions))
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Positions of the chunks that some layers attend within."""
+        return None if self.llama4 is None else self.llama4.chunk_size
+
     def attention_geometry(self, mapping: Mapping) -> Geometry:
         """One rank's share of the heads."""
         if self.mla is not None:
             return self.mla.geometry(self.num_layers, self.num_heads, mapping)
+        chunk_size = self.chunk_size
+        unchunked = self.llama4.nope_layers if self.llama4 and chunk_size else frozenset[int]()
         return AttentionGeometry(
             num_layers=self.num_layers,
             num_heads=mapping.shard(self.num_heads, "num_attention_heads"),
             num_kv_heads=mapping.shard_kv_heads(self.num_kv_heads),
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
+            chunk_size=chunk_size,
+            unchunked_layers=unchunked,
         )
 
 

@@ -171,10 +171,14 @@ class LlamaModel(Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.cos_sin = cos_sin_table(config.rope, config.rope_dim, max_positions, placement)
 
+    def rotary(self, positions: torch.Tensor) -> Rotary:
+        """Of one forward's rows."""
+        return Rotary(self.cos_sin, positions)
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        rotary = Rotary(self.cos_sin, positions)
+        rotary = self.rotary(positions)
         hidden = self.embed_tokens.forward(input_ids)
         last, spec = len(self.layers) - 1, context.spec
         for layer_id, layer in enumerate(self.layers):
@@ -191,12 +195,13 @@ class LlamaModel(Module):
 class LlamaForCausalLM(CausalLM):
     """The decoder with its output layer, which may share the embedding's weight."""
 
+    model_type: type[LlamaModel] = LlamaModel
     layer_type: type[DecoderLayer] = DecoderLayer
 
     def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config, max_positions, placement, self.layer_type)
+        self.model = self.model_type(config, max_positions, placement, self.layer_type)
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = OutputLinear(
             config.hidden_size, config.vocab_size, placement=placement, tied=tied

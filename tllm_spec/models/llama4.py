@@ -1,6 +1,7 @@
-"""Llama 4's text model: layers with and without a rotary embedding, unweighted q/k norm, and
-experts in some layers. Served up to the length from which attention is chunked or scaled."""
+"""Llama 4's text model: layers with and without a rotary embedding, unweighted q/k norm, scaled
+queries, and experts in some layers."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,9 +10,9 @@ import torch
 from tllm_spec.attention.interface import ForwardContext
 from tllm_spec.kernels.rotary_write import Rotary
 from tllm_spec.models.config import ModelConfig
-from tllm_spec.models.layers import HeadNorm
+from tllm_spec.models.layers import HeadNorm, RMSNorm
 from tllm_spec.models.linear import ColumnLinear
-from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM
+from tllm_spec.models.llama import MLP, Attention, DecoderLayer, LlamaForCausalLM, LlamaModel
 from tllm_spec.models.module import Placement, WeightSlot
 from tllm_spec.models.moe import LLAMA4_NAMES, SparseMoE
 
@@ -55,8 +56,30 @@ class UnweightedHeadNorm(HeadNorm):
         return iter(())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Llama4Rotary(Rotary):
+    """The rows of one forward in layers with and without a rotary embedding."""
+
+    unrotated_table: torch.Tensor
+    """`[1, 2, 1, D]`: a rotation by 0."""
+    temperatures: torch.Tensor | None
+    """`[N, 1, 1]` float32: of the positions from n * floor_scale - 1 on. None: all are 1."""
+    floor_scale: int
+
+    @functools.cached_property
+    def unrotated(self) -> Rotary:
+        return Rotary(self.unrotated_table, torch.zeros_like(self.positions))
+
+    @functools.cached_property
+    def query_scales(self) -> torch.Tensor | None:
+        """Factors of the queries in layers without a rotary embedding, `[T, 1, 1]` float32."""
+        if self.temperatures is None:
+            return None
+        return self.temperatures[(self.positions + 1) // self.floor_scale]
+
+
 class Llama4Attention(Attention):
-    """With a rotary embedding, and then the q/k norm, or with neither."""
+    """With a rotary embedding, and then the q/k norm, or with neither and scaled queries."""
 
     projection = InterleavedQKV
 
@@ -64,23 +87,31 @@ class Llama4Attention(Attention):
         super().__init__(replace(config, qk_norm=False), layer, placement)
         assert config.llama4 is not None and isinstance(self.qkv_proj, InterleavedQKV)
         self.qkv_proj.head_dim = config.head_dim
-        if config.qk_norm and layer not in config.llama4.nope_layers:
+        self.is_rotated = layer not in config.llama4.nope_layers
+        if config.qk_norm and self.is_rotated:
             self.qk_norm = UnweightedHeadNorm(self, config.rms_norm_eps, placement)
+
+    def forward(
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
+    ) -> torch.Tensor:
+        assert isinstance(rotary, Llama4Rotary)
+        if self.is_rotated:
+            return super().forward(hidden, norm, rotary, context)
+        heads, _ = self._heads(hidden, norm)
+        if rotary.query_scales is not None:
+            heads[:, : self.num_heads].mul_(rotary.query_scales)
+        return context.heads_backend.run(self.layer, heads, rotary.unrotated, context.plan)
+
+    def write(
+        self, hidden: torch.Tensor, norm: RMSNorm | None, rotary: Rotary, context: ForwardContext
+    ) -> None:
+        assert isinstance(rotary, Llama4Rotary)
+        super().write(hidden, norm, rotary if self.is_rotated else rotary.unrotated, context)
 
 
 class Llama4Layer(DecoderLayer):
-    """A layer without a rotary embedding rotates by 0."""
-
-    unrotated: torch.Tensor | None = None
-    """Of such a layer: a rotary table of one row, `[1, 2, 1, D]`."""
-
     def add_attention(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         self.self_attn = Llama4Attention(config, layer, placement)
-        assert config.llama4 is not None
-        if layer in config.llama4.nope_layers:
-            shape = (1, 2, 1, config.head_dim)
-            self.unrotated = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
-            self.unrotated[:, 0] = 1.0
 
     def add_mlp(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         assert config.moe is not None
@@ -90,27 +121,40 @@ class Llama4Layer(DecoderLayer):
             mlp = MLP(config, placement)
         self.add_under("feed_forward", "mlp", mlp)
 
-    def forward(
+
+class Llama4Model(LlamaModel):
+    """With the tables that layers without a rotary embedding read."""
+
+    def __init__(
         self,
-        hidden: torch.Tensor,
-        rotary: Rotary,
-        context: ForwardContext,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if self.unrotated is not None:
-            rotary = Rotary(self.unrotated, torch.zeros_like(rotary.positions))
-        return super().forward(hidden, rotary, context, wanted)
+        config: ModelConfig,
+        max_positions: int,
+        placement: Placement,
+        layer_type: type[DecoderLayer],
+    ) -> None:
+        super().__init__(config, max_positions, placement, layer_type)
+        assert config.llama4 is not None
+        shape, device = (1, 2, 1, config.head_dim), placement.device
+        self.unrotated = torch.zeros(shape, dtype=placement.dtype, device=device)
+        self.unrotated[:, 0] = 1.0
+        self.temperature = config.llama4.temperature
+        self.temperatures = (
+            None if self.temperature is None else self.temperature.table(max_positions).to(device)
+        )
+
+    def rotary(self, positions: torch.Tensor) -> Llama4Rotary:
+        return Llama4Rotary(
+            self.cos_sin,
+            positions,
+            unrotated_table=self.unrotated,
+            temperatures=self.temperatures,
+            floor_scale=self.temperature.floor_scale if self.temperature else 1,
+        )
 
 
 class Llama4ForCausalLM(LlamaForCausalLM):
-    """Raises ValueError where a request could be so long that attention is not plain."""
-
+    model_type = Llama4Model
     layer_type = Llama4Layer
-
-    def __init__(self, config: ModelConfig, max_positions: int, placement: Placement) -> None:
-        assert config.llama4 is not None
-        config.llama4.check_positions(max_positions)
-        super().__init__(config, max_positions, placement)
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):

@@ -1,8 +1,10 @@
 """What Llama 4's text model adds to a `config.json`, and the same file in the keys that other
 architectures have."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 LLAMA4_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
@@ -21,36 +23,45 @@ LLAMA4_DEFAULTS: dict[str, Any] = {
     "attention_chunk_size": 8192,
     "attn_temperature_tuning": True,
     "floor_scale": 8192,
+    "attn_scale": 0.1,
 }
 
 
 @dataclass(frozen=True)
+class Temperature:
+    """In layers without a rotary embedding the queries at position p are scaled by
+    log(floor((p + 1) / floor_scale) + 1) * attn_scale + 1 (transformers'
+    `Llama4TextAttention`)."""
+
+    floor_scale: int
+    attn_scale: float
+
+    def table(self, max_positions: int) -> torch.Tensor:
+        """The factors of each value of the floor, `[N, 1, 1]` float32."""
+        floors = torch.arange(max_positions // self.floor_scale + 1, dtype=torch.float32)
+        return (torch.log1p(floors) * self.attn_scale + 1.0).view(-1, 1, 1)
+
+
+@dataclass(frozen=True)
 class Llama4Config:
-    """Layers without a rotary embedding, and the positions from which attention is not plain."""
+    """What layers with a rotary embedding do, and those without."""
 
     nope_layers: frozenset[int]
+    """Those without."""
     chunk_size: int | None
-    """The layers with a rotary embedding attend within chunks of so many tokens."""
-    floor_scale: int | None
-    """The layers without one scale the queries from position `floor_scale - 1` on."""
+    """The layers with a rotary embedding attend within chunks of so many positions."""
+    temperature: Temperature | None
+    """Of the layers without one."""
 
-    def check_positions(self, max_positions: int) -> None:
-        """Raises ValueError if a request could be so long that attention is not plain."""
-        limits = {}
-        if self.chunk_size is not None:
-            limits["attention_chunk_size"] = (self.chunk_size, self.chunk_size)
-        if self.floor_scale is not None and self.nope_layers:
-            limits["floor_scale of the attention temperature"] = (
-                self.floor_scale,
-                self.floor_scale - 1,
-            )
-        for key, (value, longest) in limits.items():
-            if longest < max_positions:
-                raise ValueError(
-                    f"{key} is {value}, which changes attention within the {max_positions} "
-                    f"positions asked for and is not served; lower max_seq_len to {longest} or "
-                    "below."
-                )
+    def within(self, max_positions: int) -> "Llama4Config":
+        """The same for so many positions: without chunks and temperature where they change
+        nothing."""
+        chunk, temperature = self.chunk_size, self.temperature
+        if chunk is not None and chunk >= max_positions:
+            chunk = None
+        if temperature is not None and temperature.floor_scale > max_positions:
+            temperature = None
+        return replace(self, chunk_size=chunk, temperature=temperature)
 
 
 def flat_llama4(raw: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +98,9 @@ def nope_layers(flat: dict[str, Any]) -> frozenset[int]:
 def llama4_config(flat: dict[str, Any]) -> Llama4Config:
     """`flat` as `flat_llama4` returns it."""
     chunk = flat["attention_chunk_size"]
+    temperature = Temperature(int(flat["floor_scale"]), float(flat["attn_scale"]))
     return Llama4Config(
         nope_layers=nope_layers(flat),
         chunk_size=None if chunk is None else int(chunk),
-        floor_scale=int(flat["floor_scale"]) if flat["attn_temperature_tuning"] else None,
+        temperature=temperature if flat["attn_temperature_tuning"] else None,
     )

@@ -55,7 +55,7 @@ def load_model(
     Raises:
         ValueError: the config or the checkpoint is not served; the message says why.
     """
-    config = ModelConfig.from_pretrained(path)
+    config = ModelConfig.from_pretrained(path).within(max_positions)
     if config.sliding_window is not None and config.sliding_window < max_positions:
         raise ValueError(
             f"sliding_window is {config.sliding_window}, less than the {max_positions} positions "

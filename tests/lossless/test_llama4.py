@@ -1,0 +1,122 @@
+"""Llama 4's attention within chunks and its scaled queries through the engine: windows and trees
+over the borders of chunks, prefix reuse, chunked prefill and preemption change no text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lossless.test_deepseek import NGRAM, PLAIN, PROMPTS, SETTINGS, TREES, texts
+from tests.models.test_llama4 import save_llama4
+from tests.models.tiny_eagle3 import write_tiny_eagle3
+
+# A request has 58 tokens at most: four chunks, and two changes of the temperature.
+CHUNK, FLOOR_SCALE = 16, 24
+SIZES = {"attention_chunk_size": CHUNK, "floor_scale": FLOOR_SCALE, "attn_scale": 0.7}
+BACKENDS = SETTINGS | {"triton": SETTINGS["prefix_reuse"] | {"attn_backend": "TRITON"}}
+HEAD = {"decoding_type": "Eagle3", "eagle3_layers_to_capture": [0, 1], "max_draft_len": 3}
+DRAFTS = {"chain": {"max_draft_len": 5}} | TREES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("llama4")
+    save_llama4(path, max_position_embeddings=128, no_rope_layer_interval=2, **SIZES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("head")
+    sizes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 128, "draft_vocab_size": 100}
+    return write_tiny_eagle3(path, num_captured=2, **sizes)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[int]]:
+    found, _ = texts(folder, max_batch_size=1, **PLAIN)
+    assert len({tuple(tokens) for tokens in found}) == len(PROMPTS)
+    return found
+
+
+@pytest.mark.parametrize("setting", BACKENDS)
+def test_the_text_is_the_same_with_and_without_drafts_of_ngram(
+    setting: str, folder: Path, plain: list[list[int]]
+) -> None:
+    without, _ = texts(folder, **BACKENDS[setting])
+    assert without == plain
+    found, acceptance_length = texts(folder, speculative_config=NGRAM, **BACKENDS[setting])
+    assert found == plain
+    assert acceptance_length > 1.1, "no draft was accepted"
+
+
+@pytest.mark.parametrize(
+    ("drafts", "one_model", "setting"),
+    [
+        pytest.param(
+            *(drafts, one_model, setting), marks=[pytest.mark.slow] if (i + j + k) % 2 else []
+        )
+        for i, drafts in enumerate(DRAFTS)
+        for j, one_model in enumerate((True, False))
+        for k, setting in enumerate(BACKENDS)
+    ],
+)
+def test_the_target_as_its_own_draft_model_leaves_the_text_alone(
+    drafts: str, one_model: bool, setting: str, folder: Path, plain: list[list[int]]
+) -> None:
+    """Its drafts are right, so that most windows over a border are accepted."""
+    own = {"decoding_type": "Draft_Target", "speculative_model": str(folder)}
+    own |= {"draft_target_one_model": one_model} | DRAFTS[drafts]
+    found, acceptance_length = texts(folder, speculative_config=own, **BACKENDS[setting])
+    assert found == plain
+    assert acceptance_length > 2.5
+
+
+@pytest.mark.parametrize("setting", BACKENDS)
+@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.thinned
+def test_an_eagle3_head_leaves_the_text_alone(
+    is_tree: bool, one_model: bool, setting: str, folder: Path, head: Path, plain: list[list[int]]
+) -> None:
+    own = HEAD | {"speculative_model": str(head), "eagle3_one_model": one_model}
+    own |= TREES["dynamic"] if is_tree else {}
+    found, _ = texts(folder, speculative_config=own, **BACKENDS[setting])
+    assert found == plain
+
+
+ON_GPU: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": NGRAM,
+    **{f"draft_{name}": {"decoding_type": "Draft_Target"} | own for name, own in DRAFTS.items()},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["undisturbed", "prefix_reuse", "chunks"])
+@pytest.mark.parametrize("drafts", ON_GPU)
+def test_a_gpu_with_cuda_graphs_gives_the_text_of_the_cpu(
+    drafts: str, setting: str, folder: Path, plain: list[list[int]]
+) -> None:
+    own = ON_GPU[drafts]
+    if drafts.startswith("draft"):
+        own = (own or {}) | {"speculative_model": str(folder), "draft_target_one_model": True}
+    options = {"device": "cuda", "dtype": "float32", "cuda_graph_config": {"batch_sizes": [1, 3]}}
+    found, acceptance_length = texts(
+        folder, speculative_config=own, **(SETTINGS[setting] | options)
+    )
+    assert found == plain
+    assert not drafts.startswith("draft") or acceptance_length > 2.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_deterministic_gives_the_same_text_with_and_without_drafts(folder: Path) -> None:
+    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    alone, _ = texts(folder, max_batch_size=1, **(SETTINGS["undisturbed"] | options))
+    for own in (None, NGRAM):
+        for setting in ("undisturbed", "chunks"):
+            found, _ = texts(folder, speculative_config=own, **(SETTINGS[setting] | options))
+            assert found == alone
