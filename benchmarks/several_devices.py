@@ -1,6 +1,7 @@
 """Rounds on one and on several GPUs of a host: milliseconds, sums, idle and host time, start-up.
 
     python -m benchmarks.several_devices [sums] [llama-8b] [llama-70b] [v3] [killed] [--ranks 1,2]
+    python -m benchmarks.several_devices llama-70b --layers 40   # where one device is too small
     python -m benchmarks.several_devices llama-8b --device cpu   # tiny shapes: shows that it runs
 
 sums       an all-reduce in a CUDA graph by size: NCCL's, and one-shot over symmetric memory
@@ -54,7 +55,8 @@ TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
 SUBJECTS = ("sums", "llama-8b", "llama-70b", "v3", "killed")
 
 
-def jobs(subject: str, ranks: int, is_full: bool) -> Iterator[Job]:
+def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[Job]:
+    """num_layers: of the 70B shape."""
     size = Job("", ranks) if is_full else _tiny(Job("", ranks))
     if subject == "sums":
         if ranks > 1 and is_full:
@@ -68,12 +70,15 @@ def jobs(subject: str, ranks: int, is_full: bool) -> Iterator[Job]:
         if ranks > 1:
             yield replace(job, name="V3-style, ep", ep_size=ranks)
         return
-    target, head = _llama(subject, is_full)
+    target, head = _llama(subject, is_full, num_layers)
+    if num_layers < LLAMA_70B["num_hidden_layers"] and subject == "llama-70b":
+        subject = f"{subject} of {num_layers} layers"
     # 70B's weights leave room for few contexts on one device.
-    sizes = (1, 8) if subject == "llama-70b" and ranks == 1 else (1, 8, 64)
+    is_tight = subject.startswith("llama-70b") and ranks == 1
+    sizes = (1, 8) if is_tight else (1, 8, 64)
     plain = replace(size, model=target, batch_sizes=sizes if is_full else size.batch_sizes)
     eagle3 = replace(plain, draft=head, draft_len=DRAFT_LEN, rates=RATES[:DRAFT_LEN])
-    if subject == "llama-70b" and ranks == 1:
+    if is_tight:
         eagle3 = replace(eagle3, batch_sizes=plain.batch_sizes[:1])
     for name, job in (("plain", plain), (f"EAGLE-3 K={DRAFT_LEN}", eagle3)):
         yield replace(job, name=f"{subject}, {name}")
@@ -81,10 +86,12 @@ def jobs(subject: str, ranks: int, is_full: bool) -> Iterator[Job]:
             yield replace(job, name=f"{subject}, {name}, NCCL's sums", one_shot=False)
 
 
-def _llama(subject: str, is_full: bool) -> tuple[Config, Config]:
+def _llama(subject: str, is_full: bool, num_layers: int) -> tuple[Config, Config]:
     if not is_full:
         return TINY_LLAMA, TINY_EAGLE3
-    return (LLAMA_8B, EAGLE3_8B) if subject == "llama-8b" else (LLAMA_70B, EAGLE3_70B)
+    if subject == "llama-8b":
+        return LLAMA_8B, EAGLE3_8B
+    return {**LLAMA_70B, "num_hidden_layers": num_layers}, EAGLE3_70B
 
 
 def _tiny(job: Job) -> Job:
@@ -181,6 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=", ".join(SUBJECTS))
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
+    parser.add_argument("--layers", type=int, default=80, help="of the 70B shape")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, help="result file; other subjects in it are kept")
     args = parser.parse_args(argv)
@@ -191,8 +199,9 @@ def main(argv: list[str] | None = None) -> int:
         rows: list[Row] = []
         for ranks in map(int, args.ranks.split(",")):
             found = [killed(ranks, args.device)] if subject == "killed" and ranks > 1 else []
-            for job in jobs(subject, ranks, args.device == "cuda") if subject != "killed" else ():
-                found += run_job(job)
+            if subject != "killed":
+                for job in jobs(subject, ranks, args.device == "cuda", args.layers):
+                    found += run_job(job)
             for row in found:
                 print(f"{subject}: {json.dumps(row)}", file=sys.stderr, flush=True)
             rows += found
