@@ -19,7 +19,8 @@ from tllm_spec.config import LlmArgs
         ({"max_batch_size": 99999999999}, ["max_batch_size = 99999999999", "65536"]),
         ({"max_num_tokens": 99999999999}, ["max_num_tokens = 99999999999", "1048576"]),
         ({"dtype": "fp8"}, ["dtype = 'fp8'", "'bfloat16'"]),
-        ({"device": "tpu"}, ["device = 'tpu'", "cuda"]),
+        ({"device": "tpu"}, ["device = 'tpu': 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
+        ({"device": 0}, ["device = 0: 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
         ({"tokenizer": 4}, ["tokenizer = 4"]),
         ({"pipeline_parallel_size": True}, ["pipeline_parallel_size = True", "accepted: 1"]),
         (
@@ -44,7 +45,22 @@ from tllm_spec.config import LlmArgs
             ["decoding_type = 'Medusa'", "not served yet", "Eagle3"],
         ),
         (speculate({"decoding_type": "Egle"}), ["decoding_type = 'Egle'", "NGram, Draft_Target"]),
-        (speculate({"max_draft_len": 4}), ["decoding_type = None", "NGram"]),
+        (
+            speculate({"max_draft_len": 4}),
+            ["speculative_config.decoding_type is required; accepted: NGram, Draft_Target"],
+        ),
+        (
+            speculate(ngram(eagle3_one_model=True, max_draft_len=0)),
+            [
+                "speculative_config.eagle3_one_model = True is an option of Eagle3 and Eagle, not "
+                "of NGram",
+                "max_draft_len = 0",
+            ],
+        ),
+        (
+            speculate({"decoding_type": "MTP", "max_draft_len": 1, "is_keep_all": True}),
+            ["speculative_config.is_keep_all = True is an option of NGram, not of MTP"],
+        ),
         (
             speculate({"decoding_type": "NGram"}),
             ["speculative_config.max_draft_len is required by NGram"],

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -143,6 +145,12 @@ def _default_sizes(largest: int, enable_padding: bool) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
+def _device_name(device: object) -> object:
+    if not isinstance(device, str) or re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+        raise ValueError("'auto', 'cpu', 'cuda' or 'cuda:N' is needed")
+    return device
+
+
 class LlmArgs(ConfigModel):
     """Everything that `LLM(model, **kwargs)` takes."""
 
@@ -156,7 +164,7 @@ class LlmArgs(ConfigModel):
     """Type of weights and activations. `auto`: the checkpoint's on CUDA, float32 on a CPU."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` fills the weights with random numbers."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, BeforeValidator(_device_name)] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto`: CUDA where torch sees a device."""
     attn_backend: Literal["auto", "VANILLA", "TRITON", "FLASHINFER"] = "auto"
     """Attention kernels. `auto`: VANILLA (plain torch) on a CPU; on CUDA FLASHINFER, which is

@@ -5,7 +5,7 @@ These are plain settings. `executor/speculative/modes.py` says what runs for eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -260,10 +260,39 @@ def speculative_config_from(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     options = dict(value)
-    decoding_type = options.pop("decoding_type", None)
+    if "decoding_type" not in options:
+        raise ConfigError([f"decoding_type is required; {TYPES_SERVED}"])
+    decoding_type = options.pop("decoding_type")
     if not isinstance(decoding_type, str) or decoding_type not in CONFIG_OF_TYPE:
         raise ConfigError([type_refusal(decoding_type)])
-    return CONFIG_OF_TYPE[decoding_type](**options)
+    kind = CONFIG_OF_TYPE[decoding_type]
+    lines = [
+        f"{name} = {shown(options.pop(name))} is an option of {' and '.join(owners)}, not of "
+        f"{decoding_type}"
+        for name, owners in _owners_of(options.keys() - _names_of(kind)).items()
+    ]
+    try:
+        config = kind(**options)
+    except ConfigError as error:
+        raise ConfigError([*lines, *error.lines]) from error
+    if lines:
+        raise ConfigError(lines)
+    return config
+
+
+def _names_of(kind: type[DecodingBaseConfig]) -> set[str]:
+    return {*kind.model_fields, *kind.not_served, *kind.old_names}
+
+
+def _owners_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The decoding types that have each of `names`; no entry for a name that none has."""
+    kinds = dict.fromkeys(CONFIG_OF_TYPE.values())
+    owners = {name: [kind for kind in kinds if name in _names_of(kind)] for name in sorted(names)}
+    return {
+        name: [kind.model_fields["decoding_type"].default for kind in found]
+        for name, found in owners.items()
+        if found
+    }
 
 
 SpeculativeConfig = Annotated[DecodingBaseConfig, BeforeValidator(speculative_config_from)]

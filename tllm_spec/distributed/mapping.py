@@ -92,7 +92,9 @@ class Mapping:
             ValueError: `size` cannot be split evenly over the tensor-parallel ranks.
         """
         if size % self.tp_size:
-            raise ValueError(f"{what} is {size}, which tp_size {self.tp_size} does not divide.")
+            raise ValueError(
+                f"{what} is {size}, which tensor_parallel_size {self.tp_size} does not divide."
+            )
         return size // self.tp_size
 
 
