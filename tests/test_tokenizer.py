@@ -291,7 +291,7 @@ def test_different_vocabularies_are_refused_with_the_first_differences() -> None
 
 
 def test_a_folder_without_a_tokenizer_is_named_in_the_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=tmp_path.name):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}: it has no config.json and no token"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="no-such-folder"):
         load_tokenizer(tmp_path / "no-such-folder")

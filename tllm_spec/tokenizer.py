@@ -56,6 +56,9 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         )
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
+        names = ("config.json", "tokenizer.json")
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            reason = f"it has no {' and no '.join(missing)}; transformers says: {reason}"
         raise ValueError(f"no tokenizer can be loaded from {folder}: {reason}") from error
     return cast(Tokenizer, tokenizer)
 

@@ -186,7 +186,9 @@ def test_a_body_that_is_not_json_is_a_bad_request(url: str) -> None:
         f"{url}/v1/completions", content="{", headers={"content-type": "application/json"}
     )
     assert response.status_code == 400
-    assert "error" in response.json()
+    assert response.json()["error"]["message"] == (
+        "the body is not JSON: Expecting property name enclosed in double quotes, at character 1"
+    )
 
 
 @pytest.mark.parametrize(

@@ -40,5 +40,5 @@ def test_the_load_is_what_happened_since_the_last_line(
     log.add(Load(0, 0, 2, request_rounds=100, emitted_tokens=250))
     assert caplog.messages == [
         "125 tokens/s, 3 running, 4 waiting, acceptance length 2.5, draft length 2",
-        "0 tokens/s, 3 running, 0 waiting, acceptance length None, draft length 2",
+        "0 tokens/s, 3 running, 0 waiting, acceptance length -, draft length 2",
     ]

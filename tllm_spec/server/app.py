@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -341,8 +341,7 @@ async def _engine_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
     assert isinstance(invalid, RequestValidationError)
-    causes = [detail.get("ctx", {}).get("error") or detail["msg"] for detail in invalid.errors()]
-    lines = [line for cause in causes for line in str(cause).splitlines()]
+    lines = [line for detail in invalid.errors() for line in _cause(detail).splitlines()]
     if len(lines) > MAX_MISTAKES:
         lines[MAX_MISTAKES - 1 :] = [f"... and {len(lines) - MAX_MISTAKES + 1} more mistakes"]
     message = "\n".join(lines)
@@ -352,6 +351,13 @@ async def _invalid_body(request: Request, invalid: Exception) -> JSONResponse:
     ):
         message = "the body must be a JSON object, sent with Content-Type: application/json"
     return JSONResponse(error_body(message, "invalid_request_error", param=param_of(message)), 400)
+
+
+def _cause(detail: Mapping[str, Any]) -> str:
+    cause = detail.get("ctx", {}).get("error") or detail["msg"]
+    if detail["type"] == "json_invalid":
+        return f"the body is not JSON: {cause}, at character {detail['loc'][-1]}"
+    return str(cause)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

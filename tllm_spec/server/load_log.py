@@ -36,6 +36,6 @@ class LoadLog:
         logger.info(
             "%(tokens_per_second).0f tokens/s, %(running)d running, %(waiting)d waiting, "
             "acceptance length %(acceptance_length)s, draft length %(draft_len)s",
-            fields,
+            {name: "-" if value is None else value for name, value in fields.items()},
             extra={"fields": fields},
         )
