@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import click
 from pydantic import BaseModel
@@ -41,7 +41,15 @@ NOUNS: Mapping[Any, str] = {
     Any: "object",
     AdaptiveConfig: "mapping or text",
 }
-NO_LIMITS = (-math.inf, math.inf)
+
+
+class Limits(NamedTuple):
+    low: float = -math.inf
+    high: float = math.inf
+    is_above: bool = False  # `low` itself is not accepted
+
+
+NO_LIMITS = Limits()
 
 Row = tuple[str, str, str, str]  # option, values, default, what it does
 
@@ -99,7 +107,7 @@ def sampling_rows(kind: type) -> Iterable[Row]:
     """The fields of a dataclass, each described by the string that follows it."""
     hints, texts = get_type_hints(kind), docstrings(kind)
     for field in fields(kind):
-        bounds = NUMBERS.get(field.name) or INTEGERS.get(field.name) or NO_LIMITS
+        bounds = Limits(*(NUMBERS.get(field.name) or INTEGERS.get(field.name) or ()))
         default = "–" if field.default is MISSING else shown(field.default)
         yield f"`{field.name}`", kind_of(hints[field.name], bounds), default, texts[field.name]
 
@@ -145,11 +153,15 @@ def command_values(info: Mapping[str, Any]) -> str:
         return ", ".join(f"`{choice}`" for choice in kind["choices"])
     noun = {"integer range": "integer", "float range": "number", "float": "number"}
     low, high = kind.get("min"), kind.get("max")
-    bounds = (-math.inf if low is None else low, math.inf if high is None else high)
+    bounds = Limits(
+        -math.inf if low is None else low,
+        math.inf if high is None else high,
+        kind.get("min_open", False),
+    )
     return in_range(noun.get(kind["name"], kind["name"]), bounds)
 
 
-def kind_of(annotation: Any, bounds: tuple[float, float] = NO_LIMITS) -> str:
+def kind_of(annotation: Any, bounds: Limits = NO_LIMITS) -> str:
     """The values that an annotation stands for, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -168,25 +180,28 @@ def kind_of(annotation: Any, bounds: tuple[float, float] = NO_LIMITS) -> str:
     return in_range(noun, bounds) if noun in ("integer", "number") else noun
 
 
-def limits(annotation: Any, *metadata: Any) -> tuple[float, float]:
+def limits(annotation: Any, *metadata: Any) -> Limits:
     """The lowest and highest value that pydantic's constraints allow."""
-    low, high = NO_LIMITS
+    low, high, is_above = NO_LIMITS
     for each in metadata:
         if isinstance(each, FieldInfo):
-            low, high = limits(annotation, *each.metadata)
+            low, high, is_above = limits(annotation, *each.metadata)
         above = getattr(each, "gt", None)
         if above is not None:
-            low = above + 1 if annotation is int else above
+            is_above = annotation is not int
+            low = above if is_above else above + 1
         low, high = getattr(each, "ge", low), getattr(each, "le", high)
-    return low, high
+    return Limits(low, high, is_above)
 
 
-def in_range(noun: str, bounds: tuple[float, float]) -> str:
+def in_range(noun: str, bounds: Limits) -> str:
     """Limits that only keep numbers finite are not shown."""
-    low, high = bounds
+    low, high, is_above = bounds
     if low < -1e15:
         return noun
-    return f"{noun} ≥ {low}" if high > 1e15 else f"{noun}, {low} to {high}"
+    if high > 1e15:
+        return f"{noun} {'>' if is_above else '≥'} {low}"
+    return f"{noun}, above {low}, at most {high}" if is_above else f"{noun}, {low} to {high}"
 
 
 def shown(default: object) -> str:
