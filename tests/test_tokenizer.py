@@ -234,6 +234,16 @@ def test_the_text_of_a_byte_fallback_decoder_does_not_depend_on_the_grouping(
         assert "".join(pieces_of(sentencepiece_like(), groups)) == one_by_one
 
 
+def test_a_special_token_inside_a_character_is_not_context_of_the_bytes_after_it() -> None:
+    first, *rest = (6 + byte for byte in "😀".encode())
+    special, invalid = 0, 6 + 0x9F
+    token_ids = [first, special, *rest, invalid]
+    groups = [[first], [special, *rest], [invalid]]
+    assert "".join(pieces_of(sentencepiece_like(), groups)) == "".join(
+        pieces_of(sentencepiece_like(), in_groups(token_ids, 1))
+    )
+
+
 def test_ordinary_text_is_decoded_about_once_per_group() -> None:
     token_ids = byte_level().encode("The quick brown fox jumps over 13 lazy dogs. " * 40)
     for width, decodes_a_group in ((1, 2), (4, 2), (len(token_ids), 3)):

@@ -180,10 +180,12 @@ class IncrementalDetokenizer:
         for token in reversed(self._window):
             tokens.insert(0, token)
             text = self._decode(tokens)
-            if len(tokens) == CHARACTER_TOKENS or (text and not text.startswith(REPLACEMENT)):
+            if text and not text.startswith(REPLACEMENT):
                 break
             if self._is_textless(token):
                 del tokens[0]
+            elif len(tokens) == CHARACTER_TOKENS:
+                break
         self._window, self._num_returned = tokens, len(text)
 
     def _is_textless(self, token: int) -> bool:
