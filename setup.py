@@ -75,7 +75,7 @@ setup(
     entry_points={
         "console_scripts": [
             "tllm-serve = tllm_spec.cli.entry:serve",
-            "tllm-bench = tllm_spec.cli.bench:main",
+            "tllm-bench = tllm_spec.cli.entry:bench",
         ]
     },
 )

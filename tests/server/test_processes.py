@@ -32,12 +32,12 @@ import sys, time
 
 class Endless:
     def find_spec(self, name, *_):
-        if name == "tllm_spec.cli.serve":
+        if name == f"tllm_spec.cli.{sys.argv[1]}":
             time.sleep(600)
 
-from tllm_spec.cli.entry import serve
+from tllm_spec.cli import entry
 sys.meta_path.insert(0, Endless())
-serve()
+getattr(entry, sys.argv[1])()
 """
 SETS = ("SigIgn", "SigCgt")  # of signals, in a process' status
 
@@ -160,8 +160,9 @@ def test_ctrl_c_while_the_model_is_loaded_prints_no_traceback(tmp_path: Path) ->
         assert "Traceback" not in served.text
 
 
-def test_ctrl_c_during_the_commands_imports_prints_nothing() -> None:
-    command = [sys.executable, "-c", ENTRY_WITH_ENDLESS_IMPORTS]
+@pytest.mark.parametrize("name", ["serve", "bench"])
+def test_ctrl_c_during_the_commands_imports_prints_nothing(name: str) -> None:
+    command = [sys.executable, "-c", ENTRY_WITH_ENDLESS_IMPORTS, name]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: has_default_ctrl_c(process.pid) or process.poll() is not None)
         process.send_signal(signal.SIGINT)

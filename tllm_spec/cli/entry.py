@@ -1,4 +1,5 @@
-"""The command `tllm-serve`. Ctrl-C during the imports ends it without a traceback."""
+"""The commands `tllm-serve` and `tllm-bench`. Ctrl-C during the imports ends them without a
+traceback."""
 
 import signal
 
@@ -7,6 +8,14 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from tllm_spec.cli.serve import main  # takes a moment
 
+    main()
+
+
+def bench() -> None:
+    after_imports = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from tllm_spec.cli.bench import main  # takes a moment
+
+    signal.signal(signal.SIGINT, after_imports)
     main()
 
 
