@@ -25,5 +25,5 @@ class TextEvent:
         self._head, self._tail = event(data).split(encode(self.MARK).encode())
 
     def with_text(self, text: str) -> bytes:
-        """The event with a text in the place of MARK."""
+        """The event with a text instead of MARK."""
         return b"%b%b%b" % (self._head, encode(text).encode(), self._tail)
