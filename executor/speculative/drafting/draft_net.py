@@ -72,25 +72,32 @@ class DraftNet(ABC):
         """`[R, H]` -> `[R, vocab_size]` in the network's dtype, or the columns of `shard`."""
 
 
-class HeadNet(DraftNet):
-    """An EAGLE head on the hidden states that the target's forward captured in `spec`."""
+class HiddenStatesNet(DraftNet):
+    """A network on the hidden states that the target's forward captured in `spec`."""
 
     shift = 0
     reads_tokens_only = False
 
-    def __init__(self, head: DraftHead, spec: SpecMetadata) -> None:
-        self.head = head
+    def __init__(self, spec: SpecMetadata) -> None:
         self._spec = spec
-        self.has_one_layer = head.config.num_layers == 1
-        self.vocab_size = head.num_logits
-        self.token_map = head.draft_to_target
-        self.shard = head.output.shard
 
     def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
         return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
 
     def captured(self, num_rows: int) -> torch.Tensor | None:
         return self._spec.captured(num_rows)
+
+
+class HeadNet(HiddenStatesNet):
+    """An EAGLE head."""
+
+    def __init__(self, head: DraftHead, spec: SpecMetadata) -> None:
+        super().__init__(spec)
+        self.head = head
+        self.has_one_layer = head.config.num_layers == 1
+        self.vocab_size = head.num_logits
+        self.token_map = head.draft_to_target
+        self.shard = head.output.shard
 
     def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         return self.head.fuse(gather_rows(self._spec.buffer, rows))
@@ -114,25 +121,16 @@ class HeadNet(DraftNet):
         return self.head.compute_logits(state)
 
 
-class NextnNet(DraftNet):
-    """MTP modules on the target's hidden states after the final norm, which its forward captured in
-    `spec`."""
+class NextnNet(HiddenStatesNet):
+    """MTP modules, which read the states after the target's final norm."""
 
-    shift = 0
-    reads_tokens_only = False
     has_one_layer = True
 
     def __init__(self, modules: NextnModules, spec: SpecMetadata) -> None:
+        super().__init__(spec)
         self.modules = modules
-        self._spec = spec
         self.vocab_size = modules.config.vocab_size
         self.shard = modules.target.lm_head.shard
-
-    def draft_chunk(self, chunk: ContextChunk, following: int | None) -> ContextChunk:
-        return ContextChunk(chunk.slot, chunk.start, [*chunk.tokens[1:], following or 0])
-
-    def captured(self, num_rows: int) -> torch.Tensor | None:
-        return self._spec.captured(num_rows)
 
     def state_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         return gather_rows(self._spec.buffer, rows)
