@@ -5,7 +5,7 @@ from typing import Any
 
 from tllm_spec.executor.batch import ScheduledBatch
 from tllm_spec.executor.resources.paged_cache import PagedCache
-from tllm_spec.executor.rounds.seen_round import SeenRound
+from tllm_spec.executor.rounds.round_outcome import RoundOutcome
 from tllm_spec.executor.scheduler import Scheduler
 
 
@@ -20,7 +20,7 @@ class IterationStats:
         self._num_rounds = 0
         self._num_preemptions = 0
 
-    def add(self, batch: ScheduledBatch, seen: SeenRound) -> None:
+    def add(self, batch: ScheduledBatch, outcome: RoundOutcome) -> None:
         """A round that the host has read, before its finished requests are removed. `iterLatencyMS`
         is None for the first round after idle time."""
         finished = [
@@ -28,16 +28,16 @@ class IterationStats:
         ]
         stats: dict[str, Any] = {
             "iter": self._num_rounds,
-            "iterLatencyMS": None if seen.seconds is None else seen.seconds * 1e3,
+            "iterLatencyMS": None if outcome.seconds is None else outcome.seconds * 1e3,
             "numActiveRequests": len(self._scheduler.running),
             "numQueuedRequests": len(self._scheduler.waiting),
             "numCompletedRequests": len(finished),
             "numNewActiveRequests": len(batch.joining),
             "kvCacheStats": self._kv_cache_stats(),
-            "inflightBatchingStats": self._batching_stats(batch, seen),
+            "inflightBatchingStats": self._batching_stats(batch, outcome),
         }
         if batch.draft_len:
-            stats["specDecodingStats"] = _speculation_stats(seen)
+            stats["specDecodingStats"] = _speculation_stats(outcome)
         self._rounds.append(stats)
         self._num_rounds += 1
         self._num_preemptions = self._scheduler.num_preemptions
@@ -62,23 +62,23 @@ class IterationStats:
             "cacheHitRate": state["reused_pages"] / num_looked_up if num_looked_up else 0.0,
         }
 
-    def _batching_stats(self, batch: ScheduledBatch, seen: SeenRound) -> dict[str, Any]:
+    def _batching_stats(self, batch: ScheduledBatch, outcome: RoundOutcome) -> dict[str, Any]:
         return {
             "numScheduledRequests": len(batch.requests()),
             "numContextRequests": len(batch.context_requests),
             "numGenRequests": len(batch.generation_requests),
             "numPausedRequests": self._scheduler.num_preemptions - self._num_preemptions,
             "avgNumDecodedTokensPerIter": (
-                seen.num_tokens / seen.num_requests if seen.num_requests else 0.0
+                outcome.num_tokens / outcome.num_requests if outcome.num_requests else 0.0
             ),
         }
 
 
-def _speculation_stats(seen: SeenRound) -> dict[str, Any]:
+def _speculation_stats(outcome: RoundOutcome) -> dict[str, Any]:
     """Of the requests that drafts were wanted for. Padding does not count."""
-    num_requests, num_accepted = len(seen.num_accepted), sum(seen.num_accepted)
+    num_requests, num_accepted = len(outcome.num_accepted), sum(outcome.num_accepted)
     return {
-        "numDraftTokens": seen.num_drafted,
+        "numDraftTokens": outcome.num_drafted,
         "numAcceptedTokens": num_accepted,
         "numRequestsWithDraftTokens": num_requests,
         "acceptanceLength": 1 + num_accepted / num_requests if num_requests else 0.0,

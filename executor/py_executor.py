@@ -35,9 +35,9 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.response import Response, response_of
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
 from tllm_spec.executor.rounds.round_clock import RoundClock
+from tllm_spec.executor.rounds.round_outcome import RoundOutcome
 from tllm_spec.executor.rounds.round_reader import RoundReader
 from tllm_spec.executor.rounds.round_runner import RoundRunner
-from tllm_spec.executor.rounds.seen_round import SeenRound
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.scheduler import Scheduler
 from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveController
@@ -259,17 +259,17 @@ class PyExecutor:
 
     def _update_requests(self, launched: LaunchedRound) -> list[LlmRequest]:
         """The host learns what was emitted. Returns the requests that may need a response."""
-        batch, (table, found) = launched.batch, launched.wait()
-        seen = SeenRound(self._clock.lap(launched.ended_at, launched.post_send))
-        responding = self._reader.read(launched, table, found, seen)
-        timed = None if batch.context_requests else seen.seconds
-        self.totals.add_round(batch.draft_len, seen.num_requests, seen.num_tokens, timed)
+        batch, (table, logprobs) = launched.batch, launched.wait()
+        outcome = RoundOutcome(self._clock.lap(launched.ended_at, launched.post_send))
+        responding = self._reader.read(launched, table, logprobs, outcome)
+        timed = None if batch.context_requests else outcome.seconds
+        self.totals.add_round(batch.draft_len, outcome.num_requests, outcome.num_tokens, timed)
         shapes = self.parts.slots.shapes
         self._latest_name = shapes.name(shapes.tier_of(batch.shape))
         if self._speculating and batch.generation_requests:
-            seen.tell(self.parts.controller, launched)
+            outcome.report_to(self.parts.controller, launched)
         if self.parts.iteration_stats is not None:
-            self.parts.iteration_stats.add(batch, seen)
+            self.parts.iteration_stats.add(batch, outcome)
         return responding
 
     def _finish_round(self, requests: list[LlmRequest]) -> None:

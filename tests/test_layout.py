@@ -46,7 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tllm_spec.executor.py_executor", "tllm_spec.executor.ranks"),
     ("tllm_spec.executor.rounds.round_reader", "tllm_spec.executor.iteration_stats"),
     (
-        "tllm_spec.executor.rounds.seen_round",
+        "tllm_spec.executor.rounds.round_outcome",
         "tllm_spec.executor.device_choice",
     ),
     ("tllm_spec.executor.rounds.round_runner",),

@@ -8,7 +8,7 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 
 
 @dataclass
-class SeenRound:
+class RoundOutcome:
     seconds: float | None
     # Of every request that drafts were wanted for.
     num_accepted: list[int] = field(default_factory=list)
@@ -17,7 +17,7 @@ class SeenRound:
     num_requests: int = 0  # generating ones that had not ended before
     num_tokens: int = 0  # that these were given
 
-    def tell(self, controller: AdaptiveController, launched: LaunchedRound) -> None:
+    def report_to(self, controller: AdaptiveController, launched: LaunchedRound) -> None:
         """The time counts only if the whole round belongs to one draft length: no context chunks,
         drafts made and verified of the same length, and no catching up of a draft model."""
         batch = launched.batch

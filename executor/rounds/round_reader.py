@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from tllm_spec.executor.faults import described
 from tllm_spec.executor.request import NO_TOKEN, LlmRequest, RequestState
 from tllm_spec.executor.rounds.launched_round import LaunchedRound
-from tllm_spec.executor.rounds.seen_round import SeenRound
+from tllm_spec.executor.rounds.round_outcome import RoundOutcome
 from tllm_spec.outputs import Logprob
 
 NO_TOKEN_ERROR = (
@@ -17,7 +17,8 @@ NO_TOKEN_ERROR = (
     "(-inf)"
 )
 
-Found = dict[int, list[dict[int, Logprob]]]  # log probabilities of a run's tokens, by request id
+# Of the tokens of a run, by request id.
+RunLogprobs = dict[int, list[dict[int, Logprob]]]
 
 
 class RoundReader:
@@ -27,7 +28,11 @@ class RoundReader:
         self._speculating = speculating
 
     def read(
-        self, launched: LaunchedRound, table: list[list[int]], found: Found, seen: SeenRound
+        self,
+        launched: LaunchedRound,
+        table: list[list[int]],
+        logprobs: RunLogprobs,
+        outcome: RoundOutcome,
     ) -> list[LlmRequest]:
         """Returns the requests that may need a response: those with a first token, streamed ones
         and finished ones. table: as `LaunchedRound.wait`.
@@ -40,10 +45,10 @@ class RoundReader:
             iter(launched.batch.generation_requests),
         )
         try:
-            responding = _read_contexts(contexts, table, found)
+            responding = _read_contexts(contexts, table, logprobs)
             rows = zip(generating, launched.num_drafts, table[num_contexts:], strict=True)
             shows_ranks = len(table[0]) > 1 + path if table else False
-            return responding + self._read_windows(rows, path, found, seen, shows_ranks)
+            return responding + self._read_windows(rows, path, logprobs, outcome, shows_ranks)
         finally:
             for request in contexts:
                 request.tokens_in_flight -= 1
@@ -54,8 +59,8 @@ class RoundReader:
         self,
         rows: Iterable[tuple[LlmRequest, int, list[int]]],
         path: int,
-        found: Found,
-        seen: SeenRound,
+        logprobs: RunLogprobs,
+        outcome: RoundOutcome,
         shows_ranks: bool,
     ) -> list[LlmRequest]:
         """rows: requests, the number of drafts that each really had, and their tokens. The tokens
@@ -75,12 +80,12 @@ class RoundReader:
                 request.stop_checker is None
                 and len(tokens) + num_new < request.prompt_len + request.max_tokens
                 and request.watched_ids.isdisjoint(run)
-                and not found
+                and not logprobs
             ):
                 tokens += run
                 responds = request.streaming
             else:
-                num_emitted = _emit(request, run, found)
+                num_emitted = _emit(request, run, logprobs)
                 responds = request.streaming or request.state is finished
             if responds:
                 responding.append(request)
@@ -95,30 +100,30 @@ class RoundReader:
                 if num_emitted < num_new:
                     counters.num_unfinished += 1
                 if request.draft_limit and not (request.may_pause and request.draft_pause.is_on):
-                    seen.num_accepted.append(num_new - 1)
+                    outcome.num_accepted.append(num_new - 1)
                     if shows_ranks:
-                        seen.ranks.append(row[1 + path :])
-                    seen.num_drafted += num_drafts
+                        outcome.ranks.append(row[1 + path :])
+                    outcome.num_drafted += num_drafts
                 if request.may_pause:
                     request.draft_pause.observe(num_drafts, num_accepted)
-        seen.num_requests, seen.num_tokens = num_requests, num_tokens
+        outcome.num_requests, outcome.num_tokens = num_requests, num_tokens
         return responding
 
 
 def _read_contexts(
-    requests: Iterable[LlmRequest], table: list[list[int]], found: Found
+    requests: Iterable[LlmRequest], table: list[list[int]], logprobs: RunLogprobs
 ) -> list[LlmRequest]:
     """The first token of each request; the table's other rows are those of windows."""
     responding = []
     for request, row in zip(requests, table, strict=False):
         request.tokens_in_flight -= 1
         if not request.is_finished:
-            _emit(request, row[1 : 1 + row[0]], found)
+            _emit(request, row[1 : 1 + row[0]], logprobs)
             responding.append(request)
     return responding
 
 
-def _emit(request: LlmRequest, run: list[int], found: Found) -> int:
+def _emit(request: LlmRequest, run: list[int], logprobs: RunLogprobs) -> int:
     """Appends a run and returns how many tokens of it are kept: a stop inside the run drops the
     rest."""
     before = request.num_tokens
@@ -130,6 +135,6 @@ def _emit(request: LlmRequest, run: list[int], found: Found) -> int:
     if len(good) < len(run) and not request.is_finished:
         request.finish("error", error=NO_TOKEN_ERROR)
     num_emitted = request.num_tokens - before
-    if request.request_id in found:
-        request.logprobs += found[request.request_id][:num_emitted]
+    if request.request_id in logprobs:
+        request.logprobs += logprobs[request.request_id][:num_emitted]
     return num_emitted

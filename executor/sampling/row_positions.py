@@ -11,7 +11,7 @@ from tllm_spec.executor.resources.window_tree import WindowTree
 
 
 @dataclass(frozen=True)
-class RowPlaces:
+class RowPositions:
     """Of N requests with W rows each. The first row's token stands at kv_lens `[N]` + `ahead`: 0
     after contexts, 1 in windows, whose bonus token is at kv_lens. The other rows follow one after
     another, or as the nodes of `tree`."""
@@ -28,10 +28,10 @@ class RowPlaces:
         depths = self.tree.of(requests).depths
         return (first.unsqueeze(1) + depths + self.ahead).flatten()
 
-    def split(self, sizes: Sequence[int]) -> list[RowPlaces]:
+    def split(self, sizes: Sequence[int]) -> list[RowPositions]:
         lens = self.kv_lens.split_with_sizes(list(sizes))
         trees = [None] * len(sizes) if self.tree is None else self.tree.split(sizes)
-        return [RowPlaces(own, self.ahead, tree) for own, tree in zip(lens, trees, strict=True)]
+        return [RowPositions(own, self.ahead, tree) for own, tree in zip(lens, trees, strict=True)]
 
 
 def window_positions(first: torch.Tensor, window: int, ahead: int = 0) -> torch.Tensor:

@@ -18,7 +18,7 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows, log_probabilities
 from tllm_spec.executor.sampling.rejection import reject_chain
 from tllm_spec.executor.sampling.relaxed import RelaxedAcceptance
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups, Subset
-from tllm_spec.executor.sampling.row_places import RowPlaces, window_positions
+from tllm_spec.executor.sampling.row_positions import RowPositions, window_positions
 from tllm_spec.executor.sampling.state import RowParameters, SamplingState
 from tllm_spec.executor.sampling.synthetic import Rates, synthetic_acceptance
 from tllm_spec.executor.sampling.tree_rejection import reject_tree
@@ -73,8 +73,8 @@ class Sampler:
         """Samples the first token of contexts that ended. logits `[C, V]`; tails `[C]`: the last
         context tokens. Writes the next round's inputs to the slot state, where `kv_lens` is written
         already."""
-        places = RowPlaces(self.slots.kv_lens.index_select(0, group.slots), 0)
-        sampled = self._sample(group, logits, places, None, logprobs)
+        at = RowPositions(self.slots.kv_lens.index_select(0, group.slots), 0)
+        sampled = self._sample(group, logits, at, None, logprobs)
         self.slots.start_generation(group.slots, tails, sampled.new_tokens[:, 0])
         return sampled
 
@@ -91,13 +91,13 @@ class Sampler:
         draft_probs `[B, K, V]`: for rejection sampling, what the drafts were drawn from; tree: of
         the windows, None where they are chains. Writes the next round's inputs to the slot
         state."""
-        return self._sample(group, logits, RowPlaces(kv_lens, 1, tree), draft_probs, logprobs)
+        return self._sample(group, logits, RowPositions(kv_lens, 1, tree), draft_probs, logprobs)
 
     def _sample(
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        places: RowPlaces,
+        at: RowPositions,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
@@ -105,7 +105,7 @@ class Sampler:
         slots of windows advance."""
         max_rows = rows_at_once(bytes_per_row(group, logits, rejection=self.rejection))
         if len(logits) <= max_rows:
-            return self._sample_part(group, logits, places, draft_probs, logprobs)
+            return self._sample_part(group, logits, at, draft_probs, logprobs)
         parts = self.groups.parts(group, max(1, max_rows // group.window))
         sizes = [len(part.slots) for part in parts]
         all_probs = (
@@ -116,7 +116,7 @@ class Sampler:
             for part, rows, own, probs in zip(
                 parts,
                 logits.split_with_sizes([group.window * size for size in sizes]),
-                places.split(sizes),
+                at.split(sizes),
                 all_probs,
                 strict=True,
             )
@@ -134,15 +134,15 @@ class Sampler:
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        places: RowPlaces,
+        at: RowPositions,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
         """`_sample` of as many requests as one part may have."""
         raw = log_probabilities(group.with_logprobs.take(logits)) if group.with_logprobs else None
-        logits = self._edit(group, logits, places)
+        logits = self._edit(group, logits, at)
         self.grammar_masks.apply(group, logits)
-        sampled = self._emit(group, logits, places, draft_probs)
+        sampled = self._emit(group, logits, at, draft_probs)
         if self._relaxed is not None:
             self._relaxed.note(group.slots, sampled.new_tokens, sampled.new_lens)
         if group.penalised:
@@ -156,36 +156,36 @@ class Sampler:
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        places: RowPlaces,
+        at: RowPositions,
         draft_probs: torch.Tensor | None,
     ) -> SampledTokens:
         """Chooses tokens, and accepts drafts where the rows are windows."""
-        slots, kv_lens = group.slots, places.kv_lens
-        if places.ahead and places.tree is not None:
-            return self._accept_tree(group, logits, places, places.tree)
+        slots, kv_lens = group.slots, at.kv_lens
+        if at.ahead and at.tree is not None:
+            return self._accept_tree(group, logits, at, at.tree)
         if self.rejection:
-            tokens, lens = self._reject(group, logits, places, draft_probs)
-            if places.ahead:
+            tokens, lens = self._reject(group, logits, at, draft_probs)
+            if at.ahead:
                 self.slots.advance(slots, kv_lens, tokens, lens)
             return SampledTokens(tokens, lens)
-        tokens = self._choose(group, logits, places).view(-1, group.window)
-        if not places.ahead:
+        tokens = self._choose(group, logits, at).view(-1, group.window)
+        if not at.ahead:
             return SampledTokens(tokens, torch.ones_like(kv_lens))
         if self._relaxed is not None:
             tokens = self._relaxed.relax(group, logits, tokens)
         return SampledTokens(*self.slots.accept(slots, kv_lens, tokens, self._synthetic))
 
     def _accept_tree(
-        self, group: RowGroup, logits: torch.Tensor, places: RowPlaces, tree: WindowTree
+        self, group: RowGroup, logits: torch.Tensor, at: RowPositions, tree: WindowTree
     ) -> SampledTokens:
-        slots, kv_lens = group.slots, places.kv_lens
+        slots, kv_lens = group.slots, at.kv_lens
         shows_ranks = bool(self.slots.shapes.tree_tiers)
         num_drafts = gather_rows(self.slots.num_drafts, slots) if shows_ranks else None
         if self.rejection:
             rows, tokens, lens = self._reject_tree(group, logits, kv_lens, tree)
             self.slots.advance(slots, kv_lens, tokens, lens)
         else:
-            targets = self._choose(group, logits, places).view(-1, group.window)
+            targets = self._choose(group, logits, at).view(-1, group.window)
             rows, tokens, lens = self.slots.accept_tree(
                 slots, kv_lens, targets, tree.depth, self._tree_synthetic
             )
@@ -198,7 +198,7 @@ class Sampler:
         """`[N, W-1]`, until the slots advance."""
         return self.slots.window.index_select(0, group.slots)[:, 1 : group.window]
 
-    def _edit(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
+    def _edit(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """Applies what changes logits before temperature, at each position as if it were decoded
         alone."""
         if not group.is_edited:
@@ -206,7 +206,7 @@ class Sampler:
         logits = logits.to(torch.float32)
         if group.penalised:
             logits = group.penalised.put(
-                logits, self._penalise(group, group.penalised, logits, places.tree)
+                logits, self._penalise(group, group.penalised, logits, at.tree)
             )
         if group.bias is not None:
             rows, tokens, values = group.bias
@@ -214,13 +214,13 @@ class Sampler:
         if group.early:
             rows_logits = group.early.take(logits)
             slots = group.early.take_requests(group.slots).repeat_interleave(group.window)
-            positions = places.positions(group.window, group.early.requests)
+            positions = at.positions(group.window, group.early.requests)
             too_early = positions < self.state.gather(slots).integer("min_position")
             mask_stop_ids(rows_logits, self.state.stop_ids.index_select(0, slots), too_early)
             logits = group.early.put(logits, rows_logits)
         if group.edited:
             parents = None
-            if places.tree is not None:
+            if at.tree is not None:
                 parents = self.slots.parents(group.slots, group.window)
             logits = self.host_edits.apply(group, logits, self._drafts(group), parents)
         return logits
@@ -251,25 +251,25 @@ class Sampler:
             group.penalties.column("frequency"),
         )
 
-    def _choose(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
+    def _choose(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """The target's choice of every row, `[N * W]`."""
         if group.sampled is None:
             return choose_best(logits)
         draw = self._draw_fused if logits.is_cuda else self._draw
-        chosen = draw(group, group.sampled.take(logits), places)
+        chosen = draw(group, group.sampled.take(logits), at)
         if group.sampled.rows is None:
             return chosen
         return group.sampled.put(choose_best(logits), chosen)
 
-    def _draw(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
+    def _draw(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """Tokens of the group's sampled rows `[M * W, V]`. Coupled drafts may have made the noise
         already, so it is kept."""
         assert group.sampled is not None and group.sampled_parameters is not None
         scaled = self.scaled(group, logits, group.sampled_parameters)
-        positions = places.positions(group.window, group.sampled.requests)
+        positions = at.positions(group.window, group.sampled.requests)
         return choose_best(scaled + self._noise(group, positions))
 
-    def _draw_fused(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
+    def _draw_fused(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         """The same in kernels that write neither noise nor logits to memory."""
         assert group.sampled is not None and group.sampled_parameters is not None
         parameters = group.sampled_parameters
@@ -277,7 +277,7 @@ class Sampler:
             logits,
             parameters.column("temperature").squeeze(1),
             parameters.integer("seed"),
-            places.positions(group.window, group.sampled.requests),
+            at.positions(group.window, group.sampled.requests),
             cut=self.cut(group, logits, parameters),
         )
 
@@ -342,7 +342,7 @@ class Sampler:
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        places: RowPlaces,
+        at: RowPositions,
         draft_probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Classical rejection sampling."""
@@ -358,7 +358,7 @@ class Sampler:
             drafts,
             num_drafts,
             self.state.integers.index_select(0, group.slots)[:, 0],
-            places.positions(group.window).view(shape[:2]),
+            at.positions(group.window).view(shape[:2]),
         )
 
     def _reject_tree(

@@ -14,7 +14,7 @@ from tllm_spec.executor.resources.slot_state import SlotState
 from tllm_spec.executor.sampling.draft_sampling import DraftSampling
 from tllm_spec.executor.sampling.logprobs import LogprobRows
 from tllm_spec.executor.sampling.row_group import RowGroup, RowGroups
-from tllm_spec.executor.sampling.row_places import RowPlaces
+from tllm_spec.executor.sampling.row_positions import RowPositions
 from tllm_spec.executor.sampling.sampler import Sampler
 from tllm_spec.executor.sampling.state import SamplingState
 from tllm_spec.kernels.choose_token import offer_token
@@ -58,17 +58,17 @@ class ShardedSampler(Sampler):
         self,
         group: RowGroup,
         logits: torch.Tensor,
-        places: RowPlaces,
+        at: RowPositions,
         draft_probs: torch.Tensor | None,
         logprobs: LogprobRows,
     ) -> SampledTokens:
         if logits.shape[1] < self.state.vocab_size and self._needs_all(group):
             logits = self._shard.gather(logits)
-        return super()._sample(group, logits, places, draft_probs, logprobs)
+        return super()._sample(group, logits, at, draft_probs, logprobs)
 
-    def _choose(self, group: RowGroup, logits: torch.Tensor, places: RowPlaces) -> torch.Tensor:
+    def _choose(self, group: RowGroup, logits: torch.Tensor, at: RowPositions) -> torch.Tensor:
         if logits.shape[1] == self.state.vocab_size:  # gathered
-            return super()._choose(group, logits, places)
+            return super()._choose(group, logits, at)
         first, sampled = self._shard.first, group.sampled
         if sampled is None:
             return self._shard.best(offer_token(logits, first))
@@ -79,7 +79,7 @@ class ShardedSampler(Sampler):
             self._ids,
             group.sampled_parameters.column("temperature").squeeze(1),
             group.sampled_parameters.integer("seed"),
-            places.positions(group.window, sampled.requests),
+            at.positions(group.window, sampled.requests),
         )
         if sampled.rows is not None:
             offers = sampled.put(offer_token(logits, first), offers)

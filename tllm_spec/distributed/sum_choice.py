@@ -39,8 +39,8 @@ class ChosenSums(Collectives):
         self._by_size = [others.get(name) for name in choice]
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        place = bisect_left(SIZES, values.numel() * values.element_size())
-        chosen = self._by_size[place] if place < len(SIZES) else None
+        index = bisect_left(SIZES, values.numel() * values.element_size())
+        chosen = self._by_size[index] if index < len(SIZES) else None
         if chosen is not None and chosen.serves(values):
             chosen(values)
         else:

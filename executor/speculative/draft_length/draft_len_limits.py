@@ -105,8 +105,8 @@ class DraftLenLimits:
             if batch_size < self._max_batch_size:
                 rows = rows_with_contexts(rows)
             room = self._tier_within(rows // batch_size)
-        place = bisect_right(self._sizes, batch_size)
-        return min(room, self._schedule[self._sizes[place - 1]]) if place else room
+        index = bisect_right(self._sizes, batch_size)
+        return min(room, self._schedule[self._sizes[index - 1]]) if index else room
 
     def observe(self, num_accepted: Sequence[int], num_drafted: int) -> None:
         if self._gate is not None:
