@@ -110,8 +110,8 @@ class LlmRequest:
     prompt_len: int = 0
     slot: int = -1
     kv_len: int = 0  # tokens whose KV is final: all but the bonus token of a generating request
-    # By how many positions at most a draft model's own cache is after the target's, the rounds
-    # launched included. Below 0: it has so many more of the context.
+    # Positions that a draft model's own cache is missing, at most, the rounds launched included.
+    # Below 0: it has so many more of the context.
     draft_lag: int = 0
     # Positions that the draft layers on the target's pages have not read. Each is of one of the
     # latest rounds launched, which had draft length 0.
