@@ -36,6 +36,13 @@ def test_the_help_of_a_command_needs_no_model(command: str) -> None:
         )
 
 
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    output = CliRunner().invoke(main, ["--help"]).output
+    commands = " ".join(output.partition("Commands:")[2].split())
+    assert "..." not in commands
+    assert "compare Run the same requests through several YAML files of LLM arguments." in commands
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("options", ["", "--no_such_option 1", "--model_path zoo:llama"])
 def test_a_missing_model_is_reported_before_other_mistakes(command: str, options: str) -> None:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 CONCURRENCY = click.IntRange(min=-1)  # 0 and -1 both mean "no limit"
 
 
+MAX_SUMMARY = 200  # characters of a command's first sentence
+
+
 class FriendlyGroup(click.Group):
     """Reports a user's mistake (ValueError) as a sentence; `--log_level debug` adds the
     traceback."""
@@ -51,6 +54,16 @@ class FriendlyGroup(click.Group):
         except ValueError as error:
             logging.getLogger(__name__).debug("raised here:", exc_info=error)
             raise click.ClickException(str(error)) from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands in whole sentences, where click would cut each to one line."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, command.get_short_help_str(limit=MAX_SUMMARY))
+                    for name, command in sorted(self.commands.items())
+                ]
+            )
 
 
 @click.group(
