@@ -12,8 +12,9 @@ from tllm_spec.tokenizer import check_text
 
 @dataclass(frozen=True)
 class DecodingRules:
-    """Values that mean off: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition 1,
-    presence and frequency 0, logprobs None. What every round asks for is cached."""
+    """How one request is sampled and ends. Values that mean off: temperature 0 (greedy), top_k 0,
+    top_p 1, min_p 0, repetition 1, presence and frequency 0, logprobs None. What every round asks
+    for is cached."""
 
     temperature: float
     top_k: int

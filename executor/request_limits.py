@@ -33,7 +33,8 @@ class Capacity:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """end_ids: of the model; empty: the tokenizer's are used. pause_patience: as `RequestPause`."""
+    """What a request is checked against. end_ids: of the model; empty: the tokenizer's are used.
+    pause_patience: as `RequestPause`."""
 
     vocab_size: int
     end_ids: tuple[int, ...]

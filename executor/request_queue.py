@@ -10,7 +10,8 @@ Call = Callable[[], None]
 
 
 class RequestQueue:
-    """Thread-safe. `take` and `take_calls` are the executor's, everything else is for callers."""
+    """Requests and cancellations on their way to the executor. Thread-safe. `take` and `take_calls`
+    are the executor's, everything else is for callers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -22,6 +22,8 @@ _may_have_ended = attrgetter("may_have_ended")
 
 @dataclass(frozen=True)
 class SchedulerLimits:
+    """What the scheduler may give to requests."""
+
     max_num_tokens: int  # rows of one forward
     overshoot: int  # positions after its last token that a request may write to
     extra_kv_tokens: int  # of these, what a drafter on the same pages writes in every round

@@ -41,7 +41,7 @@ class _Tokens:
 
 
 class Totals:
-    """Call `add_round` once per round and `add_end` once per request."""
+    """Counters since the start. Call `add_round` once per round and `add_end` once per request."""
 
     def __init__(self) -> None:
         self._by_draft_len: dict[int, DraftLenTotals] = {}

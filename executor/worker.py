@@ -23,8 +23,9 @@ QUIET_SECONDS = 0.05
 
 
 class Worker:
-    """`failure` is set if the loop ended by an exception. `on_end` is called once with the reason
-    for the end, whichever it is: requests without an answer by then never get one."""
+    """The thread of an executor. `failure` is set if the loop ended by an exception. `on_end` is
+    called once with the reason for the end, whichever it is: requests without an answer by then
+    never get one."""
 
     def __init__(
         self, executor: PyExecutor, queue: RequestQueue, on_end: Callable[[str], None]

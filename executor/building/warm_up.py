@@ -27,8 +27,8 @@ WINDOW_LENS = (1, 512)
 
 
 class WarmUp:
-    """For a runner whose graphs are captured. max_num_tokens: rows of one round; max_len: tokens of
-    a request.
+    """Runs rounds before the first request, for a runner whose graphs are captured. max_num_tokens:
+    rows of one round; max_len: tokens of a request.
 
     Raises ValueError when the memory does not suffice.
     """

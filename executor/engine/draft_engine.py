@@ -8,6 +8,8 @@ from tllm_spec.executor.engine.rows import ContextChunk, RowBuilder, Windows
 
 
 class DraftModelEngine(Protocol):
+    """A draft model's forward, in torch or outside."""
+
     @property
     def rows(self) -> RowBuilder: ...
 

@@ -33,7 +33,8 @@ def context_rows(max_num_tokens: int, max_len: int) -> tuple[int, ...]:
 
 
 class ContextGraphs:
-    """All sizes are captured at once. Raises ValueError when the memory does not suffice."""
+    """The forward of short prompts as CUDA graphs. All sizes are captured at once. Raises
+    ValueError when the memory does not suffice."""
 
     def __init__(
         self,

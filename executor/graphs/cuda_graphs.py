@@ -14,7 +14,7 @@ Work = Callable[[torch.Tensor, DraftShape, bool], SampledTokens]
 
 
 class CudaGraphs(GraphTable[SampledTokens]):
-    """Each graph is one round of its slots."""
+    """Rounds of generation windows as CUDA graphs. Each graph is one round of its slots."""
 
     _ring: ResultRing | None = None
 

@@ -24,6 +24,8 @@ class ContextLimits:
 
 
 class DummyContexts:
+    """Contexts of dummy requests, within `limits`."""
+
     def __init__(
         self, slots: SlotState, rows: RowBuilder, num_pages: int, limits: ContextLimits
     ) -> None:

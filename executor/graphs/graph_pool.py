@@ -24,8 +24,8 @@ class Captured(Generic[Result]):
 
 
 class GraphPool:
-    """Capture the work that needs the most memory first: the rest then fits into it. `agree`: makes
-    a number the same on all ranks."""
+    """Memory that the graphs of an engine share. Capture the work that needs the most memory first:
+    the rest then fits into it. `agree`: makes a number the same on all ranks."""
 
     def __init__(self, device: torch.device, agree: Callable[[int], int] = int) -> None:
         self._device = device

@@ -25,7 +25,8 @@ Other = TypeVar("Other")
 
 @dataclass(frozen=True, order=True)
 class GraphKey:
-    """`sampled`: some request has a temperature; otherwise the graph takes the best tokens only."""
+    """What a graph is captured for. `sampled`: some request has a temperature; otherwise the graph
+    takes the best tokens only."""
 
     batch_size: int
     shape: DraftShape
@@ -57,8 +58,8 @@ class SpecRuntimeState(Generic[Result]):
 
 
 class GraphTable(Generic[Result]):
-    """`work(slot_ids, shape, sampled)` takes slot numbers `[B]` on the device. Without `pads` a
-    batch between two captured sizes has no graph."""
+    """CUDA graphs by key. `work(slot_ids, shape, sampled)` takes slot numbers `[B]` on the device.
+    Without `pads` a batch between two captured sizes has no graph."""
 
     def __init__(
         self,

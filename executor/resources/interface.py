@@ -5,8 +5,9 @@ from tllm_spec.executor.request import LlmRequest
 
 
 class ResourceManager:
-    """Called in every round, in the order of the executor's list. Every method has a default, so
-    a user's manager overrides only what it needs."""
+    """What requests hold while they run, such as slots or pages. Called in every round, in the
+    order of the executor's list. Every method has a default, so a user's manager overrides only
+    what it needs."""
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
         """After scheduling, before drafting: make room for this round's tokens, placeholder drafts

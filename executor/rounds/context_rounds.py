@@ -20,7 +20,8 @@ from tllm_spec.executor.speculative.drafting.round_end import WindowResult
 
 
 class ContextRounds:
-    """`decode` runs the windows where they do not share the chunks' forward."""
+    """Runs batches with context chunks. `decode` runs the windows where they do not share the
+    chunks' forward."""
 
     graphs: ContextGraphs | None = None
 

@@ -21,7 +21,7 @@ _graph_samples, _slot = attrgetter("graph_samples"), attrgetter("slot")
 
 
 class DecodeRounds:
-    """Nothing is captured before `capture`."""
+    """Runs batches of generation windows. Nothing is captured before `capture`."""
 
     graphs: CudaGraphs | None = None
     forward_graphs: SlotGraphs[torch.Tensor] | None = None

@@ -30,7 +30,8 @@ class SlotWindows:
 
 
 class DecodeStep:
-    """Never waits for the device. `round_end`: the drafter's part of the round."""
+    """A round of generation windows as device work. Never waits for the device. `round_end`: the
+    drafter's part of the round."""
 
     def __init__(self, engine: ModelEngine, sampler: Sampler, round_end: RoundEnd) -> None:
         self.engine = engine

@@ -4,7 +4,7 @@ import torch
 
 
 class DeviceSpan:
-    """Begins where it is made and ends at `end`."""
+    """A part of the device's stream. Begins where it is made and ends at `end`."""
 
     def __init__(self) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call] # torch's

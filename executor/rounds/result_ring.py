@@ -16,8 +16,8 @@ DEPTH = 4
 
 
 class ResultRing:
-    """Entries of at most `capacity` numbers. A graph holds `send`; after each replay of it the host
-    calls `sent`."""
+    """Pinned memory that graphs write results to. Entries of at most `capacity` numbers. A graph
+    holds `send`; after each replay of it the host calls `sent`."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"

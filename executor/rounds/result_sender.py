@@ -13,14 +13,15 @@ from tllm_spec.executor.sampling.logprobs import LogprobRows
 
 @dataclass(frozen=True)
 class SentResults:
-    """`post_send`: what the device does in this round after sending them; None: nothing."""
+    """Results on their way to the host. `post_send`: what the device does in this round after
+    sending them; None: nothing."""
 
     to_host: ToHost
     post_send: DeviceSpan | None = None
 
 
 class ResultSender:
-    """Reuses the pinned memory of rounds that were read."""
+    """Sends results to the host. Reuses the pinned memory of rounds that were read."""
 
     def __init__(self) -> None:
         self._buffers = PinnedBuffers()

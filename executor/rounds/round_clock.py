@@ -10,7 +10,8 @@ from tllm_spec.executor.rounds.device_span import DeviceSpan
 
 
 class RoundClock:
-    """`stop` where a round was abandoned: the next one has no time."""
+    """Measures the time of each round. Call `stop` where a round was abandoned: the next one has no
+    time."""
 
     def __init__(self) -> None:
         self._last: float | None = None

@@ -9,6 +9,8 @@ from tllm_spec.executor.speculative.draft_length.adaptive import AdaptiveControl
 
 @dataclass
 class RoundOutcome:
+    """Filled by `RoundReader`. seconds: None if the round has no comparable time."""
+
     seconds: float | None
     # Of every request that drafts were wanted for.
     num_accepted: list[int] = field(default_factory=list)

@@ -22,7 +22,8 @@ RunLogprobs = dict[int, list[dict[int, Logprob]]]
 
 
 class RoundReader:
-    """`speculating`: accepted and rejected drafts are counted."""
+    """Gives a round's results to its requests. `speculating`: accepted and rejected drafts are
+    counted."""
 
     def __init__(self, *, speculating: bool) -> None:
         self._speculating = speculating

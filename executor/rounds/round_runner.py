@@ -29,8 +29,8 @@ _num_drafts = attrgetter("py_num_draft_tokens")
 
 
 class RoundRunner:
-    """`decode` runs batches of generation windows, `contexts` those with context chunks;
-    `round_end` is the drafter's part."""
+    """Launches rounds. `decode` runs batches of generation windows, `contexts` those with context
+    chunks; `round_end` is the drafter's part."""
 
     def __init__(self, engine: ModelEngine, sampler: Sampler, round_end: RoundEnd) -> None:
         self.engine = engine

@@ -13,7 +13,7 @@ from tllm_spec.executor.rounds.decode_step import DecodeStep
 
 
 class RoundTiming:
-    """No round may be in flight."""
+    """Times rounds of dummy requests. No round may be in flight."""
 
     def __init__(self, step: DecodeStep, decode: DecodeRounds) -> None:
         self._step, self._decode = step, decode

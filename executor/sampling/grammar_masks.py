@@ -31,8 +31,8 @@ def mask_words(num_rows: int, vocab_size: int) -> int:
 
 
 class GrammarMasks:
-    """Costs nothing in a round without such requests. `read_rounds`: reads the rounds in flight,
-    so that their tokens are in the requests.
+    """The masks of requests with grammars. Costs nothing in a round without such requests.
+    `read_rounds`: reads the rounds in flight, so that their tokens are in the requests.
 
     Masks travel with the number of each row's mask, -1 for none, in one copy: `[R]` numbers, then
     `[M, ceil(V / 32)]` words, all int32."""

@@ -11,7 +11,8 @@ from tllm_spec.executor.sampling.row_group import RowGroup
 
 
 class HostEdits:
-    """Keeps the request whose code is running, so that `blame` can name it after an exception."""
+    """Runs logits processors and bans bad words of several tokens. Keeps the request whose code is
+    running, so that `blame` can name it after an exception."""
 
     def __init__(self) -> None:
         self._culprit: LlmRequest | None = None

@@ -12,9 +12,9 @@ from tllm_spec.executor.resources.window_tree import WindowTree
 
 @dataclass(frozen=True)
 class RowPositions:
-    """Of N requests with W rows each. The first row's token stands at kv_lens `[N]` + `ahead`: 0
-    after contexts, 1 in windows, whose bonus token is at kv_lens. The other rows follow one after
-    another, or as the nodes of `tree`."""
+    """Positions of the tokens that the rows of N requests sample, W rows each. The first row's
+    token stands at kv_lens `[N]` + `ahead`: 0 after contexts, 1 in windows, whose bonus token is at
+    kv_lens. The other rows follow one after another, or as the nodes of `tree`."""
 
     kv_lens: torch.Tensor
     ahead: int

@@ -105,6 +105,8 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class Mode:
+    """One `decoding_type`. `draft_model`: which draft weights it loads; None: none."""
+
     build: Callable[[DecodingBaseConfig, Surroundings], Speculation]
     draft_model: Callable[[DecodingBaseConfig], DraftModel] | None = None
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 
 class Collectives:
-    """Of tensors where they are: NCCL on CUDA, gloo on a CPU. Enqueued on the current stream."""
+    """Collective operations on tensors where they are: NCCL on CUDA, gloo on a CPU. Enqueued on the
+    current stream."""
 
     captures = True  # in a CUDA graph
 
@@ -29,8 +30,8 @@ class Collectives:
 
 
 class ThroughHost(Collectives):
-    """For ranks that share a CUDA device, which NCCL refuses: gloo over copies on the host. Waits
-    for the device."""
+    """The same for ranks that share a CUDA device, which NCCL refuses: gloo over copies on the
+    host. Waits for the device."""
 
     captures = False
 

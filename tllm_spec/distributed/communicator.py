@@ -11,8 +11,8 @@ from tllm_spec.distributed.mapping import SINGLE_RANK, Mapping
 
 
 class Communicator:
-    """The single rank: nothing is sent. Every method is collective: all ranks call the same ones in
-    the same order."""
+    """What ranks send each other. This class is the single rank: nothing is sent. Every method is
+    collective: all ranks call the same ones in the same order."""
 
     mapping: Mapping = SINGLE_RANK
     captures = True

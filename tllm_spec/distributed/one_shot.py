@@ -14,7 +14,7 @@ ALIGNMENT = 16  # bytes that a thread reads at a time
 
 
 class OneShotSum:
-    """For tensors of at most `max_bytes` on `device`. Every rank makes one, at the same time.
+    """Sums of tensors of at most `max_bytes` on `device`. Every rank makes one, at the same time.
 
     Raises RuntimeError where the devices cannot read each other's memory, ImportError or
     AttributeError in a torch without this."""

@@ -32,8 +32,8 @@ class Sum(Protocol):
 
 
 class ChosenSums(Collectives):
-    """`others`: ways of summing other than NCCL's. choice: the fastest one's name for tensors of up
-    to each of `SIZES`."""
+    """Collectives whose sums run in the fastest way for their size. `others`: ways of summing other
+    than NCCL's. choice: the fastest one's name for tensors of up to each of `SIZES`."""
 
     def __init__(self, others: Mapping[str, Sum], choice: Sequence[str]) -> None:
         self._by_size = [others.get(name) for name in choice]

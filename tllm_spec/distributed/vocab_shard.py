@@ -12,7 +12,8 @@ MAX_TOKEN = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The columns from `first` on, as many as every rank has: `size`."""
+    """One rank's columns of the logits: those from `first` on, as many as every rank has:
+    `size`."""
 
     communicator: Communicator
     first: int

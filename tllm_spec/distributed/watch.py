@@ -15,8 +15,9 @@ MAX_REASON = 1000  # characters
 
 
 class Watch:
-    """`peers`: connections to other ranks, with what to call them. `on_loss` is called once, in a
-    thread of its own, with the first rank that ended without a goodbye, and why."""
+    """Notices that another rank has ended. `peers`: connections to other ranks, with what to call
+    them. `on_loss` is called once, in a thread of its own, with the first rank that ended without a
+    goodbye, and why."""
 
     def __init__(
         self, peers: Sequence[tuple[str, socket.socket]], on_loss: Callable[[str], None]

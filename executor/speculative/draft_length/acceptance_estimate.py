@@ -16,7 +16,8 @@ IDLE_REQUESTS = 8  # a round without drafts ages an estimate as so many requests
 
 
 class AcceptanceEstimate:
-    """A round of K drafts of which n were accepted shows positions 1 to min(n + 1, K).
+    """Acceptance by position. A round of K drafts of which n were accepted shows positions 1 to
+    min(n + 1, K).
 
     rates: by position. expected_accepted `[K + 1]`: expected accepted drafts by draft length. The
     memory is `window` drafts per position. Without new drafts a count's weight fades and its value

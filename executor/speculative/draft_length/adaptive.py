@@ -28,8 +28,9 @@ from tllm_spec.executor.speculative.draft_length.round_times import (
 
 
 class AdaptiveController:
-    """A batch is padded to the next of `graph_batch_sizes`, then belongs to the slot with the
-    largest lower bound not above that, or to the first slot. `slots` ascend by lower bound."""
+    """Chooses the draft length of every round. A batch is padded to the next of
+    `graph_batch_sizes`, then belongs to the slot with the largest lower bound not above that, or to
+    the first slot. `slots` ascend by lower bound."""
 
     def __init__(
         self,

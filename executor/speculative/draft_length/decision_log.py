@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Switch:
+    """A draft length of one batch size was replaced."""
+
     slot: int  # smallest batch size of the slot
     batch_size: int  # as padded to a graph
     old_steps: int | str  # see `DraftShapes.name`
@@ -20,6 +22,8 @@ class Switch:
 
 
 class DecisionLog:
+    """The latest switches; each is also a line in the log."""
+
     def __init__(self) -> None:
         self._last: deque[Switch] = deque(maxlen=NUM_KEPT)
         self.num_switches = 0

@@ -59,11 +59,12 @@ class AcceptanceGate:
 
 
 class DraftLenLimits:
-    """schedule: draft lengths by batch size. The entry of the largest key not above the batch size
-    holds; below all keys there is no limit. max_concurrency: largest batch size with drafts.
-    max_num_tokens: rows of a forward. All windows of a round fit into it; in batches below
-    `max_batch_size` they leave room for contexts. tier_within: the last tier whose
-    windows, and those of all before it, have at most so many rows."""
+    """The most drafts that a round may have. schedule: draft lengths by batch size. The entry of
+    the largest key not above the batch size holds; below all keys there is no limit.
+    max_concurrency: largest batch size with drafts. max_num_tokens: rows of a forward. All windows
+    of a round fit into it; in batches below `max_batch_size` they leave room for contexts.
+    tier_within: the last tier whose windows, and those of all before it, have at most so many
+    rows."""
 
     def __init__(
         self,

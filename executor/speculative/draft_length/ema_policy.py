@@ -12,8 +12,8 @@ from tllm_spec.executor.speculative.draft_length.draft_len_policy import Observe
 
 
 class AdaptiveSpeculativeParams:
-    """The class name is SGLang's. `ema` starts at `steps - 1`. A switch resets neither `ema` nor
-    the count of rounds.
+    """SGLang's rule for one slot, and SGLang's class name. `ema` starts at `steps - 1`. A switch
+    resets neither `ema` nor the count of rounds.
 
     compat: every observation counts as if the present length had produced it, as in SGLang.
     Otherwise the length that produced it matters. Results of a longer one are clipped to the

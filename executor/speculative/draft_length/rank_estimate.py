@@ -28,7 +28,8 @@ def chain_counts(columns: Columns) -> list[tuple[int, int]]:
 
 
 class RankEstimate:
-    """Of up to K children. `shares` `[K]`: by rank; that of rank 0 means nothing."""
+    """Acceptance of up to K children of a node. `shares` `[K]`: by rank; that of rank 0 means
+    nothing."""
 
     def __init__(self, topk: int, window: float) -> None:
         self._window = window

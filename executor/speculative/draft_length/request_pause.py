@@ -6,10 +6,11 @@ MAX_PAUSE = 64  # rounds
 
 
 class RequestPause:
-    """The share starts at 1 and falls below MIN_SHARE after exactly `patience` rejected rounds in a
-    row; one accepted draft among many rejected ones does not make up for them. The one round after
-    a pause decides whether the request pauses twice as long or is drafted for as before. patience
-    None: never."""
+    """When a request pauses drafting: its share of drafted rounds with an accepted draft is too
+    small. The share starts at 1 and falls below MIN_SHARE after exactly `patience` rejected rounds
+    in a row; one accepted draft among many rejected ones does not make up for them. The one round
+    after a pause decides whether the request pauses twice as long or is drafted for as before.
+    patience None: never."""
 
     __slots__ = ("_keep", "_next_pause", "patience", "rounds_left", "share")
 

@@ -75,10 +75,10 @@ def _interpolated(points: Sequence[tuple[int, float]], at: int) -> float:
 
 
 class CorrectedRoundTimes:
-    """Contexts that differ from the measured ones add the same time to all draft lengths of a batch
-    size. It is learned from the rounds that are played. Without contexts in the measured times
-    there is no correction: a slower clock stretches all lengths alike, and comparisons are
-    between ratios."""
+    """Round times, corrected while serving. Contexts that differ from the measured ones add the
+    same time to all draft lengths of a batch size. It is learned from the rounds that are played.
+    Without contexts in the measured times there is no correction: a slower clock stretches all
+    lengths alike, and comparisons are between ratios."""
 
     def __init__(self, source: RoundTimes, draft_lens: Sequence[int]) -> None:
         self._source, self._draft_lens = source, draft_lens

@@ -25,7 +25,8 @@ MAX_WEIGHT = 0.125  # of a round
 
 
 class TierEstimate:
-    """`rates`: acceptance by position of first children. `expected`: accepted drafts by tier.
+    """Expected accepted drafts of every tier. `rates`: acceptance by position of first children.
+    `expected`: accepted drafts by tier.
 
     A dynamic tree adapts to each token, and paths of later children go on worse. `gain` is what
     trees had accepted over what depth and rank alone predict."""

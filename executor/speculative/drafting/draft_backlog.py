@@ -34,8 +34,9 @@ _backlog_of = attrgetter("draft_backlog")
 
 
 class DraftBacklog:
-    """A ring of `BACKLOG_LEN` positions per slot. `max_requests` are read in one forward. A request
-    has at most `max_unread` unread positions: `inf` for a network that reads tokens only."""
+    """What a draft network has not read yet: a ring of `BACKLOG_LEN` positions per slot.
+    `max_requests` are read in one forward. A request has at most `max_unread` unread positions:
+    `inf` for a network that reads tokens only."""
 
     def __init__(self, layers: DraftLayers, slots: SlotState, max_num_tokens: int) -> None:
         self.max_unread = inf if layers.net.reads_tokens_only else BACKLOG_LEN

@@ -12,7 +12,8 @@ from tllm_spec.executor.speculative.drafting.draft_net import DraftNet
 
 @dataclass(frozen=True)
 class DraftLayers:
-    """`backend` has the pool, `rows` the block table."""
+    """A draft network as extra layers on the target's pages. `backend` has the pool, `rows` the
+    block table."""
 
     net: DraftNet
     backend: AttentionBackend

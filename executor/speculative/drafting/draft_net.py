@@ -19,9 +19,9 @@ from tllm_spec.models.mtp import NextnModules
 
 
 class DraftNet(ABC):
-    """`shift`: position of a token's entry in the draft cache minus the position of the token
-    before it. 0 for a head, whose entry at j is (hidden state of token j, token j + 1); 1 for a
-    model, whose entry of a token is at the token's own position.
+    """A draft network on the target's pages. `shift`: position of a token's entry in the draft
+    cache minus the position of the token before it. 0 for a head, whose entry at j is (hidden state
+    of token j, token j + 1); 1 for a model, whose entry of a token is at the token's own position.
 
     `reads_tokens_only`: what it has missed can be read later, from tokens. `has_one_layer`: rows
     that are not wanted need no attention. `vocab_size` is that of the logits; `token_map`

@@ -27,7 +27,8 @@ from tllm_spec.kernels.row_copies import gather_rows
 
 
 class HeadDrafter(DraftWorker, GraphDrafter):
-    """Each graph reads the results of the target's graph with the same key where that left them.
+    """Drafts with an EAGLE head or MTP modules, in CUDA graphs of its own. Each graph reads the
+    results of the target's graph with the same key where that left them.
 
     The head's graphs are captured after all of the target's. So none of their temporary tensors is
     in memory that holds the target's results, which can still be read after them."""

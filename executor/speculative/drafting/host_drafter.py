@@ -17,8 +17,8 @@ from tllm_spec.option_checks import shown
 
 
 class HostDrafter(Drafter):
-    """`culprits` are the requests whose drafts are being made, so that `blame` can name them after
-    an exception.
+    """Runs a drafter on the host and checks its drafts. `culprits` are the requests whose drafts
+    are being made, so that `blame` can name them after an exception.
 
     The inner drafter sees all requests at once. After it has raised, it gets one request at a time
     until a round succeeds, so that an exception fails only its own request."""

@@ -23,9 +23,9 @@ _PADDING_BITS = [1 | 1 << row for row in range(MAX_NODES - 1)] + [1 - (1 << 63)]
 
 
 class HostTree(NamedTuple):
-    """`tokens` of the drafts, by depth. The others are of the window's rows, of which the first is
-    the root: `parents` (-1 for the root), `depths`, and `bits`: bit j of row r: r is j or descends
-    from j, as int64."""
+    """A draft tree of one request. `tokens` of the drafts, by depth. The others are of the window's
+    rows, of which the first is the root: `parents` (-1 for the root), `depths`, and `bits`: bit j
+    of row r: r is j or descends from j, as int64."""
 
     tokens: list[int]
     parents: list[int]
@@ -94,8 +94,8 @@ class HostTree(NamedTuple):
 
 
 class HostTreeDrafter(HostDrafter):
-    """Windows of a round have as many rows as its deepest tree may have, or, if no tree has a
-    branch, as that chain has."""
+    """A `HostDrafter` whose drafts are trees. Windows of a round have as many rows as its deepest
+    tree may have, or, if no tree has a branch, as that chain has."""
 
     def __init__(
         self,

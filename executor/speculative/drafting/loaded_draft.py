@@ -34,7 +34,8 @@ from tllm_spec.zoo.registry import resolve_file, resolve_model
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """`spec`: the hidden states that the target captures for a head."""
+    """A draft network that is loaded. `spec`: the hidden states that the target captures for a
+    head."""
 
     plan: DraftModel
     net: CausalLM | DraftHead | NextnModules | DraftNetwork

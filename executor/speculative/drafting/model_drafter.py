@@ -40,7 +40,8 @@ _is_greedy, _slot = attrgetter("rules.is_greedy"), attrgetter("slot")
 
 
 class ModelDrafter(GraphDrafter, RoundEnd):
-    """A request whose draft cache cannot get pages is not drafted for in this round."""
+    """Drafts chains with a model in its own engine. A request whose draft cache cannot get pages is
+    not drafted for in this round."""
 
     def __init__(
         self,

@@ -25,8 +25,8 @@ from tllm_spec.kernels.row_copies import gather_rows
 
 
 class ModelTreeDrafter(ModelDrafter):
-    """`_runs` `[S, D + 2]`: the token before each slot's latest run, then the run, of which
-    `_run_lens` `[S]` tokens are valid."""
+    """Drafts trees with a model in its own engine. `_runs` `[S, D + 2]`: the token before each
+    slot's latest run, then the run, of which `_run_lens` `[S]` tokens are valid."""
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ from tllm_spec.kernels.tree_mask import TreeMask
 
 
 class TreeDrafting:
-    """Functions of device tensors, so that a CUDA graph can hold them."""
+    """Grows draft trees. Its methods are functions of device tensors, so that a CUDA graph can hold
+    them."""
 
     def __init__(self, layers: DraftLayers, slots: SlotState, sampling: DraftSampling) -> None:
         self._layers, self._slots, self._sampling = layers, slots, sampling
