@@ -20,6 +20,21 @@ from tllm_spec.config import LlmArgs
         ({"max_num_tokens": 99999999999}, ["max_num_tokens = 99999999999", "1048576"]),
         ({"dtype": "fp8"}, ["dtype = 'fp8'", "'bfloat16'"]),
         ({"device": "tpu"}, ["device = 'tpu': 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
+        (
+            ngram(max_draft_len=3),
+            [
+                "decoding_type = 'NGram' is not a known option here; it is one of "
+                "speculative_config",
+                "max_draft_len = 3 is not a known option here; it is one of speculative_config",
+            ],
+        ),
+        (
+            {"tokens_per_block": 64, "eagle_choices": [[0]]},
+            [
+                "tokens_per_block = 64 is not a known option here; it is one of kv_cache_config",
+                "eagle_choices = [[0]] is not a known option here; it is one of speculative_config",
+            ],
+        ),
         ({"device": 0}, ["device = 0: 'auto', 'cpu', 'cuda' or 'cuda:N' is needed"]),
         ({"tokenizer": 4}, ["tokenizer = 4"]),
         ({"pipeline_parallel_size": True}, ["pipeline_parallel_size = True", "accepted: 1"]),

@@ -42,8 +42,8 @@ Smoothing = Annotated[float, Field(gt=0, le=1)]
 class EmaOptions(ConfigModel):
     """SGLang's rule, with its names and defaults. The average number of accepted drafts of a
     request and round is smoothed, and the draft length moves along the ladder until it is about one
-    above that. Any key that only this strategy has selects it. `compat: true`, for all slots, counts
-    each observation for the present length, as SGLang does."""
+    above that. Any key that only this strategy has selects it. `compat: true`, for all slots,
+    counts each observation for the present length, as SGLang does."""
 
     candidate_steps: Ladder
     """Draft lengths to choose from; 0 is plain decoding. Every slot has its own list."""

@@ -3,8 +3,8 @@ mistakes of a configuration in one readable error."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -79,9 +79,33 @@ def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
         elif isinstance(cause, ValueError):  # from one of our validators
             lines.append(f"{path} = {given}: {cause}" if path else str(cause))
         elif detail["type"] == "extra_forbidden":
-            lines.append(unknown_option(path, detail["input"], model.model_fields))
+            owners = _owners(model, path)
+            lines.append(
+                f"{path} = {given} is not a known option here; it is one of {' and '.join(owners)}"
+                if owners
+                else unknown_option(path, detail["input"], model.model_fields)
+            )
         elif detail["type"] == "missing":
             lines.append(f"{path} is required by {model.__name__}")
         else:
             lines.append(f"{path} = {given}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
     return lines
+
+
+def _owners(model: type[BaseModel], name: str) -> list[str]:
+    """The options of `model` whose mapping has the option `name`."""
+    return [
+        option
+        for option, field in model.model_fields.items()
+        if any(name in kind.model_fields for kind in _models_in(field.annotation))
+    ]
+
+
+def _models_in(annotation: Any) -> Iterator[type[ConfigModel]]:
+    """The configuration models of an annotation, with their subclasses."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        yield annotation
+        for kind in annotation.__subclasses__():
+            yield from _models_in(kind)
+    for part in get_args(annotation):
+        yield from _models_in(part)
