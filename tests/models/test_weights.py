@@ -169,7 +169,9 @@ def test_the_shards_of_a_layer_sum_to_the_whole_layer(tmp_path: Path) -> None:
 def test_tensor_parallel_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "Llama", vocab_size=120)
     config = load(tmp_path).config
-    with pytest.raises(ValueError, match="vocab_size is 120, which tensor_parallel_size 7 does not divide"):
+    with pytest.raises(
+        ValueError, match="vocab_size is 120, which tensor_parallel_size 7 does not divide"
+    ):
         LlamaForCausalLM(config, 64, Placement(torch.float32, CPU, Mapping(0, 7, 7)))
     with pytest.raises(
         ValueError, match="num_attention_heads is 4, which tensor_parallel_size 3 does not divide"
@@ -186,9 +188,21 @@ def test_tensor_parallel_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("family", "mapping", "problem"),
     [
-        ("deepseek", Mapping(0, 3, 3), "num_attention_heads is 4, which tensor_parallel_size 3 does not divide"),
-        ("deepseek", Mapping(0, 8, 8), "num_attention_heads is 4, which tensor_parallel_size 8 does not divide"),
-        ("llama4", Mapping(0, 3, 3), "num_attention_heads is 4, which tensor_parallel_size 3 does not divide"),
+        (
+            "deepseek",
+            Mapping(0, 3, 3),
+            "num_attention_heads is 4, which tensor_parallel_size 3 does not divide",
+        ),
+        (
+            "deepseek",
+            Mapping(0, 8, 8),
+            "num_attention_heads is 4, which tensor_parallel_size 8 does not divide",
+        ),
+        (
+            "llama4",
+            Mapping(0, 3, 3),
+            "num_attention_heads is 4, which tensor_parallel_size 3 does not divide",
+        ),
         (
             "odd experts",
             Mapping(0, 2, 2),
