@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from tllm_spec.llm import LLM
+from tllm_spec.prompts import PromptReader
 from tllm_spec.sampling_params import GREEDY_BELOW_TEMPERATURE, LARGEST_FACTOR, SamplingParams
 
 THREE = SamplingParams(max_tokens=3)
@@ -192,3 +193,9 @@ def test_kv_cache_events_are_refused_by_a_sentence(llm: LLM) -> None:
     for method in (llm.get_kv_cache_events, llm.get_kv_cache_events_async):
         with pytest.raises(ValueError, match="KV cache events are not reported"):
             method(timeout=2)
+
+
+def test_a_prompt_longer_than_max_input_len_is_refused_with_the_options_name() -> None:
+    reader = PromptReader(None, vocab_size=9, max_seq_len=64, max_input_len=5)
+    with pytest.raises(ValueError, match="at most 5 are accepted, which is max_input_len"):
+        reader.read([1] * 6, THREE)

@@ -28,7 +28,6 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_seq_len = max_seq_len
-        self._max_input_len = max_input_len
         self._max_tokens = min(max_seq_len - 1, max_input_len or max_seq_len)
 
     def read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
@@ -84,10 +83,11 @@ class PromptReader:
 
     def _too_long(self, length: str) -> ContextLengthExceeded:
         # Clients such as litellm recognise this error by its first words.
+        is_own = self._max_tokens < self._max_seq_len - 1
+        reason = "which is max_input_len" if is_own else "since an output needs one"
         return ContextLengthExceeded(
             f"this model's maximum context length is {self._max_seq_len} tokens, and the prompt "
-            f"has {length}; at most {self._max_tokens} prompt tokens are accepted (max_input_len "
-            f"{self._max_input_len}; an output needs at least one token)"
+            f"has {length}; at most {self._max_tokens} are accepted, {reason}"
         )
 
 
