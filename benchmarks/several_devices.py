@@ -4,8 +4,9 @@
     python -m benchmarks.several_devices llama-70b --layers 40   # where one device is too small
     python -m benchmarks.several_devices llama-8b --device cpu   # tiny shapes: shows that it runs
 
-sums       an all-reduce in a CUDA graph by size: NCCL's, and one-shot over symmetric memory
-llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NCCL's sums only
+sums       an all-reduce after a GEMM by size: NCCL's, and one-shot over symmetric memory
+llama-8b   plain rounds and EAGLE-3 with 3 drafts; on several ranks also with NCCL's sums, and with
+           one-shot sums, for all sizes
 llama-70b  both of Llama 3.3 70B's shape
 v3         a DeepSeek-V3-style model: experts sliced over the ranks (tp), and divided (ep)
 killed     seconds from the death of a rank under load to a client's error, and to the last process
@@ -52,6 +53,7 @@ TINY = {
 }
 TINY_LLAMA: Config = {**LLAMA_8B, **TINY, "num_hidden_layers": 7}
 TINY_EAGLE3: Config = {**EAGLE3_8B, **TINY, "draft_vocab_size": 256}
+FIXED_SUMS = ("NCCL", "one-shot")
 SUBJECTS = ("sums", "llama-8b", "llama-70b", "v3", "killed")
 
 
@@ -83,7 +85,8 @@ def jobs(subject: str, ranks: int, is_full: bool, num_layers: int) -> Iterator[J
     for name, job in (("plain", plain), (f"EAGLE-3 K={DRAFT_LEN}", eagle3)):
         yield replace(job, name=f"{subject}, {name}")
         if ranks > 1 and is_full and subject == "llama-8b":
-            yield replace(job, name=f"{subject}, {name}, NCCL's sums", one_shot=False)
+            for sums in FIXED_SUMS:
+                yield replace(job, name=f"{subject}, {name}, {sums}", sums=sums)
 
 
 def _llama(subject: str, is_full: bool, num_layers: int) -> tuple[Config, Config]:
@@ -166,7 +169,9 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def _cells(row: Row, merged: Mapping[tuple[str, int, int], Row]) -> list[str]:
-    name = row["job"].removesuffix(", NCCL's sums").replace(", ep", ", tp")
+    name = row["job"].replace(", ep", ", tp")
+    for sums in FIXED_SUMS:
+        name = name.removesuffix(f", {sums}")
     alone = merged.get((name, 1, row["batch"]))
     share = f"{row['ms'] / alone['ms']:.3f}" if alone and row["ranks"] > 1 else ""
     rest = (row.get(key) for key in ("sums", "sums_us", "idle_us", "host_ms"))

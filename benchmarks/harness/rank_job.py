@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from benchmarks.harness.report import Row
 from tllm_spec.distributed import process_group
 from tllm_spec.distributed.communicator import SINGLE, Communicator
 from tllm_spec.distributed.one_shot import OneShotSum
-from tllm_spec.distributed.sum_choice import SIZES, graph_seconds
+from tllm_spec.distributed.sum_choice import NCCL, SIZES, ChosenSums, Sum, graph_seconds
 from tllm_spec.models.moe import Router
 
 HANGS_AFTER_S = 150
@@ -38,7 +39,8 @@ TIMINGS = 3
 @dataclass(frozen=True)
 class Job:
     """`kind`: `rounds`, or `sums` alone. `model`, `draft`: config.json of a target, and of an
-    EAGLE-3 head. `started`: when the processes were started, on the clock that they share."""
+    EAGLE-3 head. `started`: when the processes were started, on the clock that they share.
+    `sums`: `chosen` as in serving, or `NCCL` or `one-shot` for all sizes."""
 
     name: str
     ranks: int
@@ -48,7 +50,7 @@ class Job:
     draft_len: int = 0
     rates: tuple[float, ...] = ()
     ep_size: int = 1
-    one_shot: bool = True
+    sums: str = "chosen"
     device: str = "cuda"
     batch_sizes: tuple[int, ...] = (1,)
     prompt_len: int = 1024
@@ -154,6 +156,20 @@ def run(job: Job, communicator: Communicator) -> Iterator[Row]:
     engine.end()
 
 
+@contextmanager
+def summed_by(way: str) -> Iterator[None]:
+    """Inside, the ranks do not choose how small tensors are summed."""
+    ways = {"NCCL": NCCL, "one-shot": "one-shot"}
+
+    def all_by(others: Mapping[str, Sum], *measured: object) -> ChosenSums:
+        return ChosenSums(others, [ways[way]] * len(SIZES))
+
+    with ExitStack() as stack:
+        if way in ways:
+            stack.enter_context(mock.patch.object(process_group, "choose_sums", all_by))
+        yield
+
+
 def main() -> None:
     text, results = sys.argv[1:]
     job = Job(**json.loads(text))
@@ -165,10 +181,7 @@ def main() -> None:
         communicator = process_group.ProcessGroup(MPI.COMM_WORLD, ep_size=job.ep_size)
     rank = communicator.mapping.rank
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING)
-    refused = RuntimeError("not asked for")
-    with mock.patch.object(process_group, "OneShotSum", side_effect=refused) as no_one_shot:
-        if job.one_shot:
-            no_one_shot.side_effect = OneShotSum
+    with summed_by(job.sums):
         for row in run(job, communicator):
             if rank == 0:
                 with Path(results).open("a", encoding="utf-8") as file:

@@ -6,6 +6,7 @@ Rank 0 writes to RESULTS, as JSON, each case's outputs. No rank may use pickle."
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from contextlib import suppress
@@ -13,12 +14,14 @@ from pathlib import Path
 
 from tests.distributed.cases import ALL
 from tests.distributed.no_pickle import PickleUsedError, forbid_pickle
+from tests.distributed.worlds import SECONDS
 
 
 def main() -> None:
     from mpi4py import MPI
 
     results, folder, *names = sys.argv[1:]
+    faulthandler.dump_traceback_later(SECONDS - 20, exit=True)  # a rank that hangs says where
     forbid_pickle()
     with suppress(PickleUsedError):
         MPI.COMM_SELF.bcast(names)
