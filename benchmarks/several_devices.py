@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.deepseek import TINY as TINY_V3
 from benchmarks.deepseek import V3_STYLE
@@ -134,38 +133,34 @@ def _environment() -> dict[str, str]:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Sums by size; then a line for each job and batch size, with start-up of the job."""
+    """Sums by size; rounds by job and batch size; whatever else there is, a line each."""
     by_size = [row for row in rows if "bytes" in row]
-    lines = (
-        ["bytes", "NCCL, µs", "one-shot, µs"],
-        [
-            [f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])]
-            for row in by_size
-        ],
-    )
-    found = table(*lines) if by_size else []
+    sums = [
+        [f"{row['bytes']:,}", number(row["nccl_us"]), number(row["one_shot_us"])] for row in by_size
+    ]
+    lines = table(("bytes", "NCCL, µs", "one-shot, µs"), sums) if sums else []
+    if any("batch" in row for row in rows):
+        lines += rounds_table(rows)
+    rest = (row for row in rows if not row.keys() & {"batch", "bytes", "start_up_s"})
+    return lines + [
+        f"- {', '.join(f'{key} {value}' for key, value in row.items())}" for row in rest
+    ]
+
+
+def rounds_table(rows: Sequence[Row]) -> list[str]:
+    """Sums: their number in a round, and their time, in which a rank waits for the others."""
     merged: dict[tuple[str, int, int], Row] = {}
+    started = {(row["job"], row["ranks"]): row for row in rows if "start_up_s" in row}
     for row in rows:
         if "batch" in row:
-            merged.setdefault((row["job"], row["ranks"], row["batch"]), {}).update(row)
-    titles = (
-        "what",
-        "ranks",
-        "batch",
-        "ms",
-        "of one rank",
-        "sums",
-        "their µs",
-        "idle µs",
-        "host ms",
-    )
-    cells = [
+            key = row["job"], row["ranks"], row["batch"]
+            merged.setdefault(key, started[key[:2]].copy()).update(row)
+    titles = ("", "GPUs", "batch", "ms", "of one GPU", "sums", "sums, µs", "idle, µs", "host, ms")
+    lines = [
         [name, str(ranks), str(batch), *_cells(row, merged)]
         for (name, ranks, batch), row in merged.items()
     ]
-    found += ["", *table(titles, cells)] if cells else []
-    found += [f"- {_rest(row)}" for row in rows if not row.keys() & {"batch", "bytes"}]
-    return found
+    return table((*titles, "start-up, s"), lines)
 
 
 def _cells(row: Row, merged: Mapping[tuple[str, int, int], Row]) -> list[str]:
@@ -174,17 +169,8 @@ def _cells(row: Row, merged: Mapping[tuple[str, int, int], Row]) -> list[str]:
         name = name.removesuffix(f", {sums}")
     alone = merged.get((name, 1, row["batch"]))
     share = f"{row['ms'] / alone['ms']:.3f}" if alone and row["ranks"] > 1 else ""
-    rest = (row.get(key) for key in ("sums", "sums_us", "idle_us", "host_ms"))
-    return [number(row["ms"]), share, *map(number, rest)]
-
-
-def _rest(row: Row) -> str:
-    values: dict[str, Any] = {k: v for k, v in row.items() if k not in ("job", "ranks")}
-    shown = ", ".join(
-        f"{key} {value if isinstance(value, str) else number(value)}"
-        for key, value in values.items()
-    )
-    return f"{row['job']}, {row['ranks']} ranks: {shown}"
+    rest = [number(row.get(key)) for key in ("sums_us", "idle_us", "host_ms", "start_up_s")]
+    return [number(row["ms"]), share, f"{row['sums']:.0f}" if "sums" in row else "", *rest]
 
 
 def main(argv: list[str] | None = None) -> int:

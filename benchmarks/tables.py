@@ -21,6 +21,7 @@ from benchmarks import (
     ngram,
     rounds,
     serving_load,
+    several_devices,
     tree_kernels,
     trees,
 )
@@ -34,6 +35,7 @@ DOCUMENTS = (
     ROOT / "docs" / "performance-trees.md",
     ROOT / "docs" / "performance-serving.md",
     ROOT / "docs" / "guided-decoding.md",
+    ROOT / "docs" / "scaling.md",
 )
 SCRIPTS: Sequence[ModuleType] = (
     rounds,
@@ -66,6 +68,10 @@ def all_tables() -> dict[str, list[str]]:
     lines = serving_load.rows_table(load_result["rows"])
     title = "Streamed clients, 512 in / 256 out: `python -m benchmarks.serving_load`"
     found[title] = _block(load_result["about"], lines)
+    several = load("several_devices")["llama-8b"]
+    title = "Llama 3.1 8B's shape on one and two GPUs: "
+    title += "`python -m benchmarks.several_devices llama-8b`"
+    found[title] = _block(several["about"], several_devices.rounds_table(several["rows"]))
     for script in SCRIPTS:
         name = script.__name__.rpartition(".")[2]
         results = load(name)
