@@ -32,7 +32,7 @@ GROUPS: tuple[dict[str, int], ...] = (
     {
         "moe_routing": 21,
         "moe_permute": 10,
-        "grouped_gemm": 17,
+        "grouped_gemm": 11,
         "moe_combine": 15,
         "slot_trees": 12,
         "draft_beams": 6,

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "max_num_tokens": 12,
     },
-    "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 120}},
+    "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 84}},
 }
 
 
@@ -41,7 +41,7 @@ def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
     """Each prompt's tokens, greedy and sampled, twice, so that the second finds its prefix cached;
     and the most accepted drafts per round."""
     params = [
-        SamplingParams(max_tokens=40, ignore_eos=True, seed=i, temperature=0.3 * (i % 2))
+        SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=0.3 * (i % 2))
         for i in range(len(PROMPTS))
     ]
     sizes = {"skip_tokenizer_init": True, "max_batch_size": 3, "max_seq_len": 64}
