@@ -156,10 +156,10 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
 @pytest.mark.parametrize(
     ("mode", "overlap"),
     [
-        ("ngram", True),
+        pytest.param("ngram", True, marks=pytest.mark.slow),
         ("eagle3", True),
         ("draft_target", False),
-        ("eagle3_two_model", True),
+        pytest.param("eagle3_two_model", True, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_texts_are_those_of_plain_decoding_while_tiers_change(

@@ -30,15 +30,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "with drafts": {"speculative_config": NGRAM},
 }
 TREES = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 2}
+TOGETHER = {"in chunks, with drafts": RUNS["in chunks"] | RUNS["with drafts"]}
 RUNS_OF_KIND = {
     "llama": RUNS,
-    "experts": {
-        "together": RUNS["together"],
-        "in chunks, with drafts": RUNS["in chunks"] | RUNS["with drafts"],
-    },
-    "chunks": RUNS,
+    "experts": TOGETHER,
+    "chunks": TOGETHER,
     "latents": {
-        "together": RUNS["together"],
         "in chunks, with drafts": RUNS["in chunks"]
         | {"speculative_config": {"decoding_type": "MTP"} | TREES},
     },
