@@ -108,6 +108,7 @@ def chosen_lengths(harness: Harness, choose: Callable[[int], int] | None = None)
     return lengths
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
 def test_another_tier_in_every_round_changes_no_text(
     tiny: Path, drafts: tuple[Path, Path], tiny_plain: list[list[int]], mode: str, overlap: bool

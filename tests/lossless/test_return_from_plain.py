@@ -128,7 +128,15 @@ def rounds_after_a_pause(
     return after, never_paused, sum(each.num_accepted for each in before) / len(before)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "eagle3",
+        pytest.param("draft_target_one_model", marks=pytest.mark.slow),
+        pytest.param("eagle3_two_model", marks=pytest.mark.slow),
+        "draft_target",
+    ],
+)
 def test_acceptance_after_plain_rounds_equals_acceptance_without_them(
     tokenizer: Tokenizer, mode: str
 ) -> None:

@@ -26,14 +26,15 @@ BUSY: dict[str, Any] = {
 }
 
 
-def quick_or_slow(modes: Iterable[str], suffix: str = "") -> list[Any]:
-    return [
-        pytest.param(mode + suffix, marks=[pytest.mark.slow] if mode in LONG_ONLY else [])
-        for mode in modes
-    ]
+QUICK = [mode for mode in MODES if mode not in LONG_ONLY]
+QUICK += [f"{mode} in turn" for mode in ("plain", "draft_target", "eagle3")]
 
 
-PARAMS = quick_or_slow(MODES) + quick_or_slow(OVERLAPPING, " in turn")
+def quick_or_slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+
+
+PARAMS = quick_or_slow([*MODES, *(f"{mode} in turn" for mode in OVERLAPPING)])
 
 
 @pytest.fixture(scope="module", params=PARAMS)
