@@ -24,7 +24,7 @@ GROUPS: tuple[dict[str, int], ...] = (
         "slot_windows": 12,
         "tree_attention": 9,
         "batch_invariant_tree": 3,
-        "lossless/deterministic": 3,
+        "lossless/deterministic": 4,
         "latent_attention": 21,
         "latent_write": 10,
         "head_gemm": 24,
