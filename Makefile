@@ -25,6 +25,9 @@ lint: $(STAMP)
 type: $(STAMP)
 	$(BIN)/mypy
 
+# Child processes are many: what one has compiled the others read, wherever this is switched off.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 

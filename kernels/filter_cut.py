@@ -14,6 +14,7 @@ about 1e-7.
 On CUDA two Triton kernels count the values of 16-bit logits and walk the counts. The plain-torch
 reference sorts; it also serves float32 logits on any device."""
 
+import numpy as np
 import torch
 
 from tllm_spec.kernels.triton_support import has_kernels
@@ -50,7 +51,7 @@ def filter_cut_reference(
     """Arguments and result of `filter_cut`."""
     temperature, top_k, top_p, min_p = (x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
     values = logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
-    values = values.sort(dim=-1, descending=True).values
+    values = _descending(values)
     best = values[:, :1]
     # The logarithm in float64, rounded once, so that devices agree.
     cut = torch.where(min_p > 0, best + min_p.double().log().float(), -torch.inf)
@@ -63,6 +64,14 @@ def filter_cut_reference(
     last = (inside.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     cut = torch.where(top_p < 1, torch.maximum(cut, values.gather(1, last)), cut)
     return torch.where(temperature > 0, cut, -torch.inf).squeeze(1)
+
+
+def _descending(values: torch.Tensor) -> torch.Tensor:
+    """`[R, V]` float32, sorted, NaN first. On a CPU NumPy takes a quarter of torch's time, which
+    sorts the positions, too."""
+    if values.device.type != "cpu":
+        return values.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
 
 
 def token_weights(values: torch.Tensor, best: torch.Tensor) -> torch.Tensor:

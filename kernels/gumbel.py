@@ -6,16 +6,19 @@ keyed by the request's seed. The counter is (token // 4, position, domain, 0), a
 the output word. Nothing is drawn from a stream, so the noise of a position is the same on any
 device, in any batch, for any draft length.
 
-This file is the plain-torch reference, which defines the values."""
+This file is the reference, which defines the values: in torch, and for a CPU in NumPy, whose
+operations on a few rows take a third of the time."""
 
 from functools import cache
 
+import numpy as np
 import torch
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
+_HALF = np.uint64(32)
 
 # Domains of independent random numbers at one position.
 TARGET_DOMAIN = 0  # the token at a position; coupled drafts use the same noise
@@ -36,7 +39,34 @@ def philox_bits(
     seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int
 ) -> torch.Tensor:
     """Random 32-bit words of token ids 0..num_tokens-1, as int64. seeds, positions: `[R]` int64.
-    Returns `[R, num_tokens]`.
+    Returns `[R, num_tokens]`."""
+    if seeds.device.type != "cpu":
+        return philox_bits_torch(seeds, positions, num_tokens, domain)
+    rows, quads = seeds.numel(), -(-num_tokens // 4)
+    own = seeds.numpy().view(np.uint64)
+    keys = np.stack((own, own >> _HALF))
+    steps = np.arange(_ROUNDS, dtype=np.uint64)[:, None] * np.array(_KEY_STEPS, np.uint64)
+    multipliers = np.array(_MULTIPLIERS[::-1], np.uint64).reshape(2, 1, 1)
+    even = np.full((2, rows, quads), domain, np.uint64)
+    even[0] = np.arange(quads, dtype=np.uint64)
+    odd = np.zeros((2, rows, 1), np.uint64)
+    odd[0] = positions.numpy().view(np.uint64)[:, None]
+    for key in (keys + steps[:, :, None])[..., None]:
+        product = even[::-1] * multipliers
+        even = product >> _HALF
+        even ^= odd
+        even ^= key
+        even &= np.uint64(_MASK)
+        odd = product
+    words = np.stack((even[0], odd[0], even[1], odd[1]), axis=-1)
+    words &= np.uint64(_MASK)
+    return torch.from_numpy(words.view(np.int64).reshape(rows, quads * 4)[:, :num_tokens])
+
+
+def philox_bits_torch(
+    seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, domain: int
+) -> torch.Tensor:
+    """`philox_bits` on any device.
 
     The words are int64 because torch has no unsigned multiplication: the product wraps mod 2**64,
     and its two halves are the high and low words after masking."""

@@ -28,6 +28,12 @@ OVERLAPPING = {
     *("draft_target", "draft_target_one_model", "draft_target_onnxruntime"),
     *("rejection_sampling", "schedule", "tensor_parallel", "mtp", "draft_target_token_map"),
 }
+# By adaptive example: the kind of its strategy's slots, and its tiers.
+STRATEGIES: dict[str, tuple[type, list[int | str]]] = {
+    "adaptive": (CostModelSlot, [0, 1, 3, 5]),
+    "adaptive_ema": (AdaptiveSpeculativeParams, [0, 1, 3, 7]),
+    "adaptive_trees": (CostModelSlot, [0, 1, 3, 5, "3x2/6", "5x4/16"]),
+}
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
@@ -48,11 +54,17 @@ def plain_tokens() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_gives_the_text_of_plain_greedy_decoding(
+def test_an_example_gives_the_text_of_plain_greedy_decoding_by_its_strategy(
     path: Path, plain_tokens: list[list[int]]
 ) -> None:
-    with LLM("zoo:llama", **read_yaml(path)) as llm:
+    with LLM.from_args(LlmArgs.from_yaml(path, model="zoo:llama")) as llm:
+        parts = llm._executor.parts
         tokens, num_accepted = generate(llm)
+    if path.stem in STRATEGIES:
+        kind, tiers = STRATEGIES[path.stem]
+        assert {type(slot) for slot in parts.controller._slots} == {kind}
+        assert parts.controller.state()["draft_lens"] == tiers
+        assert parts.draft_len_for == parts.controller.steps_for
     assert tokens == plain_tokens and all(len(each) == 8 for each in tokens)
     if path.stem in (
         "adaptive",
@@ -76,27 +88,6 @@ def test_the_mtp_example_gives_the_text_of_plain_greedy_decoding() -> None:
         state = llm._executor.parts.controller.state()
     assert tokens == plain and all(len(each) == 8 for each in tokens)
     assert state["draft_lens"] == [0, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "tiers"),
-    [
-        ("adaptive", CostModelSlot, [0, 1, 3, 5]),
-        ("adaptive_ema", AdaptiveSpeculativeParams, [0, 1, 3, 7]),
-        ("adaptive_trees", CostModelSlot, [0, 1, 3, 5, "3x2/6", "5x4/16"]),
-    ],
-)
-def test_an_adaptive_example_is_served_by_its_strategy(
-    name: str, kind: type, tiers: list[int | str]
-) -> None:
-    [path] = [path for path in EXAMPLES if path.stem == name]
-    with LLM.from_args(LlmArgs.from_yaml(path, model="zoo:llama")) as llm:
-        parts = llm._executor.parts
-        generate(llm)
-    controller = parts.controller
-    assert {type(slot) for slot in controller._slots} == {kind}
-    assert controller.state()["draft_lens"] == tiers
-    assert parts.draft_len_for == controller.steps_for
 
 
 def test_rounds_overlap_in_the_examples_without_drafts_on_the_host() -> None:

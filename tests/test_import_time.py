@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ["torch", "transformers", "tokenizers", "fastapi", "uvicorn", "triton"]
-HEAVY += ["prometheus_client", "matplotlib"]
+HEAVY += ["prometheus_client", "matplotlib", "torch._dynamo"]
 PRINT_LOADED = (
     f"import json, sys; print(); print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
 )
@@ -52,3 +52,8 @@ def test_help_is_printed_without_a_heavy_library(command: str, arguments: str) -
 
 def test_a_name_of_the_public_interface_is_loaded_at_its_first_use() -> None:
     assert "torch" in loaded_after("import tllm_spec; tllm_spec.LLM")
+
+
+def test_a_tokenizer_is_loaded_without_torchs_compiler() -> None:
+    load = "from tllm_spec.tokenizer import load_tokenizer; load_tokenizer('zoo:llama')"
+    assert "torch._dynamo" not in loaded_after(load)

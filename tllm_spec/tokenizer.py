@@ -3,9 +3,11 @@ tokens. Stop strings are in `tllm_spec.stop_strings`."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from tllm_spec.zoo.registry import resolve_model
@@ -52,7 +54,7 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     folder = resolve_model(os.fspath(model))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
+            folder, trust_remote_code=False, local_files_only=True, config=_plain_config(folder)
         )
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
@@ -61,6 +63,27 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
             reason = f"it has no {' and no '.join(missing)}; transformers says: {reason}"
         raise ValueError(f"no tokenizer can be loaded from {folder}: {reason}") from error
     return cast(Tokenizer, tokenizer)
+
+
+def _plain_config(folder: Path) -> Any:
+    """What AutoTokenizer reads of a model's configuration when the tokenizer names its own class:
+    the model's type and name. Without it the configuration's class is imported, and with that
+    torch's compiler, which takes longer than importing torch. None: let AutoTokenizer load it."""
+    from transformers import PretrainedConfig
+
+    try:
+        model = json.loads((folder / "config.json").read_bytes())
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
+        if "auto_map" in tokenizer or not tokenizer["tokenizer_class"]:
+            return None
+        model_type = model["model_type"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    config: Any = PretrainedConfig(name_or_path=str(folder))
+    config.model_type = model_type
+    if "model_name" in model:
+        config.model_name = model["model_name"]
+    return config
 
 
 def check_text(text: str, name: str = "prompt") -> None:

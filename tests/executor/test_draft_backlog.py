@@ -178,6 +178,7 @@ def test_catching_up_writes_the_positions_of_the_backlog_and_no_others(
         assert_nothing_is_missing(harness, request)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "num_plain", [1, BACKLOG_LEN - 1, BACKLOG_LEN, BACKLOG_LEN + 1, 3 * BACKLOG_LEN + 2]
 )

@@ -78,6 +78,7 @@ def assert_alike(ours: list[LlmRequest], theirs: list[LlmRequest]) -> None:
     assert sum(sum(request.counters.by_drafted[1:]) for request in ours) > 20
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_captured_catch_up_writes_what_an_eager_one_writes(

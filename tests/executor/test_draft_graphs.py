@@ -59,6 +59,7 @@ def run_with_cancellations(harness: Harness) -> None:
             harness.queue.cancel(random.choice(running).request_id)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("mode", "rejects"), [("draft_target", False), ("eagle3", False), ("eagle3", True)], ids=str

@@ -77,6 +77,7 @@ def test_the_engine_drafts_the_tokens_of_the_plain_torch_reference(
     assert num_checked > 20
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["undisturbed", "preempted"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_is_plain_decodings_and_both_paths_accept_the_same_drafts(
@@ -118,6 +119,7 @@ def test_tiers_that_change_between_chains_trees_and_none_change_no_text(
     assert sum(stats.num_accepted_tokens for _, stats in figures(requests)) > 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("shape", ["chains", "dynamic trees", "static trees"])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_the_drafts_of_graphs_are_those_of_eager_rounds(

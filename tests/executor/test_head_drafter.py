@@ -52,6 +52,7 @@ def watch_windows(
     return seen
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("in_turn", [False, True], ids=["overlap", "in_turn"])
 @pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["undisturbed", "small_pool"])
 @pytest.mark.parametrize("sampling", ["coupled", "greedy"])

@@ -116,6 +116,7 @@ def test_after_rounds_without_drafts_or_with_fewer_no_module_misses_anything(
     assert num_drafted > 10 and all(request.num_output_tokens == 30 for request in requests)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("is_vanilla", [False, True])
 @pytest.mark.parametrize("one_model", [True, False])
 def test_every_tree_is_that_of_a_slow_reference(

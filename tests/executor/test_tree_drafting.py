@@ -96,6 +96,7 @@ def test_synthetic_acceptance_of_trees_is_by_depth_and_rank(
     assert first == pytest.approx(0.8, abs=0.05) and second == pytest.approx(0.72, abs=0.05)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("depth", "topk", "num_nodes"), [(1, 3, 3), (3, 3, 9), (3, 4, 20)])
 def test_every_tree_and_accepted_path_is_that_of_a_slow_reference(

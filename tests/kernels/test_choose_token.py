@@ -35,6 +35,7 @@ VOCAB_SIZES = [1, 3, 5, 64, 1000, 2048 + 3]
 # TRITON_INTERPRET is read when Triton is imported, so the interpreter runs in a subprocess.
 CHILD = """
 import pickle, sys
+from tests.kernels.quick_interpreter import install; install()
 from tllm_spec.kernels import choose_token_triton
 while True:
     name, arguments, options = pickle.load(sys.stdin.buffer)

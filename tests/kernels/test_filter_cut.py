@@ -120,7 +120,9 @@ def test_the_kernels_cuts_equal_the_references(
 
 
 @on_each_kernel_device
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_the_kernels_cuts_equal_the_references_with_ties_zeros_and_infinities(
     device: str, dtype: torch.dtype
 ) -> None:

@@ -110,6 +110,7 @@ def test_the_reference_equals_the_formula(shape: Shape, dtype: torch.dtype) -> N
             check(layer(p, weights), formula(p, weights))
 
 
+@pytest.mark.thinned
 @on_each_kernel_device
 @on_each_dtype
 @pytest.mark.parametrize("shape", SMALL, ids=str)

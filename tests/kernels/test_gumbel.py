@@ -10,6 +10,7 @@ from tllm_spec.kernels.gumbel import (
     TARGET_DOMAIN,
     gumbel_noise,
     philox_bits,
+    philox_bits_torch,
     uniform,
 )
 
@@ -29,9 +30,10 @@ def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
 
 
 def bits(seed: int, position: int, num_tokens: int, domain: int = 0) -> list[int]:
-    return philox_bits(torch.tensor([seed]), torch.tensor([position]), num_tokens, domain)[
-        0
-    ].tolist()
+    arguments = torch.tensor([seed]), torch.tensor([position]), num_tokens, domain
+    found = philox_bits(*arguments)
+    assert torch.equal(found, philox_bits_torch(*arguments))
+    return found[0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_the_reference_equals_the_formula_and_adds_in_place(
     assert relative_error(case.run(), expected) < 1e-6
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("ring", [Ring(5, 128), Ring(small_m_plan.MIN_DEPTH, 64)], ids=str)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])

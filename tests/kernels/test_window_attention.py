@@ -79,6 +79,7 @@ def test_the_kernel_equals_the_formula_and_its_reference(name: str, device: str)
     torch.testing.assert_close(output[:real], expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thinned
 @on_each_kernel_device
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("name", CASES)

@@ -1,8 +1,11 @@
 """What the lossless tests share: prompts, cases, and plain decoding's outputs, made once a
 session."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +19,9 @@ from tests.lossless.cases import (
     heldout_prompts,
     latest_new_token,
 )
+from tests.lossless.fitted_eagle import write_fitted_eagle
 from tests.lossless.oracle import Oracle
+from tests.models.helpers import load
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput
 from tllm_spec.sampling_params import SamplingParams
@@ -89,6 +94,30 @@ def known_texts(
     of drafts cross it."""
     texts = [output.outputs[0].token_ids for output in plain[:8]] + unstopped
     return {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
+
+
+@pytest.fixture(scope="session")
+def fitted_files(
+    cases: list[Case], plain: list[RequestOutput], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], tuple[Path, Path]]:
+    """An EAGLE-1/2 head that knows the cases' texts, and a token map of half of the tokens that
+    they have. Made when it is first called."""
+
+    @cache
+    def get() -> tuple[Path, Path]:
+        texts = [
+            case.prompt + output.outputs[0].token_ids
+            for case, output in zip(cases, plain, strict=True)
+        ]
+        root = tmp_path_factory.mktemp("eagle")
+        target = load(resolve_model("zoo:llama"), max_positions=512)
+        head = write_fitted_eagle(root / "head", target, texts)
+        counts = Counter(token for text in texts for token in text)
+        hot = [token for token, _ in counts.most_common(len(counts) // 2)]
+        torch.save(torch.tensor(hot), root / "hot.pt")
+        return head, root / "hot.pt"
+
+    return get
 
 
 @pytest.fixture(scope="session")

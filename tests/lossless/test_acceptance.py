@@ -39,6 +39,12 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 LONG_ONLY = ("prefix_of_another", "preemption_without_reuse")  # slow
+QUICK = [name for name in SITUATIONS if name not in LONG_ONLY]
+
+
+def is_quick(mode: str, situation: str) -> bool:
+    """One situation of each mode."""
+    return situation in QUICK and (MODES_HERE.index(mode) + QUICK.index(situation)) % 3 == 0
 
 
 # What was served before: whole prompts, and others that share all but their last tokens. A draft
@@ -95,13 +101,12 @@ def undisturbed(long_prompts: list[list[int]]) -> Callable[..., SpeculativeStats
     return measure
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("mode", MODES_HERE)
 @pytest.mark.parametrize(
-    "situation",
+    ("mode", "situation"),
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LONG_ONLY else [])
-        for name in SITUATIONS
+        pytest.param(mode, situation, marks=[] if is_quick(mode, situation) else [pytest.mark.slow])
+        for mode in MODES_HERE
+        for situation in SITUATIONS
     ],
 )
 def test_prefix_hits_chunks_and_preemption_do_not_change_acceptance(
@@ -223,7 +228,7 @@ def test_a_tree_of_16_nodes_is_accepted_further_than_a_chain_of_its_depth(
     assert found[f"{mode}_tree"] >= 1.1 * found[mode]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_a_tree_of_ngrams_is_accepted_further_than_chains_of_the_oldest_and_the_newest(
     long_prompts: list[list[int]], temperature: float
 ) -> None:

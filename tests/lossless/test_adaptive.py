@@ -108,6 +108,7 @@ def chosen_lengths(harness: Harness, choose: Callable[[int], int] | None = None)
     return lengths
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("mode", "overlap"), RUNS)
 def test_another_tier_in_every_round_changes_no_text(
     tiny: Path, drafts: tuple[Path, Path], tiny_plain: list[list[int]], mode: str, overlap: bool
@@ -156,10 +157,10 @@ def test_a_strategy_moves_between_draft_lengths_and_changes_no_text(
 @pytest.mark.parametrize(
     ("mode", "overlap"),
     [
-        ("ngram", True),
+        pytest.param("ngram", True, marks=pytest.mark.slow),
         ("eagle3", True),
         ("draft_target", False),
-        ("eagle3_two_model", True),
+        pytest.param("eagle3_two_model", True, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_texts_are_those_of_plain_decoding_while_tiers_change(

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "max_num_tokens": 12,
     },
-    "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 120}},
+    "preemption": {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 84}},
 }
 
 
@@ -41,7 +41,7 @@ def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
     """Each prompt's tokens, greedy and sampled, twice, so that the second finds its prefix cached;
     and the most accepted drafts per round."""
     params = [
-        SamplingParams(max_tokens=40, ignore_eos=True, seed=i, temperature=0.3 * (i % 2))
+        SamplingParams(max_tokens=24, ignore_eos=True, seed=i, temperature=0.3 * (i % 2))
         for i in range(len(PROMPTS))
     ]
     sizes = {"skip_tokenizer_init": True, "max_batch_size": 3, "max_seq_len": 64}
@@ -68,6 +68,7 @@ def plain(folder: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_latent_attention_gives_plain_text_with_and_without_drafts(
     setting: str, folder: Path, plain: list[list[int]]
@@ -149,6 +150,7 @@ def test_trees_of_the_models_own_module_leave_the_text_alone(
     assert acceptance_length > 1.5
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("one_model", [True, False])
 @pytest.mark.parametrize("is_vanilla", [True, False])
 def test_exported_modules_draft_as_those_of_the_checkpoint(
@@ -225,7 +227,17 @@ def test_an_eagle3_head_with_heads_of_its_own_shares_the_page_numbers_of_a_laten
     check_eagle3({"max_draft_len": 2}, one_model, setting, with_mtp, plain_of_mtp, tmp_path)
 
 
-@on_trees
+@pytest.mark.parametrize(
+    ("tree", "one_model", "setting"),
+    [
+        pytest.param(
+            *(tree, one_model, setting), marks=[pytest.mark.slow] if k != 2 * i + j else []
+        )
+        for i, tree in enumerate(TREES)
+        for j, one_model in enumerate((True, False))
+        for k, setting in enumerate(SETTINGS)
+    ],
+)
 def test_trees_of_an_eagle3_head_leave_the_text_of_a_latent_target_alone(
     tree: str,
     one_model: bool,

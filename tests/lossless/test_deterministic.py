@@ -23,18 +23,24 @@ from tllm_spec.sampling_params import SamplingParams
 
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3}
 # Ends of prompts are repeated, so that n-grams are found. One is longer than a chunk.
-PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8, 9], list(range(20, 45))]
+PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8, 9], list(range(20, 41))]
 RUNS: dict[str, dict[str, Any]] = {
     "together": {},
     "in chunks": {"enable_chunked_prefill": True, "max_num_tokens": 19},
     "with drafts": {"speculative_config": NGRAM},
 }
 TREES = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 2}
-LATENT_RUNS = {
-    "together": RUNS["together"],
-    "in chunks, with drafts": RUNS["in chunks"]
-    | {"speculative_config": {"decoding_type": "MTP"} | TREES},
+TOGETHER = {"in chunks, with drafts": RUNS["in chunks"] | RUNS["with drafts"]}
+RUNS_OF_KIND = {
+    "llama": RUNS,
+    "experts": TOGETHER,
+    "chunks": TOGETHER,
+    "latents": {
+        "in chunks, with drafts": RUNS["in chunks"]
+        | {"speculative_config": {"decoding_type": "MTP"} | TREES},
+    },
 }
+NUM_TOKENS = 4
 SMALL_LATENTS = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -89,7 +95,7 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
     }
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.7}]
     params = [
-        SamplingParams(max_tokens=4, ignore_eos=True, seed=i, logprobs=2, **way)
+        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=i, logprobs=2, **way)
         for i, way in enumerate(ways)
     ]
     with LLM(
@@ -99,9 +105,7 @@ def outputs_of(model: Path, batch_size: int, **options: Any) -> list[RequestOutp
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of Triton's interpreter")
-@pytest.mark.parametrize(
-    "kind", ["llama", "experts", "chunks", "latents"], ids=lambda kind: f"interpreted {kind}"
-)
+@pytest.mark.parametrize("kind", RUNS_OF_KIND, ids=lambda kind: f"interpreted {kind}")
 def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_dots: None) -> None:
     model = write_tiny_llama(tmp_path)
     if kind == "experts":
@@ -112,8 +116,8 @@ def test_every_bit_is_that_of_a_request_alone(kind: str, tmp_path: Path, exact_d
     elif kind == "latents":
         save_with_mtp(tmp_path, max_position_embeddings=80, **SMALL_LATENTS)
     alone = outputs_of(model, 1)
-    assert all(one.error is None and one.outputs[0].length == 4 for one in alone)
-    for name, options in (LATENT_RUNS if kind == "latents" else RUNS).items():
+    assert all(one.error is None and one.outputs[0].length == NUM_TOKENS for one in alone)
+    for name, options in RUNS_OF_KIND[kind].items():
         others = outputs_of(model, 3, **options)
         for one, other in zip(alone, others, strict=True):
             assert one.outputs[0].token_ids == other.outputs[0].token_ids, name

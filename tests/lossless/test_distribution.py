@@ -132,9 +132,15 @@ def assert_drawn_from(
 
 @pytest.mark.parametrize(
     ("rejection", "way", "draft_len", "one_model"),
-    [(True, "plain", draft_len, False) for draft_len in (1, 4)]
-    + [(True, "plain", 3, True), (True, "filtered", 3, False), (True, "filtered", 2, True)]
-    + [(False, "plain", 3, True), (False, "filtered", 2, False)],
+    [
+        pytest.param(True, "plain", 1, False, marks=pytest.mark.slow),
+        (True, "plain", 4, False),
+        pytest.param(True, "plain", 3, True, marks=pytest.mark.slow),
+        pytest.param(True, "filtered", 3, False, marks=pytest.mark.slow),
+        (True, "filtered", 2, True),
+        (False, "plain", 3, True),
+        (False, "filtered", 2, False),
+    ],
 )
 def test_tokens_are_drawn_from_the_targets_probabilities(
     folders: tuple[Path, Path],

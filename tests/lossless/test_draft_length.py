@@ -66,6 +66,7 @@ def windows_by_batch_size(harness: Harness) -> dict[int, set[int]]:
     return seen
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("mode", WITH_DRAFT_WEIGHTS)
 @pytest.mark.parametrize(
     ("options", "lengths"),

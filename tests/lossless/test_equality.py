@@ -1,5 +1,5 @@
-"""Every drafter, draft length, way of sampling, cache situation and batch size produces plain
-decoding's tokens, whether rounds overlap or not.
+"""Every drafter, head, token map, draft length, way of sampling, cache situation and batch size
+produces plain decoding's tokens, whether rounds overlap or not.
 
 The ways of sampling are mixed within the batches: a request's text must not depend on its
 neighbours either."""
@@ -7,6 +7,7 @@ neighbours either."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,20 @@ from tests.lossless.drafters import (
     AdversarialTreeDrafter,
     expected_rounds,
 )
-from tests.lossless.engines import MODES, engine, static_choices
+from tests.lossless.engines import (
+    DRAFT_MODEL,
+    DYNAMIC_TREE,
+    MODES,
+    engine,
+    static_choices,
+)
 from tests.lossless.oracle import Oracle
 from tllm_spec.llm import LLM
 from tllm_spec.outputs import RequestOutput, SpeculativeStats
 from tllm_spec.sampling_params import SamplingParams
 
 DRAFT_LENS = (1, 2, 3, 5, 7)
+FITTED_DRAFT_LENS = (3, 2, 4)
 NO_REUSE = {"enable_block_reuse": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "undisturbed": {"kv_cache_config": NO_REUSE},
@@ -34,8 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "max_num_tokens": 16,
     },
-    "preemption_of_3": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 400}},
-    "preemption_of_8": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 900}},
+    "preemption_of_3": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 288}},
+    "preemption_of_8": {"kv_cache_config": {"tokens_per_block": 16, "max_tokens": 640}},
 }
 # A request that is alone always fits, so it is never preempted.
 BATCH_SIZES = {
@@ -45,6 +53,23 @@ BATCH_SIZES = {
     "prefix_reuse_and_chunks": (1, 2),
     "preemption_of_3": (3,),
     "preemption_of_8": (8,),
+}
+EAGLE = {"decoding_type": "Eagle"}
+DRAFT_TARGET = {"decoding_type": "Draft_Target", "speculative_model": DRAFT_MODEL}
+TWO_MODEL = {"eagle3_one_model": False}
+MAP: dict[str, Any] = {"speculative_token_map": ""}  # the fixture's
+# Of EAGLE-1/2 heads and token maps, whose files are the fixture's.
+FITTED: dict[str, dict[str, Any]] = {
+    "eagle": EAGLE,
+    "eagle_two_model": EAGLE | TWO_MODEL,
+    "eagle_tree": EAGLE | DYNAMIC_TREE,
+    "eagle_two_model_tree": EAGLE | TWO_MODEL | DYNAMIC_TREE,
+    "eagle_static": EAGLE,
+    "eagle_map": EAGLE | MAP,
+    "eagle_map_tree": EAGLE | MAP | DYNAMIC_TREE,
+    "draft_target_map": DRAFT_TARGET | MAP,
+    "draft_target_map_tree": DRAFT_TARGET | MAP | DYNAMIC_TREE,
+    "draft_target_one_model_map": DRAFT_TARGET | MAP | {"draft_target_one_model": True},
 }
 # Acceptance lengths that every draft length of a mode reaches: there were drafts, and some were
 # right.
@@ -64,6 +89,16 @@ FLOORS = {
     "eagle3_two_model_tree": 1.5,
     "draft_target_one_model_tree": 1.5,
     "draft_target_tree": 1.5,
+    "eagle": 1.3,
+    "eagle_two_model": 1.3,
+    "eagle_tree": 1.4,
+    "eagle_two_model_tree": 1.4,
+    "eagle_static": 1.4,
+    "eagle_map": 1.2,
+    "eagle_map_tree": 1.3,
+    "draft_target_map": 1.2,
+    "draft_target_map_tree": 1.3,
+    "draft_target_one_model_map": 1.2,
 }
 
 
@@ -84,33 +119,40 @@ class Run:
 
 def covering_runs() -> list[Any]:
     """Every mode in every setting, and every mode with every draft length; batch sizes and overlap
-    change from one to the next. A third of them, with every mode and setting, is not slow."""
+    change from one to the next. Of each mode one setting is not slow: every setting, draft length
+    and batch size is among these, with and without overlap."""
     runs = []
     for (i, mode), (j, setting) in product(enumerate(FLOORS), enumerate(SETTINGS)):
         sizes = BATCH_SIZES[setting]
-        overlap = (i + j) % 3 != 1
-        draft_len = 0 if mode == "plain" else DRAFT_LENS[(i + j) % len(DRAFT_LENS)]
-        run = Run(mode, setting, draft_len, sizes[i % len(sizes)], overlap)
-        marks = [pytest.mark.slow] if (i + j) % 3 else []
+        lens = FITTED_DRAFT_LENS if mode in FITTED else DRAFT_LENS
+        draft_len = 0 if mode == "plain" else lens[(2 * i + j - 1) % len(lens)]
+        batch_size, overlap = sizes[i // 6 % len(sizes)], (i // 6 + j) % 3 != 1
+        run = Run(mode, setting, draft_len, batch_size, overlap)
+        marks = [pytest.mark.slow] if (i + j) % len(SETTINGS) else []
         runs.append(pytest.param(run, id=str(run), marks=marks))
     return runs
 
 
-def make_llm(run: Run, texts: dict[tuple[int, ...], list[int]]) -> LLM:
+def make_llm(
+    run: Run, texts: dict[tuple[int, ...], list[int]], files: Callable[[], tuple[Path, Path]]
+) -> LLM:
     options = SETTINGS[run.setting] | {"max_batch_size": 8}
+    options["disable_overlap_scheduler"] = not run.overlap
     if run.mode in MODES:
         options |= engine(run.mode, run.draft_len, overlap=run.overlap)
+    elif run.mode in FITTED:
+        options["speculative_config"] = fitted(run, *files())
     else:
         kind = AdversarialTreeDrafter if run.mode.endswith("_tree") else AdversarialDrafter
-        own = {
+        options["speculative_config"] = {
             "decoding_type": "User_Provided",
             "drafter": kind(texts),
             "max_draft_len": run.draft_len,
             "max_total_draft_tokens": window_of(run) - 1,
         }
-        options |= {"speculative_config": own, "disable_overlap_scheduler": not run.overlap}
-        if run.setting == "prefix_reuse_and_chunks":  # a tree's window is as wide at any depth
-            options["max_num_tokens"] = max(16, 3 * window_of(run))
+    if run.setting == "prefix_reuse_and_chunks" and run.mode not in MODES:
+        # A tree's window is as wide at any depth.
+        options["max_num_tokens"] = max(16, 3 * window_of(run))
     if run.setting == "chunked_prefill":
         # Room for all windows and a few prompt tokens: prompts come in many chunks next to
         # generating requests.
@@ -118,6 +160,15 @@ def make_llm(run: Run, texts: dict[tuple[int, ...], list[int]]) -> LLM:
     if run.setting.startswith("preemption"):
         options["scheduler_config"] = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     return LLM("zoo:llama", **options)
+
+
+def fitted(run: Run, head: Path, token_map: Path) -> dict[str, Any]:
+    config = {"speculative_model": str(head)} | FITTED[run.mode]
+    if "speculative_token_map" in config:
+        config["speculative_token_map"] = str(token_map)
+    if run.mode.endswith("_static"):
+        config["eagle_choices"] = static_choices(run.draft_len)
+    return config | {"max_draft_len": run.draft_len}
 
 
 def window_of(run: Run) -> int:
@@ -144,9 +195,10 @@ def test_the_text_is_plain_decodings(
     cases: list[Case],
     plain: list[RequestOutput],
     known_texts: dict[tuple[int, ...], list[int]],
+    fitted_files: Callable[[], tuple[Path, Path]],
     oracle: Callable[[], Oracle],
 ) -> None:
-    with make_llm(run, known_texts) as llm:
+    with make_llm(run, known_texts, fitted_files) as llm:
         assert llm._executor.parts.max_in_flight == run.overlap
         if run.setting.startswith("prefix_reuse"):
             leave_prefixes(llm, cases)

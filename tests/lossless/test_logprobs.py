@@ -12,7 +12,7 @@ from tllm_spec.llm import LLM
 from tllm_spec.outputs import Logprob, RequestOutput
 from tllm_spec.sampling_params import SamplingParams
 
-NUM_BEST, OUTPUT_LEN = 3, 60
+NUM_BEST, OUTPUT_LEN = 3, 24
 # Penalties, bias and temperature change what is chosen, never what the model itself says of it.
 WAYS: list[dict[str, Any]] = [
     {},

@@ -128,7 +128,15 @@ def rounds_after_a_pause(
     return after, never_paused, sum(each.num_accepted for each in before) / len(before)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "eagle3",
+        pytest.param("draft_target_one_model", marks=pytest.mark.slow),
+        pytest.param("eagle3_two_model", marks=pytest.mark.slow),
+        "draft_target",
+    ],
+)
 def test_acceptance_after_plain_rounds_equals_acceptance_without_them(
     tokenizer: Tokenizer, mode: str
 ) -> None:
@@ -148,19 +156,25 @@ def test_acceptance_after_plain_rounds_equals_acceptance_without_them(
     assert total / (NUM_REQUESTS * ROUNDS_AFTER) >= 0.75 * level > 0.4
 
 
-@pytest.mark.thinned
+PAUSES = (
+    (1, True),
+    (BACKLOG_LEN - 1, False),
+    (BACKLOG_LEN, True),
+    (BACKLOG_LEN, False),
+    (BACKLOG_LEN + 1, True),
+    (3 * BACKLOG_LEN + 2, False),
+)
+
+
+# Every pause and every mode is in the default run.
 @pytest.mark.parametrize(
-    ("num_plain", "overlap"),
+    ("mode", "num_plain", "overlap"),
     [
-        (1, True),
-        (BACKLOG_LEN - 1, False),
-        (BACKLOG_LEN, True),
-        (BACKLOG_LEN, False),
-        (BACKLOG_LEN + 1, True),
-        (3 * BACKLOG_LEN + 2, False),
+        pytest.param(mode, *pause, marks=[pytest.mark.slow] if (i + j) % 4 else [])
+        for i, mode in enumerate(MODES)
+        for j, pause in enumerate(PAUSES)
     ],
 )
-@pytest.mark.parametrize("mode", MODES)
 def test_acceptance_after_a_pause_does_not_depend_on_its_length(
     tokenizer: Tokenizer, mode: str, num_plain: int, overlap: bool
 ) -> None:

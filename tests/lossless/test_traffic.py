@@ -1,6 +1,7 @@
 """Requests that come and go in every round, from several threads, some of them cancelled: each gets
 its own text."""
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.executor.harness import Harness, all_pages_are_back, output_of
-from tests.lossless.engines import MODES, tiny_engine
+from tests.lossless.engines import LONG_ONLY, MODES, OVERLAPPING, tiny_engine
 from tllm_spec.executor.request import LlmRequest
 from tllm_spec.llm import LLM
 from tllm_spec.sampling_params import SamplingParams
@@ -25,10 +26,15 @@ BUSY: dict[str, Any] = {
 }
 
 
-PARAMS = [
-    pytest.param(name, marks=[pytest.mark.slow] if "onnxruntime" in name else [])
-    for name in [*MODES, *(f"{mode} in turn" for mode in MODES)]
-]
+QUICK = [mode for mode in MODES if mode not in LONG_ONLY]
+QUICK += [f"{mode} in turn" for mode in ("plain", "draft_target", "eagle3")]
+
+
+def quick_or_slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+
+
+PARAMS = quick_or_slow([*MODES, *(f"{mode} in turn" for mode in OVERLAPPING)])
 
 
 @pytest.fixture(scope="module", params=PARAMS)
@@ -90,7 +96,9 @@ def test_one_joins_in_every_round_and_one_is_cancelled_in_every_third(
     assert harness.parts.scheduler.num_preemptions and all_pages_are_back(harness.executor)
 
 
-@pytest.mark.parametrize("engine", MODES, indirect=True)  # its threads are the same in turn
+@pytest.mark.parametrize(
+    "engine", quick_or_slow(MODES), indirect=True
+)  # its threads are the same in turn
 def test_threads_that_submit_stream_and_cancel_get_their_own_texts(
     tiny: Path, engine: dict[str, Any], expected: list[list[int]]
 ) -> None:

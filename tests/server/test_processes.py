@@ -52,38 +52,53 @@ def stream(url: str, body: dict[str, Any] = LONG) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(tmp_path: Path) -> None:
-    with ServedProcess(tmp_path) as served, stream(served.url) as lines:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    """One server for the tests up to the one that ends it: to start it takes longer than they."""
+    folder = tmp_path_factory.mktemp("served")
+    with ServedProcess(folder, "--shutdown_timeout", "600") as served:
+        yield served
+
+
+def test_a_front_does_without_torch(served: ServedProcess) -> None:
+    pytest.importorskip("xgrammar")
+    assert complete(served.url) == 200
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    guided = chat | {"guided_choice": ["x", "yes"]}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=guided, timeout=60)
+    assert answer.json()["choices"][0]["message"]["content"] in ("x", "yes")
+    wrong = chat | {"guided_regex": "("}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=wrong, timeout=60)
+    assert answer.status_code == 400
+    (engine,), (front,) = served.pids(ENGINE), served.pids(FRONT)
+    assert "libtorch" in Path(f"/proc/{engine}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{front}/maps").read_text()
+    assert "PyTorch" not in served.text
+
+
+def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(
+    served: ServedProcess,
+) -> None:
+    with stream(served.url) as lines:
         (engine,), (front,) = served.pids(ENGINE), served.pids(FRONT)
         os.kill(front, signal.SIGKILL)
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
-        wait_for(lambda: served.pids(FRONT) not in ([], [front]))
-        assert complete(served.url) == 200
-        assert served.pids(ENGINE) == [engine]
-        info = httpx.get(f"{served.url}/server_info").json()["internal_states"][0]
-        assert info["num_requests_running"] == 0
-        assert info["totals"]["requests_by_finish_reason"]["cancelled"] == 1
-        assert served.end(signal.SIGTERM) == 0
-        assert "ended with SIGKILL and is started again" in served.text
+    wait_for(lambda: served.pids(FRONT) not in ([], [front]))
+    assert complete(served.url) == 200
+    assert served.pids(ENGINE) == [engine]
+    info = httpx.get(f"{served.url}/server_info").json()["internal_states"][0]
+    assert info["num_requests_running"] == 0
+    assert info["totals"]["requests_by_finish_reason"]["cancelled"] == 1
+    wait_for(lambda: "ended with SIGKILL and is started again" in served.text)
 
 
-def test_a_front_does_without_torch(tmp_path: Path) -> None:
-    pytest.importorskip("xgrammar")
-    with ServedProcess(tmp_path) as served:
-        assert complete(served.url) == 200
-        chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
-        guided = chat | {"guided_choice": ["x", "yes"]}
-        answer = httpx.post(f"{served.url}/v1/chat/completions", json=guided, timeout=60)
-        assert answer.json()["choices"][0]["message"]["content"] in ("x", "yes")
-        wrong = chat | {"guided_regex": "("}
-        answer = httpx.post(f"{served.url}/v1/chat/completions", json=wrong, timeout=60)
-        assert answer.status_code == 400
-        (engine,), (front,) = served.pids(ENGINE), served.pids(FRONT)
-        assert "libtorch" in Path(f"/proc/{engine}/maps").read_text()
-        assert "libtorch" not in Path(f"/proc/{front}/maps").read_text()
-        assert served.end(signal.SIGTERM) == 0
-        assert "PyTorch" not in served.text
+def test_a_signal_lets_requests_finish_and_the_status_is_zero(served: ServedProcess) -> None:
+    with stream(served.url, MEDIUM) as lines:
+        served.process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert served.wait() == 0
+    assert "Traceback" not in served.text
 
 
 @pytest.mark.slow
@@ -119,15 +134,6 @@ def test_when_the_engine_dies_streams_get_an_error_and_the_status_is_not_zero(
         assert served.wait() == 1
         assert "Error: the engine's process ended with SIGKILL" in served.text
         assert not is_running(front)
-
-
-def test_a_signal_lets_requests_finish_and_the_status_is_zero(tmp_path: Path) -> None:
-    with ServedProcess(tmp_path, "--shutdown_timeout", "600") as served:
-        with stream(served.url, MEDIUM) as lines:
-            served.process.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert served.wait() == 0
-        assert "Traceback" not in served.text
 
 
 @pytest.mark.slow
