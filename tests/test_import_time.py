@@ -50,10 +50,8 @@ def test_help_is_printed_without_a_heavy_library(command: str, arguments: str) -
     assert loaded_after(RUN_HELP.format(command=command, arguments=arguments)) == []
 
 
-def test_a_name_of_the_public_interface_is_loaded_at_its_first_use() -> None:
-    assert "torch" in loaded_after("import tllm_spec; tllm_spec.LLM")
-
-
-def test_a_tokenizer_is_loaded_without_torchs_compiler() -> None:
+def test_a_public_name_is_loaded_at_its_first_use_and_a_tokenizer_without_torchs_compiler() -> None:
+    use = "import tllm_spec; tllm_spec.LLM; "
     load = "from tllm_spec.tokenizer import load_tokenizer; load_tokenizer('zoo:llama')"
-    assert "torch._dynamo" not in loaded_after(load)
+    loaded = loaded_after(use + load)
+    assert "torch" in loaded and "torch._dynamo" not in loaded

@@ -58,7 +58,7 @@ def check_that_writes_are_private(harness: Harness, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [{}, TREE], ids=["chain", "tree"])
 def test_the_cache_follows_through_whatever_happens(
     tiny: Path,

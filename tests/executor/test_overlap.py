@@ -77,7 +77,7 @@ def test_a_round_is_launched_before_the_one_before_it_is_read(
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("policy", ["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rounds_in_flight_write_only_to_private_pages_that_their_requests_hold(
     make: Make, monkeypatch: pytest.MonkeyPatch, policy: str, seed: int
 ) -> None:

@@ -139,7 +139,7 @@ def assert_drawn_from(
         pytest.param(True, "filtered", 3, False, marks=pytest.mark.slow),
         (True, "filtered", 2, True),
         (False, "plain", 3, True),
-        (False, "filtered", 2, False),
+        pytest.param(False, "filtered", 2, False, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_drawn_from_the_targets_probabilities(
@@ -199,7 +199,7 @@ def test_lower_thresholds_accept_more_and_change_the_distribution(
         )
 
 
-@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize("one_model", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rejection_sampling_draws_from_the_targets_probabilities_while_tiers_change(
     folders: tuple[Path, Path], models: list[Any], one_model: bool
 ) -> None:

@@ -117,10 +117,20 @@ class Run:
         return f"{self.mode}-{self.setting}-K{self.draft_len}-{self.batch_size}-{rounds}"
 
 
+# Each is made of two that are not slow.
+COMBINED = (
+    "eagle_tree",
+    "eagle_two_model",
+    "eagle_map_tree",
+    "draft_target_map",
+    "draft_target_one_model_map",
+)
+
+
 def covering_runs() -> list[Any]:
     """Every mode in every setting, and every mode with every draft length; batch sizes and overlap
-    change from one to the next. Of each mode one setting is not slow: every setting, draft length
-    and batch size is among these, with and without overlap."""
+    change from one to the next. Of each mode that is not COMBINED one setting is not slow: every
+    setting, draft length and batch size is among these, with and without overlap."""
     runs = []
     for (i, mode), (j, setting) in product(enumerate(FLOORS), enumerate(SETTINGS)):
         sizes = BATCH_SIZES[setting]
@@ -128,7 +138,8 @@ def covering_runs() -> list[Any]:
         draft_len = 0 if mode == "plain" else lens[(2 * i + j - 1) % len(lens)]
         batch_size, overlap = sizes[i // 6 % len(sizes)], (i // 6 + j) % 3 != 1
         run = Run(mode, setting, draft_len, batch_size, overlap)
-        marks = [pytest.mark.slow] if (i + j) % len(SETTINGS) else []
+        is_slow = (i + j) % len(SETTINGS) or mode in COMBINED
+        marks = [pytest.mark.slow] if is_slow else []
         runs.append(pytest.param(run, id=str(run), marks=marks))
     return runs
 

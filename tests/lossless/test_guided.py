@@ -77,8 +77,18 @@ def test_every_text_is_json_of_its_schema(plain: list[CompletionOutput]) -> None
         assert not has_ended or matches(json.loads(output.text), schema), output.text
 
 
+# One without weights, one of each path; `tests/executor/test_guided_rounds.py` has all.
+LONG_ONLY = ("ngram_tree", "draft_target_one_model", "eagle3_two_model")
+
+
 @pytest.mark.parametrize(
-    ("mode", "overlap"), [(mode, True) for mode in MODES if mode != "plain"] + [("eagle3", False)]
+    ("mode", "overlap"),
+    [
+        pytest.param(mode, True, marks=[pytest.mark.slow] if mode in LONG_ONLY else [])
+        for mode in MODES
+        if mode != "plain"
+    ]
+    + [("eagle3", False)],
 )
 def test_guided_text_does_not_depend_on_the_drafter(
     mode: str, overlap: bool, plain: list[CompletionOutput]

@@ -65,7 +65,13 @@ def values(entries: list[Any]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+LONG_ONLY = ("draft_target_one_model", "eagle3_two_model")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG_ONLY else []) for name in ENGINES],
+)
 def test_log_probabilities_are_plain_decodings(
     name: str, plain_outputs: list[RequestOutput], prompts: list[list[int]]
 ) -> None:

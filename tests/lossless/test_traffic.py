@@ -34,6 +34,12 @@ def quick_or_slow(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
 
 
+def with_threads() -> list[Any]:
+    """Threads do not see how drafts are made."""
+    quick = ("plain", "ngram", "draft_target", "eagle3")
+    return [pytest.param(mode, marks=[] if mode in quick else [pytest.mark.slow]) for mode in MODES]
+
+
 PARAMS = quick_or_slow([*MODES, *(f"{mode} in turn" for mode in OVERLAPPING)])
 
 
@@ -97,7 +103,7 @@ def test_one_joins_in_every_round_and_one_is_cancelled_in_every_third(
 
 
 @pytest.mark.parametrize(
-    "engine", quick_or_slow(MODES), indirect=True
+    "engine", with_threads(), indirect=True
 )  # its threads are the same in turn
 def test_threads_that_submit_stream_and_cancel_get_their_own_texts(
     tiny: Path, engine: dict[str, Any], expected: list[list[int]]
