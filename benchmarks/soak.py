@@ -106,7 +106,20 @@ def body_of(random: Random) -> dict[str, Any]:
     return body | more
 
 
-async def client(target: Target, random: Random, leaves: bool) -> str:
+class Begun:
+    """Counts streams that have begun. `many` is set once they are `number`."""
+
+    def __init__(self, number: int) -> None:
+        self.many = asyncio.Event()
+        self._number = number
+
+    def add(self) -> None:
+        self._number -= 1
+        if self._number <= 0:
+            self.many.set()
+
+
+async def client(target: Target, random: Random, leaves: bool, begun: Begun) -> str:
     """How the stream has ended: `whole`, `left`, `error event`, `refused` or `cut`."""
     num_events = random.randint(1, 10) if leaves else None
     stream = events(target, "/v1/completions", body_of(random))
@@ -114,6 +127,8 @@ async def client(target: Target, random: Random, leaves: bool) -> str:
         number, has_error = 0, False
         async for _, data in stream:
             number += 1
+            if number == 1:
+                begun.add()
             has_error = "error" in data
             if number == num_events:
                 return "left"
@@ -127,11 +142,14 @@ async def client(target: Target, random: Random, leaves: bool) -> str:
         await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
 
 
-async def wave(url: str, clients: int, seed: int) -> Counter[str]:
+async def wave(url: str, clients: int, seed: int, begun: Begun | None = None) -> Counter[str]:
+    begun = begun or Begun(clients)
     target, random = Target(f"{url}/v1"), Random(seed)
     seeds = [Random(random.random()) for _ in range(clients)]
     return Counter(
-        await asyncio.gather(*(client(target, each, i % 2 == 1) for i, each in enumerate(seeds)))
+        await asyncio.gather(
+            *(client(target, each, i % 2 == 1, begun) for i, each in enumerate(seeds))
+        )
     )
 
 
@@ -202,10 +220,17 @@ async def flat_memory(
     return mistakes
 
 
+async def half_begun(server: Server, clients: int, seed: int) -> asyncio.Task[Counter[str]]:
+    """A wave, once half of its streams have begun."""
+    begun = Begun(clients // 2)
+    running = asyncio.create_task(wave(server.url, clients, seed, begun))
+    await begun.many.wait()
+    return running
+
+
 async def front_killed(server: Server, clients: int) -> list[str]:
     before = server.pids()
-    running = asyncio.create_task(wave(server.url, clients, 1000))
-    await asyncio.sleep(1)
+    running = await half_begun(server, clients, 1000)
     os.kill(before["front"], signal.SIGKILL)
     ends = await running
     await wait_until_idle(server.url)
@@ -218,8 +243,7 @@ async def front_killed(server: Server, clients: int) -> list[str]:
 
 
 async def engine_killed(server: Server, clients: int) -> list[str]:
-    running = asyncio.create_task(wave(server.url, clients, 2000))
-    await asyncio.sleep(1)
+    running = await half_begun(server, clients, 2000)
     start = time.monotonic()
     os.kill(server.pids()["engine"], signal.SIGKILL)
     ends = await running
