@@ -90,7 +90,7 @@ def test_a_front_whose_histograms_cannot_be_written_has_them_in_memory(
     path.symlink_to(FULL)
     histograms = Histograms(tmp_path)
     assert "No space left on device" in caplog.text
-    histograms.add(output)
+    histograms.add(output, is_streamed=False)
     assert histograms.read()[LATENCY].sum == 3
     assert not path.is_symlink() and FULL.exists(), "other fronts would read it"
 
@@ -102,7 +102,7 @@ def test_the_file_of_histograms_has_its_space_from_the_start(
     (path,) = tmp_path.iterdir()
     # Of a file with holes, a full disk would end the process (SIGBUS) at the first figure.
     assert path.stat().st_blocks * 512 >= NUM_BYTES
-    histograms.add(output)
+    histograms.add(output, is_streamed=False)
     assert histograms.read()[LATENCY].sum == 3
 
 

@@ -136,6 +136,34 @@ def test_finished_requests_are_in_the_histograms(client: TestClient) -> None:
     assert found[("trtllm_time_to_first_token_seconds_count",)] == 1, "only of the streamed one"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_whole_answer_has_no_time_to_first_token(client: TestClient, n: int) -> None:
+    body = {"model": "fake", "prompt": "a b", "max_tokens": 5, "n": n}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    found = samples(client.get("/metrics").text)
+    assert found[("trtllm_time_to_first_token_seconds_count",)] == 0
+    assert found[("trtllm_time_per_output_token_seconds_count",)] == 0
+    assert found[("trtllm_e2e_request_latency_seconds_count",)] == 1
+
+
+@pytest.mark.parametrize(
+    ("is_streamed", "num_tokens", "expected"),
+    [
+        (True, 4, (1, 1)),
+        (True, 1, (1, 0)),
+        (False, 4, (0, 0)),  # with stop strings a front gets tokens one by one, and keeps them
+    ],
+)
+def test_times_of_tokens_are_of_streamed_requests_only(
+    is_streamed: bool, num_tokens: int, expected: tuple[int, int]
+) -> None:
+    histograms = Histograms()
+    histograms.add(make_output(3, num_tokens), is_streamed)
+    found = histograms.read()
+    names = ("trtllm_time_to_first_token_seconds", "trtllm_time_per_output_token_seconds")
+    assert tuple(sum(found[name].counts) for name in names) == expected
+
+
 def test_fronts_share_their_histograms_and_outlive_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +171,7 @@ def test_fronts_share_their_histograms_and_outlive_each_other(
     for process in (1, 2):
         monkeypatch.setattr("os.getpid", lambda process=process: process)
         histograms = Histograms(tmp_path)
-        histograms.add(output)
+        histograms.add(output, is_streamed=False)
     tokens = histograms.read()["tllm_spec_request_prompt_tokens"]
     assert (sum(tokens.counts), tokens.sum) == (2, 6)
 

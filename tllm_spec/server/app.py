@@ -241,7 +241,7 @@ class OpenAIServer:
         with bad_request():
             chat = body.to_chat()
         handles = await self._start_chat(chat, request, self._chat_params(chat))
-        answer, running = ResponseAnswer(body), self._running(request, handles)
+        answer, running = ResponseAnswer(body), self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(answer.events(running))
         results = await unless_disconnected(request, finished_outputs(running))
@@ -301,7 +301,7 @@ class OpenAIServer:
         answer: Answer,
         handles: Sequence[RequestHandle],
     ) -> Response:
-        running = self._running(request, handles)
+        running = self._running(request, handles, body.stream)
         if body.stream:
             return EventStream(
                 event_stream(answer, running, body.stream_options or StreamOptions())
@@ -316,12 +316,15 @@ class OpenAIServer:
         whole = await self._admission.tokenised(size, lambda: answer.whole(results))
         return JSONResponse(whole)
 
-    def _finished(self, output: RequestOutput) -> None:
+    def _finished(self, is_streamed: bool, output: RequestOutput) -> None:
         self._perf_metrics.add(output)
-        self._histograms.add(output)
+        self._histograms.add(output, is_streamed)
 
-    def _running(self, request: Request, handles: Sequence[RequestHandle]) -> Running:
-        running = Running(handles, self._options.request_timeout, self._finished)
+    def _running(
+        self, request: Request, handles: Sequence[RequestHandle], is_streamed: bool
+    ) -> Running:
+        on_finish = partial(self._finished, is_streamed)
+        running = Running(handles, self._options.request_timeout, on_finish)
         if self._traces is not None:
             running.on_end = partial(self._traces.add, request)
         # For the access log, which asks when the answer has been sent.

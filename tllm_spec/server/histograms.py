@@ -80,14 +80,15 @@ class Histograms:
         self._is_shared = shared is not None
         self._numbers = memoryview(shared or bytearray(NUM_BYTES)).cast(NUMBER)
 
-    def add(self, output: RequestOutput) -> None:
-        """A finished request."""
+    def add(self, output: RequestOutput, is_streamed: bool) -> None:
+        """A finished request. `is_streamed`: to the client, so it has times of single tokens."""
         metrics, num_tokens = output.metrics, sum(each.length for each in output.outputs)
         first, end = metrics.first_token_time, metrics.finished_time
-        # Without streaming all tokens arrive at the end.
-        if first is not None and end is not None and first < end:
+        if is_streamed:
             self._observe(TIME_TO_FIRST_TOKEN, metrics.time_to_first_token)
-            if len(output.outputs) == 1 and num_tokens > 1:
+            is_timed = len(output.outputs) == 1 and num_tokens > 1
+            # Tokens that all came in one response have no time between them.
+            if is_timed and first is not None and end is not None and first < end:
                 self._observe(TIME_PER_OUTPUT_TOKEN, (end - first) / (num_tokens - 1))
         self._observe(QUEUE_TIME, metrics.queue_time)
         self._observe(LATENCY, metrics.latency)
