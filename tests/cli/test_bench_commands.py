@@ -210,6 +210,17 @@ def test_the_json_files_have_the_report_the_texts_and_the_requests(
     )
 
 
+@pytest.mark.parametrize(("options", "expected"), [([], None), (["--streaming"], 500)])
+def test_only_streamed_requests_have_a_time_to_first_token(
+    dataset: Path, tmp_path: Path, options: list[str], expected: float | None
+) -> None:
+    path = tmp_path / "requests.json"
+    result = run("throughput", "--dataset", dataset, "--request_json", path, *options)
+    assert result.exit_code == 0, result.output
+    records = json.loads(path.read_text())
+    assert {(each["ttft_ms"], each["latency_ms"]) for each in records} == {(expected, 2000)}
+
+
 @pytest.mark.parametrize("command", ["throughput", "latency"])
 def test_the_iteration_log_has_every_round_after_the_warm_up(
     dataset: Path, tmp_path: Path, command: str

@@ -210,8 +210,9 @@ def machine_section(device: str) -> dict[str, Any]:
     return {"name": properties.name, "memory_gib": properties.total_memory / 2**30}
 
 
-def request_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-    """The content of `--request_json`: lengths, times and speculation of every request."""
+def request_records(outputs: Sequence[RequestOutput], streaming: bool) -> list[dict[str, Any]]:
+    """The content of `--request_json`: lengths, times and speculation of every request. Only
+    streamed requests have a time to the first token."""
     return [
         {
             "request_id": output.request_id,
@@ -219,7 +220,7 @@ def request_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
             "num_output_tokens": num_output_tokens(output),
             "cached_tokens": output.cached_tokens,
             "latency_ms": latency_s(output) * MS,
-            "ttft_ms": time_to_first_token_s(output) * MS,
+            "ttft_ms": time_to_first_token_s(output) * MS if streaming else None,
             "decoding_stats": output.speculative_decoding and output.speculative_decoding.to_dict(),
         }
         for output in outputs

@@ -197,7 +197,7 @@ def measure(
     click.echo(format_report(report))
     write_json(report_json, report)
     write_json(output_json, reports.output_records(run.outputs))
-    write_json(request_json, reports.request_records(run.outputs))
+    write_json(request_json, reports.request_records(run.outputs, streaming))
     if iteration_log is not None:
         write_text(iteration_log, as_lines(rounds))
 

@@ -204,7 +204,8 @@ record_options = together(
     click.option(
         "--request_json",
         type=OUTPUT_FILE,
-        help="File to write the lengths, times and draft counts of every request to, as JSON.",
+        help="File to write the lengths, times and draft counts of every request to, as JSON. "
+        "Its ttft_ms is null without streaming.",
     ),
     click.option(
         "--iteration_log",
