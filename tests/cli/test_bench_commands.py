@@ -313,6 +313,24 @@ def test_compare_reports_the_position_of_each_difference_and_fails(
     assert run("compare", *configs, "--dataset", dataset, "--allow_differences").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("repeat", "concurrency", "sentence"),
+    [
+        (1, "1", "No texts were compared: plain ran once. A second file or --repeat 2"),
+        (1, "1,2", "No texts were compared: plain ran once at each concurrency. A second file or"),
+        (2, "1", "plain gave the same 2 texts in every run."),
+        (2, "1,2", "plain gave the same 2 texts in every run at each concurrency."),
+    ],
+)
+def test_compare_says_of_one_configuration_whether_its_own_runs_were_compared(
+    dataset: Path, tmp_path: Path, repeat: int, concurrency: str, sentence: str
+) -> None:
+    options = ["--dataset", dataset, "--num_requests", 2, "--repeat", repeat]
+    plain = write_yaml(tmp_path, "plain", "{}")
+    result = run("compare", plain, *options, "--concurrency", concurrency)
+    assert (result.exit_code, result.output.splitlines()[-1].find(sentence)) == (0, 0)
+
+
 def test_compare_prints_the_requested_number_of_texts(dataset: Path, tmp_path: Path) -> None:
     result = run(
         "compare", write_yaml(tmp_path, "plain", "{}"), "--dataset", dataset, "--show_text", 2

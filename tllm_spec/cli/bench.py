@@ -298,11 +298,19 @@ def compare(
     if found and not allow_differences:
         raise SystemExit(1)
     if not found:
-        where = "" if len(concurrency) == 1 else " at each concurrency"
-        click.echo(
-            f"All {len(configs)} configurations gave the same {len(requests)} texts in every run"
-            f"{where}."
+        click.echo(equal_texts(names_of(configs), len(requests), repeat, len(concurrency)))
+
+
+def equal_texts(names: Sequence[str], num_texts: int, repeat: int, num_concurrencies: int) -> str:
+    """The sentence on a comparison that found no difference."""
+    where = "" if num_concurrencies == 1 else " at each concurrency"
+    if len(names) == repeat == 1:
+        return (
+            f"No texts were compared: {names[0]} ran once{where}. A second file or --repeat 2 "
+            "compares them."
         )
+    subject = names[0] if len(names) == 1 else f"All {len(names)} configurations"
+    return f"{subject} gave the same {num_texts} texts in every run{where}."
 
 
 def names_of(configs: Sequence[Path]) -> list[str]:
